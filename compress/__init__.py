@@ -1,0 +1,1 @@
+"""compress: codecs for what crosses slow links."""

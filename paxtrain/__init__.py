@@ -1,0 +1,1 @@
+"""paxtrain: GPT training over a (data, pipe, tensor) mesh."""

@@ -1,0 +1,391 @@
+"""The configuration: small frozen dataclasses that validate themselves.
+
+Config files (configs/*.py) hold an ml_collections ConfigDict, which absl flags override; `from_dict` turns it
+into these dataclasses at the edge, and nothing behind the mains sees a ConfigDict.
+"""
+
+import dataclasses
+import math
+import typing
+from typing import Any
+
+from paxtrain.errors import UserError
+
+SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
+SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _divisors_near(n: int, target: int) -> str:
+    """The divisors of n that surround `target`, as a phrase."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    below = [d for d in divisors if d <= target][-1:]
+    above = [d for d in divisors if d > target][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _positive(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value > 0, f"{section}.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A GPT-2 architecture.
+
+    Attributes:
+        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` whatever the mesh, so
+            that checkpoints fit every mesh; padded rows never receive probability.
+        sequence: positions, S.
+        embedding_dropout, residual_dropout: rates after the embedding and on both residual branches
+            (GPT-2's embd_pdrop and resid_pdrop).
+        dtype: compute dtype, "bfloat16" or "float32"; parameters and accumulation are float32 always.
+        attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
+    """
+
+    vocab_size: int = 257
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    sequence: int = 128
+    vocab_multiple: int = 128
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        _positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
+        _require(
+            self.hidden % self.heads == 0,
+            f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
+            f"{_divisors_near(self.hidden, self.heads)} heads would fit",
+        )
+        for name in ("embedding_dropout", "residual_dropout"):
+            rate = getattr(self, name)
+            _require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
+        _choice("model.dtype", self.dtype, ("bfloat16", "float32"))
+        _choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
+
+    @property
+    def padded_vocab(self) -> int:
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def ffn(self) -> int:
+        return 4 * self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def parameter_count(self) -> int:
+        """Parameters of the model as published: the padding of the vocabulary is not counted."""
+        h = self.hidden
+        layer = 12 * h * h + 13 * h
+        return self.layers * layer + (self.vocab_size + self.sequence) * h + 2 * h
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices.
+
+    Attributes:
+        zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
+            False replicates them (all-reduce).
+    """
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    zero1: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("mesh", self, "data", "pipe", "tensor")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.pipe * self.tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How micro-batches flow through the stages.
+
+    Attributes:
+        schedule: one of SCHEDULES.
+        virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
+        pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as they get, the last ones shorter.
+        save: what a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
+            "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).
+        scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": from 9 layers per stage on.
+    """
+
+    schedule: str = "eager_1f1b"
+    virtual_stages: int = 1
+    pipe_layers: str = ""
+    save: str = "dots"
+    scan_layers: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("pipeline.schedule", self.schedule, SCHEDULES)
+        _choice("pipeline.save", self.save, SAVE_MODES)
+        _choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
+        _positive("pipeline", self, "virtual_stages")
+        interleaved = self.schedule == "interleaved_1f1b"
+        _require(
+            interleaved or self.virtual_stages == 1,
+            f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule=interleaved_1f1b, "
+            f"got {self.schedule}",
+        )
+        _require(
+            not interleaved or self.virtual_stages > 1,
+            "pipeline.schedule=interleaved_1f1b needs pipeline.virtual_stages of 2 or more, got 1",
+        )
+        if self.pipe_layers:
+            parts = self.pipe_layers.split(",")
+            _require(
+                all(part.strip().isdecimal() and int(part) > 0 for part in parts),
+                f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
+            )
+
+    def layers_per_virtual_stage(self, layers: int, pipe: int) -> tuple[int, ...]:
+        """Layers of each of the pipe * virtual_stages virtual stages, in the order in which a token meets them.
+
+        Raises:
+            UserError: the list has another length or sum, or there are fewer layers than virtual stages.
+        """
+        stages = pipe * self.virtual_stages
+        if self.pipe_layers:
+            counts = tuple(int(part) for part in self.pipe_layers.split(","))
+            _require(
+                len(counts) == stages,
+                f"pipeline.pipe_layers={self.pipe_layers} names {len(counts)} stages, "
+                f"but pipe={pipe} with {self.virtual_stages} virtual stages each needs {stages}",
+            )
+            _require(
+                sum(counts) == layers,
+                f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(counts)}, but the model has {layers} layers",
+            )
+            return counts
+        _require(
+            layers >= stages,
+            f"model.layers={layers} cannot fill {stages} virtual stages (mesh.pipe={pipe} x "
+            f"pipeline.virtual_stages={self.virtual_stages}); at most {layers} would fit",
+        )
+        return tuple(layers // stages + (i < layers % stages) for i in range(stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """Sequences per optimizer step over the whole mesh, and per micro-batch of one data rank."""
+
+    global_batch: int = 16
+    micro_batch: int = 2
+
+    def __post_init__(self) -> None:
+        _positive("batch", self, "global_batch", "micro_batch")
+
+    def micro_batches(self, data: int) -> int:
+        """Micro-batches per data rank and step.
+
+        Raises:
+            UserError: global_batch is not divisible by data * micro_batch.
+        """
+        per_round = data * self.micro_batch
+        below = self.global_batch // per_round * per_round
+        fits = f"{below} or {below + per_round}" if below else str(per_round)
+        _require(
+            self.global_batch % per_round == 0,
+            f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
+            f"batch.micro_batch={self.micro_batch}; {fits} would fit",
+        )
+        return self.global_batch // per_round
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule; steps are optimizer steps.
+
+    Attributes:
+        schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
+            over the last decay_steps) or "constant".
+        clip_norm: largest global gradient norm; 0 leaves gradients as they are.
+    """
+
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    decay_steps: int = 0
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        _positive("optimizer", self, "learning_rate", "epsilon")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            _require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
+        for name in ("beta1", "beta2", "final_fraction"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"optimizer.{name} must be in [0, 1], got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix."""
+
+    train: str = "runs/data/train"
+    validation: str = "runs/data/validation"
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        _positive("data", self, "prefetch")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept.
+
+    Attributes:
+        every: steps between checkpoints; 0: only at the end and on SIGTERM.
+        keep: newest checkpoints kept.
+        keep_every: besides, each checkpoint whose step is a multiple of this is kept for good; 0: none.
+        resume: continue from the newest good checkpoint of the output directory if there is one.
+    """
+
+    every: int = 100
+    keep: int = 2
+    keep_every: int = 0
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", self, "keep")
+        for name in ("every", "keep_every"):
+            value = getattr(self, name)
+            _require(value >= 0, f"checkpoint.{name} must not be negative, got {value}")
+        _require(
+            not self.keep_every or (self.every and self.keep_every % self.every == 0),
+            f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Length of the run, where it writes, and how often it reports.
+
+    Attributes:
+        steps: optimizer steps in total, those before a resume included.
+        out: folder for checkpoints, metrics and figures.
+        eval_every: steps between validations; 0: only before the first step and after the last.
+        eval_batches: global batches per validation, the same ones each time.
+        sample_tokens: tokens of the sample that is shown at the end; 0: none.
+        peak_flops: peak FLOP/s of one device for MFU; 0: looked up by device kind, none for a CPU.
+    """
+
+    steps: int = 200
+    seed: int = 0
+    out: str = "runs/tiny"
+    eval_every: int = 100
+    eval_batches: int = 8
+    log_every: int = 1
+    sample_tokens: int = 200
+    peak_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("run", self, "steps", "eval_batches", "log_every")
+        for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
+            value = getattr(self, name)
+            _require(value >= 0, f"run.{name} must not be negative, got {value}")
+        _require(bool(self.out), "run.out must name a directory, got an empty string")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything one training run needs. Checks here are those that join sections."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    def __post_init__(self) -> None:
+        model, mesh = self.model, self.mesh
+        for name, size in (("heads", model.heads), ("hidden", model.hidden), ("padded_vocab", model.padded_vocab)):
+            _require(
+                size % mesh.tensor == 0,
+                f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
+                f"tensor={_divisors_near(size, mesh.tensor)} would fit",
+            )
+        self.batch.micro_batches(mesh.data)
+        self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
+        _require(
+            mesh.pipe > 1 or self.pipeline.virtual_stages == 1,
+            f"pipeline.schedule=interleaved_1f1b needs mesh.pipe of 2 or more, got {mesh.pipe}",
+        )
+        opt = self.optimizer
+        _require(
+            opt.warmup_steps + (opt.decay_steps if opt.schedule == "wsd" else 0) <= self.run.steps,
+            f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
+            f"do not fit into run.steps={self.run.steps}",
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch.micro_batches(self.mesh.data)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        return self.pipeline.layers_per_virtual_stage(self.model.layers, self.mesh.pipe)
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {field.name for field in dataclasses.fields(cls)}
+    kwargs = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else key
+        _require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            kwargs[key] = _build(hint, value, name)
+            continue
+        if hint is float and type(value) is int:
+            value = float(value)
+        _require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
+        kwargs[key] = value
+    return cls(**kwargs)
+
+
+def from_dict(values: Any) -> Config:
+    """The Config that a (possibly partial) mapping of sections describes.
+
+    Args:
+        values: a dict or ConfigDict; sections and keys left out keep their defaults.
+
+    Raises:
+        UserError: an unknown key, a value of another type, or values that do not fit each other.
+    """
+    return _build(Config, values, "")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The nested dict of plain values that `from_dict` reads."""
+    return dataclasses.asdict(config)
