@@ -1,0 +1,44 @@
+# PYTHON makes the environment, VENV says where it goes.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+RUN := $(VENV)/bin/python
+
+.PHONY: help train bench test test-slow lint clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
+
+train: $(VENV)/run.txt  ## train configs/tiny.py; ARGS="--config.run.steps=50" overrides what the file says
+	$(RUN) -m paxtrain.train --config=configs/tiny.py $(ARGS)
+
+bench: $(VENV)/run.txt  ## measure the training step; ARGS as above
+	$(RUN) -m paxtrain.bench $(ARGS)
+
+test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
+	$(RUN) -m pytest $(ARGS)
+
+test-slow: $(VENV)/dev.txt  ## the tests that take minutes
+	$(RUN) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/dev.txt  ## ruff: rules and format
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+
+clean:  ## remove the environment and the caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("error: Python 3.11 or newer is needed, $(PYTHON) is %d.%d; make PYTHON=python3.12 would do" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# What is installed, as pip lists it, stands for the environment being up to date.
+$(VENV)/run.txt: requirements.txt | $(VENV)/bin/python
+$(VENV)/dev.txt: requirements-dev.txt requirements.txt | $(VENV)/bin/python
+$(VENV)/run.txt $(VENV)/dev.txt:
+	@echo "installing $< into $(VENV) (a minute or two)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --requirement $<
+	@$(RUN) -m pip freeze --disable-pip-version-check > $@

@@ -1,0 +1,250 @@
+"""Where a schedule's values live between rows: slots of rings, and the rows grouped into loops.
+
+Each stage keeps three rings, as small as the schedule allows: residuals (from F to B), activations received and not yet
+used, gradients received or made by the loss and not yet used. A slot is an index into a ring; the ring's last index,
+`depth`, is a scrap slot that idle stages write.
+"""
+
+import dataclasses
+import heapq
+
+import numpy as np
+
+from paxtrain.schedule import IDLE, Pair, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class RowKind:
+    """What the compiled code of a row depends on; rows of one kind differ in numbers only.
+
+    Attributes:
+        receive: stage pairs of the gradients that travel before the forward phase.
+        forward, backward: the chunks that some stage runs.
+        send: stage pairs of the activations that travel after the forward phase.
+        first, head, first_backward: some stage runs F of the first or the last, or B of the first virtual stage.
+    """
+
+    receive: tuple[Pair, ...]
+    forward: tuple[int, ...]
+    send: tuple[Pair, ...]
+    backward: tuple[int, ...]
+    first: bool
+    head: bool
+    first_backward: bool
+
+
+COLUMNS = (
+    "forward",  # micro-batch of F, 0 where idle
+    "forward_valid",
+    "forward_chunk",
+    "forward_slot",  # of the residual ring, written by F
+    "input_slot",  # of the activation ring, read by F
+    "arrival_slot",  # of the activation ring, written after the forward phase
+    "backward",
+    "backward_valid",
+    "backward_chunk",
+    "backward_slot",  # of the residual ring, read by B
+    "gradient_slot",  # of the gradient ring, read by B
+    "gradient_arrival_slot",  # of the gradient ring, written before the forward phase
+    "head_slot",  # of the gradient ring, written by the head
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffers:
+    """A schedule with slots assigned.
+
+    Attributes:
+        table: int32 [rows, stages, len(COLUMNS)].
+        kinds: one per row.
+        residual_depth, activation_depth, gradient_depth: ring sizes without the scrap slot. A depth of 0 for
+            activations or gradients means that each is used the moment it can be, so that one buffer does.
+    """
+
+    table: np.ndarray
+    kinds: list[RowKind]
+    residual_depth: int
+    activation_depth: int
+    gradient_depth: int
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The rows as (start, period, repeats): `repeats` times `period` rows of the same kinds."""
+        runs, t, rows = [], 0, len(self.kinds)
+        while t < rows:
+            best = (1, 1)
+            for period in range(1, (rows - t) // 2 + 1):
+                repeats = 1
+                while self.kinds[t + repeats * period : t + (repeats + 1) * period] == self.kinds[t : t + period]:
+                    repeats += 1
+                if repeats > 1 and period * repeats > best[0] * best[1]:
+                    best = (period, repeats)
+            runs.append((t, *best))
+            t += best[0] * best[1]
+        return runs
+
+
+def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple[dict[int, int], int]:
+    """Slots for (first row, last row, key) so that no two that overlap share one; the fewest there can be.
+
+    Args:
+        reuse_same_row: a value whose first row is another's last row may take its slot.
+    """
+    slots, free, busy, depth = {}, [], [], 0
+    for first, last, key in sorted(intervals):
+        while busy and (busy[0][0] < first or (reuse_same_row and busy[0][0] == first)):
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            slot = heapq.heappop(free)
+        else:
+            slot, depth = depth, depth + 1
+        slots[key] = slot
+        heapq.heappush(busy, (last, slot))
+    return slots, depth
+
+
+def assign(schedule: Schedule) -> Buffers:
+    """Assigns the slots of all three rings and names each row's kind."""
+    stages, rows, last = schedule.stages, schedule.rows, schedule.virtual_stages - 1
+    row_of, trains = schedule.row_of, bool((schedule.backward != IDLE).any())
+    residuals: list[list] = [[] for _ in range(stages)]
+    activations: list[list] = [[] for _ in range(stages)]
+    gradients: list[list] = [[] for _ in range(stages)]
+    for row, stage, mb, chunk in schedule.ops("forward"):
+        virtual = schedule.virtual_stage(stage, chunk)
+        if virtual:
+            activations[stage].append((row_of["forward", virtual - 1, mb], row, (virtual, mb)))
+        if trains:
+            used = row_of["backward", virtual, mb]
+            made = row_of["backward", virtual + 1, mb] + 1 if virtual < last else row
+            residuals[stage].append((row, used, (virtual, mb)))
+            gradients[stage].append((made, used, (virtual, mb)))
+
+    def color(intervals: list[list], direct: int, reuse_same_row: bool) -> tuple[list[dict], int]:
+        if all(used - made == direct for per_stage in intervals for made, used, _ in per_stage):
+            return [{key: 0 for *_, key in per_stage} for per_stage in intervals], 0
+        colored = [_color(per_stage, reuse_same_row) for per_stage in intervals]
+        return [slots for slots, _ in colored], max(depth for _, depth in colored)
+
+    # Within a row F writes residuals before B reads, gradients arrive before B reads, activations arrive after F reads.
+    residual_slots, residual_depth = color(residuals, direct=-1, reuse_same_row=False)
+    activation_slots, activation_depth = color(activations, direct=1, reuse_same_row=True)
+    gradient_slots, gradient_depth = color(gradients, direct=0, reuse_same_row=False)
+
+    column = {name: np.zeros((rows, stages), np.int32) for name in COLUMNS}
+    column["forward_slot"][:] = residual_depth
+    column["arrival_slot"][:] = activation_depth
+    column["gradient_arrival_slot"][:] = column["head_slot"][:] = gradient_depth
+    for row, stage, mb, chunk in schedule.ops("forward"):
+        virtual = schedule.virtual_stage(stage, chunk)
+        column["forward"][row, stage], column["forward_chunk"][row, stage] = mb, chunk
+        column["forward_valid"][row, stage] = 1
+        if trains:
+            column["forward_slot"][row, stage] = residual_slots[stage][virtual, mb]
+        if virtual:
+            column["input_slot"][row, stage] = activation_slots[stage][virtual, mb]
+        if virtual < last:
+            receiver = (stage + 1) % stages
+            column["arrival_slot"][row, receiver] = activation_slots[receiver][virtual + 1, mb]
+        elif trains:
+            column["head_slot"][row, stage] = gradient_slots[stage][virtual, mb]
+    # An idle B reads what its stage wrote last: real values, so that a zero cotangent gives zeros and not 0/0.
+    written = np.zeros(stages, np.int32)
+    for row in range(rows):
+        if (schedule.forward[row] != IDLE).any():
+            written = column["forward_slot"][row]
+        column["backward_slot"][row] = written
+    for row, stage, mb, chunk in schedule.ops("backward"):
+        virtual = schedule.virtual_stage(stage, chunk)
+        column["backward"][row, stage], column["backward_chunk"][row, stage] = mb, chunk
+        column["backward_valid"][row, stage] = 1
+        column["backward_slot"][row, stage] = residual_slots[stage][virtual, mb]
+        column["gradient_slot"][row, stage] = gradient_slots[stage][virtual, mb]
+        if virtual:
+            receiver = (stage - 1) % stages
+            column["gradient_arrival_slot"][row + 1, receiver] = gradient_slots[receiver][virtual - 1, mb]
+
+    def active(phase: str, row: int) -> list[int]:
+        return [int(s) for s in np.flatnonzero(getattr(schedule, phase)[row] != IDLE)]
+
+    def kind(row: int) -> RowKind:
+        f = {(s, int(schedule.forward_chunk[row, s])) for s in active("forward", row)}
+        b = {(s, int(schedule.backward_chunk[row, s])) for s in active("backward", row)}
+        return RowKind(
+            receive=schedule.gradient_pairs[row],
+            forward=tuple(sorted({c for _, c in f})),
+            send=schedule.activation_pairs[row],
+            backward=tuple(sorted({c for _, c in b})),
+            first=(0, 0) in f,
+            head=(stages - 1, schedule.chunks - 1) in f,
+            first_backward=(0, 0) in b,
+        )
+
+    table = np.stack([column[name] for name in COLUMNS], axis=-1)
+    kinds = [kind(row) for row in range(rows)]
+    return Buffers(table, kinds, residual_depth, activation_depth, gradient_depth)
+
+
+def validate(schedule: Schedule, buffers: Buffers) -> None:
+    """Replays the table symbolically and proves that each op finds its own values.
+
+    Every op runs once; every value it reads is there, in the slot it reads, and is its own; every message that is sent
+    has a receiver that uses it, and no other.
+
+    Raises:
+        AssertionError: with the row, stage and op at fault.
+    """
+    stages, last = schedule.stages, schedule.virtual_stages - 1
+    trains = bool((schedule.backward != IDLE).any())
+    residual = [{} for _ in range(stages)]
+    inbox = [{} for _ in range(stages)]
+    gradient_inbox = [{} for _ in range(stages)]
+    seen, unread, sending = set(), set(), {}
+
+    def check(condition: bool, row: int, stage: int, what: str) -> None:
+        if not condition:
+            raise AssertionError(f"{schedule.name}: row {row}, stage {stage}: {what}")
+
+    for row in range(schedule.rows):
+        cells = [dict(zip(COLUMNS, map(int, buffers.table[row, s]))) for s in range(stages)]
+        kind = buffers.kinds[row]
+        check(set(kind.receive) == {(s, to) for s, (to, _) in sending.items()}, row, -1, "gradient pairs")
+        for to, key in sending.values():
+            gradient_inbox[to][cells[to]["gradient_arrival_slot"]] = key
+            unread.add(("g", *key))
+        sending, made = {}, {}
+        for s, cell in enumerate(cells):
+            if not cell["forward_valid"]:
+                continue
+            mb, virtual = cell["forward"], schedule.virtual_stage(s, cell["forward_chunk"])
+            check(("F", virtual, mb) not in seen, row, s, f"F of micro-batch {mb} again")
+            seen.add(("F", virtual, mb))
+            if virtual:
+                check(inbox[s].get(cell["input_slot"]) == (virtual, mb), row, s, f"no activation for {mb}")
+                unread.discard(("a", virtual, mb))
+            if trains:
+                check(cell["forward_slot"] < buffers.residual_depth, row, s, "residuals go to scrap")
+                residual[s][cell["forward_slot"]] = (virtual, mb)
+            if virtual < last:
+                made[s] = ((s + 1) % stages, (virtual + 1, mb))
+            elif trains:
+                gradient_inbox[s][cell["head_slot"]] = (virtual, mb)
+        check(set(kind.send) == {(s, to) for s, (to, _) in made.items()}, row, -1, "activation pairs")
+        for to, key in made.values():
+            inbox[to][cells[to]["arrival_slot"]] = key
+            unread.add(("a", *key))
+        for s, cell in enumerate(cells):
+            if not cell["backward_valid"]:
+                continue
+            mb, virtual = cell["backward"], schedule.virtual_stage(s, cell["backward_chunk"])
+            check(("B", virtual, mb) not in seen, row, s, f"B of micro-batch {mb} again")
+            seen.add(("B", virtual, mb))
+            check(residual[s].pop(cell["backward_slot"], None) == (virtual, mb), row, s, f"no residuals for {mb}")
+            found = gradient_inbox[s].pop(cell["gradient_slot"], None)
+            check(found == (virtual, mb), row, s, f"no gradient for {mb}")
+            unread.discard(("g", virtual, mb))
+            if virtual:
+                sending[s] = ((s - 1) % stages, (virtual - 1, mb))
+    phases = "FB" if trains else "F"
+    expected = {(p, q, mb) for p in phases for q in range(last + 1) for mb in range(schedule.micro_batches)}
+    check(seen == expected, schedule.rows, -1, "an op is missing")
+    check(not unread and not sending, schedule.rows, -1, "a message nobody used")

@@ -1,0 +1,373 @@
+"""Checkpoints: written in the background, verified when read, restored onto any mesh.
+
+A checkpoint holds the canonical state (a nested dict of global arrays) and a JSON record: the trainer's own metadata
+and, for each array, dtype, shape and a fingerprint of its bits. Decompression does not notice every damaged byte; the
+fingerprint does, on any mesh.
+"""
+
+import json
+import logging as python_logging
+import math
+import pathlib
+import sys
+import tempfile
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
+
+from paxtrain.config import CheckpointConfig
+from paxtrain.errors import UserError
+
+Tree = Any
+Meta = dict[str, Any]
+
+_SET_ASIDE = "set_aside"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def _quieten_orbax() -> None:
+    """Hides what orbax and tensorstore say besides raising.
+
+    Orbax narrates every save in some thirty lines, through the logger that this program uses too. When one read of a
+    damaged checkpoint fails, it closes its event loop under the reads still in flight, each of which then complains
+    where no caller can catch it, now or at some later garbage collection.
+    """
+    say = sys.unraisablehook
+
+    def unraisable(event: Any) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(event.exc_traceback)]
+        if str(event.exc_value) != "Event loop is closed" and not any("/orbax/" in file for file in files):
+            say(event)
+
+    sys.unraisablehook = unraisable
+    python_logging.getLogger("absl").addFilter(
+        lambda record: record.levelno >= python_logging.ERROR or "/orbax/" not in record.pathname
+    )
+    python_logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
+
+
+_quieten_orbax()
+
+
+def ensure_writable(path: str | pathlib.Path) -> None:
+    """Makes the directory `path` if need be and proves that files can be written there.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise UserError(f"cannot write to {path} ({error.strerror}); name a directory that can be written") from error
+
+
+@jax.jit
+def fingerprint(x: jax.Array) -> jax.Array:
+    """A uint32 that depends on each bit of x and its place, and not on how x is sharded.
+
+    The sum, modulo 2**32, of every element's bits mixed with its flat index. The mixer is MurmurHash3's fmix32, which is
+    one to one: a change of one element always shows, any other change but once in 2**32. (Without it, two flipped
+    signs would cancel.)
+
+    Args:
+        x: any shape; up to 32 bits an element, or bool.
+
+    Returns:
+        uint32 [].
+    """
+    if x.dtype == jnp.bool_:
+        bits = x.astype(jnp.uint32)
+    else:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
+    for dim in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * stride
+    h = bits ^ (index * np.uint32(0x9E3779B1))
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return jnp.sum(h ^ (h >> np.uint32(16)), dtype=jnp.uint32)
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _kinds(tree: Tree) -> dict[str, str]:
+    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
+
+
+def _fingerprints(tree: Tree) -> dict[str, int]:
+    sums = {path: fingerprint(leaf) for path, leaf in _by_path(tree).items()}
+    return {path: int(value) for path, value in jax.device_get(sums).items()}
+
+
+def _checksum(record: Meta) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _steps(directory: pathlib.Path) -> list[int]:
+    """Steps of the finished checkpoints, ascending."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+    # Orbax ends a restore at a barrier, where a process whose files are damaged would never arrive: each process
+    # therefore reads as if it were alone, and `_together` joins them.
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+    )
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
+        return reader.restore(directory / str(step), args=ocp.args.Composite(**{item: args}))[item]
+
+
+def _read_record(directory: pathlib.Path, step: int) -> Meta:
+    record = _read(directory, step, "record", ocp.args.JsonRestore())
+    checksum = record.pop("checksum")
+    if checksum != _checksum(record):
+        raise ValueError("its metadata is damaged")
+    return record
+
+
+def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
+    args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return _read(
+        directory, step, "state", ocp.args.PyTreeRestore(item=abstract, restore_args=args, partial_restore=True)
+    )
+
+
+def _together(read: Callable[[], Any]) -> tuple[Any, str]:
+    """What `read` returns and "", or None and the reason why it failed in this or another process."""
+    try:
+        result, reason = read(), ""
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise  # says nothing about the checkpoint
+    except Exception as error:  # damaged files make orbax and tensorstore raise nearly anything
+        result, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(reason))))
+        if failed.size and not reason:
+            result, reason = None, f"process {failed[0]} cannot read it"
+    return result, reason
+
+
+def _differences(saved: Meta, expected: Meta) -> str:
+    missing = "absent"
+    keys = sorted(saved.keys() | expected.keys())
+    pairs = [(key, saved.get(key, missing), expected.get(key, missing)) for key in keys]
+    different = [f"{key} is {there} there and {here} here" for key, there, here in pairs if there != here]
+    return ", ".join(different[:8]) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
+
+
+def _require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:
+    """Compares architecture, then arrays, with what is asked for; parts of the state not asked for may differ."""
+    # Through JSON, as the saved one went: a tuple comes back as a list.
+    different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
+    if different:
+        raise UserError(f"{where} is of another model: {different}; ask for the same model or name another directory")
+    kinds = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}
+    different = _differences(kinds, _kinds(abstract))
+    if different:
+        raise UserError(f"{where} holds other arrays: {different}; use the configuration that it was saved with")
+
+
+def _restore(directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[int], problems: list[str]):
+    """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
+    for step in reversed(steps):
+        where = f"checkpoint {step} in {directory}"
+        record, reason = _together(lambda step=step: _read_record(directory, step))
+        if not reason:
+            _require_same(record, abstract, model, where)
+            state, reason = _together(lambda step=step: _read_state(directory, step, abstract))
+        if not reason:
+            found = _fingerprints(state)
+            damaged = [path for path, value in found.items() if value != record["fingerprints"][path]]
+            if not damaged:
+                return step, state, record["meta"]
+            reason = f"the bits of {', '.join(damaged[:4])} have changed since it was saved"
+        _report(problems, f"{where} is damaged ({reason}); trying the one before it")
+    return None
+
+
+def _report(problems: list[str], problem: str) -> None:
+    problems.append(problem)
+    logging.warning("%s", problem)
+
+
+def _chosen(directory: pathlib.Path, step: int | None) -> list[int]:
+    steps = _steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}; name the checkpoint directory of a training run")
+    if step is None:
+        return steps
+    if step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    return [step]
+
+
+def _none_good(directory: pathlib.Path, steps: list[int]) -> UserError:
+    listed = ", ".join(map(str, steps))
+    return UserError(
+        f"no checkpoint in {directory} is good (tried {listed}; reasons above); "
+        "put back a good copy, or name another directory to start anew"
+    )
+
+
+def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
+    """The metadata of the newest checkpoint whose record is intact, or of the one of `step`; arrays are not read.
+
+    Raises:
+        UserError: there is no checkpoint, none of that step, or none whose record is intact.
+    """
+    directory = pathlib.Path(directory).absolute()
+    steps = _chosen(directory, step)
+    for candidate in reversed(steps):
+        record, reason = _together(lambda candidate=candidate: _read_record(directory, candidate))
+        if not reason:
+            return record["meta"]
+        _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}); trying the one before it")
+    raise _none_good(directory, steps)
+
+
+def restore_params(
+    directory: str | pathlib.Path, abstract: Tree, model: Meta, step: int | None = None
+) -> tuple[Tree, Meta]:
+    """The "params" subtree alone, of the newest good checkpoint or of `step`; optimizer state is not read.
+
+    Args:
+        abstract: jax.ShapeDtypeStructs with shardings, structured as state["params"].
+        model: the architecture, compared with meta["model"] before any array is read.
+
+    Returns:
+        (params, meta).
+
+    Raises:
+        UserError: no checkpoint, none good, or one of another model.
+    """
+    directory = pathlib.Path(directory).absolute()
+    steps = _chosen(directory, step)
+    restored = _restore(directory, {"params": abstract}, model, steps, [])
+    if restored is None:
+        raise _none_good(directory, steps)
+    return restored[1]["params"], restored[2]
+
+
+class Checkpoints:
+    """The checkpoints of one training run.
+
+    A run that continues from checkpoint k is another future than the one that wrote newer ones (they are damaged, or the
+    user said not to resume): before the first save they are moved to the subdirectory set_aside, so that they neither
+    block a step number nor count among the newest. Every process of a run calls every method.
+
+    Attributes:
+        problems: what `restore` found wrong, one sentence each.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, config: CheckpointConfig) -> None:
+        self.problems: list[str] = []
+        self._directory = pathlib.Path(directory).absolute()
+        self._config = config
+        self._restored_step = -1
+        self._manager: ocp.CheckpointManager | None = None
+
+    def restore(self, abstract: Tree, model: Meta) -> tuple[Tree, Meta] | None:
+        """The newest good checkpoint, on the mesh of `abstract`.
+
+        Args:
+            abstract: jax.ShapeDtypeStructs with shardings, structured as the state. Top-level keys of the saved state
+                that are missing here are not read.
+            model: the architecture, compared with meta["model"] before any array is read.
+
+        Returns:
+            (state, meta), or None where nothing has been saved.
+
+        Raises:
+            UserError: a checkpoint of another model or other arrays, or checkpoints of which none is good.
+        """
+        steps = _steps(self._directory)
+        for path in self._directory.glob(f"*{_UNFINISHED}*"):
+            step = path.name.split(".")[0]
+            _report(self.problems, f"checkpoint {step} in {self._directory} was never finished and is left out")
+        restored = _restore(self._directory, abstract, model, steps, self.problems)
+        if restored is None:
+            if steps:
+                raise _none_good(self._directory, steps)
+            return None
+        self._restored_step, state, meta = restored
+        return state, meta
+
+    def save(self, step: int, state: Tree, meta: Meta) -> None:
+        """Starts to write a checkpoint; returns when the state may be donated.
+
+        It appears under its name only when complete. A step that this run has saved or restored is not written again.
+
+        Args:
+            state: nested dict of jax.Arrays, global, in the layout that does not depend on the mesh.
+            meta: plain JSON values; "model" is the architecture.
+        """
+        if self._manager is None:
+            self._manager = self._open()
+        if step in self._manager.all_steps():
+            return
+        record = {"meta": meta, "arrays": _kinds(state), "fingerprints": _fingerprints(state)}
+        record = {**record, "checksum": _checksum(record)}
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
+        self._manager.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        """Returns when everything saved is on disk; raises what went wrong there."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then ends the background threads."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        if jax.process_index() == 0:
+            ensure_writable(self._directory)
+            for step in _steps(self._directory):
+                if step > self._restored_step:
+                    self._set_aside(step)
+        multihost_utils.sync_global_devices("paxtrain.checkpoint: set aside")
+        policies = ocp.checkpoint_managers
+        keep = [policies.LatestN(self._config.keep)]
+        if self._config.keep_every:
+            keep.append(policies.EveryNSteps(self._config.keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(keep), cleanup_tmp_directories=True
+        )
+        return ocp.CheckpointManager(self._directory, options=options)
+
+    def _set_aside(self, step: int) -> None:
+        home = self._directory / _SET_ASIDE
+        home.mkdir(exist_ok=True)
+        number = sum(path.name.split(".")[0] == str(step) for path in home.iterdir())
+        target = home / (f"{step}.{number}" if number else str(step))
+        (self._directory / str(step)).rename(target)
+        logging.warning("checkpoint %d is not of this run's past: moved to %s", step, target)

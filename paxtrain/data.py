@@ -1,0 +1,271 @@
+"""Token files in Megatron-LM's format, and the deterministic stream of samples that training reads from them.
+
+PREFIX.bin holds the token ids of all sequences, one after the other. PREFIX.idx holds, little-endian:
+
+    magic "MMIDIDX\\0\\0", uint64 version (1), uint8 dtype code, uint64 sequences N, uint64 document indices D,
+    int32[N] tokens per sequence, int64[N] byte offset of each sequence, int64[D] first sequence of each document,
+    beginning with 0 and ending with N (so that there are D - 1 documents).
+
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
+"""
+
+import array
+import os
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+
+import grain
+import numpy as np
+
+from paxtrain.errors import UserError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+_DTYPE_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+
+# Ids are checked when a file is opened, up to this many bytes of it: a fraction of a second.
+_SCAN_BYTES = 64 * 2**20
+_SCAN_TOKENS = 2**20
+
+Prefix = str | os.PathLike[str]
+
+
+class TokenWriter:
+    """Writes one data set, a sequence per document; without its index, written last, the data set does not load.
+
+    A context manager: the index is written when the block ends without an exception.
+
+    Attributes:
+        tokens: tokens written so far.
+    """
+
+    def __init__(self, prefix: Prefix, vocab_size: int) -> None:
+        """Opens PREFIX.bin; `vocab_size` decides between uint16 and int32."""
+        self._prefix = os.fspath(prefix)
+        self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
+        self._bin = open(f"{self._prefix}.bin", "wb")  # noqa: SIM115 (closed by __exit__)
+        self._sizes = array.array("i")
+        self._ended = 0
+        self.tokens = 0
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids to the current document."""
+        self._bin.write(np.asarray(ids, self._dtype.newbyteorder("<")).tobytes())
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        """Ends the current document; the next `extend` begins another one."""
+        self._sizes.append(self.tokens - self._ended)
+        self._ended = self.tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._sizes)
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        self._bin.close()
+        if exc_type is not None:
+            return
+        sizes = np.asarray(self._sizes, "<i4")
+        ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
+        with open(f"{self._prefix}.idx", "wb") as index:
+            code = _DTYPE_CODES[self._dtype]
+            index.write(_HEADER.pack(_MAGIC, _VERSION, code, len(sizes), len(sizes) + 1))
+            index.write(sizes.tobytes())
+            index.write((ends - sizes * np.int64(self._dtype.itemsize)).tobytes())
+            index.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+
+
+def _read_index(path: str) -> tuple[np.dtype, int, int]:
+    """(dtype, tokens, documents) of an .idx file whose parts fit each other."""
+    length = os.path.getsize(path)
+    if length == 0:
+        raise UserError(f"{path} is empty; write the data set again")
+    raw = np.memmap(path, np.uint8, "r")
+    start = raw[: len(_MAGIC)].tobytes()
+    if start != _MAGIC[: len(start)]:
+        raise UserError(f"{path} is no Megatron index: it begins with {start!r} instead of {_MAGIC!r}")
+    if length < _HEADER.size:
+        raise UserError(f"{path} is cut off: {length} bytes, but the header alone takes {_HEADER.size}")
+    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+    if version != _VERSION:
+        raise UserError(f"{path} has version {version} of Megatron's index; only version {_VERSION} is known")
+    if code not in _DTYPES:
+        raise UserError(f"{path} has the unknown dtype code {code}; known are {min(_DTYPES)} to {max(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code])
+    if dtype.kind == "f":
+        raise UserError(f"{path} says that its tokens are {dtype}; token ids must be integers")
+    needed = _HEADER.size + 12 * sequences + 8 * indices
+    if length < needed:
+        raise UserError(
+            f"{path} is cut off: {length} bytes, but {sequences} sequences and {indices} document indices take {needed}"
+        )
+    sizes = np.frombuffer(raw, "<i4", sequences, _HEADER.size)
+    pointers = np.frombuffer(raw, "<i8", sequences, _HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", indices, _HEADER.size + 12 * sequences)
+    if indices == 0 or documents[-1] != sequences:
+        last = documents[-1] if indices else "none"
+        raise UserError(f"{path} is damaged: its last document index is {last} instead of {sequences} sequences")
+    if sequences == 0:
+        raise UserError(f"{path} lists no sequences; prepare the data set from text that is not empty")
+    ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
+    if sizes.min() < 0 or pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
+        raise UserError(f"{path} is damaged: its sequences do not follow each other in the .bin file without gaps")
+    return dtype, int(ends[-1]) // dtype.itemsize, indices - 1
+
+
+class TokenFile:
+    """A memory-mapped token file: the tokens of all its documents as one long sequence.
+
+    Attributes:
+        prefix: path without ".bin" and ".idx".
+        vocab_size: ids must be below this.
+        dtype: of the ids in the file.
+        documents: number of documents.
+    """
+
+    def __init__(self, prefix: Prefix, vocab_size: int = 2**31) -> None:
+        """Opens PREFIX.bin and PREFIX.idx and checks that they fit each other; ids are checked when they are read.
+
+        Raises:
+            UserError: a file is missing, empty, cut off or no Megatron data set, or its tokens are not integers.
+        """
+        self.prefix = os.fspath(prefix)
+        self.vocab_size = vocab_size
+        path = f"{self.prefix}.bin"
+        for needed in (path, f"{self.prefix}.idx"):
+            if not os.path.isfile(needed):
+                raise UserError(
+                    f"there is no token file {needed}; name an existing data set without its suffix, "
+                    "or write one with `python -m paxtrain.prepare`"
+                )
+        self.dtype, tokens, self.documents = _read_index(f"{self.prefix}.idx")
+        expected, actual = tokens * self.dtype.itemsize, os.path.getsize(path)
+        if actual == 0:
+            raise UserError(f"{path} is empty, but its index lists {tokens} tokens; write the data set again")
+        if actual != expected:
+            trouble = "is cut off" if actual < expected else "does not belong to its index"
+            raise UserError(
+                f"{path} {trouble}: {actual} bytes, but the index lists {tokens} tokens of {self.dtype}, "
+                f"{expected} bytes; write the data set again"
+            )
+        self._tokens = np.memmap(path, self.dtype.newbyteorder("<"), "r")
+
+    def __len__(self) -> int:
+        """Tokens of all documents."""
+        return len(self._tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop) as int32 [stop - start].
+
+        Raises:
+            UserError: an id is outside the vocabulary.
+        """
+        ids = self._tokens[start:stop]
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            position = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
+            raise UserError(
+                f"{self.prefix}.bin has token id {ids[position]} at position {start + position}, outside the model's "
+                f"vocabulary of {self.vocab_size} ids; set model.vocab_size to that of the data's tokenizer"
+            )
+        return ids.astype(np.int32)
+
+
+def samples_per_epoch(tokens: int, sequence: int) -> int:
+    """Samples of `sequence` + 1 tokens, each beginning with the last token of the one before."""
+    return (tokens - 1) // sequence
+
+
+def load(prefix: Prefix, *, vocab_size: int, sequence: int) -> TokenFile:
+    """Opens a data set and says at once, before anything is compiled, what would stop a training run.
+
+    Ids are scanned in the first 64 MiB; later ones are checked when they are read.
+
+    Raises:
+        UserError: as TokenFile; too few tokens for one sample; an id outside the vocabulary.
+    """
+    file = TokenFile(prefix, vocab_size)
+    if samples_per_epoch(len(file), sequence) < 1:
+        raise UserError(
+            f"{file.prefix}.bin has {len(file)} tokens, too few for one sample of model.sequence={sequence} plus one; "
+            f"use more text or a model.sequence of at most {max(len(file) - 1, 0)}"
+        )
+    scanned = min(len(file), _SCAN_BYTES // file.dtype.itemsize)
+    for start in range(0, scanned, _SCAN_TOKENS):
+        file.read(start, min(start + _SCAN_TOKENS, scanned))
+    return file
+
+
+class _Samples:
+    """Sample j = tokens [j * sequence, (j + 1) * sequence + 1), as a grain data source."""
+
+    def __init__(self, file: TokenFile, sequence: int) -> None:
+        self._file = file
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return samples_per_epoch(len(self._file), self._sequence)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self._sequence
+        return self._file.read(start, start + self._sequence + 1)
+
+    def __repr__(self) -> str:
+        return f"_Samples({self._file.prefix})"
+
+
+def batches(
+    file: TokenFile,
+    *,
+    sequence: int,
+    global_batch: int,
+    rows: Sequence[int],
+    seed: int = 0,
+    start_sample: int = 0,
+    shuffle: bool = True,
+    prefetch: int = 2,
+) -> Iterator[np.ndarray]:
+    """This process's rows of all global batches, without end; other rows are not read.
+
+    Samples are numbered 0, 1, 2, ... through all epochs. What sample i is depends only on the file, `sequence`, `seed`
+    and `shuffle`: neither on the mesh nor on the batch size, so a run resumes by `start_sample` on any of them.
+
+    Args:
+        global_batch: samples per batch over all processes.
+        rows: which rows of each global batch to read, in this order.
+        seed: decides, together with the epoch, the order of the samples within an epoch.
+        start_sample: samples consumed before.
+        shuffle: False: in the file's order, for validation.
+        prefetch: batches read ahead, each in its own thread.
+
+    Returns:
+        An iterator whose item n is int32 [len(rows), sequence + 1]: samples start_sample + n * global_batch + row.
+
+    Raises:
+        UserError: (from the iterator) an id is outside the vocabulary.
+    """
+    samples = grain.MapDataset.source(_Samples(file, sequence))
+    if shuffle:
+        # grain adds the epoch to its seed: hashing keeps epoch 1 of seed 0 from being epoch 0 of seed 1.
+        samples = samples.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    samples = samples.repeat()
+    rows = tuple(rows)
+    first_samples = grain.MapDataset.range(start_sample, sys.maxsize, global_batch)
+    stacked = first_samples.map(lambda first: np.stack([samples[first + row] for row in rows]))
+    return iter(stacked.to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)))

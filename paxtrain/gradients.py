@@ -1,0 +1,144 @@
+"""Data parallelism: the collectives before and after the pipeline, inside shard_map.
+
+With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype, and
+leaves the gradients as shards (reduce-scatter, float32); XLA's combiner buckets both. Without it weights are whole and
+gradients are all-reduced.
+
+References:
+    Rajbhandari et al. 2020, ZeRO. Tied embedding: Optimus-CC (Song et al. 2023), fused embedding synchronisation.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paxtrain.layout import Layout, Params, names
+from paxtrain.pipeline import Program, Weights, only_if
+
+
+def program(layout: Layout) -> Program:
+    """The static description of the pipeline that `pipeline.py` executes."""
+    config = layout.config
+    scan = config.pipeline.scan_layers
+    return Program(
+        model=config.model,
+        stages=layout.stages,
+        chunks=layout.chunks,
+        layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in layout.layer_of),
+        counts=layout.counts,
+        save=config.pipeline.save,
+        scan_layers=scan == "on" or (scan == "auto" and min(layout.counts) > 8),
+        axis="tensor" if config.mesh.tensor > 1 else None,
+        pipe="pipe" if layout.stages > 1 else None,
+    )
+
+
+def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """run(x) on the first and the last stage, the only ones with an embedding; zeros on those between."""
+    if layout.stages <= 2:
+        return run(x)
+    stage = lax.axis_index("pipe")
+    edge = (stage == 0) | (stage == layout.stages - 1)
+    return only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))
+
+
+def gather_weights(layout: Layout, shards: Params) -> Weights:
+    """A device's weights in compute dtype from its shards of the master weights; one all-gather per matrix and layer.
+
+    Layers are split here, once per step and outside any vjp, so that the vjps find each weight by identity.
+    """
+    dims, data = layout.data_dims(), layout.config.mesh.data
+    static = program(layout)
+
+    def whole(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        """x without its leading dim of rows, cast and gathered; dim counts that leading dim."""
+        if names(path)[-1] in ("kernel", "token", "position"):
+            x = x.astype(layout.config.model.dtype)
+        if dim < 0:
+            return x
+        if names(path)[-1] == "token":
+            shape = tuple(size * (data if i == dim - 1 else 1) for i, size in enumerate(x.shape))
+            return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=dim - 1, tiled=True), x, shape)
+        return lax.all_gather(x, "data", axis=dim - 1, tiled=True)
+
+    def rows(key: str, take: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x, dim: whole((jax.tree_util.DictKey(key), *path), take(x), dim), shards[key], dims[key]
+        )
+
+    def stacked(start: int, stop: int) -> Params:
+        def take(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+            x = x[start:stop]
+            if names(path)[-1] == "kernel":
+                x = x.astype(layout.config.model.dtype)
+            return x if dim < 0 else lax.all_gather(x, "data", axis=dim, tiled=True)
+
+        return jax.tree_util.tree_map_with_path(take, shards["layers"], dims["layers"])
+
+    chunks = []
+    for chunk in range(layout.chunks):
+        first = chunk * layout.slots
+        chunks.append([
+            stacked(first + s.start, first + s.start + s.count)
+            if s.scan
+            else [rows("layers", lambda x, i=first + s.start + i: x[i]) for i in range(s.count)]
+            for s in static.segments
+        ])  # fmt: skip
+    return Weights(rows("embedding", lambda x: x[0]), chunks, rows("final_norm", lambda x: x[0]))
+
+
+def zeros(layout: Layout) -> Params:
+    """Float32 gradient accumulators of one device: layers [rows, ...], the rest without a leading dim."""
+    sizes = {"pipe": layout.stages, "tensor": layout.config.mesh.tensor}
+
+    def zero(path: tuple, x: jax.ShapeDtypeStruct, spec: Any) -> jax.Array:
+        shape = tuple(n // sizes.get(axis, 1) for n, axis in zip(x.shape, spec))
+        return jnp.zeros(shape if names(path)[0] == "layers" else shape[1:], jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(zero, layout.shapes, layout.specs(data=False))
+
+
+def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
+    """x plus what the other end of the pipeline holds: the sum over the two tied copies, the same bits on both."""
+    if layout.stages == 1:
+        return x
+    last = layout.stages - 1
+    return x + lax.ppermute(x, "pipe", [(0, last), (last, 0)])
+
+
+def reduce_gradients(layout: Layout, grads: Params) -> Params:
+    """Means over data of a device's gradients, as it keeps them: ZeRO-1 shards, or whole.
+
+    The tied embedding's two gradients are summed on their shards between reduce-scatter and, without ZeRO-1, all-gather:
+    V(2D-1)/D bytes for V bytes of table and D data ranks, where two all-reduces in a row would take V(3D-2)/D.
+    """
+    dims, data, zero1 = layout.data_dims(), layout.config.mesh.data, layout.config.mesh.zero1
+
+    def embedding(x: jax.Array, dim: int) -> jax.Array:
+        if data == 1:
+            return _swap_edges(layout, x)
+        # Without ZeRO-1 the table is scattered over its rows for the sum only; they are a multiple of vocab_multiple.
+        scatter = dim if dim >= 0 else next((d for d in range(x.ndim) if x.shape[d] % data == 0), -1)
+        if scatter < 0:
+            return _swap_edges(layout, lax.pmean(x, "data"))
+        shape = tuple(n // (data if i == scatter else 1) for i, n in enumerate(x.shape))
+        reduce = lambda v: lax.psum_scatter(v, "data", scatter_dimension=scatter, tiled=True) / data  # noqa: E731
+        shard = _swap_edges(layout, _on_edges(layout, reduce, x, shape))
+        if dim >= 0:
+            return shard
+        return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
+
+    def reduce(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        layered = names(path)[0] == "layers"
+        dim = dim if layered or dim < 0 else dim - 1
+        if names(path)[-1] == "token":
+            x = embedding(x, dim)
+        elif data > 1 and zero1 and dim >= 0:
+            x = lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
+        elif data > 1:
+            x = lax.pmean(x, "data")
+        return x if layered else x[None]
+
+    return jax.tree_util.tree_map_with_path(reduce, grads, dims)

@@ -1,0 +1,206 @@
+"""Where every parameter lives on the mesh, and the way between that and the canonical parameters.
+
+Mesh layout, over mesh axes (data, pipe, tensor) with P stages of R layer slots each (chunks x the largest number of
+layers of a virtual stage; slots without a layer stay zero):
+
+    layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
+    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies), others zero
+    embedding.position [P, S, H] over pipe, row 0 live
+    final_norm         [P, H] over pipe, row P-1 live
+
+so that no array claims to be replicated over pipe that only one stage updates. With ZeRO-1 one more dim of each array is
+split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from paxtrain import model
+from paxtrain.config import Config
+
+Params = dict[str, Any]
+
+# The dim of a mesh-layout array that is split over tensor.
+_TENSOR_DIM = {
+    "token": 1,
+    ("qkv", "kernel"): 3,
+    ("qkv", "bias"): 2,
+    ("out", "kernel"): 1,
+    ("up", "kernel"): 2,
+    ("up", "bias"): 1,
+    ("down", "kernel"): 1,
+}
+
+
+def _tensor_dim(names: tuple[str, ...]) -> int | None:
+    return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
+
+
+def names(path: tuple) -> tuple[str, ...]:
+    """The dictionary keys of a jax key path."""
+    return tuple(entry.key for entry in path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Placement of one model on one mesh. Hashable: it depends on the configuration alone.
+
+    Attributes:
+        counts: layers of each virtual stage, in model order.
+    """
+
+    config: Config
+
+    @property
+    def stages(self) -> int:
+        return self.config.mesh.pipe
+
+    @property
+    def chunks(self) -> int:
+        return self.config.pipeline.virtual_stages
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.config.stage_layers
+
+    @property
+    def slots(self) -> int:
+        """Layer slots of a chunk."""
+        return max(self.counts)
+
+    @functools.cached_property
+    def layer_of(self) -> np.ndarray:
+        """int [P, chunks, slots]: the layer in each slot, or -1."""
+        starts = np.cumsum((0, *self.counts))
+        table = np.full((self.stages, self.chunks, self.slots), -1)
+        for virtual, count in enumerate(self.counts):
+            chunk, stage = divmod(virtual, self.stages)
+            table[stage, chunk, :count] = np.arange(starts[virtual], starts[virtual] + count)
+        return table
+
+    def padding(self) -> float:
+        """Share of the layer slots that hold no layer: memory that uneven stages cost."""
+        return 1 - self.config.model.layers / self.layer_of.size
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """The parameters in mesh layout, as float32 jax.ShapeDtypeStruct."""
+        canonical = model.shapes(self.config.model)
+        return jax.eval_shape(self.from_canonical, canonical)
+
+    def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
+        spec: list[Any] = ["pipe", *[None] * (len(shape) - 1)]
+        tensor_dim = _tensor_dim(names(path))
+        if tensor_dim is not None:
+            spec[tensor_dim] = "tensor"
+        dim = self.data_dim(path, shape) if data else None
+        if dim is not None:
+            spec[dim] = (spec[dim], "data") if spec[dim] else "data"
+        return PartitionSpec(*spec)
+
+    def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
+        """The dim that ZeRO-1 splits over data: the first divisible one, those not split over tensor before the others.
+
+        None where no dim divides, without ZeRO-1, and where data has one rank: such an array is replicated over data.
+        """
+        mesh, tensor_dim = self.config.mesh, _tensor_dim(names(path))
+        if not mesh.zero1 or mesh.data == 1:
+            return None
+        for dim in sorted(range(1, len(shape)), key=lambda d: d == tensor_dim):
+            size = shape[dim] // (mesh.tensor if dim == tensor_dim else 1)
+            if size % mesh.data == 0:
+                return dim
+        return None
+
+    def specs(self, data: bool = True) -> Params:
+        """PartitionSpecs of the parameters; `data`: with ZeRO-1's split, as state and gradients have it."""
+        return jax.tree_util.tree_map_with_path(lambda path, x: self._spec(path, x.shape, data), self.shapes)
+
+    def data_dims(self) -> Params:
+        """`data_dim` of every parameter, -1 for none."""
+
+        def dim(path: tuple, x: jax.ShapeDtypeStruct) -> int:
+            found = self.data_dim(path, x.shape)
+            return -1 if found is None else found
+
+        return jax.tree_util.tree_map_with_path(dim, self.shapes)
+
+    def _edges(self, path: tuple) -> tuple[int, ...]:
+        """The live rows of an array outside the layers."""
+        last = self.stages - 1
+        return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
+
+    def from_canonical(self, params: Params) -> Params:
+        """Mesh layout of canonical parameters (or of anything shaped like them)."""
+        rows = self.layer_of.reshape(-1)
+
+        def place(path: tuple, x: jax.Array) -> jax.Array:
+            if names(path)[0] == "layers":
+                if (rows == np.arange(len(rows))).all():
+                    return x
+                used = jnp.asarray(rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(used, x[np.maximum(rows, 0)], 0)
+            live = np.isin(np.arange(self.stages), self._edges(path)).reshape(-1, *[1] * x.ndim)
+            return jnp.where(jnp.asarray(live), x[None], 0)
+
+        return jax.tree_util.tree_map_with_path(place, params)
+
+    def to_canonical(self, params: Params) -> Params:
+        """Canonical parameters of mesh layout: padding and second copies are left out."""
+        rows = self.layer_of.reshape(-1)
+        order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
+
+        def collect(path: tuple, x: jax.Array) -> jax.Array:
+            if names(path)[0] == "layers":
+                return x if (rows == np.arange(len(rows))).all() else x[order]
+            return x[self._edges(path)[0]]
+
+        return jax.tree_util.tree_map_with_path(collect, params)
+
+    def canonical_specs(self) -> Params:
+        """PartitionSpecs of the canonical parameters that spread them over the whole mesh where their dims divide.
+
+        Whether stages are even or not: a checkpoint of them is written by all processes, and none holds it whole.
+        """
+        mesh = self.config.mesh
+        even = len(set(self.counts)) == 1 and self.chunks == 1
+
+        def spec(path: tuple, x: jax.ShapeDtypeStruct) -> PartitionSpec:
+            layered = names(path)[0] == "layers"
+            tensor_dim = _tensor_dim(names(path))
+            if tensor_dim is not None and not layered:
+                tensor_dim -= 1
+            parts: list[list[str]] = [[] for _ in x.shape]
+            sizes = list(x.shape)
+
+            def split(dim: int, axis: str) -> bool:
+                if sizes[dim] % mesh_size[axis]:
+                    return False
+                sizes[dim] //= mesh_size[axis]
+                parts[dim].append(axis)
+                return True
+
+            mesh_size = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+            if layered and even:
+                split(0, "pipe")
+            if tensor_dim is not None:
+                split(tensor_dim, "tensor")
+            for axis in ("data",) if layered and even else ("pipe", "data"):
+                _ = any(split(dim, axis) for dim in range(1 if layered else 0, len(sizes)))
+            return PartitionSpec(*[tuple(p) if p else None for p in parts])
+
+        return jax.tree_util.tree_map_with_path(spec, model.shapes(self.config.model))
+
+    def count_once(self, params: Params) -> Params:
+        """The same tree with the tied embedding's second copy zeroed: sums over it count every parameter once."""
+        if self.stages == 1:
+            return params
+        first = jnp.arange(self.stages)[:, None, None] == 0
+        embedding = {**params["embedding"], "token": jnp.where(first, params["embedding"]["token"], 0)}
+        return {**params, "embedding": embedding}

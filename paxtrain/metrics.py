@@ -1,0 +1,229 @@
+"""What a run says about itself: metrics.jsonl, TensorBoard, a progress line, and model FLOPs utilisation."""
+
+import json
+import math
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Self, TextIO
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+
+FILE = "metrics.jsonl"
+
+# Dense bfloat16 FLOP/s (float16 where there is no bfloat16: V100, T4) from NVIDIA's datasheets, which print twice as
+# much "with sparsity" from Ampere on. First match wins.
+_PEAK_FLOPS = (
+    (r"V100.*SXM", 125e12),
+    (r"V100", 112e12),
+    (r"T4", 65e12),
+    (r"A100", 312e12),
+    (r"A30", 165e12),
+    (r"A40", 149.7e12),
+    (r"A10", 125e12),
+    (r"L4", 121e12),
+    (r"L40S", 362e12),
+    (r"H100.*PCIe", 756e12),
+    (r"(H100|H200).*NVL", 835.5e12),
+    (r"H100", 989.4e12),
+    (r"G?H200", 989.4e12),
+    (r"GB200", 2500e12),
+    (r"B200", 2250e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak dense bfloat16 FLOP/s of one device, or None for a CPU, an unknown GPU or a MIG slice.
+
+    Args:
+        device_kind: jax.Device.device_kind, such as "NVIDIA H100 80GB HBM3".
+    """
+    if re.search(r"\bMIG\b", device_kind):
+        return None
+    return next((peak for name, peak in _PEAK_FLOPS if re.search(rf"\b({name})\b", device_kind)), None)
+
+
+def flops_per_token(model: ModelConfig) -> float:
+    """FLOPs of forward and backward for one token: 6 N + 12 L H S.
+
+    N counts every parameter that a token is multiplied with: all but the position table, which is only looked up. The
+    token table is tied, so it counts once, as the head; the padding of the vocabulary does not count. Attention is
+    counted in full (a causal kernel does half of it), recomputation not at all.
+
+    References:
+        Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
+    """
+    n = model.parameter_count() - model.sequence * model.hidden
+    return 6.0 * n + 12.0 * model.layers * model.hidden * model.sequence
+
+
+def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:
+    """Model FLOPs utilisation, 0 to 1: FLOP/s that the model needs over those that `devices` could do.
+
+    Args:
+        tokens_per_second: of the whole mesh.
+        peak: FLOP/s of one device.
+    """
+    return tokens_per_second * flops_per_token(model) / (devices * peak)
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: numpy and jax scalars become Python's, and what is not finite becomes None."""
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl, in the order written; a line that a crash cut short is left out.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        lines = pathlib.Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read metrics from {path} ({error}); name the {FILE} of a training run") from error
+    return [record for record in map(_parse, lines) if record is not None]
+
+
+class Metrics:
+    """Writes scalars per step to out/metrics.jsonl and, for TensorBoard, to out/tensorboard.
+
+    Usable as a context manager.
+    """
+
+    def __init__(self, out: str | pathlib.Path, primary: bool, resumed: int | None = None) -> None:
+        """Opens the files; lines of steps that this run is going to repeat are dropped from them.
+
+        Args:
+            out: the run's directory.
+            primary: whether this process writes; in the others every method does nothing.
+            resumed: the step of the checkpoint that the run continues from; None: it starts afresh.
+        """
+        self._file: TextIO | None = None
+        if not primary:
+            return
+        last = -1 if resumed is None else resumed
+        path = pathlib.Path(out) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read(path) if record["step"] <= last] if path.exists() else []
+        replacement = path.with_suffix(".tmp")
+        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(replacement, path)
+        self._file = path.open("a", buffering=1)
+        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=last + 1)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Appends one line, {"step": step, **values}.
+
+        Args:
+            values: scalars by name. The figures know "loss", "validation_loss", "learning_rate" and "skipped" (true
+                for a step whose gradients were not finite).
+        """
+        if self._file is None:
+            return
+        plain = {name: _plain(value) for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+        for name, value in plain.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        if self._file is not None:
+            self._file.close()
+            self._board.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere (a log file) a line every few seconds.
+
+    Usable as a context manager.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        primary: bool = True,
+        file: TextIO | None = None,
+        seconds_between_lines: float = 10.0,
+    ) -> None:
+        """Shows nothing yet.
+
+        Args:
+            total: steps of the whole run.
+            initial: steps done before a resume.
+            primary: whether this process shows anything.
+            file: where to; None: stderr.
+            seconds_between_lines: in a log file; the last step has its line in any case.
+        """
+        self._total = total
+        self._initial = initial
+        self._primary = primary
+        self._file = file or sys.stderr
+        self._seconds = seconds_between_lines
+        self._start = time.monotonic()
+        self._last_line = -math.inf
+        self._bar: tqdm | None = None
+        if primary and self._file.isatty():
+            self._bar = tqdm(total=total, initial=initial, file=self._file, unit="step", dynamic_ncols=True)
+
+    def update(self, step: int, loss: float, tokens_per_second: float, step_seconds: float) -> None:
+        """Shows that `step` steps are done, with the last one's loss and speed."""
+        if not self._primary:
+            return
+        speed = f"{tqdm.format_sizeof(tokens_per_second)} tokens/s, {step_seconds * 1e3:.4g} ms/step"
+        figures = f"loss {loss:.4f}, {speed}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self._seconds and step < self._total:
+            return
+        self._last_line = now
+        done = max(step - self._initial, 1)
+        left = tqdm.format_interval((now - self._start) / done * (self._total - step))
+        self.say(f"step {step}/{self._total}: {figures}, {left} left")
+
+    def say(self, text: str) -> None:
+        """Prints a line without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._file)
+        elif self._primary:
+            print(text, file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,206 @@
+"""GPT-2 as pure functions over a parameter pytree: pre-LN, learned positions, tanh-GELU, biases, tied embedding.
+
+The canonical parameters, L layers stacked (also the layout of checkpoints):
+
+    embedding   token [V, H], position [S, H]
+    layers      ln1, ln2: scale, bias [L, H]
+                qkv: kernel [L, H, 3, H], bias [L, 3, H]      out: kernel [L, H, H], bias [L, H]
+                up: kernel [L, H, F], bias [L, F]             down: kernel [L, F, H], bias [L, H]
+    final_norm  scale, bias [H]
+
+Every function takes `axis`, the mesh axis over which heads, ffn and vocabulary are split, or None where they are whole.
+`python -m paxtrain.train` never calls `loss` or `logits`: they are the plain model on one device, for sampling, for
+comparison, and to read.
+
+References:
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from paxtrain import tensor_parallel as tp
+from paxtrain.config import ModelConfig
+
+Params = dict[str, Any]
+
+# What save="dots" keeps of a layer besides its input: enough that no matrix product and no collective runs again.
+SAVED_NAMES = ("qkv", "context", "middle", "up")
+
+
+class Dropout(NamedTuple):
+    """Randomness of one micro-batch, the same on any mesh.
+
+    Attributes:
+        key: uint32 [2], the step's.
+        samples: int [B], each sequence's index in the global batch.
+    """
+
+    key: jax.Array
+    samples: jax.Array
+
+
+def shapes(config: ModelConfig) -> Params:
+    """The canonical parameters as float32 jax.ShapeDtypeStruct."""
+    layers, h, f = config.layers, config.hidden, config.ffn
+    norm = {"scale": (layers, h), "bias": (layers, h)}
+    tree = {
+        "embedding": {"token": (config.padded_vocab, h), "position": (config.sequence, h)},
+        "layers": {
+            "ln1": norm,
+            "qkv": {"kernel": (layers, h, 3, h), "bias": (layers, 3, h)},
+            "out": {"kernel": (layers, h, h), "bias": (layers, h)},
+            "ln2": norm,
+            "up": {"kernel": (layers, h, f), "bias": (layers, f)},
+            "down": {"kernel": (layers, f, h), "bias": (layers, h)},
+        },
+        "final_norm": {"scale": (h,), "bias": (h,)},
+    }
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Random canonical parameters as GPT-2 draws them: N(0, 0.02), residual projections over sqrt(2L)."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes(config))
+    keys = dict(zip([path for path, _ in leaves], jax.random.split(key, len(leaves))))
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        names = [entry.key for entry in path]
+        if names[-1] == "scale":
+            return jnp.ones(leaf.shape)
+        if names[-1] == "bias":
+            return jnp.zeros(leaf.shape)
+        deviation = 0.02 / (2 * config.layers) ** 0.5 if names[-2] in ("out", "down") else 0.02
+        value = deviation * jax.random.normal(keys[path], leaf.shape)
+        if names[-1] == "token":
+            value = jnp.where(jnp.arange(leaf.shape[0])[:, None] < config.vocab_size, value, 0)
+        return value
+
+    return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def norm(p: Params, x: jax.Array) -> jax.Array:
+    """Layer normalisation over the last dim, computed in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    centered = wide - wide.mean(axis=-1, keepdims=True)
+    variance = jnp.square(centered).mean(axis=-1, keepdims=True)
+    return (centered * lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int) -> jax.Array:
+    """Drops elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
+    if not rate or dropout is None:
+        return x
+    key = jax.random.fold_in(dropout.key, place)
+    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, x.shape[1:]))(dropout.samples)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+def attention_implementation(config: ModelConfig) -> str:
+    """"cudnn" (flash attention) or "xla", with "auto" resolved for the backend in use."""
+    if config.attention != "auto":
+        return config.attention
+    return "cudnn" if jax.default_backend() == "gpu" and config.dtype == "bfloat16" else "xla"
+
+
+def layer(
+    p: Params, x: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None, index: jax.Array | int
+) -> jax.Array:
+    """One transformer layer.
+
+    Args:
+        p: one layer's parameters, without the leading L.
+        x: [B, S, H] in the compute dtype.
+        index: the layer's number in the model; it seeds its dropout.
+    """
+    batch, sequence, _ = x.shape
+
+    h = tp.copy(norm(p["ln1"], x), axis)
+    qkv = jnp.einsum("bsh,hcd->bscd", h, p["qkv"]["kernel"]) + p["qkv"]["bias"].astype(x.dtype)
+    qkv = checkpoint_name(qkv, "qkv")
+    q, k, v = (qkv[:, :, i].reshape(batch, sequence, -1, config.head_dim) for i in range(3))
+    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_implementation(config))
+    context = checkpoint_name(context.reshape(batch, sequence, -1), "context")
+    y = tp.reduce(context @ p["out"]["kernel"], axis) + p["out"]["bias"].astype(x.dtype)
+    x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1)
+    x = checkpoint_name(x, "middle")
+
+    h = tp.copy(norm(p["ln2"], x), axis)
+    h = checkpoint_name(h @ p["up"]["kernel"] + p["up"]["bias"].astype(x.dtype), "up")
+    h = jax.nn.gelu(h, approximate=True)
+    y = tp.reduce(h @ p["down"]["kernel"], axis) + p["down"]["bias"].astype(x.dtype)
+    return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2)
+
+
+def embed(
+    p: Params, tokens: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None = None
+) -> jax.Array:
+    """Token plus position embedding of ids [B, S], in the compute dtype; p holds token [V/T, H] and position."""
+    x = tp.embedding_lookup(p["token"], tokens, axis) + p["position"][: tokens.shape[1]]
+    return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0)
+
+
+def embed_gradient(
+    grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, axis: str | None,
+    dropout: Dropout | None, active: jax.Array | bool = True,
+) -> Params:  # fmt: skip
+    """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
+
+    Args:
+        grads: token [V/T, H] and position [S, H], float32.
+        active: whether this stage holds the live embedding; where False nothing is added.
+    """
+    g = _dropout(g, config.embedding_dropout, dropout, 0).astype(jnp.float32)
+    local, here = tp.local_ids(tokens, grads["token"].shape[0], axis)
+    rows = jnp.where(here & active, local, grads["token"].shape[0])
+    return {
+        "token": grads["token"].at[rows].add(g, mode="drop"),
+        "position": grads["position"].at[: tokens.shape[1]].add(jnp.where(active, g.sum(axis=0), 0)),
+    }
+
+
+def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, axis: str | None) -> jax.Array:
+    return tp.project(tp.copy(norm(final_norm, y), axis), table)
+
+
+def head_loss(
+    final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, axis: str | None
+) -> jax.Array:
+    """Mean cross-entropy in nats of the last layer's output y [B, S, H] for targets [B, S]; table is [V/T, H]."""
+    losses = tp.cross_entropy(_head_logits(final_norm, table, y, axis), targets, config.vocab_size, axis)
+    return losses.mean()
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Matrices in the compute dtype; norms and biases stay in float32, they are small and are used so."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, w: w.astype(dtype) if path[-1].key in ("kernel", "token", "position") else w, params
+    )
+
+
+def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
+    x = embed(params["embedding"], tokens, config, None, dropout)
+    for i in range(config.layers):
+        x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, config, None, dropout, i)
+    return x
+
+
+def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """Next-token logits [B, S, V] in float32 of ids [B, S], by the plain model on one device."""
+    params = cast(params, config.dtype)
+    y = _trunk(params, tokens, config, None)
+    return _head_logits(params["final_norm"], params["embedding"]["token"], y, None)[..., : config.vocab_size]
+
+
+@functools.partial(jax.named_call, name="plain_loss")
+def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None) -> jax.Array:
+    """Mean next-token cross-entropy in nats of ids [B, S+1], by the plain model on one device."""
+    params = cast(params, config.dtype)
+    y = _trunk(params, tokens[:, :-1], config, dropout)
+    table = params["embedding"]["token"]
+    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, None)

@@ -1,0 +1,36 @@
+"""AdamW with a decay mask, and learning-rate schedules: optax, configured."""
+
+import jax
+import optax
+
+from paxtrain.config import Config
+from paxtrain.layout import Params, names
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """The learning rate as a function of the number of updates applied so far."""
+    opt, steps = config.optimizer, config.run.steps
+    peak, final = opt.learning_rate, opt.learning_rate * opt.final_fraction
+    warmup = optax.linear_schedule(0.0, peak, opt.warmup_steps)
+    if opt.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, max(1, steps - opt.warmup_steps), alpha=opt.final_fraction)
+    elif opt.schedule == "wsd":
+        stable = steps - opt.warmup_steps - opt.decay_steps
+        decay = optax.linear_schedule(peak, final, opt.decay_steps)
+        after = optax.join_schedules([optax.constant_schedule(peak), decay], [stable])
+    else:
+        after = optax.constant_schedule(peak)
+    return optax.join_schedules([warmup, after], [opt.warmup_steps]) if opt.warmup_steps else after
+
+
+def decay_mask(params: Params) -> Params:
+    """True for what weight decay applies to: matrices and embeddings, not biases and norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW. Clipping is not part of it: the global norm must count the tied embedding once (see step.py)."""
+    opt = config.optimizer
+    return optax.adamw(
+        learning_rate(config), opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask
+    )

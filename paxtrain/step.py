@@ -1,0 +1,260 @@
+"""One optimizer step and one evaluation, as jitted functions over global arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from compress.codec import Codec, Identity
+from paxtrain import buffers, gradients, model, pipeline, schedule
+from paxtrain.config import Config
+from paxtrain.layout import Layout, Params
+from paxtrain.optimizer import learning_rate, make_optimizer
+
+BATCH_SPEC = PartitionSpec("data")
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+        step: steps run, int32; it also seeds dropout.
+        skipped: those of them whose gradients were not finite and that changed nothing, int32.
+        params: float32 master weights in mesh layout.
+        optimizer: optax's state, its arrays shaped and sharded like params.
+        codec: states of the codecs on the links.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    params: Params
+    optimizer: Any
+    codec: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """The compiled functions of one configuration on one mesh."""
+
+    config: Config
+    mesh: Mesh
+    codec: Codec = Identity()
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout(self.config)
+
+    @functools.cached_property
+    def transformation(self) -> optax.GradientTransformation:
+        return make_optimizer(self.config)
+
+    @functools.cached_property
+    def schedule(self) -> schedule.Schedule:
+        c = self.config
+        return schedule.build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    def _init(self, key: jax.Array) -> TrainState:
+        return self._from_params(model.init(self.config.model, key))
+
+    def _from_params(self, canonical: Params) -> TrainState:
+        params = self.layout.from_canonical(canonical)
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, zero, params, self.transformation.init(params), ())
+
+    def _state_specs(self, params: Params) -> TrainState:
+        state = jax.eval_shape(self._init, jax.random.key(0))
+        # Every subtree of the optimizer's state that mirrors the parameters takes their specs.
+        optimizer = optax.tree_utils.tree_map_params(
+            self.transformation, lambda _, spec: spec, state.optimizer, params, transform_non_params=lambda _: PartitionSpec()
+        )
+        return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, ())
+
+    def _shardings(self, specs: Any) -> Any:
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        return self._shardings(self._state_specs(self.layout.specs()))
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    def abstract_state(self) -> TrainState:
+        """The state as jax.ShapeDtypeStruct with shardings."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._init, jax.random.key(0)),
+            self.state_shardings,
+        )
+
+    def abstract_batch(self) -> jax.ShapeDtypeStruct:
+        """A global batch of tokens, int32 [global_batch, sequence + 1]."""
+        c = self.config
+        return jax.ShapeDtypeStruct((c.batch.global_batch, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding)
+
+    def init(self, seed: int) -> TrainState:
+        """A fresh state, the same values on every mesh."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)(jax.random.key(seed))
+
+    def from_params(self, canonical: Params) -> TrainState:
+        """A fresh state around given canonical parameters."""
+        return jax.jit(self._from_params, out_shardings=self.state_shardings)(canonical)
+
+    # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
+
+    def _map_params_like(self, function: Callable[[Params], Params], state: TrainState) -> dict[str, Any]:
+        """The state as nested dicts with `function` applied to every subtree that mirrors the parameters."""
+        tree = flax.serialization.to_state_dict(state.replace(codec=()))
+        keys = set(state.params)
+
+        def convert(node: Any) -> Any:
+            if isinstance(node, dict):
+                return function(node) if keys and set(node) == keys else {k: convert(v) for k, v in node.items()}
+            return node
+
+        return convert(tree)
+
+    def canonical(self, state: TrainState) -> dict[str, Any]:
+        """The state as nested dicts whose arrays do not depend on the mesh, spread over it."""
+        convert = functools.partial(self._map_params_like, self.layout.to_canonical)
+        return jax.jit(convert, out_shardings=self.canonical_shardings)(state)
+
+    @functools.cached_property
+    def canonical_shardings(self) -> dict[str, Any]:
+        specs = self._state_specs(self.layout.specs())
+        tree = self._map_params_like(lambda _: self.layout.canonical_specs(), specs)
+        return self._shardings(tree)
+
+    def abstract_canonical(self) -> dict[str, Any]:
+        """What a checkpoint holds, as jax.ShapeDtypeStruct with this mesh's shardings."""
+        state = jax.eval_shape(self._init, jax.random.key(0))
+        shapes = jax.eval_shape(functools.partial(self._map_params_like, self.layout.to_canonical), state)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.canonical_shardings
+        )
+
+    def from_canonical(self, tree: dict[str, Any]) -> TrainState:
+        """The state of this mesh from a checkpoint's tree."""
+        target = jax.eval_shape(self._init, jax.random.key(0))
+        keys = set(target.params)
+
+        def convert(node: Any) -> Any:
+            if isinstance(node, dict):
+                return self.layout.from_canonical(node) if set(node) == keys else {k: convert(v) for k, v in node.items()}
+            return node
+
+        def restore(tree: dict[str, Any]) -> TrainState:
+            return flax.serialization.from_state_dict(target, convert(tree))
+
+        return jax.jit(restore, out_shardings=self.state_shardings)(tree)
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def _stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> pipeline.Stage:
+        c = self.config
+        micro_batches = tokens.shape[0] // c.batch.micro_batch
+        first_sample = lax.axis_index("data") * tokens.shape[0]
+        tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
+        weights = gradients.gather_weights(self.layout, params)
+        return pipeline.Stage(gradients.program(self.layout), weights, tokens, key, first_sample)
+
+    def _sum_loss(self, loss: jax.Array) -> jax.Array:
+        return lax.pmean(lax.psum(loss, "pipe"), "data")
+
+    def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: Any) -> tuple:
+        """Per device: loss, this device's shards of the mean gradients, codec state."""
+        table = self.schedule
+        stage = self._stage(params, tokens, key)
+        loss, grads, codec = pipeline.loss_and_gradients(
+            stage, buffers.assign(table), table.masked, gradients.zeros(self.layout), self.codec, codec
+        )
+        return self._sum_loss(loss), gradients.reduce_gradients(self.layout, grads), codec
+
+    def loss_and_gradients(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: Any = ()
+    ) -> tuple[jax.Array, Params, Any]:
+        """Mean loss over the global batch, its gradients sharded like the parameters, codec state. Traceable.
+
+        Args:
+            params: mesh layout, sharded by `layout.specs()`.
+            tokens: int32 [global_batch, sequence + 1].
+            key: uint32 [2], dropout's; None without dropout.
+        """
+        specs, whole = self.layout.specs(), PartitionSpec()
+        run = jax.shard_map(
+            self._local_gradients,
+            mesh=self.mesh,
+            in_specs=(specs, BATCH_SPEC, whole, whole),
+            out_specs=(whole, specs, whole),
+            check_vma=False,
+        )
+        return run(params, tokens, key, codec)
+
+    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        c = self.config
+        key = None
+        if c.model.embedding_dropout or c.model.residual_dropout:
+            key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
+        loss, grads, codec = self.loss_and_gradients(state.params, tokens, key, state.codec)
+        norm = optax.global_norm(self.layout.count_once(grads))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        if c.optimizer.clip_norm:
+            scale = jnp.minimum(1.0, c.optimizer.clip_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, optimizer = self.transformation.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": learning_rate(c)(state.step - state.skipped),
+            "finite": finite,
+        }
+        state = TrainState(
+            step=state.step + 1,
+            skipped=state.skipped + ~finite,
+            params=keep(params, state.params),
+            optimizer=keep(optimizer, state.optimizer),
+            codec=keep(codec, state.codec),
+        )
+        return state, metrics
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """jit: (state, donated; tokens) -> (state, {loss, grad_norm, learning_rate, finite})."""
+        return jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(self.state_shardings, self.batch_sharding),
+            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
+        )
+
+    def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
+        stage = self._stage(params, tokens, None)
+        table = schedule.forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
+        return self._sum_loss(pipeline.loss_only(stage, buffers.assign(table), table.masked, self.codec))
+
+    @functools.cached_property
+    def evaluate(self) -> Any:
+        """jit: (params, tokens) -> mean loss over the global batch, without dropout."""
+        run = jax.shard_map(
+            self._local_loss,
+            mesh=self.mesh,
+            in_specs=(self.layout.specs(), BATCH_SPEC),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        return jax.jit(run)

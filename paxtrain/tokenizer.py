@@ -1,0 +1,94 @@
+"""The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library, all with `<|endoftext|>`.
+
+None of them normalizes, so decoding returns the text that was encoded, and a text that happens to contain
+`<|endoftext|>` is encoded like any other text.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from paxtrain.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256
+SMALLEST_BPE_VOCABULARY = BYTES + 1
+
+# GPT-2's pattern never joins a character with a space or newline after it, so encoding each side alone gives the same.
+_BOUNDARY = re.compile(r"\S(?=[ \n])")
+_PIECE_CHARACTERS = 2**16
+
+
+def _byte_level(model: models.Model, *, split_words: bool) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """One token per UTF-8 byte, its id the byte's value; `<|endoftext|>` is 256."""
+    # GPT-2 writes printable bytes as themselves and the others as the characters from 256 on.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(BYTES + i): byte for i, byte in enumerate(others)}
+    tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]), split_words=False)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
+    """GPT-2's BPE from its vocab.json and merges.txt.
+
+    Raises:
+        UserError: a file is missing or does not hold what it should.
+    """
+    for path in (vocab, merges):
+        if not os.path.isfile(path):
+            raise UserError(f"there is no file {path}; --vocab and --merges name GPT-2's vocab.json and merges.txt")
+    try:
+        model = models.BPE.from_file(vocab, merges)
+    except Exception as error:  # the library raises no narrower class
+        detail = " ".join(str(error).split())
+        raise UserError(f"{vocab} and {merges} are no GPT-2 vocabulary and merges: {detail}") from error
+    tokenizer = _byte_level(model, split_words=True)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A BPE with GPT-2's word pattern trained on `texts`; it may stay below `vocab_size` where there is little text.
+
+    Needs room for the bytes and `<|endoftext|>`: a vocab_size of SMALLEST_BPE_VOCABULARY or more.
+    """
+    tokenizer = _byte_level(models.BPE(), split_words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """The largest id plus one, which is what a model needs even where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
+    """Cuts a text into pieces of about `characters` that encode, one by one, to the ids of the whole text.
+
+    The library needs 150 bytes of memory per character, and works on several pieces at the same time.
+    """
+    start = 0
+    while start < len(text):
+        boundary = _BOUNDARY.search(text, start + characters - 1)
+        stop = boundary.end() if boundary else len(text)
+        yield text[start:stop]
+        start = stop

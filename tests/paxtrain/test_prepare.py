@@ -1,0 +1,315 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from paxtrain import data
+from paxtrain import prepare as prepare_module
+from paxtrain.errors import UserError
+from paxtrain.prepare import documents, input_files, prepare
+from paxtrain.tokenizer import bytes_tokenizer, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
+
+ROOT = Path(__file__).parents[2]
+GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
+TRICKY = "Grüße,\r\n\tworld\x00\x1f  <|endoftext|>   漢字 \u2028\u00a0 don't 👩‍🚀\n\n \n x" + "  y\n" * 50
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Ten documents in a folder, the last three in a .jsonl file."""
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    contents = [f"document {i}: {TRICKY[: 10 * i + 5]}" for i in range(10)]
+    for i, text in enumerate(contents[:7]):
+        (folder / ("deep" if i % 2 else ".") / f"{i}.txt").write_bytes(text.encode())
+    (folder / "z.jsonl").write_text("".join(json.dumps({"text": text}) + "\n\n" for text in contents[7:]))
+    (folder / ".hidden").write_bytes(b"\xff")
+    return folder, contents
+
+
+def read_documents(prefix, tokenizer):
+    """The texts of a data set, split where <|endoftext|> ends them, and its number of documents."""
+    file = data.TokenFile(prefix)
+    ids = file.read(0, len(file))
+    ends = np.flatnonzero(ids == tokenizer.token_to_id("<|endoftext|>"))
+    assert ends[-1] == len(ids) - 1
+    starts = [0, *(ends[:-1] + 1)]
+    assert len(ends) == file.documents
+    return [tokenizer.decode(ids[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_every_document_comes_back_once(texts, tmp_path, tokenizer):
+    folder, contents = texts
+    options = {"vocab_size": 300} if tokenizer == "bpe" else {}
+    prepared = prepare([str(folder)], tmp_path / "out", tokenizer=tokenizer, validation_fraction=0.3, **options)
+    saved = Tokenizer.from_file(prepared.tokenizer)
+    training, validation = (read_documents(prefix, saved) for prefix in prepared.prefixes)
+    assert sorted(training + validation) == sorted(contents)
+    assert prepared.documents == (7, 3)
+    assert prepared.tokens == tuple(len(data.TokenFile(prefix)) for prefix in prepared.prefixes)
+    assert prepared.vocab_size == vocabulary_size(saved) == (300 if tokenizer == "bpe" else 257)
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        ["tokenizer.json", "train.bin", "train.idx", "validation.bin", "validation.idx"]
+    )
+
+
+def test_what_is_held_out_depends_on_the_seed_only(texts, tmp_path):
+    folder, _ = texts
+    runs = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        prepared = prepare([str(folder)], tmp_path / name, tokenizer="bpe", vocab_size=270, seed=seed)
+        runs[name] = [Path(path).read_bytes() for path in (f"{prepared.prefixes[1]}.bin", prepared.tokenizer)]
+    assert runs["a"] == runs["b"]
+    assert runs["a"][0] != runs["c"][0]
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.25, 2), (0.999, 9)])
+def test_at_least_one_document_on_each_side(texts, tmp_path, fraction, held_out):
+    prepared = prepare([str(texts[0])], tmp_path / "out", validation_fraction=fraction)
+    assert prepared.documents == (10 - held_out, held_out)
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.25, 10), (0.001, 1), (0.999, 39)])
+def test_the_end_of_a_single_document_is_held_out(tmp_path, fraction, held_out):
+    text = "0123456789" * 4
+    (tmp_path / "one.txt").write_text(text)
+    prepared = prepare([str(tmp_path / "one.txt")], tmp_path / "out", validation_fraction=fraction)
+    saved = Tokenizer.from_file(prepared.tokenizer)
+    assert read_documents(prepared.prefixes[0], saved) == [text[:-held_out]]
+    assert read_documents(prepared.prefixes[1], saved) == [text[-held_out:]]
+
+
+def test_ids_of_bytes_are_the_bytes():
+    tokenizer = bytes_tokenizer()
+    every_character = TRICKY + "".join(map(chr, range(0x800))) + "\U0010ffff"
+    assert tokenizer.encode(every_character).ids == np.frombuffer(every_character.encode(), np.uint8).tolist()
+    assert sorted(tokenizer.get_vocab().values()) == list(range(257))
+    assert tokenizer.token_to_id("<|endoftext|>") == 256
+
+
+def test_bytes_of_a_prepared_file_are_its_bytes(tmp_path):
+    raw = (TRICKY * 3000).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    (tmp_path / "b.txt").write_bytes(b"b")
+    prepared = prepare([str(tmp_path / "*.txt")], tmp_path / "out", seed=1)
+    larger = data.TokenFile(prepared.prefixes[int(np.argmax(prepared.tokens))])
+    np.testing.assert_array_equal(larger.read(0, len(larger) - 1), np.frombuffer(raw, np.uint8))
+
+
+@pytest.fixture
+def gpt2_files():
+    if not GPT2.is_dir():
+        pytest.skip(f"GPT-2's vocabulary is not at {GPT2}")
+    return str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt")
+
+
+def test_gpt2_ids(gpt2_files):
+    tokenizer = gpt2_tokenizer(*gpt2_files)
+    assert tokenizer.encode("Hello world").ids == [15496, 995]
+    assert tokenizer.encode(" don't\n\n  x").ids == [836, 470, 628, 220, 2124]
+    assert tokenizer.token_to_id("<|endoftext|>") == 50256
+    assert vocabulary_size(tokenizer) == 50257
+    assert 50256 not in tokenizer.encode(TRICKY).ids
+    assert tokenizer.decode(tokenizer.encode(TRICKY).ids) == TRICKY
+
+
+def test_gpt2_prepare_round_trip(gpt2_files, texts, tmp_path):
+    folder, contents = texts
+    vocab, merges = gpt2_files
+    prepared = prepare([str(folder)], tmp_path / "out", tokenizer="gpt2", vocab=vocab, merges=merges)
+    saved = Tokenizer.from_file(prepared.tokenizer)
+    assert prepared.vocab_size == 50257
+    assert sorted(sum((read_documents(prefix, saved) for prefix in prepared.prefixes), [])) == sorted(contents)
+    assert saved.encode("Hello world").ids == [15496, 995]
+
+
+@pytest.mark.parametrize("characters", [1, 3, 20])
+def test_pieces_encode_like_the_whole_text(characters):
+    tokenizer = train_bpe([TRICKY * 5], 400)
+    assert vocabulary_size(tokenizer) > 300
+    cut = list(pieces(TRICKY, characters))
+    assert len(cut) > 3 and "".join(cut) == TRICKY
+    whole = tokenizer.encode(TRICKY).ids
+    assert [i for piece in cut for i in tokenizer.encode(piece).ids] == whole
+    careless = [TRICKY[i : i + 20] for i in range(0, len(TRICKY), 20)]
+    assert [i for piece in careless for i in tokenizer.encode(piece).ids] != whole
+
+
+def test_inputs_are_files_folders_and_globs_each_file_once(texts):
+    folder, _ = texts
+    everything = input_files([str(folder)])
+    assert [Path(file).name for file in everything] == [*(f"{i}.txt" for i in (0, 2, 4, 6)), *"135"] or len(
+        everything
+    ) == 8
+    assert input_files([str(folder / "0.txt"), str(folder / "**/*.txt")])[0] == str(folder / "0.txt")
+    assert len(input_files([str(folder / "0.txt"), str(folder / "**/*.txt")])) == 7
+    assert not any(".hidden" in file for file in everything)
+
+
+def test_stdlib_is_about_ten_megabytes_without_tests():
+    files = input_files(["stdlib"])
+    assert files == sorted(files, key=Path)
+    assert any(file.endswith("/json/decoder.py") for file in files)
+    assert not any(part in Path(file).parts for file in files for part in ("test", "tests", "site-packages"))
+    assert 5e6 < sum(map(os.path.getsize, files)) < 10.5e6
+
+
+def test_jsonl_takes_another_key_and_skips_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n   \n{"body": ""}\n{"body": "t\\u0077o"}')
+    assert list(documents([str(tmp_path / "a.jsonl")], "body")) == ["one", "two"]
+
+
+def bad_utf8(folder):
+    (folder / "1.txt").write_bytes(b"\xc3\xa9ab\xffcd")
+
+
+def jsonl(*lines):
+    return lambda folder: (folder / "1.jsonl").write_bytes(b"\n".join(lines))
+
+
+GOOD = b'{"text": "caf\xc3\xa9"}'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (bad_utf8, r"1\.txt is not UTF-8 text: byte 0xff at offset 4"),
+        (jsonl(GOOD, b'{"text": "\xff"}'), rf"1\.jsonl is not UTF-8 text: byte 0xff at offset {len(GOOD) + 11}"),
+        (jsonl(GOOD, b"", b'{"text": '), r"1\.jsonl, line 3, is not JSON: .* column"),
+        (jsonl(GOOD, b'{"body": "x", "id": 3}'), r"line 2, has no key 'text' but the keys body, id; .*--json_key"),
+        (jsonl(b'["text"]'), r"line 1, has no key 'text' but a list"),
+        (jsonl(b'{"text": 3}'), r"line 1, has a int under 'text'"),
+        (jsonl(b'{"text": "\\ud800"}'), r"line 1, has half of a surrogate pair"),
+    ],
+)
+def test_bad_text_is_told_with_its_place(texts, tmp_path, change, message):
+    folder, _ = texts
+    change(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        prepare([str(folder)], tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": []}, r"--input is empty"),
+        ({"inputs": ["no/such/*.txt"]}, r"--input=no/such/\*\.txt names no files"),
+        ({"tokenizer": "words"}, r"--tokenizer must be one of bytes, bpe, gpt2, got 'words'"),
+        ({"vocab_size": 300}, r"--vocab_size=300 goes with --tokenizer=bpe only"),
+        ({"tokenizer": "bpe", "vocab_size": 256}, r"--vocab_size=256 is too small: .* need 257"),
+        ({"tokenizer": "gpt2"}, r"needs both .* got neither"),
+        ({"tokenizer": "gpt2", "vocab": "v.json"}, r"needs both .* got only --vocab"),
+        ({"tokenizer": "gpt2", "merges": "m.txt"}, r"needs both .* got only --merges"),
+        ({"tokenizer": "gpt2", "vocab": "v.json", "merges": "m.txt"}, r"there is no file v\.json"),
+        ({"vocab": "v.json", "merges": "m.txt"}, r"go with --tokenizer=gpt2 only, got --tokenizer=bytes"),
+        ({"validation_fraction": 0.0}, r"--validation_fraction must be between 0 and 1, got 0\.0"),
+        ({"validation_fraction": 1.0}, r"--validation_fraction must be between 0 and 1, got 1\.0"),
+        ({"seed": -1}, r"--seed must not be negative"),
+    ],
+)
+def test_bad_options(texts, tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        prepare(**{"inputs": [str(texts[0])], "out": tmp_path / "out"} | options)
+
+
+def test_a_vocabulary_that_is_none(texts, tmp_path):
+    (tmp_path / "v.json").write_text("[]")
+    (tmp_path / "m.txt").write_text("a b\n")
+    with pytest.raises(UserError, match=r"v\.json and .*m\.txt are no GPT-2 vocabulary and merges"):
+        gpt2_tokenizer(str(tmp_path / "v.json"), str(tmp_path / "m.txt"))
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_too_little_text(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(UserError, match=f"--input has {len(text)} characters"):
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out")
+    (tmp_path / "b.txt").write_text("yz")
+    assert prepare([str(tmp_path / "*.txt")], tmp_path / "out").documents == (1, 1)
+
+
+def test_an_unwritable_directory(texts, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*file/out: .*writable directory"):
+        prepare([str(texts[0])], tmp_path / "file" / "out")
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_stopped_while_encoding_changes_nothing(texts, tmp_path, monkeypatch):
+    folder, _ = texts
+    prepare([str(folder)], tmp_path / "out")
+    before = snapshot(tmp_path / "out")
+
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_module.TokenWriter, "end_document", stop)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(folder)], tmp_path / "out", seed=1)
+    assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("stopped_at", range(7))
+def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_path, monkeypatch, stopped_at):
+    folder, _ = texts
+    out = tmp_path / "out"
+    prepare([str(folder)], out)
+    prepare([str(folder)], tmp_path / "new", tokenizer="bpe", vocab_size=280, seed=1)
+    new = snapshot(tmp_path / "new")
+    left = iter(range(stopped_at))
+
+    def stopping(function):
+        def call(*arguments, **keywords):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return function(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", stopping(os.replace))
+    monkeypatch.setattr(Path, "unlink", stopping(Path.unlink))
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(folder)], out, tokenizer="bpe", vocab_size=280, seed=1)
+    after = snapshot(out)
+    if stopped_at == 0:
+        data.TokenFile(out / "train")
+        return
+    with pytest.raises(UserError, match="no token file"):
+        data.TokenFile(out / "train")
+    if "validation.idx" in after and stopped_at > 1:
+        assert {name: after[name] for name in new if name != "train.idx"} == {
+            name: raw for name, raw in new.items() if name != "train.idx"
+        }
+
+
+def run_main(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "paxtrain.prepare", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_main_reports_what_it_wrote(texts, tmp_path):
+    result = run_main(f"--input={texts[0]}/0.txt,{texts[0]}/2.txt", f"--out={tmp_path / 'out'}")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"vocabulary: 257 ids, {tmp_path}/out/tokenizer.json" in result.stdout
+    for name in ("train", "validation"):
+        tokens = len(data.TokenFile(tmp_path / "out" / name))
+        assert f"1 documents, {tokens:,} tokens, {tmp_path}/out/{name}.bin and .idx" in result.stdout
+
+
+def test_the_main_says_what_is_wrong_and_leaves_with_2(tmp_path):
+    result = run_main(f"--input={tmp_path}/none.txt", f"--out={tmp_path}")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --input=") and result.stderr.count("\n") == 1
+    assert run_main("a.txt").stderr == "error: unexpected argument 'a.txt'; name text files with --input=\n"
