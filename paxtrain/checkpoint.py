@@ -75,9 +75,9 @@ def ensure_writable(path: str | pathlib.Path) -> None:
 def fingerprint(x: jax.Array) -> jax.Array:
     """A uint32 that depends on each bit of x and its place, and not on how x is sharded.
 
-    The sum, modulo 2**32, of every element's bits mixed with its flat index. The mixer is MurmurHash3's fmix32, which is
-    one to one: a change of one element always shows, any other change but once in 2**32. (Without it, two flipped
-    signs would cancel.)
+    The sum, modulo 2**32, of every element's bits mixed with its flat index. The mixer, MurmurHash3's fmix32, is one to
+    one: a change of one element always shows, any other change but once in 2**32. (Without it, two flipped signs
+    would cancel.)
 
     Args:
         x: any shape; up to 32 bits an element, or bool.
@@ -108,8 +108,14 @@ def _kinds(tree: Tree) -> dict[str, str]:
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
 
 
+@jax.jit
+def _all_fingerprints(tree: Tree) -> Tree:
+    return jax.tree.map(fingerprint, tree)
+
+
 def _fingerprints(tree: Tree) -> dict[str, int]:
-    sums = {path: fingerprint(leaf) for path, leaf in _by_path(tree).items()}
+    # One program after the state is there: many small collective programs at once can starve the CPU backend's threads.
+    sums = _by_path(_all_fingerprints(jax.block_until_ready(tree)))
     return {path: int(value) for path, value in jax.device_get(sums).items()}
 
 
@@ -188,7 +194,9 @@ def _require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None
         raise UserError(f"{where} holds other arrays: {different}; use the configuration that it was saved with")
 
 
-def _restore(directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[int], problems: list[str]):
+def _restore(
+    directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[int], problems: list[str]
+) -> tuple[int, Tree, Meta] | None:
     """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
     for step in reversed(steps):
         where = f"checkpoint {step} in {directory}"
@@ -202,7 +210,7 @@ def _restore(directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[i
             if not damaged:
                 return step, state, record["meta"]
             reason = f"the bits of {', '.join(damaged[:4])} have changed since it was saved"
-        _report(problems, f"{where} is damaged ({reason}); trying the one before it")
+        _report(problems, f"{where} is damaged ({reason}) and not used")
     return None
 
 
@@ -242,7 +250,7 @@ def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
         record, reason = _together(lambda candidate=candidate: _read_record(directory, candidate))
         if not reason:
             return record["meta"]
-        _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}); trying the one before it")
+        _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}) and not used")
     raise _none_good(directory, steps)
 
 
@@ -272,9 +280,9 @@ def restore_params(
 class Checkpoints:
     """The checkpoints of one training run.
 
-    A run that continues from checkpoint k is another future than the one that wrote newer ones (they are damaged, or the
-    user said not to resume): before the first save they are moved to the subdirectory set_aside, so that they neither
-    block a step number nor count among the newest. Every process of a run calls every method.
+    Checkpoints newer than the one that was restored (damaged ones; all of them, where `restore` was not called) are not
+    of this run's past: before its first save they are moved to the subdirectory set_aside, so that they neither block
+    a step number nor count among the newest. Every process of a run calls every method.
 
     Attributes:
         problems: what `restore` found wrong, one sentence each.

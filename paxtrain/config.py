@@ -356,7 +356,16 @@ class Config:
         return self.pipeline.layers_per_virtual_stage(self.model.layers, self.mesh.pipe)
 
 
-def _build(cls: type, values: Any, path: str) -> Any:
+def read_section(cls: type, values: Any, path: str) -> Any:
+    """A dataclass of this module from a mapping of its fields.
+
+    Args:
+        path: the section's name, for messages.
+
+    Raises:
+        UserError: no mapping, an unknown key, a value of another type or out of bounds.
+    """
+    _require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     kwargs = {}
@@ -365,7 +374,7 @@ def _build(cls: type, values: Any, path: str) -> Any:
         _require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
-            kwargs[key] = _build(hint, value, name)
+            kwargs[key] = read_section(hint, value, name)
             continue
         if hint is float and type(value) is int:
             value = float(value)
@@ -383,7 +392,7 @@ def from_dict(values: Any) -> Config:
     Raises:
         UserError: an unknown key, a value of another type, or values that do not fit each other.
     """
-    return _build(Config, values, "")
+    return read_section(Config, values, "")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 
 
 class UserError(Exception):
@@ -26,6 +26,8 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
 
 def run(main: Callable[[Sequence[str]], None]) -> None:
     """Runs an absl main; bad flags and any UserError become one sentence on stderr and exit code 2."""
+
+    logging.set_verbosity(logging.WARNING)
 
     def guarded(argv: Sequence[str]) -> None:
         try:

@@ -111,8 +111,8 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
 def reduce_gradients(layout: Layout, grads: Params) -> Params:
     """Means over data of a device's gradients, as it keeps them: ZeRO-1 shards, or whole.
 
-    The tied embedding's two gradients are summed on their shards between reduce-scatter and, without ZeRO-1, all-gather:
-    V(2D-1)/D bytes for V bytes of table and D data ranks, where two all-reduces in a row would take V(3D-2)/D.
+    The tied embedding's two gradients are summed on their shards, between reduce-scatter and (without ZeRO-1)
+    all-gather: V(2D-1)/D bytes for V bytes of table and D data ranks; two all-reduces in a row take V(3D-2)/D.
     """
     dims, data, zero1 = layout.data_dims(), layout.config.mesh.data, layout.config.mesh.zero1
 

@@ -141,10 +141,9 @@ class _Program:
     def _walk(self, computation: str, times: int, unknown: int) -> None:
         self.executions[computation] += times
         for instruction in self.computations[computation].values():
-            for role, callee in instruction.callees():
-                trips = instruction.trips()
-                trips = unknown if trips is None else trips
-                factor = {"body": trips, "condition": trips + 1}.get(role, 1)
+            for _, callee in instruction.callees():
+                trips = instruction.trips() if instruction.opcode == "while" else 1
+                factor = unknown if trips is None else trips
                 if instruction.opcode.startswith("fusion"):
                     self.fused.add(callee)
                 elif instruction.opcode == "async-start":
@@ -219,9 +218,7 @@ def _group_size(attributes: str) -> int:
         return int(iota[1])
     if mesh := _GROUPS_MESH.search(attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        # an axis may be split: 'data':(2)4 is a sub-axis of size 4
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
     return 0
 
 

@@ -8,12 +8,13 @@ layers of a virtual stage; slots without a layer stay zero):
     embedding.position [P, S, H] over pipe, row 0 live
     final_norm         [P, H] over pipe, row P-1 live
 
-so that no array claims to be replicated over pipe that only one stage updates. With ZeRO-1 one more dim of each array is
-split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
+so that no array claims to be replicated over pipe that only one stage updates. With ZeRO-1 one more dim of each array
+is split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -164,38 +165,28 @@ class Layout:
         return jax.tree_util.tree_map_with_path(collect, params)
 
     def canonical_specs(self) -> Params:
-        """PartitionSpecs of the canonical parameters that spread them over the whole mesh where their dims divide.
+        """PartitionSpecs of the canonical parameters: as in mesh layout wherever that has the same dims.
 
-        Whether stages are even or not: a checkpoint of them is written by all processes, and none holds it whole.
+        Layers of uneven or interleaved stages cannot be split over pipe in model order, so that axis goes to another
+        dim: a checkpoint is written by all processes, and none holds it whole.
         """
-        mesh = self.config.mesh
-        even = len(set(self.counts)) == 1 and self.chunks == 1
+        same_order = bool((self.layer_of.reshape(-1) == np.arange(self.layer_of.size)).all())
 
         def spec(path: tuple, x: jax.ShapeDtypeStruct) -> PartitionSpec:
-            layered = names(path)[0] == "layers"
-            tensor_dim = _tensor_dim(names(path))
-            if tensor_dim is not None and not layered:
-                tensor_dim -= 1
-            parts: list[list[str]] = [[] for _ in x.shape]
-            sizes = list(x.shape)
+            parts = list(self._spec(path, x.shape, data=True))
+            if names(path)[0] != "layers":
+                return PartitionSpec(*parts[1:])
+            if not same_order:
+                sizes = dict(zip(("data", "pipe", "tensor"), dataclasses.astuple(self.config.mesh)))
+                parts[0] = None
+                for dim in range(1, len(parts)):
+                    axes = parts[dim] if isinstance(parts[dim], tuple) else (parts[dim],) if parts[dim] else ()
+                    if x.shape[dim] % math.prod(sizes[a] for a in (*axes, "pipe")) == 0:
+                        parts[dim] = (*axes, "pipe")
+                        break
+            return PartitionSpec(*parts)
 
-            def split(dim: int, axis: str) -> bool:
-                if sizes[dim] % mesh_size[axis]:
-                    return False
-                sizes[dim] //= mesh_size[axis]
-                parts[dim].append(axis)
-                return True
-
-            mesh_size = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
-            if layered and even:
-                split(0, "pipe")
-            if tensor_dim is not None:
-                split(tensor_dim, "tensor")
-            for axis in ("data",) if layered and even else ("pipe", "data"):
-                _ = any(split(dim, axis) for dim in range(1 if layered else 0, len(sizes)))
-            return PartitionSpec(*[tuple(p) if p else None for p in parts])
-
-        return jax.tree_util.tree_map_with_path(spec, model.shapes(self.config.model))
+        return jax.tree_util.tree_map_with_path(spec, self.shapes)
 
     def count_once(self, params: Params) -> Params:
         """The same tree with the tied embedding's second copy zeroed: sums over it count every parameter once."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
@@ -34,3 +34,22 @@ def make_mesh(
         devices = [devices[i] for i in order]
     grid = np.array(devices).reshape(config.data, config.pipe, config.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
+    """The rows (dim 0) of a global array that this process's devices hold, ascending, each once."""
+    slices = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
+    return sorted({row for start, stop, _ in slices for row in range(start, stop)})
+
+
+def from_process_rows(
+    sharding: NamedSharding, shape: tuple[int, ...], rows: Sequence[int], local: np.ndarray
+) -> jax.Array:
+    """The global array of `shape` of which this process gives the rows `rows`: local [len(rows), ...]."""
+    where = {row: i for i, row in enumerate(rows)}
+
+    def piece(index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(shape[0])
+        return local[[where[row] for row in range(start, stop)]]
+
+    return jax.make_array_from_callback(shape, sharding, piece)

@@ -21,7 +21,7 @@ FILE = "metrics.jsonl"
 # Dense bfloat16 FLOP/s (float16 where there is no bfloat16: V100, T4) from NVIDIA's datasheets, which print twice as
 # much "with sparsity" from Ampere on. First match wins.
 _PEAK_FLOPS = (
-    (r"V100.*SXM", 125e12),
+    (r"V100-SXM\d", 125e12),
     (r"V100", 112e12),
     (r"T4", 65e12),
     (r"A100", 312e12),

@@ -102,7 +102,7 @@ def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Arra
 
 
 def attention_implementation(config: ModelConfig) -> str:
-    """"cudnn" (flash attention) or "xla", with "auto" resolved for the backend in use."""
+    """ "cudnn" (flash attention) or "xla", with "auto" resolved for the backend in use."""
     if config.attention != "auto":
         return config.attention
     return "cudnn" if jax.default_backend() == "gpu" and config.dtype == "bfloat16" else "xla"

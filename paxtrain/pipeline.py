@@ -186,7 +186,9 @@ def _add_layer_gradients(total: Params, segment: Segment, first_row: int, delta:
     """Adds a segment's gradients to the float32 accumulators [rows, ...] in place."""
     first_row += segment.start
     if segment.scan:
-        return jax.tree.map(lambda t, d: t.at[first_row : first_row + segment.count].add(d.astype(t.dtype)), total, delta)
+        return jax.tree.map(
+            lambda t, d: t.at[first_row : first_row + segment.count].add(d.astype(t.dtype)), total, delta
+        )
     for i, one in enumerate(delta):
         total = jax.tree.map(lambda t, d, row=first_row + i: t.at[row].add(d.astype(t.dtype)), total, one)
     return total
@@ -370,7 +372,7 @@ class Rows:
     def _head(self, carry: Carry, cell: Cell, active: jax.Array) -> Carry:
         stage, y = self.stage, carry["output"]
         if not self.train:
-            return only_if(active, lambda c: {"loss": c["loss"] + stage.loss(cell["forward"], y)}, {"loss": carry["loss"]})
+            return {"loss": only_if(active, lambda loss: loss + stage.loss(cell["forward"], y), carry["loss"])}
         edge = ("embedding", "final_norm")
 
         def body(part: Carry) -> Carry:

@@ -2,12 +2,11 @@
 
 import math
 import pathlib
-from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from paxtrain import metrics
 from paxtrain.errors import UserError
@@ -15,15 +14,12 @@ from paxtrain.errors import UserError
 _TRAIN, _VALIDATION, _SKIPPED, _RATE = "#2f6f9f", "#d9622b", "#b3261e", "#5c6670"
 
 
-def smooth(values: Sequence[float], window: int) -> np.ndarray:
-    """Exponential moving average [N] over about `window` values, without the pull towards zero at the start."""
-    decay = 1 - 1 / max(window, 1)
-    average, weight, result = 0.0, 0.0, []
-    for value in values:
-        average = decay * average + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        result.append(average / weight)
-    return np.array(result)
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving mean [N] over `window` values (odd), over the shorter symmetric window near the ends."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    reach = np.minimum(np.minimum(index, index[::-1]), window // 2)
+    return (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
 
 
 def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -35,10 +31,11 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 def _draw_losses(axes, records: list[dict]) -> None:
     steps, losses = _series(records, "loss")
     if steps.size:
-        window = max(1, min(50, steps.size // 20))
+        window = 2 * min(25, steps.size // 40) + 1
         axes.plot(steps, losses, color=_TRAIN, alpha=0.28, linewidth=0.9)
-        label = f"training (mean over about {window} steps)" if window > 1 else "training"
-        axes.plot(steps, smooth(losses, window), color=_TRAIN, linewidth=1.9, label=label)
+        label = f"training (mean over {window} steps)" if window > 1 else "training"
+        marker = "o" if steps.size == 1 else None
+        axes.plot(steps, smooth(losses, window), color=_TRAIN, linewidth=1.9, marker=marker, label=label)
     steps, losses = _series(records, "validation_loss")
     if steps.size:
         axes.plot(steps, losses, color=_VALIDATION, linewidth=1.1, marker="o", markersize=5, label="validation")
@@ -67,6 +64,17 @@ def _draw_losses(axes, records: list[dict]) -> None:
         )
 
 
+def _add_perplexity(axes) -> None:
+    right = axes.secondary_yaxis("right", functions=(np.exp, lambda p: np.log(np.maximum(p, 1e-9))))
+    low, high = axes.get_ylim()
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 4 * math.log(10) else (1,)))
+    right.yaxis.set_minor_locator(NullLocator())
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1000 else f"{value:,.0f}")
+    right.spines["right"].set_visible(False)
+    right.tick_params(length=0)
+    right.set_ylabel("perplexity")
+
+
 def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     """Draws the losses of a metrics.jsonl, with perplexity at the right and the learning rate below, into a PNG.
 
@@ -88,24 +96,17 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     _draw_losses(top, records)
     top.set_ylabel("cross-entropy (nats per token)")
     top.legend(frameon=False, loc="upper right")
-    # Limits are fixed before the second scale is derived from them; its exp overflows beyond 700.
-    low, high = top.get_ylim()
-    top.set_ylim(max(low, 0.0), min(high, 700.0))
-    perplexity = top.secondary_yaxis("right", functions=(np.exp, lambda p: np.log(np.maximum(p, 1e-9))))
-    perplexity.set_ylabel("perplexity")
-    decades = (min(high, 700.0) - max(low, 0.0)) / math.log(10)
-    perplexity.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
-    perplexity.yaxis.set_minor_locator(NullLocator())
-    perplexity.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    perplexity.spines["right"].set_visible(False)
-    perplexity.tick_params(length=0)
+    top.set_ylim(bottom=max(top.get_ylim()[0], 0.0))
+    if top.get_ylim()[1] < 100:  # beyond, its figures say nothing and soon overflow
+        _add_perplexity(top)
 
     steps, rates = _series(records, "learning_rate")
-    bottom.plot(steps, rates, color=_RATE, linewidth=1.4)
-    bottom.set_ylim(bottom=0)
+    if steps.size:
+        peak = rates.max()
+        bottom.plot(steps, rates, color=_RATE, linewidth=1.4)
+        bottom.set_ylim(0, 1.1 * peak or 1)
+        bottom.set_yticks([0, peak], ["0", np.format_float_scientific(peak, precision=2, trim="-", exp_digits=1)])
     bottom.set_ylabel("learning rate")
-    bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    bottom.yaxis.set_major_locator(MaxNLocator(2))
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     bottom.set_xlabel("optimizer step")
     figure.savefig(png)

@@ -60,7 +60,7 @@ class Prepared:
 
 
 def stdlib_files() -> list[str]:
-    """The running Python's standard library, without tests: a corpus that needs no download."""
+    """The running Python's standard library without its tests: some 10 MB of text that need no download."""
     root = Path(sysconfig.get_path("stdlib"))
     return [str(path) for path in sorted(root.rglob("*.py")) if not _NOT_STDLIB & {*path.relative_to(root).parts}]
 
@@ -115,7 +115,7 @@ def _json_text(line: str, where: str, key: str) -> str:
         raise UserError(f"{where} has no key {key!r} but {found}; name the key of the text with --json_key")
     text = record[key]
     if not isinstance(text, str):
-        raise UserError(f"{where} has a {type(text).__name__} under {key!r}; it must be a string")
+        raise UserError(f"{where} has {type(text).__name__} under {key!r} instead of a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -299,7 +299,7 @@ def prepare(
             size = vocabulary_size(encoder)
             with TokenWriter(staging / "train", size) as train, TokenWriter(staging / "validation", size) as validation:
                 _encode(corpus, encoder, train, validation)
-            encoder.save(str(staging / "tokenizer.json"))
+            (staging / "tokenizer.json").write_text(encoder.to_str(pretty=True), "utf-8")
             _publish(staging, out)
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}; --out must name a writable directory") from error

@@ -11,8 +11,8 @@ layers, in the backward phase the backward B of one. Messages move with the rows
 so an activation made in row t can be used from row t+1 on, and so can a gradient. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
 
-With P stages and v chunks a stage, stage s holds the virtual stages s, P+s, ..., (v-1)P+s: chunk c is virtual stage cP+s.
-Everything here is numpy; nothing knows of devices, bytes or seconds.
+With P stages and v chunks a stage, stage s holds the virtual stages s, P+s, ..., (v-1)P+s: its chunk c is virtual stage
+cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
@@ -191,9 +191,11 @@ def _eager_1f1b(stages: int, chunks: int, m: int) -> Schedule:
 def _gpipe(stages: int, chunks: int, m: int) -> Schedule:
     """All forwards, then all backwards. In flight: m micro-batches."""
     half = m + stages - 1
-    return _closed_form(
-        "gpipe", stages, m, 2 * half, lambda t, s: t - s, lambda t, s: np.where(t < half, IDLE, t - half - (stages - 1 - s))
-    )
+
+    def backward(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        return np.where(t < half, IDLE, t - half - (stages - 1 - s))
+
+    return _closed_form("gpipe", stages, m, 2 * half, lambda t, s: t - s, backward)
 
 
 _BUILDERS = {

@@ -20,6 +20,7 @@ from paxtrain.layout import Layout, Params
 from paxtrain.optimizer import learning_rate, make_optimizer
 
 BATCH_SPEC = PartitionSpec("data")
+IDENTITY = Identity()
 
 
 @flax.struct.dataclass
@@ -47,7 +48,7 @@ class Trainer:
 
     config: Config
     mesh: Mesh
-    codec: Codec = Identity()
+    codec: Codec = IDENTITY
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -76,7 +77,11 @@ class Trainer:
         state = jax.eval_shape(self._init, jax.random.key(0))
         # Every subtree of the optimizer's state that mirrors the parameters takes their specs.
         optimizer = optax.tree_utils.tree_map_params(
-            self.transformation, lambda _, spec: spec, state.optimizer, params, transform_non_params=lambda _: PartitionSpec()
+            self.transformation,
+            lambda _, spec: spec,
+            state.optimizer,
+            params,
+            transform_non_params=lambda _: PartitionSpec(),
         )
         return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, ())
 
@@ -103,7 +108,9 @@ class Trainer:
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
         """A global batch of tokens, int32 [global_batch, sequence + 1]."""
         c = self.config
-        return jax.ShapeDtypeStruct((c.batch.global_batch, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding)
+        return jax.ShapeDtypeStruct(
+            (c.batch.global_batch, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding
+        )
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, the same values on every mesh."""
@@ -115,51 +122,45 @@ class Trainer:
 
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 
-    def _map_params_like(self, function: Callable[[Params], Params], state: TrainState) -> dict[str, Any]:
-        """The state as nested dicts with `function` applied to every subtree that mirrors the parameters."""
+    def _map_params_like(self, function: Callable[[Params], Params], tree: Any) -> Any:
+        """Nested dicts with `function` applied to every subtree that mirrors the parameters."""
+        if not isinstance(tree, dict):
+            return tree
+        if set(tree) == set(self.layout.shapes):
+            return function(tree)
+        return {key: self._map_params_like(function, value) for key, value in tree.items()}
+
+    def _to_canonical(self, state: TrainState) -> dict[str, Any]:
         tree = flax.serialization.to_state_dict(state.replace(codec=()))
-        keys = set(state.params)
+        return self._map_params_like(self.layout.to_canonical, tree)
 
-        def convert(node: Any) -> Any:
-            if isinstance(node, dict):
-                return function(node) if keys and set(node) == keys else {k: convert(v) for k, v in node.items()}
-            return node
-
-        return convert(tree)
-
-    def canonical(self, state: TrainState) -> dict[str, Any]:
-        """The state as nested dicts whose arrays do not depend on the mesh, spread over it."""
-        convert = functools.partial(self._map_params_like, self.layout.to_canonical)
-        return jax.jit(convert, out_shardings=self.canonical_shardings)(state)
+    def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
+        target = jax.eval_shape(self._init, jax.random.key(0))
+        return flax.serialization.from_state_dict(target, self._map_params_like(self.layout.from_canonical, tree))
 
     @functools.cached_property
     def canonical_shardings(self) -> dict[str, Any]:
-        specs = self._state_specs(self.layout.specs())
-        tree = self._map_params_like(lambda _: self.layout.canonical_specs(), specs)
-        return self._shardings(tree)
+        specs = flax.serialization.to_state_dict(self._state_specs(self.layout.specs()))
+        return self._shardings(self._map_params_like(lambda _: self.layout.canonical_specs(), specs))
 
     def abstract_canonical(self) -> dict[str, Any]:
         """What a checkpoint holds, as jax.ShapeDtypeStruct with this mesh's shardings."""
-        state = jax.eval_shape(self._init, jax.random.key(0))
-        shapes = jax.eval_shape(functools.partial(self._map_params_like, self.layout.to_canonical), state)
+        shapes = jax.eval_shape(lambda key: self._to_canonical(self._init(key)), jax.random.key(0))
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.canonical_shardings
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            self.canonical_shardings,
         )
 
-    def from_canonical(self, tree: dict[str, Any]) -> TrainState:
-        """The state of this mesh from a checkpoint's tree."""
-        target = jax.eval_shape(self._init, jax.random.key(0))
-        keys = set(target.params)
+    @functools.cached_property
+    def canonical(self) -> Any:
+        """jit: the state -> nested dicts whose arrays do not depend on the mesh, spread over it."""
+        return jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
 
-        def convert(node: Any) -> Any:
-            if isinstance(node, dict):
-                return self.layout.from_canonical(node) if set(node) == keys else {k: convert(v) for k, v in node.items()}
-            return node
-
-        def restore(tree: dict[str, Any]) -> TrainState:
-            return flax.serialization.from_state_dict(target, convert(tree))
-
-        return jax.jit(restore, out_shardings=self.state_shardings)(tree)
+    @functools.cached_property
+    def from_canonical(self) -> Any:
+        """jit: a checkpoint's tree -> the state on this mesh."""
+        return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Tensor parallelism by hand: the two conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
 
-Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the axis,
-so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
+Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the
+axis, so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
 
 References:
     Shoeybi et al. 2019, Megatron-LM (f and g; vocabulary-parallel cross-entropy).

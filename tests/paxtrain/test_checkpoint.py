@@ -98,13 +98,17 @@ def test_a_save_survives_donation_of_the_state(tmp_path):
     state = make_state((2, 2, 2), 3)
     with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
         checkpoints.save(3, state, {"model": MODEL, "step": 3})
-        overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x + x, tree), donate_argnums=0)
+        overwrite = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x + x, tree), donate_argnums=0
+        )
         jax.block_until_ready(overwrite(state))
     assert restore(tmp_path) == (3, [])
 
 
 def test_nothing_saved_restores_to_none(tmp_path):
-    assert Checkpoints(tmp_path / "absent", CheckpointConfig()).restore(abstract(make_state((2, 2, 2), 0)), MODEL) is None
+    assert (
+        Checkpoints(tmp_path / "absent", CheckpointConfig()).restore(abstract(make_state((2, 2, 2), 0)), MODEL) is None
+    )
 
 
 def test_keeps_the_newest_and_every_nth(tmp_path):
@@ -164,9 +168,9 @@ def test_an_unfinished_save_is_reported_and_then_cleared(copy):
 def test_no_good_checkpoint_is_an_error(copy):
     for step in (1, 2):
         flip(copy / str(step) / "record" / "metadata")
-    with pytest.raises(UserError, match="no checkpoint in .* is good"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
         restore(copy)
-    with pytest.raises(UserError, match="no checkpoint in .* is good"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
         checkpoint.read_meta(copy)
 
 
@@ -209,7 +213,7 @@ def test_parameters_alone_do_not_read_the_optimizer(saved, copy):
     assert same_bits(params, expected) and meta["step"] == 2
     params, meta = checkpoint.restore_params(saved, abstract(expected), MODEL, step=1)
     assert same_bits(params, make_state((1, 2, 4), 1)["params"]) and meta["step"] == 1
-    with pytest.raises(UserError, match="no checkpoint of step 7 .*1, 2"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 7 .*1, 2"):
         checkpoint.restore_params(saved, abstract(expected), MODEL, step=7)
 
 

@@ -1,0 +1,109 @@
+"""A plan: which mesh on which devices, and how the pipeline runs. `--plan=plan.json` overrides the configuration."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from paxtrain.config import BatchConfig, Config, MeshConfig, PipelineConfig, read_section
+from paxtrain.errors import UserError
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decision about one model on one cluster.
+
+    Attributes:
+        mesh: sizes of the axes.
+        pipeline: schedule, layers per stage, what is saved.
+        batch: global batch and micro-batch.
+        hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order in which
+            the processes come.
+        devices_per_host: devices of each host.
+        device_order: for every mesh position (row-major over data, pipe, tensor) an index into all hosts' devices,
+            host after host; empty: 0, 1, 2, ...
+        predicted: figures of the planner with their sources, for people to read; the trainer does not use them.
+    """
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    batch: BatchConfig
+    hosts: tuple[str, ...] = ()
+    devices_per_host: int = 0
+    device_order: tuple[int, ...] = ()
+    predicted: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        devices = self.mesh.devices
+        if self.device_order and sorted(self.device_order) != list(range(devices)):
+            raise UserError(
+                f"device_order must name each of the mesh's {devices} devices once, got {len(self.device_order)} "
+                f"entries with {len(set(self.device_order))} different ones"
+            )
+        if self.hosts and len(set(self.hosts)) != len(self.hosts):
+            raise UserError(f"hosts must differ from each other, got {', '.join(self.hosts)}")
+        if self.hosts and len(self.hosts) * self.devices_per_host != devices:
+            raise UserError(
+                f"{len(self.hosts)} hosts with devices_per_host={self.devices_per_host} have "
+                f"{len(self.hosts) * self.devices_per_host} devices, but the mesh needs {devices}"
+            )
+
+    def apply(self, config: Config) -> Config:
+        """The configuration with this plan's mesh, pipeline and batch.
+
+        Raises:
+            UserError: they do not fit the model.
+        """
+        return dataclasses.replace(config, mesh=self.mesh, pipeline=self.pipeline, batch=self.batch)
+
+
+def save(plan: Plan, path: str | pathlib.Path) -> None:
+    """Writes a plan as JSON."""
+    values = {"version": VERSION, **dataclasses.asdict(plan)}
+    pathlib.Path(path).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def load(path: str | pathlib.Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON object, has unknown or missing keys or values that do not fit.
+    """
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        message = f"cannot read the plan {path} ({error}); name a plan.json that planner.plan has written"
+        raise UserError(message) from error
+    try:
+        return _parse(values)
+    except UserError as error:
+        raise UserError(f"plan {path}: {error}") from error
+
+
+def _parse(values: Any) -> Plan:
+    if not isinstance(values, dict):
+        raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
+    if values.get("version") != VERSION:
+        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    sections = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig}
+    lists = {"hosts": (list, str), "device_order": (list, int)}
+    kinds = lists | {"devices_per_host": (int, None), "predicted": (dict, None)}
+    known = {"version", *sections, *kinds}
+    for key in values:
+        if key not in known:
+            raise UserError(f"unknown key {key}; known are {', '.join(sorted(known))}")
+    for key in sections:
+        if key not in values:
+            raise UserError(f"the section {key} is missing")
+    arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in sections.items()}
+    for key, (kind, item) in kinds.items():
+        if key not in values:
+            continue
+        value = values[key]
+        if type(value) is not kind or (item and not all(type(v) is item for v in value)):
+            of = f" of {item.__name__}" if item else ""
+            raise UserError(f"{key} must be a {kind.__name__}{of}, got {value!r}")
+        arguments[key] = tuple(value) if kind is list else value
+    return Plan(**arguments)

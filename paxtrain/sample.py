@@ -1,0 +1,128 @@
+"""Samples text from a checkpoint: python -m paxtrain.sample --checkpoint=runs/tiny --prompt="def "."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from tokenizers import Tokenizer
+
+from paxtrain import checkpoint, model
+from paxtrain.config import Config, ModelConfig, from_dict
+from paxtrain.errors import UserError, run
+from paxtrain.model import Params
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
+
+
+def architecture(config: ModelConfig) -> dict[str, int]:
+    """What two checkpoints must share to hold the same arrays with the same meaning."""
+    names = ("vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
+    return {name: getattr(config, name) for name in names}
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _next(params: Params, window: jax.Array, length: jax.Array, config: ModelConfig, temperature: float, top_k: int,
+          key: jax.Array) -> jax.Array:  # fmt: skip
+    """The token after the first `length` tokens of window [1, S]; what follows them is not looked at."""
+    logits = model.logits(params, window, config)[0, length - 1]
+    if temperature == 0:
+        return logits.argmax()
+    if top_k:
+        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][-1], -jnp.inf, logits)
+    return jax.random.categorical(key, logits / temperature)
+
+
+def generate(
+    params: Params,
+    config: ModelConfig,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+) -> list[int]:
+    """Token ids that continue a prompt, by the plain model on one device.
+
+    Every token looks back on the last `config.sequence` ones; no keys and values are kept between tokens.
+
+    Args:
+        params: canonical parameters.
+        prompt: at least one id.
+        tokens: how many to draw.
+        temperature: 0 takes the likeliest token.
+        top_k: draw from that many likeliest tokens; 0: from all.
+    """
+    ids, key = list(prompt), jax.random.key(seed)
+    for i in range(tokens):
+        recent = ids[-config.sequence :]
+        window = np.zeros((1, config.sequence), np.int32)
+        window[0, : len(recent)] = recent
+        drawn = _next(params, window, np.int32(len(recent)), config, temperature, top_k, jax.random.fold_in(key, i))
+        ids.append(int(drawn))
+    return ids[len(prompt) :]
+
+
+def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
+    """Parameters (on this process's first device), configuration and tokenizer of a training run.
+
+    Raises:
+        UserError: the directory holds no run with a good checkpoint.
+    """
+    directory = pathlib.Path(directory)
+    home = directory / CHECKPOINTS
+    config = from_dict(checkpoint.read_meta(home, step)["config"])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model.shapes(config.model)
+    )
+    params, _ = checkpoint.restore_params(home, abstract, architecture(config.model), step)
+    path = directory / TOKENIZER
+    if not path.exists():
+        raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
+    return params, config, Tokenizer.from_file(str(path))
+
+
+def sample(
+    directory: str | pathlib.Path, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0, seed: int = 0,
+    step: int | None = None,
+) -> str:  # fmt: skip
+    """Text that continues a prompt, from the newest good checkpoint of a run or the one of `step`."""
+    params, config, tokenizer = load(directory, step)
+    ids = tokenizer.encode(prompt).ids
+    if not ids:
+        raise UserError("--prompt must hold at least one token, got an empty string")
+    config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0)
+    drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed)
+    return tokenizer.decode(drawn)
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_string("checkpoint", None, "Directory of a training run (its run.out).", required=True)
+    flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest good one if not given.")
+    flags.DEFINE_string("prompt", "\n", "Text to continue.")
+    flags.DEFINE_integer("tokens", 200, "Tokens to draw.", lower_bound=1)
+    flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token each time.", lower_bound=0.0)
+    flags.DEFINE_integer("top_k", 0, "Draw from that many likeliest tokens; 0: from all.", lower_bound=0)
+    flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the prompt and what continues it."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; give the prompt with --prompt=")
+    f = flags.FLAGS
+    text = sample(f.checkpoint, f.prompt, f.tokens, temperature=f.temperature, top_k=f.top_k, seed=f.seed, step=f.step)
+    print(f.prompt + text)
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

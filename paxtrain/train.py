@@ -1,0 +1,287 @@
+"""Trains a GPT: python -m paxtrain.train --config=configs/gpt2_125m.py --config.mesh.pipe=4 [--plan=plan.json]."""
+
+import contextlib
+import math
+import pathlib
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from jax.experimental import multihost_utils
+from ml_collections import config_flags
+
+from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample
+from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.errors import UserError, run
+from paxtrain.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.step import Trainer, TrainState
+
+LOSSES = "loss.png"
+
+
+class Run:
+    """One training run: its files, its data, its loop.
+
+    Everything that can be wrong with the input is found while this is made, before anything is compiled.
+    """
+
+    def __init__(self, config: Config, device_order: Sequence[int] | None = None) -> None:
+        self.config = config
+        self.out = pathlib.Path(config.run.out)
+        self.primary = jax.process_index() == 0
+        self.trainer = Trainer(config, make_mesh(config.mesh, device_order))
+        model = config.model
+        self.files = {
+            name: data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
+            for name in ("train", "validation")
+        }
+        checkpoint.ensure_writable(self.out)
+        self._keep_tokenizer()
+        self.shape = (config.batch.global_batch, model.sequence + 1)
+        self.rows = process_rows(self.trainer.batch_sharding, self.shape)
+        self.tokens_per_step = config.batch.global_batch * model.sequence
+        self.samples = 0
+        self._stop = False
+
+    def _keep_tokenizer(self) -> None:
+        """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
+        source = pathlib.Path(self.config.data.train).with_name(sample.TOKENIZER)
+        if self.primary and source.exists():
+            shutil.copyfile(source, self.out / sample.TOKENIZER)
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
+
+    def batches(self, name: str, start_sample: int = 0) -> Iterator[jax.Array]:
+        """Global batches of "train" or "validation", without end."""
+        c = self.config
+        local = data.batches(
+            self.files[name],
+            sequence=c.model.sequence,
+            global_batch=c.batch.global_batch,
+            rows=self.rows,
+            seed=c.run.seed,
+            start_sample=start_sample,
+            shuffle=name == "train",
+            prefetch=c.data.prefetch,
+        )
+        for rows in local:
+            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
+
+    def validate(self, state: TrainState) -> float:
+        """Mean loss over the first eval_batches global batches of the validation data."""
+        some = zip(range(self.config.run.eval_batches), self.batches("validation"))
+        return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    def start(self, checkpoints: checkpoint.Checkpoints) -> TrainState:
+        """The state of the newest good checkpoint, or a fresh one."""
+        if self.config.checkpoint.resume:
+            restored = checkpoints.restore(self.trainer.abstract_canonical(), sample.architecture(self.config.model))
+            for problem in checkpoints.problems:
+                self.say(problem)
+            if restored is not None:
+                tree, meta = restored
+                self.samples = meta["samples"]
+                self.say(f"resumed from step {meta['step']}, {self.samples} samples consumed")
+                if meta["data"] != self._data_identity():
+                    self.say(f"the data order is another one than before ({meta['data']})")
+                return self.trainer.from_canonical(tree)
+        return self.trainer.init(self.config.run.seed)
+
+    def _data_identity(self) -> dict[str, Any]:
+        """What decides which tokens sample number i is."""
+        return {"train": self.config.data.train, "tokens": len(self.files["train"]), "seed": self.config.run.seed}
+
+    def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
+        meta = {
+            "step": step,
+            "samples": self.samples,
+            "model": sample.architecture(self.config.model),
+            "data": self._data_identity(),
+            "config": to_dict(self.config),
+            "jax": jax.__version__,
+        }
+        checkpoints.save(step, self.trainer.canonical(state), meta)
+
+    # --- Stopping -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _catch_sigterm(self) -> Iterator[None]:
+        if jax.process_count() > 1:  # jax.distributed listens for it and lets the processes agree on a step
+            yield
+            return
+
+        def stop(*_: Any) -> None:
+            self._stop = True
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _must_stop(self, step: int) -> bool:
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._stop
+
+    # --- The loop -----------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        if self.primary:
+            print(text, flush=True)
+
+    def train(self) -> None:
+        """Trains, reports, and leaves a checkpoint, the metrics and a figure."""
+        home = self.out / sample.CHECKPOINTS
+        with checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints, self._catch_sigterm():
+            state = self.start(checkpoints)
+            first = int(state.step)
+            began = time.perf_counter()
+            lowered = self.trainer.step.lower(self.trainer.abstract_state(), self.trainer.abstract_batch())
+            step = lowered.compile()
+            self.say(report.table(report.describe(self.trainer, step.memory_analysis(), time.perf_counter() - began)))
+            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
+                untrained = self._untrained(state, writer)
+                state, speed = self._loop(step, state, first, checkpoints, writer)
+                done = int(state.step)
+                validation = self.validate(state) if done == self.config.run.steps else None
+                if validation is not None:
+                    writer.write(done, {"validation_loss": validation})
+            self.save(checkpoints, state, done)
+        if self.primary:
+            plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
+        if validation is None:
+            self.say(f"stopped by SIGTERM after step {done}; the same command continues from its checkpoint")
+            return
+        self._summary(untrained, validation, speed, int(state.skipped))
+
+    def _untrained(self, state: TrainState, writer: metrics.Metrics) -> float:
+        """The validation loss before the first step: measured now, or read back after a resume."""
+        if int(state.step) == 0:
+            loss = self.validate(state)
+            writer.write(0, {"validation_loss": loss})
+            return loss
+        path = self.out / metrics.FILE
+        known = [r for r in metrics.read(path) if r["step"] == 0] if path.exists() else []
+        return known[0].get("validation_loss", math.nan) if known else math.nan
+
+    def _loop(
+        self, step: Any, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
+    ) -> tuple[TrainState, float]:
+        """All steps; the figures of step n-1 are handled while step n runs. Returns the state and tokens/s."""
+        c, batches = self.config, self.batches("train", self.samples)
+        started, pending, last_time = time.perf_counter(), None, time.perf_counter()
+        paused = 0.0
+        number = first
+        with metrics.Progress(c.run.steps, first, self.primary) as progress:
+
+            def handle(n: int, values: dict[str, jax.Array]) -> None:
+                nonlocal last_time
+                values = jax.device_get(values)
+                now = time.perf_counter()
+                seconds, last_time = now - last_time, now
+                speed = self.tokens_per_step / seconds
+                record = {
+                    "loss": values["loss"],
+                    "grad_norm": values["grad_norm"],
+                    "learning_rate": values["learning_rate"],
+                    "skipped": not values["finite"],
+                    "step_seconds": seconds,
+                    "tokens_per_second": speed,
+                }
+                if self._peak:
+                    record["mfu"] = metrics.mfu(speed, c.model, c.mesh.devices, self._peak)
+                if n % c.run.log_every == 0 or not values["finite"]:
+                    writer.write(n, record)
+                if not values["finite"]:
+                    progress.say(f"step {n}: gradients are not finite, nothing was changed")
+                progress.update(n, float(values["loss"]), speed, seconds)
+
+            for number in range(first + 1, c.run.steps + 1):
+                state, values = step(state, next(batches))
+                self.samples += c.batch.global_batch
+                if pending:
+                    handle(*pending)
+                pending = (number, values)
+                due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
+                save = c.checkpoint.every and number % c.checkpoint.every == 0
+                stop = self._must_stop(number)
+                if due or save or stop:
+                    handle(*pending)
+                    pending, began = None, time.perf_counter()
+                    if due:
+                        writer.write(number, {"validation_loss": self.validate(state)})
+                    if save:
+                        self.save(checkpoints, state, number)
+                    paused += time.perf_counter() - began
+                    last_time = time.perf_counter()
+                if stop:
+                    break
+            if pending:
+                handle(*pending)
+        steps = max(1, number - first)
+        return state, steps * self.tokens_per_step / (time.perf_counter() - started - paused)
+
+    @property
+    def _peak(self) -> float | None:
+        return self.config.run.peak_flops or metrics.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)
+
+    def _summary(self, untrained: float, validation: float, speed: float, skipped: int) -> None:
+        rows = [
+            ("validation loss", f"{validation:.4f} nats per token, perplexity {math.exp(validation):.2f}"),
+            ("untrained", f"{untrained:.4f} nats per token, perplexity {math.exp(untrained):.2f}"),
+            ("speed", f"{report.size(speed)}tokens/s"),
+            ("checkpoint", str(self.out / sample.CHECKPOINTS)),
+            ("metrics", str(self.out / metrics.FILE)),
+            ("loss curve", str(self.out / LOSSES)),
+        ]
+        if self._peak:
+            mfu = metrics.mfu(speed, self.config.model, self.config.mesh.devices, self._peak)
+            rows.insert(3, ("MFU", f"{mfu:.1%} of {self._peak:.3g} FLOP/s per device"))
+        if skipped:
+            rows.append(("skipped steps", f"{skipped}, their gradients were not finite"))
+        self.say(report.table(rows))
+        if self.primary and self.config.run.sample_tokens and (self.out / sample.TOKENIZER).exists():
+            text = sample.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
+            self.say(f"a sample:\n{text}")
+
+
+def define_flags() -> Any:
+    """Defines this main's flags; the configuration's flag holder comes back."""
+    flags.DEFINE_string("plan", None, "A plan.json that overrides the configuration's mesh, pipeline and batch.")
+    flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0; SLURM, Open MPI and Kubernetes tell it themselves."
+    )
+    flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
+    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+    return config_flags.DEFINE_config_file("config", "configs/tiny.py", "The configuration file.")
+
+
+def main(argv: Sequence[str], config_flag: Any) -> None:
+    """Reads the configuration, joins the other processes, trains."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
+    options = flags.FLAGS
+    config, order = from_dict(config_flag.value), None
+    if options.plan:
+        chosen = plan.load(options.plan)
+        config, order = chosen.apply(config), chosen.device_order or None
+    # Only the CPU backend reads this; on GPU clusters it changes nothing.
+    processes = options.num_processes or 1
+    jax.config.update("jax_num_cpu_devices", options.cpu_devices or max(1, config.mesh.devices // processes))
+    distributed.initialize(options.coordinator, options.num_processes, options.process_id, options.coordinator_timeout)
+    Run(config, order).train()
+
+
+if __name__ == "__main__":
+    holder = define_flags()
+    run(lambda argv: main(argv, holder))
