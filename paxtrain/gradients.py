@@ -130,15 +130,18 @@ def reduce_gradients(layout: Layout, grads: Params) -> Params:
             return shard
         return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
 
+    def mean(x: jax.Array, dim: int) -> jax.Array:
+        if data == 1:
+            return x
+        if dim < 0:
+            return lax.pmean(x, "data")
+        return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
+
     def reduce(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        layered = names(path)[0] == "layers"
-        dim = dim if layered or dim < 0 else dim - 1
-        if names(path)[-1] == "token":
-            x = embedding(x, dim)
-        elif data > 1 and zero1 and dim >= 0:
-            x = lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
-        elif data > 1:
-            x = lax.pmean(x, "data")
-        return x if layered else x[None]
+        dim = max(dim - 1, -1)
+        if names(path)[0] == "layers":
+            # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+            return jnp.stack([mean(layer, dim) for layer in x]) if dim >= 0 else mean(x, -1)
+        return (embedding(x, dim) if names(path)[-1] == "token" else mean(x, dim))[None]
 
     return jax.tree_util.tree_map_with_path(reduce, grads, dims)

@@ -106,14 +106,14 @@ class Layout:
         return PartitionSpec(*spec)
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
-        """The dim that ZeRO-1 splits over data: the first divisible one, those not split over tensor before the others.
+        """The dim that ZeRO-1 splits over data: the first that divides, so that shards are contiguous in each layer.
 
         None where no dim divides, without ZeRO-1, and where data has one rank: such an array is replicated over data.
         """
         mesh, tensor_dim = self.config.mesh, _tensor_dim(names(path))
         if not mesh.zero1 or mesh.data == 1:
             return None
-        for dim in sorted(range(1, len(shape)), key=lambda d: d == tensor_dim):
+        for dim in range(1, len(shape)):
             size = shape[dim] // (mesh.tensor if dim == tensor_dim else 1)
             if size % mesh.data == 0:
                 return dim

@@ -337,7 +337,8 @@ class Rows:
     def start(self, grads: Params, codec_state: Any) -> Carry:
         """The carry before the first row; `grads` are the accumulators."""
         message = jnp.zeros(self.stage.message.shape, self.stage.message.dtype)
-        ring = lambda depth, x: jnp.zeros((depth + 1, *x.shape), x.dtype)  # noqa: E731
+        # Slots are written before they are read: no need to clear gigabytes once a step.
+        ring = lambda depth, x: lax.empty((depth + 1, *x.shape), x.dtype)  # noqa: E731
         carry = {"loss": jnp.float32(0), "output": message}
         carry["inbox"] = ring(self.buffers.activation_depth, message) if self.buffers.activation_depth else message
         if self.train:
