@@ -399,7 +399,12 @@ class Rows:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
             return {"gradient_out": out, "grads": grads}
 
-        return carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads")})
+        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads")})
+        if not self.masked:
+            # Says that the next F writes the ring after this B has read it; without that order XLA copies the ring.
+            out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
+            carry = carry | {"gradient_out": out, "residuals": ring}
+        return carry
 
     def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
         """One row; cells is this row's [stages, columns] of the table."""

@@ -210,6 +210,8 @@ class Trainer:
         if c.model.embedding_dropout or c.model.residual_dropout:
             key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
         loss, grads, codec = self.loss_and_gradients(state.params, tokens, key, state.codec)
+        # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
+        grads = lax.optimization_barrier(grads)
         norm = optax.global_norm(self.layout.count_once(grads))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if c.optimizer.clip_norm:
