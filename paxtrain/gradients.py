@@ -114,7 +114,7 @@ def reduce_gradients(layout: Layout, grads: Params) -> Params:
     The tied embedding's two gradients are summed on their shards, between reduce-scatter and (without ZeRO-1)
     all-gather: V(2D-1)/D bytes for V bytes of table and D data ranks; two all-reduces in a row take V(3D-2)/D.
     """
-    dims, data, zero1 = layout.data_dims(), layout.config.mesh.data, layout.config.mesh.zero1
+    dims, data = layout.data_dims(), layout.config.mesh.data
 
     def embedding(x: jax.Array, dim: int) -> jax.Array:
         if data == 1:

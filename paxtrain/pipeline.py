@@ -128,27 +128,9 @@ def _policy(save: str) -> Callable[[Callable], Callable]:
     return functools.partial(jax.checkpoint, policy=keep)
 
 
-def _segment_function(program: Program, segment: Segment) -> Callable:
-    """f(weights, x, layers, dropout) -> y, for one segment; `layers` are the numbers of its layers, int [count]."""
-
-    def layer(weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None) -> jax.Array:
-        return model.layer(weights, x, program.model, program.axis, dropout, index)
-
-    layer = _policy(program.save)(layer)
-
-    def unrolled(weights: list[Params], x: jax.Array, layers: jax.Array, dropout: Dropout | None) -> jax.Array:
-        for i, one in enumerate(weights):
-            x = layer(one, x, layers[i], dropout)
-        return x
-
-    def scanned(weights: Params, x: jax.Array, layers: jax.Array, dropout: Dropout | None) -> jax.Array:
-        return lax.scan(lambda x, args: (layer(args[0], x, args[1], dropout), None), x, (weights, layers))[0]
-
-    return scanned if segment.scan else unrolled
-
-
 class SplitVjp:
-    """`jax.vjp` of a segment with its residuals split into weights, which stay where they are, and the rest.
+    """`jax.vjp` of function(weights, x, *rest) with its residuals split into weights, which stay where they are, and
+    the rest, which is to be kept from F to B.
 
     Raises:
         AssertionError: a copy of a weight would be kept.
@@ -182,23 +164,44 @@ class SplitVjp:
         return jax.tree.unflatten(self._treedef, leaves)(g)
 
 
-def _add_layer_gradients(total: Params, segment: Segment, first_row: int, delta: Any) -> Params:
-    """Adds a segment's gradients to the float32 accumulators [rows, ...] in place."""
-    first_row += segment.start
-    if segment.scan:
-        return jax.tree.map(
-            lambda t, d: t.at[first_row : first_row + segment.count].add(d.astype(t.dtype)), total, delta
-        )
-    for i, one in enumerate(delta):
-        total = jax.tree.map(lambda t, d, row=first_row + i: t.at[row].add(d.astype(t.dtype)), total, one)
-    return total
+Index = tuple[jax.Array | int, ...]
+
+
+def _read(ring: Any, index: Index) -> Any:
+    """ring[index] of every leaf; an empty index is the whole."""
+
+    def read(r: jax.Array) -> jax.Array:
+        starts = (*index, *[0] * (r.ndim - len(index)))
+        return lax.dynamic_slice(r, starts, (*[1] * len(index), *r.shape[len(index) :])).reshape(r.shape[len(index) :])
+
+    return jax.tree.map(read, ring) if index else ring
+
+
+def _write(ring: Any, index: Index, value: Any) -> Any:
+    """ring with ring[index] = value, in place where XLA can; an empty index is the whole."""
+
+    def write(r: jax.Array, v: jax.Array) -> jax.Array:
+        starts = (*index, *[0] * v.ndim)
+        return lax.dynamic_update_slice(r, v.astype(r.dtype).reshape(*[1] * len(index), *v.shape), starts)
+
+    return jax.tree.map(write, ring, value) if index else value
+
+
+def _add(total: Any, row: jax.Array | int, delta: Any) -> Any:
+    """total with total[row] += delta, summed in total's dtype."""
+    return _write(total, (row,), jax.tree.map(lambda t, d: t + d.astype(t.dtype), _read(total, (row,)), delta))
 
 
 # --- One stage --------------------------------------------------------------------------------------------------------
 
 
 class Stage:
-    """The functions of a row for one micro-batch on one device, over a carry of rings and accumulators."""
+    """The functions of a row for one micro-batch on one device, over rings and accumulators.
+
+    Residuals are kept per segment: a list of layers' leaves, each [slots, ...]; or one tree of leaves
+    [slots, layers, ...] where layers are scanned. `slot` is an index of one element, or empty: then the leaves have no
+    dim of slots, and are one micro-batch's own.
+    """
 
     def __init__(self, program: Program, weights: Weights, tokens: jax.Array, dropout_key: jax.Array | None,
                  first_sample: jax.Array):  # fmt: skip
@@ -208,82 +211,125 @@ class Stage:
         self._dropout_key, self._first_sample = dropout_key, first_sample
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
-        self._slots = max(program.counts)
+        one = weights.chunks[0][0]
+        one = jax.tree.map(lambda w: w[0], one) if program.segments[0].scan else one[0]
         x = jnp.zeros(self.message.shape, self.message.dtype)
-        self.vjps = [
-            SplitVjp(_segment_function(program, segment), w, x, self._layers(0, segment), self._dropout(jnp.int32(0)))
-            for segment, w in zip(program.segments, weights.chunks[0])
-        ]
+
+        def layer(weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None) -> jax.Array:
+            return model.layer(weights, x, program.model, program.axis, dropout, index)
+
+        self._vjp = SplitVjp(_policy(program.save)(layer), one, x, jnp.int32(0), self._dropout(jnp.int32(0)))
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
             return None
         return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
 
-    def _layers(self, chunk: int, segment: Segment) -> jax.Array:
-        return self._layer_of[chunk, segment.start : segment.start + segment.count]
+    def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
+        """Uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
 
-    def _present(self, chunk: int, segment: Segment) -> jax.Array:
-        return self._layer_of[chunk, segment.start] >= 0
+        def empty(*dims: int) -> list[jax.Array]:
+            return [lax.empty((*dims, *leaf.shape), leaf.dtype) for leaf in self._vjp.kept]
 
-    def residual_shapes(self) -> list[list[jax.ShapeDtypeStruct]]:
-        """Per segment, what F of one micro-batch leaves for B."""
+        return [
+            empty(*lead, segment.count) if segment.scan else [empty(*lead) for _ in range(segment.count)]
+            for segment in self.program.segments
+        ]
+
+    def residuals(self, slots: int) -> Any:
+        """The ring of what F leaves for B."""
         if self.program.save == "inputs":
-            return [[self.message]]
-        return [vjp.kept for vjp in self.vjps]
+            return lax.empty((slots, *self.message.shape), self.message.dtype)
+        return self._layer_residuals((slots,))
 
     def embed(self, mb: jax.Array) -> jax.Array:
         tokens = self.tokens[mb, :, :-1]
         return model.embed(self.weights.embedding, tokens, self.program.model, self.program.axis, self._dropout(mb))
 
-    def forward(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, list[list[jax.Array]]]:
-        """All segments of a chunk; the output and, per segment, the residuals."""
-        residuals = [[x]] if self.program.save == "inputs" else []
-        for segment, vjp, weights in zip(self.program.segments, self.vjps, self.weights.chunks[chunk]):
-            rest = (self._layers(chunk, segment), self._dropout(mb))
+    def _segments(self, chunk: int, parts: list[Any]) -> list[tuple[Segment, Any, jax.Array, jax.Array, Any]]:
+        """Per segment: itself, its weights, its layers' numbers, whether this stage has it, its part of a list."""
+        numbers = [self._layer_of[chunk, s.start : s.start + s.count] for s in self.program.segments]
+        return [
+            (segment, weights, layers, layers[0] >= 0, part)
+            for segment, weights, layers, part in zip(
+                self.program.segments, self.weights.chunks[chunk], numbers, parts, strict=True
+            )
+        ]
 
-            def run(carry: tuple, vjp: SplitVjp = vjp, weights: Any = weights, rest: tuple = rest) -> tuple:
-                return vjp.forward(weights, carry[0], *rest)
+    def _run_layers(
+        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Any], slot: Index
+    ) -> tuple[jax.Array, list[Any]]:
+        dropout, kept = self._dropout(mb), []
+        for segment, weights, layers, present, part in self._segments(chunk, residuals):
 
-            if segment.optional:
-                empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in vjp.kept]
-                x, kept = only_if(self._present(chunk, segment), run, (x, empty))
+            def one(i: Any, carry: tuple, weights: Any = weights, layers: jax.Array = layers) -> tuple:
+                x, part = carry
+                y, new = self._vjp.forward(jax.tree.map(lambda w: w[i], weights), x, layers[i], dropout)
+                return y, _write(part, (*slot, i), new)
+
+            def unrolled(
+                carry: tuple, segment: Segment = segment, weights: Any = weights, layers: Any = layers
+            ) -> tuple:
+                x, part = carry
+                written = []
+                for i in range(segment.count):
+                    x, new = self._vjp.forward(weights[i], x, layers[i], dropout)
+                    written.append(_write(part[i], slot, new))
+                return x, written
+
+            if segment.scan:
+                x, part = lax.fori_loop(0, segment.count, one, (x, part))
             else:
-                x, kept = run((x,))
-            if self.program.save != "inputs":
-                residuals.append(kept)
-        return x, residuals
+                x, part = (only_if if segment.optional else always)(present, unrolled, (x, part))
+            kept.append(part)
+        return x, kept
+
+    def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Any, slot: Index) -> tuple[jax.Array, Any]:
+        """F of a chunk: its output, and the residuals with this micro-batch's written into their slot."""
+        if self.program.save != "inputs":
+            return self._run_layers(chunk, mb, x, residuals, slot)
+        y, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
+        return y, _write(residuals, slot, x)
+
+    def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+        """F of a chunk whose B follows at once: its output and this micro-batch's own residuals."""
+        empty = x if self.program.save == "inputs" else self._layer_residuals(())
+        return self.forward(chunk, mb, x, empty, ())
+
+    def output(self, chunk: int, mb: jax.Array, x: jax.Array) -> jax.Array:
+        """F of a chunk without B: what it keeps is dead, and XLA drops it."""
+        return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def backward(
-        self, chunk: int, mb: jax.Array, residuals: list[list[jax.Array]], g: jax.Array, grads: Params
+        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Params
     ) -> tuple[jax.Array, Params]:
-        """The gradient of the chunk's input, and the accumulators with its layers' gradients added."""
-        segments = list(zip(self.program.segments, self.vjps, self.weights.chunks[chunk]))
+        """B of a chunk: the gradient of its input, and the accumulators with its layers' gradients added."""
         if self.program.save == "inputs":
-            [[x]], residuals = residuals, []
-            for segment, vjp, weights in segments:
-                # Each segment starts from its input; its own forward runs inside its branch below.
-                residuals.append([x])
-                if len(residuals) < len(segments):
-                    rest = (self._layers(chunk, segment), self._dropout(mb))
-                    step = lambda x, vjp=vjp, w=weights, rest=rest: vjp.forward(w, x, *rest)[0]  # noqa: E731
-                    x = only_if(self._present(chunk, segment), step, x) if segment.optional else step(x)
+            x = _read(residuals, slot)
+            _, residuals = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
+            slot = ()
+        total, first_row = grads["layers"], chunk * max(self.program.counts)
+        for segment, weights, _, present, part in reversed(self._segments(chunk, residuals)):
+            row, last = first_row + segment.start, segment.count - 1
 
-        for (segment, vjp, weights), kept in reversed(list(zip(segments, residuals, strict=True))):
-
-            def run(
-                carry: tuple, segment: Segment = segment, vjp: SplitVjp = vjp, weights: Any = weights, kept: list = kept
-            ) -> tuple:
+            def one(j: Any, carry: tuple, weights: Any = weights, part: Any = part, row: int = row, last: int = last):
                 g, total = carry
-                if self.program.save == "inputs":
-                    _, kept = vjp.forward(weights, kept[0], self._layers(chunk, segment), self._dropout(mb))
-                delta, g = vjp.backward(weights, kept, g)
-                return g, _add_layer_gradients(total, segment, chunk * self._slots, delta)
+                i = last - j
+                delta, g = self._vjp.backward(jax.tree.map(lambda w: w[i], weights), _read(part, (*slot, i)), g)
+                return g, _add(total, row + i, delta)
 
-            condition = self._present(chunk, segment)
-            g, layers = (only_if if segment.optional else always)(condition, run, (g, grads["layers"]))
-            grads = {**grads, "layers": layers}
-        return g, grads
+            def unrolled(carry: tuple, weights: Any = weights, part: Any = part, row: int = row, last: int = last):
+                g, total = carry
+                for i in range(last, -1, -1):
+                    delta, g = self._vjp.backward(weights[i], _read(part[i], slot), g)
+                    total = _add(total, row + i, delta)
+                return g, total
+
+            if segment.scan:
+                g, total = lax.fori_loop(0, segment.count, one, (g, total))
+            else:
+                g, total = (only_if if segment.optional else always)(present, unrolled, (g, total))
+        return g, {**grads, "layers": total}
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Params, active: jax.Array) -> Params:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
@@ -315,14 +361,6 @@ class Stage:
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
 
-def _read(ring: Any, slot: jax.Array) -> Any:
-    return jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, slot, keepdims=False), ring)
-
-
-def _write(ring: Any, slot: jax.Array, value: Any) -> Any:
-    return jax.tree.map(lambda r, v: lax.dynamic_update_index_in_dim(r, v.astype(r.dtype), slot, 0), ring, value)
-
-
 class Rows:
     """Runs rows of a schedule on a stage."""
 
@@ -337,33 +375,32 @@ class Rows:
     def start(self, grads: Params, codec_state: Any) -> Carry:
         """The carry before the first row; `grads` are the accumulators."""
         message = jnp.zeros(self.stage.message.shape, self.stage.message.dtype)
-        # Slots are written before they are read: no need to clear gigabytes once a step.
+        # Slots are written before they are read: no need to clear them.
         ring = lambda depth, x: lax.empty((depth + 1, *x.shape), x.dtype)  # noqa: E731
         carry = {"loss": jnp.float32(0), "output": message}
         carry["inbox"] = ring(self.buffers.activation_depth, message) if self.buffers.activation_depth else message
         if self.train:
             depth = self.buffers.gradient_depth
             carry["gradients"] = ring(depth, message) if depth else message
-            carry["residuals"] = jax.tree.map(
-                functools.partial(ring, self.buffers.residual_depth), self.stage.residual_shapes()
-            )
+            carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + 1)
             carry |= {"gradient_out": message, "grads": grads, "codec": codec_state}
         return carry
 
     def _forward(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
         stage, train = self.stage, self.train
         active = (cell["forward_valid"] == 1) & (cell["forward_chunk"] == chunk)
-        inbox = _read(carry["inbox"], cell["input_slot"]) if self.buffers.activation_depth else carry["inbox"]
+        inbox = _read(carry["inbox"], (cell["input_slot"],)) if self.buffers.activation_depth else carry["inbox"]
         keys = ("output", "residuals") if train else ("output",)
 
         def body(part: Carry) -> Carry:
             x = inbox
             if kind.first and chunk == 0:
                 x = jnp.where(stage.index == 0, stage.embed(cell["forward"]), x)
-            y, residuals = stage.forward(chunk, cell["forward"], x)
             if not train:
-                return {"output": y}
-            return {"output": y, "residuals": _write(part["residuals"], cell["forward_slot"], residuals)}
+                return {"output": stage.output(chunk, cell["forward"], x)}
+            slot = (cell["forward_slot"],)
+            y, residuals = stage.forward(chunk, cell["forward"], x, part["residuals"], slot)
+            return {"output": y, "residuals": residuals}
 
         carry = carry | self.run(active, body, {k: carry[k] for k in keys})
         if kind.head and chunk == self.program.chunks - 1:
@@ -379,7 +416,7 @@ class Rows:
         def body(part: Carry) -> Carry:
             loss, g, grads = stage.head(cell["forward"], y, part["loss"], part["grads"])
             depth = self.buffers.gradient_depth
-            gradients = _write(part["gradients"], cell["head_slot"], g) if depth else g
+            gradients = _write(part["gradients"], (cell["head_slot"],), g) if depth else g
             return {"loss": loss, "gradients": gradients, "grads": {k: grads[k] for k in edge}}
 
         part = {"loss": carry["loss"], "gradients": carry["gradients"], "grads": {k: carry["grads"][k] for k in edge}}
@@ -392,16 +429,15 @@ class Rows:
         ring = carry["residuals"]
 
         def body(part: Carry) -> Carry:
-            residuals = _read(ring, cell["backward_slot"])
-            cotangent = jnp.where(active, g, 0) if self.masked else g
-            out, grads = stage.backward(chunk, cell["backward"], residuals, cotangent, part["grads"])
+            cotangent, slot = jnp.where(active, g, 0) if self.masked else g, (cell["backward_slot"],)
+            out, grads = stage.backward(chunk, cell["backward"], ring, slot, cotangent, part["grads"])
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
             return {"gradient_out": out, "grads": grads}
 
         carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads")})
-        if not self.masked:
-            # Says that the next F writes the ring after this B has read it; without that order XLA copies the ring.
+        if not self.masked or self.program.scan_layers:
+            # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
             out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
             carry = carry | {"gradient_out": out, "residuals": ring}
         return carry
@@ -417,17 +453,17 @@ class Rows:
             received = self.codec.decode(_permute(wire, self.program.pipe, kind.receive))
             carry = carry | {"codec": state}
             if depth:
-                carry = carry | {"gradients": _write(carry["gradients"], cell["gradient_arrival_slot"], received)}
+                carry = carry | {"gradients": _write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
         if kind.send:
             arrived = _permute(carry["output"], self.program.pipe, kind.send)
-            slot = cell["arrival_slot"]
+            slot = (cell["arrival_slot"],)
             inbox = _write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
             carry = carry | {"inbox": inbox}
         if kind.backward:
             if depth:
-                g = _read(carry["gradients"], cell["gradient_slot"])
+                g = _read(carry["gradients"], (cell["gradient_slot"],))
             elif received is None:
                 g = carry["gradients"]
             else:
@@ -458,9 +494,9 @@ def _one_stage(stage: Stage, grads: Params) -> tuple[jax.Array, Params]:
 
     def body(carry: tuple[jax.Array, Params], mb: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
         loss, grads = carry
-        y, residuals = stage.forward(0, mb, stage.embed(mb))
+        y, residuals = stage.forward_once(0, mb, stage.embed(mb))
         loss, g, grads = stage.head(mb, y, loss, grads)
-        g, grads = stage.backward(0, mb, residuals, g, grads)
+        g, grads = stage.backward(0, mb, residuals, (), g, grads)
         return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
 
     return lax.scan(body, (jnp.float32(0), grads), jnp.arange(stage.micro_batches))[0]
