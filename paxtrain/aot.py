@@ -16,6 +16,7 @@ where it is the first to look.
 import dataclasses
 import importlib.metadata
 import os
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -224,11 +225,14 @@ def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
     return cluster.devices
 
 
-def compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """Compiles for GPUs that are not there.
 
     Autotuning is off, since there is nothing to time kernels on: with jax 0.12 that saves a third of the time, and it
     leaves the memory figures as they are. What a GPU adds to them: workspaces of cuBLAS, where autotuning chooses it
     over XLA's own kernels, and of cuDNN's attention.
+
+    Args:
+        options: XLA's options besides, such as Trainer.compiler_options.
     """
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0, **(options or {})})

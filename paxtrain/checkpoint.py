@@ -132,7 +132,7 @@ def _steps(directory: pathlib.Path) -> list[int]:
 
 def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
     # Orbax ends a restore at a barrier, where a process whose files are damaged would never arrive: each process
-    # therefore reads as if it were alone, and `_together` joins them.
+    # therefore reads as if it were alone, and `_try` joins them.
     me = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
@@ -159,15 +159,15 @@ def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
     )
 
 
-def _together(read: Callable[[], Any]) -> tuple[Any, str]:
-    """What `read` returns and "", or None and the reason why it failed in this or another process."""
+def _try(read: Callable[[], Any], joined: bool) -> tuple[Any, str]:
+    """What `read` returns and "", or None and the reason why it failed, here or (joined) in any other process."""
     try:
         result, reason = read(), ""
     except (jax.errors.JaxRuntimeError, MemoryError):
         raise  # says nothing about the checkpoint
     except Exception as error:  # damaged files make orbax and tensorstore raise nearly anything
         result, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    if jax.process_count() > 1:
+    if joined:
         failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(reason))))
         if failed.size and not reason:
             result, reason = None, f"process {failed[0]} cannot read it"
@@ -198,12 +198,14 @@ def _restore(
     directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[int], problems: list[str]
 ) -> tuple[int, Tree, Meta] | None:
     """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
+    # Arrays on this process's devices alone: the other processes may not even be reading.
+    joined = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(abstract))
     for step in reversed(steps):
         where = f"checkpoint {step} in {directory}"
-        record, reason = _together(lambda step=step: _read_record(directory, step))
+        record, reason = _try(lambda step=step: _read_record(directory, step), joined)
         if not reason:
             _require_same(record, abstract, model, where)
-            state, reason = _together(lambda step=step: _read_state(directory, step, abstract))
+            state, reason = _try(lambda step=step: _read_state(directory, step, abstract), joined)
         if not reason:
             found = _fingerprints(state)
             damaged = [path for path, value in found.items() if value != record["fingerprints"][path]]
@@ -241,13 +243,15 @@ def _none_good(directory: pathlib.Path, steps: list[int]) -> UserError:
 def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
     """The metadata of the newest checkpoint whose record is intact, or of the one of `step`; arrays are not read.
 
+    A process may call this alone.
+
     Raises:
         UserError: there is no checkpoint, none of that step, or none whose record is intact.
     """
     directory = pathlib.Path(directory).absolute()
     steps = _chosen(directory, step)
     for candidate in reversed(steps):
-        record, reason = _together(lambda candidate=candidate: _read_record(directory, candidate))
+        record, reason = _try(lambda candidate=candidate: _read_record(directory, candidate), joined=False)
         if not reason:
             return record["meta"]
         _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}) and not used")
@@ -258,6 +262,8 @@ def restore_params(
     directory: str | pathlib.Path, abstract: Tree, model: Meta, step: int | None = None
 ) -> tuple[Tree, Meta]:
     """The "params" subtree alone, of the newest good checkpoint or of `step`; optimizer state is not read.
+
+    A process may call this alone where `abstract` lies on its own devices.
 
     Args:
         abstract: jax.ShapeDtypeStructs with shardings, structured as state["params"].

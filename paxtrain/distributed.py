@@ -1,9 +1,10 @@
 """Many processes: who coordinates them, found in the scheduler's variables or given by flags."""
 
+import contextlib
 import os
-import socket
-import time
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -28,25 +29,26 @@ def detect(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _wait_for(coordinator: str, timeout: float) -> None:
-    """Returns once the coordinator accepts a connection; the runtime's own failure would be a C++ abort."""
+@contextlib.contextmanager
+def _limit(seconds: float, message: str) -> Iterator[None]:
+    """Ends the process with a sentence if the block takes longer: the runtime's own limit ends in a C++ abort."""
+
+    def give_up() -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)  # The main thread sits in the runtime, where no exception reaches it.
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(f"--coordinator must be HOST:PORT, got {coordinator!r}")
-    deadline, reason = time.monotonic() + timeout, "no answer"
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((host, int(port)), timeout=max(0.1, min(left, 5.0))).close()
-            return
-        except OSError as error:
-            reason = str(error)
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"the coordinator {coordinator} did not answer within {timeout:g} s ({reason}); start process 0 there, "
-                "or give a larger --coordinator_timeout"
-            )
-        time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--coordinator must be HOST:PORT with a port from 1 to 65535, got {coordinator!r}")
 
 
 def initialize(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> None:
@@ -57,7 +59,8 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
         timeout: seconds to wait for the coordinator and for the other processes.
 
     Raises:
-        UserError: only some of the flags are given, or the others did not come in time.
+        UserError: only some of the flags are given, or they make no sense.
+        SystemExit: with code 2, after a sentence on stderr, where the others do not come in time.
     """
     given = {"--coordinator": coordinator, "--num_processes": processes, "--process_id": process}
     missing = [flag for flag, value in given.items() if value is None]
@@ -67,12 +70,16 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
     if not missing:
         if not 0 <= process < processes:
             raise UserError(f"--process_id must be in [0, {processes}), got {process}")
-        if process:
-            _wait_for(coordinator, timeout)
+        _check_address(coordinator)
     elif detect(os.environ) is None:
         return
+    where = f"process {process} of {processes}, coordinator {coordinator}" if not missing else "the launcher's variables"
+    late = (
+        f"the processes did not find each other within {timeout:g} s ({where}); "
+        "start all of them, or give a larger --coordinator_timeout"
+    )
     try:
-        jax.distributed.initialize(coordinator, processes, process, initialization_timeout=max(1, int(timeout)))
+        with _limit(timeout, late):
+            jax.distributed.initialize(coordinator, processes, process, initialization_timeout=int(timeout) + 60)
     except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the processes did not find each other within {timeout:g} s ({reason})") from error
+        raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error

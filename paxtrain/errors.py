@@ -16,16 +16,27 @@ def fail(error: Exception) -> None:
     sys.exit(2)
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
+def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
+    # config_flags loads the configuration file while flags are defined or parsed, so any of these is about the command
+    # line. Of its text about a missing file, the last line says which and why.
     try:
+        define_flags()
         return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError, ImportError, SyntaxError) as error:
-        # config_flags loads the configuration file while absl parses, so any of these is about the command line.
+    except OSError as error:
+        reason = str(error).splitlines()[-1].strip()
+        fail(UserError(f"cannot load the configuration file ({reason}); name one like --config=configs/tiny.py"))
+    except (AttributeError, KeyError) as error:
+        fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
+    except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
         fail(UserError(" ".join(str(error).split())))
 
 
-def run(main: Callable[[Sequence[str]], None]) -> None:
-    """Runs an absl main; bad flags and any UserError become one sentence on stderr and exit code 2."""
+def run(main: Callable[[Sequence[str]], None], define_flags: Callable[[], None] = lambda: None) -> None:
+    """Runs an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
+
+    Args:
+        define_flags: defines those flags whose definition can fail, as that of a configuration file.
+    """
 
     logging.set_verbosity(logging.WARNING)
 
@@ -35,4 +46,4 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
         except UserError as error:
             fail(error)
 
-    app.run(guarded, flags_parser=_parse_flags)
+    app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, define_flags))

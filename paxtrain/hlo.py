@@ -72,9 +72,10 @@ class Overlap:
     A synchronous one, which nothing overlaps, is listed with zeros.
 
     Attributes:
-        kernels: fusions, matrix products and custom calls, those with a scalar result (loop counters) left out.
+        kernels: fusions, matrix products and custom calls, those with a scalar result (loop counters) left out; in
+            loops of a known number of trips they count as often as they run, in others not at all.
         matmuls: those of the kernels that contain a matrix product or convolution.
-        whiles: loops.
+        whiles: loops of either kind.
     """
 
     computation: str
@@ -286,10 +287,14 @@ def _is_permute_start(program: _Program, op: _Instruction) -> bool:
 
 
 def _kernels(program: _Program, op: _Instruction) -> tuple[int, int]:
-    """(kernels, those with a matrix product) that an instruction launches; what conditionals launch is not counted."""
-    if op.opcode == "call":
+    """(kernels, those with a matrix product) that an instruction launches for certain.
+
+    Conditionals, and loops whose number of trips is not known (it may be zero), count nothing.
+    """
+    if op.opcode in ("call", "while"):
+        times = (op.trips() or 0) if op.opcode == "while" else 1
         inner = [_kernels(program, i) for _, callee in op.callees() for i in program.computations[callee].values()]
-        return sum(n for n, _ in inner), sum(m for _, m in inner)
+        return times * sum(n for n, _ in inner), times * sum(m for _, m in inner)
     if op.opcode not in _KERNELS or not any(dims for _, dims in _arrays(op.shape)):
         return 0, 0
     return 1, int(program.contains(op, ("dot", "convolution")) or bool(_LIBRARY_MATMUL.search(op.attributes)))

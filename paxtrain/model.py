@@ -16,6 +16,7 @@ References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -101,11 +102,11 @@ def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Arra
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-def attention_implementation(config: ModelConfig) -> str:
-    """ "cudnn" (flash attention) or "xla", with "auto" resolved for the backend in use."""
+def resolve_attention(config: ModelConfig, platform: str) -> ModelConfig:
+    """The configuration with attention="auto" settled for a jax platform: "cudnn" where flash attention runs."""
     if config.attention != "auto":
-        return config.attention
-    return "cudnn" if jax.default_backend() == "gpu" and config.dtype == "bfloat16" else "xla"
+        return config
+    return dataclasses.replace(config, attention="cudnn" if platform == "gpu" and config.dtype == "bfloat16" else "xla")
 
 
 def layer(
@@ -124,7 +125,9 @@ def layer(
     qkv = jnp.einsum("bsh,hcd->bscd", h, p["qkv"]["kernel"]) + p["qkv"]["bias"].astype(x.dtype)
     qkv = checkpoint_name(qkv, "qkv")
     q, k, v = (qkv[:, :, i].reshape(batch, sequence, -1, config.head_dim) for i in range(3))
-    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention_implementation(config))
+    # "auto" that nobody has settled (the plain model) is XLA's attention.
+    implementation = "cudnn" if config.attention == "cudnn" else "xla"
+    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     context = checkpoint_name(context.reshape(batch, sequence, -1), "context")
     y = tp.reduce(context @ p["out"]["kernel"], axis) + p["out"]["bias"].astype(x.dtype)
     x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1)

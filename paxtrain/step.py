@@ -22,6 +22,10 @@ from paxtrain.optimizer import learning_rate, make_optimizer
 BATCH_SPEC = PartitionSpec("data")
 IDENTITY = Identity()
 
+# By default XLA keeps one collective in flight at a time: the pipeline's transfers would have to fit between two
+# all-reduces of tensor parallelism. With a few at once each lies under a whole F or B, as test_gpu_compile.py asserts.
+GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+
 
 @flax.struct.dataclass
 class TrainState:
@@ -52,7 +56,12 @@ class Trainer:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        return Layout(self.config)
+        return Layout(dataclasses.replace(self.config, model=model.resolve_attention(self.config.model, self.platform)))
+
+    @property
+    def platform(self) -> str:
+        """ "gpu" or "cpu"."""
+        return self.mesh.devices.flat[0].platform
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
@@ -212,7 +221,7 @@ class Trainer:
         loss, grads, codec = self.loss_and_gradients(state.params, tokens, key, state.codec)
         # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
         grads = lax.optimization_barrier(grads)
-        norm = optax.global_norm(self.layout.count_once(grads))
+        norm = optax.tree.norm(self.layout.count_once(grads))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if c.optimizer.clip_norm:
             scale = jnp.minimum(1.0, c.optimizer.clip_norm / jnp.maximum(norm, 1e-12))
@@ -244,6 +253,15 @@ class Trainer:
             in_shardings=(self.state_shardings, self.batch_sharding),
             out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
         )
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """The train step compiled for this mesh, before there is any data."""
+        return self.step.lower(self.abstract_state(), self.abstract_batch()).compile(self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options for the train step on this mesh's platform."""
+        return GPU_OPTIONS if self.platform == "gpu" else {}
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self._stage(params, tokens, None)

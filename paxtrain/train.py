@@ -144,8 +144,7 @@ class Run:
             state = self.start(checkpoints)
             first = int(state.step)
             began = time.perf_counter()
-            lowered = self.trainer.step.lower(self.trainer.abstract_state(), self.trainer.abstract_batch())
-            step = lowered.compile()
+            step = self.trainer.compile_step()
             self.say(report.table(report.describe(self.trainer, step.memory_analysis(), time.perf_counter() - began)))
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
                 untrained = self._untrained(state, writer)
@@ -253,8 +252,8 @@ class Run:
             self.say(f"a sample:\n{text}")
 
 
-def define_flags() -> Any:
-    """Defines this main's flags; the configuration's flag holder comes back."""
+def define_flags() -> None:
+    """Defines this main's flags."""
     flags.DEFINE_string("plan", None, "A plan.json that overrides the configuration's mesh, pipeline and batch.")
     flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
     flags.DEFINE_string(
@@ -263,15 +262,20 @@ def define_flags() -> Any:
     flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
     flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
-    return config_flags.DEFINE_config_file("config", "configs/tiny.py", "The configuration file.")
+    # Unknown keys are let through: from_dict says which there are.
+    config_flags.DEFINE_config_file(
+        "config", "configs/tiny.py", "The configuration file.", lock_config=False, accept_new_attributes=True
+    )
+    # A file that could not be loaded raises when it is first used: here, while flags are parsed.
+    flags.register_validator("config", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
 
 
-def main(argv: Sequence[str], config_flag: Any) -> None:
+def main(argv: Sequence[str]) -> None:
     """Reads the configuration, joins the other processes, trains."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     options = flags.FLAGS
-    config, order = from_dict(config_flag.value), None
+    config, order = from_dict(options.config), None
     if options.plan:
         chosen = plan.load(options.plan)
         config, order = chosen.apply(config), chosen.device_order or None
@@ -283,5 +287,4 @@ def main(argv: Sequence[str], config_flag: Any) -> None:
 
 
 if __name__ == "__main__":
-    holder = define_flags()
-    run(lambda argv: main(argv, holder))
+    run(main, define_flags)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -45,9 +46,13 @@ def rows(x, w):
     return x + received
 
 
-def test_without_the_plugin_one_sentence_says_what_to_install():
-    if any("cuda" in plugin.value for plugin in importlib.metadata.entry_points(group="jax_plugins")):
-        pytest.skip("jax's CUDA plugin is installed")
+def no_such_platform(**_):
+    raise NotImplementedError("cuda")
+
+
+def test_without_the_plugin_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(topologies, "get_topology_desc", no_such_platform)
     with pytest.raises(aot.Unavailable, match=r"requirements-gpu\.txt"):
         aot.devices("h200", hosts=1, per_host=8)
 

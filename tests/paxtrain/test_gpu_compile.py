@@ -1,0 +1,136 @@
+"""The train step compiled for GPU clusters that are not there; skipped where jax's CUDA plugin is not installed."""
+
+import dataclasses
+import importlib
+import math
+import time
+
+import jax
+import pytest
+
+from paxtrain import aot, hlo
+from paxtrain.config import Config, from_dict
+from paxtrain.mesh import make_mesh
+from paxtrain.step import GPU_OPTIONS, Trainer
+
+
+def trainer(config: Config, kind: str = "h100") -> Trainer:
+    jax.devices()  # as in a process that already computes on the CPU
+    try:
+        devices = aot.devices(kind, hosts=math.ceil(config.mesh.devices / 8), per_host=min(8, config.mesh.devices))
+    except aot.Unavailable as reason:
+        pytest.skip(str(reason))
+    return Trainer(config, make_mesh(config.mesh, devices=devices))
+
+
+def compiled(trained: Trainer, **options) -> jax.stages.Compiled:
+    lowered = trained.step.lower(trained.abstract_state(), trained.abstract_batch())
+    return aot.compile(lowered, trained.compiler_options | options)
+
+
+def gpt(name: str, **sections: dict) -> Config:
+    values = importlib.import_module(f"configs.{name}").get_config()
+    values.update(sections)
+    return from_dict(values)
+
+
+def small(schedule: str = "eager_1f1b", layers: int = 4, **pipeline) -> Config:
+    """Shapes large enough that rings and weights cannot be mistaken for anything else."""
+    return gpt(
+        "gpt_1_3b",
+        model={"layers": layers, "hidden": 1024, "heads": 8, "sequence": 1024},
+        batch={"global_batch": 32, "micro_batch": 2},
+        pipeline={"schedule": schedule, **pipeline},
+    )
+
+
+def steady(text: str) -> list[hlo.Overlap]:
+    return [transfer for transfer in hlo.overlap(text) if transfer.executions > 1]
+
+
+def assert_no_large_copy(trained: Trainer, text: str) -> None:
+    """No executed copy is as large as the smallest weight matrix of a layer, or has a ring's slots."""
+    c = trained.config
+    weight = c.model.hidden**2 // c.mesh.tensor
+    message = c.batch.micro_batch * c.model.sequence * c.model.hidden
+    large = [copy for copy in hlo.copies(text) if copy.bytes > 2 * max(weight, message)]
+    assert not large, large
+
+
+def table_permute_bytes(trained: Trainer) -> int:
+    """What the schedule sends on all links of all data and tensor ranks, and the exchange of the tied embedding."""
+    c = trained.config
+    groups = c.mesh.data * c.mesh.tensor
+    message = c.batch.micro_batch * c.model.sequence * c.model.hidden * 2
+    embedding = c.model.padded_vocab * c.model.hidden * 4
+    shards = c.mesh.data if c.mesh.zero1 else 1
+    return trained.schedule.messages() * message * groups + 2 * embedding // shards * c.mesh.data
+
+
+@pytest.mark.parametrize("name", ["gpt_1_3b", "gpt_8b"])
+def test_configurations_compile_and_overlap(name, capsys):
+    trained = trainer(gpt(name, batch={"global_batch": 64}))
+    started = time.perf_counter()
+    program = compiled(trained)
+    memory, text = program.memory_analysis(), program.as_text()
+    seconds, gpu = time.perf_counter() - started, trained.mesh.devices.flat[0].device_kind
+    state, temporary = (getattr(memory, f"{kind}_size_in_bytes") / 1e9 for kind in ("argument", "temp"))
+    with capsys.disabled():
+        print(f"\n{name} on 8 x {gpu}: compiled in {seconds:.0f} s, {state:.1f} GB state, {temporary:.1f} GB temporary")
+    transfers = steady(text)
+    assert len(transfers) == 2
+    for transfer in transfers:
+        assert transfer.matmuls >= trained.config.stage_layers[0], transfer
+    assert hlo.conditionals(text) == 0
+    assert_no_large_copy(trained, text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipeline"),
+    [
+        ("eager_1f1b", {}),
+        ("gpipe", {}),
+        ("1f1b", {}),
+        ("interleaved_1f1b", {"virtual_stages": 2}),
+        ("eager_1f1b", {"pipe_layers": "3,1"}),
+        ("1f1b", {"scan_layers": "on"}),
+    ],
+)
+def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):
+    trained = trainer(small(schedule, **pipeline))
+    text = compiled(trained).as_text()
+    assert_no_large_copy(trained, text)
+    assert hlo.conditionals(text) == 0
+    assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+
+
+def test_both_transfers_lie_under_unrolled_compute():
+    text = compiled(trainer(small(layers=8))).as_text()
+    assert [transfer.matmuls >= 4 for transfer in steady(text)] == [True, True]
+
+
+def test_with_one_collective_in_flight_they_would_not():
+    """The option is what does it: without it no matrix product runs beside either transfer."""
+    [option] = GPU_OPTIONS
+    text = compiled(trainer(small()), **{option: 1}).as_text()
+    assert [transfer.matmuls for transfer in steady(text)] == [0, 0]
+
+
+def test_a_ring_that_goes_through_a_conditional_or_an_unordered_loop_would_be_seen(monkeypatch):
+    """Negative control of `assert_no_large_copy`: without the order of reads and writes XLA copies the rings."""
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
+    trained = trainer(small("1f1b"))
+    text = compiled(trained).as_text()
+    with pytest.raises(AssertionError):
+        assert_no_large_copy(trained, text)
+
+
+def test_memory_does_not_grow_with_micro_batches():
+    def temporary(global_batch: int, schedule: str) -> int:
+        config = small(schedule)
+        config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_batch=global_batch))
+        return compiled(trainer(config)).memory_analysis().temp_size_in_bytes
+
+    eager = temporary(128, "eager_1f1b")
+    assert eager <= 1.03 * temporary(32, "eager_1f1b")
+    assert temporary(128, "gpipe") > 2 * eager
