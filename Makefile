@@ -10,8 +10,11 @@ RUN := $(VENV)/bin/python
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
 
-train: $(VENV)/run.txt  ## train configs/tiny.py; ARGS="--config.run.steps=50" overrides what the file says
-	$(RUN) -m paxtrain.train --config=configs/tiny.py $(ARGS)
+train: runs/data/train.idx  ## train configs/tiny.py; ARGS="--config.run.steps=50" overrides what the file says
+	$(RUN) -m paxtrain.train --config=configs/tiny.py --cpu_devices=8 $(ARGS)
+
+runs/data/train.idx: | $(VENV)/run.txt
+	$(RUN) -m paxtrain.prepare --input=stdlib --out=runs/data
 
 bench: $(VENV)/run.txt  ## measure the training step; ARGS as above
 	$(RUN) -m paxtrain.bench $(ARGS)

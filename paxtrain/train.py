@@ -24,6 +24,11 @@ from paxtrain.step import Trainer, TrainState
 LOSSES = "loss.png"
 
 
+def _nats(loss: float) -> str:
+    perplexity = math.inf if loss > 700 else math.exp(loss)  # e**710 is no float: of a run that has diverged
+    return f"{loss:.4f} nats per token, perplexity {perplexity:.2f}"
+
+
 class Run:
     """One training run: its files, its data, its loop.
 
@@ -87,6 +92,11 @@ class Run:
                 self.say(problem)
             if restored is not None:
                 tree, meta = restored
+                if meta["step"] > self.config.run.steps:
+                    raise UserError(
+                        f"{self.out} has a checkpoint of step {meta['step']}, beyond run.steps={self.config.run.steps}; "
+                        "ask for more steps, or name another run.out"
+                    )
                 self.samples = meta["samples"]
                 self.say(f"resumed from step {meta['step']}, {self.samples} samples consumed")
                 if meta["data"] != self._data_identity():
@@ -151,7 +161,7 @@ class Run:
                 state, speed = self._loop(step, state, first, checkpoints, writer)
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
-                if validation is not None:
+                if validation is not None and self._recorded_validation(done) is None:
                     writer.write(done, {"validation_loss": validation})
             self.save(checkpoints, state, done)
         if self.primary:
@@ -167,9 +177,13 @@ class Run:
             loss = self.validate(state)
             writer.write(0, {"validation_loss": loss})
             return loss
+        known = self._recorded_validation(0)
+        return math.nan if known is None else known
+
+    def _recorded_validation(self, step: int) -> float | None:
         path = self.out / metrics.FILE
-        known = [r for r in metrics.read(path) if r["step"] == 0] if path.exists() else []
-        return known[0].get("validation_loss", math.nan) if known else math.nan
+        records = metrics.read(path) if path.exists() else []
+        return next((r["validation_loss"] for r in records if r["step"] == step and "validation_loss" in r), None)
 
     def _loop(
         self, step: Any, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
@@ -225,8 +239,7 @@ class Run:
                     break
             if pending:
                 handle(*pending)
-        steps = max(1, number - first)
-        return state, steps * self.tokens_per_step / (time.perf_counter() - started - paused)
+        return state, (number - first) * self.tokens_per_step / (time.perf_counter() - started - paused)
 
     @property
     def _peak(self) -> float | None:
@@ -234,8 +247,8 @@ class Run:
 
     def _summary(self, untrained: float, validation: float, speed: float, skipped: int) -> None:
         rows = [
-            ("validation loss", f"{validation:.4f} nats per token, perplexity {math.exp(validation):.2f}"),
-            ("untrained", f"{untrained:.4f} nats per token, perplexity {math.exp(untrained):.2f}"),
+            ("validation loss", _nats(validation)),
+            ("untrained", _nats(untrained)),
             ("speed", f"{report.size(speed)}tokens/s"),
             ("checkpoint", str(self.out / sample.CHECKPOINTS)),
             ("metrics", str(self.out / metrics.FILE)),

@@ -1,0 +1,230 @@
+"""Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble].
+
+    memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
+    throughput  our step on a 1x1x1 mesh beside a plain jit of the same model without any of our machinery
+    bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part, beside (m+P-1)/m
+
+Every ratio compares things measured in turn in the same run. Nothing here is a test.
+"""
+
+import functools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+
+from paxtrain import model, report
+from paxtrain.config import Config, from_dict
+from paxtrain.distributed import initialize
+from paxtrain.errors import UserError, run
+from paxtrain.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.optimizer import make_optimizer
+from paxtrain.step import TrainState, Trainer
+
+SECTIONS = ("memory", "throughput", "bubble")
+
+
+def configuration(mesh: tuple[int, int, int], micro_batches: int, hidden: int = 256, **pipeline: Any) -> Config:
+    """A small model in float32, with `micro_batches` micro-batches of 4 sequences per data rank."""
+    data, pipe, tensor = mesh
+    return from_dict({
+        "model": {"layers": 8, "hidden": hidden, "heads": 4, "sequence": 128, "dtype": "float32"},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
+        "pipeline": pipeline,
+        "batch": {"global_batch": 4 * micro_batches * data, "micro_batch": 4},
+    })  # fmt: skip
+
+
+def tokens(config: Config) -> np.ndarray:
+    shape = (config.batch.global_batch, config.model.sequence + 1)
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+
+
+def interleave(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every step, run in turn, so that whatever slows the machine slows them all."""
+    for step in steps.values():
+        step()
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def memory() -> None:
+    """Prints temporary bytes of the step on a (1, 4, 2) mesh of virtual devices."""
+    print("\ntemporary bytes per device, pipe=4, tensor=2, 8 layers of 256, float32 (CPU buffer assignment)")
+    print(f"  {'schedule':<18}{'save':<14}{'m=8':>10}{'m=32':>10}{'ratio':>8}")
+    rows = [("eager_1f1b", "dots"), ("1f1b", "dots"), ("interleaved_1f1b", "dots"), ("gpipe", "dots")]
+    rows += [("eager_1f1b", save) for save in ("layer_inputs", "residuals", "inputs")]
+    for schedule, save in rows:
+        chunks = 2 if schedule == "interleaved_1f1b" else 1
+
+        def temporary(m: int, schedule: str = schedule, save: str = save, chunks: int = chunks) -> int:
+            c = configuration((1, 4, 2), m, schedule=schedule, save=save, virtual_stages=chunks)
+            return Trainer(c, make_mesh(c.mesh)).compile_step().memory_analysis().temp_size_in_bytes
+
+        few, many = temporary(8), temporary(32)
+        print(
+            f"  {schedule:<18}{save:<14}{report.size(few, 'B'):>10}{report.size(many, 'B'):>10}{many / few:>8.3f}",
+            flush=True,
+        )
+
+
+def plain_step(config: Config) -> Any:
+    """jit of a training step with gradient accumulation and nothing of ours but the model and optax.
+
+    (params, optimizer state, tokens) -> (params, optimizer state, loss), the first two donated.
+    """
+    transformation = make_optimizer(config)
+    gradient = jax.value_and_grad(functools.partial(model.loss, config=config.model))
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        batches = tokens.reshape(config.micro_batches, config.batch.micro_batch, -1)
+
+        def accumulate(carry: tuple, batch: jax.Array) -> tuple[tuple, None]:
+            total, grads = carry
+            loss, new = gradient(params, batch)
+            return (total + loss, jax.tree.map(jnp.add, grads, new)), None
+
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        (loss, grads), _ = jax.lax.scan(accumulate, zero, batches)
+        grads = jax.tree.map(lambda g: g / config.micro_batches, grads)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss / config.micro_batches
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+class _Ours:
+    """Our step with its state, to be called for its time; the loss of the last call is kept."""
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device]) -> None:
+        self._trainer = Trainer(config, make_mesh(config.mesh, devices=devices))
+        self._state: TrainState = self._trainer.init(0)
+        sharding, shape = self._trainer.batch_sharding, self._trainer.abstract_batch().shape
+        rows = process_rows(sharding, shape)
+        self._tokens = from_process_rows(sharding, shape, rows, tokens(config)[rows])
+        self._step = self._trainer.compile_step()
+
+    def __call__(self) -> None:
+        self._state, metrics = self._step(self._state, self._tokens)
+        self.loss = float(metrics["loss"])
+
+
+class _Plain:
+    """The plain step with its state."""
+
+    def __init__(self, config: Config) -> None:
+        self._params = jax.jit(functools.partial(model.init, config.model))(jax.random.key(0))
+        self._state = make_optimizer(config).init(self._params)
+        self._tokens, self._step = jnp.asarray(tokens(config)), plain_step(config)
+
+    def __call__(self) -> None:
+        self._params, self._state, loss = self._step(self._params, self._state, self._tokens)
+        self.loss = float(loss)
+
+
+def throughput(repeats: int) -> None:
+    """Prints tokens/s of our step on one device beside the plain one's."""
+    c = configuration((1, 1, 1), 8)
+    count = c.batch.global_batch * c.model.sequence
+    steps = {"plain jit": _Plain(c)}
+    for save in ("residuals", "dots"):
+        steps[f"ours, save={save}"] = _Ours(configuration((1, 1, 1), 8, save=save), jax.devices()[:1])
+    seconds = interleave(steps, repeats)
+    print(f"\ntokens/s on one device, 8 layers of 256, 8 micro-batches, median of {repeats} steps run in turn")
+    for name, values in seconds.items():
+        # Ratios step by step: neighbours in time see the same machine.
+        ratio = statistics.median(a / b for a, b in zip(seconds["plain jit"], values, strict=True))
+        median = statistics.median(values)
+        print(f"  {name:<22}{count / median:>10,.0f} tokens/s{ratio:>8.3f} of plain   loss {steps[name].loss:.6f}")
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def bubble(repeats: int) -> None:
+    """Prints the pipeline's bubble over two processes, each on a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        print("\nbubble: skipped, it needs two cores")
+        return
+    coordinator = f"127.0.0.1:{_free_port()}"
+    command = [sys.executable, "-m", "paxtrain.bench", f"--coordinator={coordinator}", f"--repeats={repeats}"]
+    workers = [
+        subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True, preexec_fn=pin)
+        for i, pin in enumerate(functools.partial(os.sched_setaffinity, 0, {core}) for core in cores[:2])
+    ]
+    output = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise UserError(f"the two processes of the bubble benchmark ended with {[w.returncode for w in workers]}")
+    measured = json.loads(output[0].splitlines()[-1])
+    print(f"\nbubble, pipe=2 over two processes, one per core, median of {repeats} steps: step time over m x slope")
+    print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'(m+P-1)/m':>11}")
+    for schedule, seconds in measured.items():
+        times = {int(m): value for m, value in seconds.items()}
+        few, many = sorted(times)[-2:]
+        slope = (times[many] - times[few]) / (many - few)  # seconds a further micro-batch takes
+        for m, value in times.items():
+            print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{(m + 1) / m:>11.3f}")
+
+
+def _worker(process: int, coordinator: str, repeats: int) -> None:
+    """One of the two processes of `bubble`: step times of several numbers of micro-batches, as JSON."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    initialize(coordinator, 2, process, 60)
+    result = {}
+    for schedule in ("eager_1f1b", "1f1b"):
+        steps = {str(m): _Ours(configuration((1, 2, 1), m, schedule=schedule), jax.devices()) for m in (2, 4, 8, 16)}
+        seconds = interleave(steps, repeats)
+        result[schedule] = {m: statistics.median(values) for m, values in seconds.items()}
+    print(json.dumps(result), flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the sections."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; choose with --sections={','.join(SECTIONS)}")
+    f = flags.FLAGS
+    if f.worker is not None:
+        _worker(f.worker, f.coordinator, f.repeats)
+        return
+    unknown = set(f.sections) - set(SECTIONS)
+    if unknown:
+        raise UserError(f"unknown section {sorted(unknown)[0]!r}; known are {', '.join(SECTIONS)}")
+    jax.config.update("jax_num_cpu_devices", 8)
+    for section in f.sections:
+        {"memory": memory, "throughput": lambda: throughput(f.repeats), "bubble": lambda: bubble(f.repeats)}[section]()
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_list("sections", list(SECTIONS), "What to measure.")
+    flags.DEFINE_integer("repeats", 15, "Steps per figure, of which the median counts.", lower_bound=1)
+    flags.DEFINE_integer("worker", None, "For the bubble's own processes.")
+    flags.DEFINE_string("coordinator", None, "For the bubble's own processes.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,514 @@
+"""The main job end to end: crashes, signals, other meshes and more processes leave a run's figures as they are.
+
+One run of the command, `reference`, is what all others are compared with; most of them continue a copy of its past.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from paxtrain import checkpoint, data, metrics, model, plan, sample
+from paxtrain.checkpoint import Checkpoints
+from paxtrain.config import from_dict
+from paxtrain.errors import UserError
+from paxtrain.mesh import make_mesh
+from paxtrain.optimizer import make_optimizer
+from paxtrain.prepare import prepare
+from paxtrain.step import Trainer
+from paxtrain.train import Run
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS, EVERY = 120, 20
+SETTINGS = {
+    "model.vocab_size": 257,
+    "model.layers": 4,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.sequence": 32,
+    "model.dtype": "float32",
+    "model.embedding_dropout": 0.1,
+    "mesh.data": 2,
+    "mesh.pipe": 2,
+    "mesh.tensor": 2,
+    "batch.global_batch": 8,
+    "batch.micro_batch": 2,
+    "optimizer.warmup_steps": 10,
+    "optimizer.learning_rate": 3e-3,
+    "checkpoint.every": EVERY,
+    "checkpoint.keep": 2,
+    "checkpoint.keep_every": 3 * EVERY,
+    "run.steps": STEPS,
+    "run.eval_every": 50,
+    "run.eval_batches": 2,
+    "run.sample_tokens": 20,
+}
+
+# The command itself, with a record of what it read, saved and ran on.
+RECORDER = """
+import json, pathlib, sys
+from paxtrain import data, errors, train
+
+path, reads, saves, devices = pathlib.Path(sys.argv.pop(1)), [], [], []
+
+class Recorded(train.Run):
+    def save(self, checkpoints, state, step):
+        saves.append(step)
+        devices[:] = [device.id for device in self.trainer.mesh.devices.flat]
+        super().save(checkpoints, state, step)
+
+def read(self, start, stop, read=data.TokenFile.read):
+    ids = read(self, start, stop)
+    if self.prefix.endswith("train"):
+        reads.append(ids.tolist())
+    return ids
+
+train.Run, data.TokenFile.read = Recorded, read
+try:
+    errors.run(train.main, train.define_flags)
+finally:
+    path.write_text(json.dumps({"reads": reads, "saves": saves, "devices": devices}))
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a small corpus whose samples all differ, and a cache of compiled programs for all runs."""
+    path = tmp_path_factory.mktemp("train")
+    (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
+    prepare([str(path / "corpus.txt")], path / "data")
+    options = {"jax_compilation_cache_dir": str(path / "cache"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def settings(home, out, **changes):
+    paths = {"data.train": home / "data/train", "data.validation": home / "data/validation", "run.out": out}
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return SETTINGS | {name: str(value) for name, value in paths.items()} | changes
+
+
+def configuration(*args, **changes):
+    sections: dict = {}
+    for name, value in settings(*args, **changes).items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    return from_dict(sections)
+
+
+@contextlib.contextmanager
+def running(home, out, *processes, program=("-m", "paxtrain.train"), **changes):
+    """Starts the command, once per list of further flags; kills what still runs at the end."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(home / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    flags = [f"--config.{name}={value}" for name, value in settings(home, out, **changes).items()]
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, [*program, *head]), *flags, *tail],
+            cwd=ROOT,
+            env=os.environ | cache,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for head, tail in processes or [((), ())]
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def finish(processes):
+    """Waits for all; their (stdout, stderr), after checking that they left with 0."""
+    outputs = [process.communicate(timeout=150) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return outputs
+
+
+def run_command(home, out, *flags, **changes):
+    with running(home, out, ((), flags), **changes) as processes:
+        return finish(processes)[0]
+
+
+def wait_for_step(processes, out, step):
+    """Returns while they run, once the metrics show this step."""
+    path, deadline = out / metrics.FILE, time.monotonic() + 120
+    while not (path.exists() and any(record["step"] >= step for record in metrics.read(path))):
+        assert [process.poll() for process in processes] == [None] * len(processes), finish(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def curve(out):
+    """All figures of all steps but those that tell the time."""
+    times = ("step_seconds", "tokens_per_second")
+    return [
+        {name: value for name, value in record.items() if name not in times}
+        for record in metrics.read(out / metrics.FILE)
+    ]
+
+
+def losses(out):
+    return {record["step"]: record["loss"] for record in metrics.read(out / metrics.FILE) if "loss" in record}
+
+
+def checkpoints_in(out):
+    return sorted(int(path.name) for path in (out / sample.CHECKPOINTS).iterdir() if path.name.isdecimal())
+
+
+def final_state(config):
+    """The newest checkpoint's (arrays, metadata)."""
+    trainer = Trainer(config, make_mesh(config.mesh))
+    found = Checkpoints(pathlib.Path(config.run.out) / sample.CHECKPOINTS, config.checkpoint).restore(
+        trainer.abstract_canonical(), sample.architecture(config.model)
+    )
+    return jax.device_get(found[0]), found[1]
+
+
+def same_bits(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+def assert_same_run(home, out, reference):
+    assert curve(out) == curve(reference)
+    (state, meta), (expected, expected_meta) = (final_state(configuration(home, path)) for path in (out, reference))
+    assert same_bits(state, expected)
+    assert (meta["step"], meta["samples"]) == (expected_meta["step"], expected_meta["samples"])
+
+
+def expected_batches(home, steps):
+    """The first global batches, [steps, global_batch, sequence + 1]."""
+    file = data.TokenFile(home / "data/train")
+    stream = data.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
+    return np.stack([next(stream) for _ in range(steps)])
+
+
+@pytest.fixture(scope="module")
+def finished(home):
+    """(out, stdout, stderr) of the command that ran without interruption."""
+    out = home / "reference"
+    return out, *run_command(home, out)
+
+
+@pytest.fixture(scope="module")
+def reference(finished):
+    return finished[0]
+
+
+@pytest.fixture
+def past(reference, tmp_path):
+    """A copy of the reference run's folder as it was after step STEPS - EVERY, but for the metrics of later steps."""
+    out = shutil.copytree(reference, tmp_path / "past")
+    shutil.rmtree(out / sample.CHECKPOINTS / str(STEPS))
+    assert checkpoints_in(out)[-1] == STEPS - EVERY
+    return out
+
+
+# --- One run ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_tells_everything(finished):
+    out, stdout, stderr = finished
+    figures = r"(\d+\.\d{4}) nats per token, perplexity (\d+\.\d\d)"
+    for what in ("validation loss", "untrained"):
+        loss, perplexity = map(float, re.search(rf"{what} +{figures}", stdout).groups())
+        step = STEPS if what == "validation loss" else 0
+        exact = next(r["validation_loss"] for r in curve(out) if r["step"] == step and "validation_loss" in r)
+        assert abs(loss - exact) <= 5e-5 and abs(perplexity - np.exp(exact)) <= 5e-3
+    assert re.search(r"speed +\d+(\.\d+)? k?tokens/s", stdout)
+    for what, name in (("checkpoint", "checkpoints"), ("metrics", "metrics.jsonl"), ("loss curve", "loss.png")):
+        assert re.search(rf"{what} +{re.escape(str(out / name))}\n", stdout)
+        assert (out / name).exists()
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert stdout.split("a sample:\n")[1] == sample.sample(out, "\n", 20, seed=0) + "\n"
+    assert f"step {STEPS}/{STEPS}: loss " in stderr
+    assert losses(out)[STEPS] < losses(out)[1] - 1
+    assert [r["step"] for r in curve(out) if "validation_loss" in r] == [0, 50, 100, STEPS]
+
+
+def test_started_again_at_its_end_it_says_the_same(home, finished, tmp_path, capsys):
+    reference = finished[0]
+    out = shutil.copytree(reference, tmp_path / "out")
+    Run(configuration(home, out)).train()
+    stdout = capsys.readouterr().out
+    assert f"resumed from step {STEPS}, {8 * STEPS} samples consumed" in stdout
+    assert re.search(r"speed +0 tokens/s", stdout)
+    said = re.compile(r"(validation loss|untrained) .*")
+    assert [found[0] for found in said.finditer(stdout)] == [found[0] for found in said.finditer(finished[1])]
+    assert_same_run(home, out, reference)
+    with pytest.raises(UserError, match="has a checkpoint of step 120, beyond run.steps=60; ask for more"):
+        Run(configuration(home, out, run__steps=60)).train()
+
+
+def test_sampling_from_the_run(reference):
+    command = [sys.executable, "-m", "paxtrain.sample", f"--checkpoint={reference}", "--tokens=6", "--temperature=0"]
+    done = subprocess.run([*command, "--prompt=100 101 "], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "100 101 " + sample.sample(reference, "100 101 ", 6, temperature=0) + "\n"
+
+
+def test_checkpoints_that_are_kept(reference):
+    assert checkpoints_in(reference) == [3 * EVERY, STEPS - EVERY, STEPS]
+
+
+# --- Interruptions ----------------------------------------------------------------------------------------------------
+
+
+def test_killed_twice_and_started_again(home, reference, tmp_path):
+    random = np.random.default_rng(1)
+    for step in (random.integers(EVERY + 5, 50), random.integers(70, 100)):
+        with running(home, tmp_path) as processes:
+            wait_for_step(processes, tmp_path, step)
+            processes[0].kill()
+    assert len(losses(tmp_path)) < STEPS
+    assert re.search(r"resumed from step \d+", run_command(home, tmp_path)[0])
+    assert_same_run(home, tmp_path, reference)
+
+
+def test_sigterm_leaves_a_checkpoint_of_that_step(home, reference, tmp_path):
+    with running(home, tmp_path) as processes:
+        wait_for_step(processes, tmp_path, 30)
+        processes[0].send_signal(signal.SIGTERM)
+        [(stdout, _)] = finish(processes)
+    step = int(re.search(r"stopped by SIGTERM after step (\d+); the same command continues", stdout)[1])
+    assert 30 <= step < STEPS and checkpoints_in(tmp_path)[-1] == step == max(losses(tmp_path))
+    stdout, _ = run_command(home, tmp_path)
+    assert f"resumed from step {step}, {8 * step} samples consumed" in stdout
+    assert_same_run(home, tmp_path, reference)
+
+
+def cut_off(directory):
+    newest = directory / str(STEPS)
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def unfinished(directory):
+    (directory / str(STEPS)).rename(directory / f"{STEPS}.orbax-checkpoint-tmp")
+
+
+@pytest.mark.parametrize(
+    "damage, message", [(cut_off, "is damaged .* and not used"), (unfinished, "was never finished")]
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_path, capsys, damage, message):
+    out = shutil.copytree(reference, tmp_path / "out")
+    damage(out / sample.CHECKPOINTS)
+    Run(configuration(home, out)).train()
+    stdout = capsys.readouterr().out
+    assert re.search(f"checkpoint {STEPS} in .* {message}", stdout)
+    assert f"resumed from step {STEPS - EVERY}, {8 * (STEPS - EVERY)} samples consumed" in stdout
+    assert_same_run(home, out, reference)
+
+
+# --- Other meshes, other processes ------------------------------------------------------------------------------------
+
+
+class Recorded(Run):
+    """A run that keeps the batches on which it trains."""
+
+    def batches(self, name, start_sample=0):
+        if name == "train":
+            self.consumed = []
+        for batch in super().batches(name, start_sample):
+            if name == "train":
+                self.consumed.append(np.asarray(batch))
+            yield batch
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "pipeline__virtual_stages": 2,
+         "pipeline__schedule": "interleaved_1f1b"},
+        pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["interleaved", "four-stages"],
+)  # fmt: skip
+def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
+    run = Recorded(configuration(home, past, **changes))
+    run.train()
+    assert f"resumed from step {STEPS - EVERY}" in capsys.readouterr().out
+    assert np.array_equal(np.stack(run.consumed), expected_batches(home, STEPS)[-EVERY:])
+    there, here = losses(reference), losses(past)
+    assert there.keys() == here.keys()
+    assert max(abs(there[step] - here[step]) for step in there) < 1e-4
+    assert checkpoints_in(past) == checkpoints_in(reference)
+
+
+def processes_flags(count, devices, head=lambda i: ()):
+    """What tells several processes of one launch about each other, for `running`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--cpu_devices={devices}")
+    return [(head(i), (*common, f"--process_id={i}")) for i in range(count)]
+
+
+def test_continuing_with_other_processes(home, reference, past):
+    """From one process with 8 devices to two with 2 each, on uneven stages, to the end and its summary."""
+    mesh = {"mesh__tensor": 1, "pipeline__pipe_layers": "3,1"}
+    with running(home, past, *processes_flags(2, 2), **mesh) as processes:
+        (stdout, _), (other, _) = finish(processes)
+    assert f"resumed from step {STEPS - EVERY}" in stdout
+    for promised in ("on 2 process(es)", "validation loss", "untrained", "loss curve", "a sample:\n"):
+        assert promised in stdout and promised not in other
+    there, here = losses(reference), losses(past)
+    assert there.keys() == here.keys()
+    assert max(abs(there[step] - here[step]) for step in there) < 1e-4
+    assert final_state(configuration(home, past))[1]["samples"] == 8 * STEPS
+
+
+def test_four_processes_are_one_run_and_stop_together(home, reference, tmp_path):
+    records = [tmp_path / f"{i}.json" for i in range(4)]
+    out = tmp_path / "out"
+    launch = processes_flags(4, 2, head=lambda i: (records[i],))
+    with running(home, out, *launch, program=("-c", RECORDER)) as processes:
+        wait_for_step(processes, out, 5)
+        processes[2].send_signal(signal.SIGTERM)
+        outputs = finish(processes)
+    step = int(re.search(r"stopped by SIGTERM after step (\d+)", outputs[0][0])[1])
+    recorded = [json.loads(path.read_text()) for path in records]
+    assert 5 <= step < STEPS and checkpoints_in(out)[-1] == step
+    assert [each["saves"][-1] for each in recorded] == [step] * 4
+
+    here, there = losses(out), losses(reference)
+    assert list(here) == list(range(1, step + 1))
+    assert max(abs(here[n] - there[n]) for n in here) < 1e-5
+
+    # The first two processes hold the first data rank, the others the second one.
+    batches = expected_batches(home, STEPS)
+    for process, each in enumerate(recorded):
+        reads = {tuple(ids) for ids in each["reads"] if len(ids) == 33}
+        mine, others = (4 * (rank % 2) for rank in (process // 2, process // 2 + 1))
+        assert reads >= {tuple(row) for row in batches[:step, mine : mine + 4].reshape(-1, 33).tolist()}
+        assert not reads & {tuple(row) for row in batches[:, others : others + 4].reshape(-1, 33).tolist()}
+
+
+def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
+    order = (5, 2, 7, 0, 1, 6, 3, 4)
+    config = configuration(home, past)
+    plan.save(plan.Plan(config.mesh, config.pipeline, config.batch, device_order=order), tmp_path / "plan.json")
+    record = tmp_path / "record.json"
+    wrong = {"mesh__data": 4, "mesh__pipe": 1, "batch__micro_batch": 1}
+    launch = ((record,), (f"--plan={tmp_path / 'plan.json'}",))
+    with running(home, past, launch, program=("-c", RECORDER), **wrong) as processes:
+        [(stdout, _)] = finish(processes)
+    assert "data=2 pipe=2 tensor=2" in stdout and "2 micro-batches x 2" in stdout
+    assert tuple(json.loads(record.read_text())["devices"]) == order
+    assert_same_run(home, past, reference)
+
+
+# --- The step ---------------------------------------------------------------------------------------------------------
+
+
+def trainer_of(home, tmp_path, **changes):
+    config = configuration(home, tmp_path, **changes)
+    return Trainer(config, make_mesh(config.mesh))
+
+
+def plain_steps(config, params, batches):
+    """Losses and parameters of training on one device, in plain JAX."""
+    optimizer = optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), make_optimizer(config))
+    seed = jax.random.key(config.run.seed)
+
+    @jax.jit
+    def step(params, state, tokens, number):
+        key = jax.random.key_data(jax.random.fold_in(seed, number))
+        dropout = model.Dropout(key, jnp.arange(tokens.shape[0]))
+        loss, grads = jax.value_and_grad(model.loss)(params, tokens, config.model, dropout)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, found = optimizer.init(params), []
+    for number, tokens in enumerate(batches):
+        params, state, loss = step(params, state, tokens, number)
+        found.append(float(loss))
+    return found, params
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__embedding_dropout": 0.0},
+        {"mesh__zero1": False, "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
+        pytest.param({"mesh__zero1": False, "model__residual_dropout": 0.1}, marks=pytest.mark.slow),
+    ],
+    ids=["zero1", "replicated-dropout-four-stages", "replicated-dropout"],
+)
+def test_ten_steps_are_those_of_plain_jax(home, tmp_path, changes):
+    trainer = trainer_of(home, tmp_path, **changes)
+    batches = expected_batches(home, 10)
+    initial = model.init(trainer.config.model, jax.random.key(3))
+    state, found, clipped = trainer.from_params(initial), [], False
+    for tokens in batches:
+        state, values = trainer.step(state, jax.device_put(tokens, trainer.batch_sharding))
+        found.append(float(values["loss"]))
+        clipped |= float(values["grad_norm"]) > trainer.config.optimizer.clip_norm
+    expected, params = plain_steps(trainer.config, initial, batches)
+    assert clipped and found[-1] < found[0] - 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    mine = jax.device_get(trainer.layout.to_canonical(state.params))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0), mine, jax.device_get(params))
+
+    tables = jax.device_get(state.params["embedding"]["token"])
+    assert same_bits(tables[0], tables[-1]) and np.abs(tables[0]).max() > 0
+    assert not tables[1:-1].any()
+
+
+def test_a_step_that_is_not_finite_changes_nothing(home, tmp_path):
+    trainer = trainer_of(home, tmp_path, model__embedding_dropout=0.0)
+    batches = [jax.device_put(tokens, trainer.batch_sharding) for tokens in expected_batches(home, 3)]
+    state, _ = trainer.step(trainer.init(0), batches[0])
+    before = jax.device_get(state)
+    poisoned = jax.tree.map(np.copy, before.params)
+    poisoned["layers"]["up"]["kernel"][1, 3, 5] = np.nan
+
+    def step(state, tokens):
+        state, values = trainer.step(jax.device_put(state, trainer.state_shardings), tokens)
+        return jax.device_get((state, values))
+
+    after, values = step(before.replace(params=poisoned), batches[1])
+    assert not values["finite"]
+    assert (after.step, after.skipped) == (2, 1)
+    assert same_bits((after.params, after.optimizer), (poisoned, before.optimizer))
+
+    healed, values = step(after.replace(params=before.params), batches[2])
+    expected, expected_values = step(before, batches[2])
+    assert values["finite"] and same_bits(values, expected_values)
+    assert (healed.step, healed.skipped, expected.skipped) == (3, 1, 0)
+    assert same_bits((healed.params, healed.optimizer), (expected.params, expected.optimizer))
+    assert not same_bits(healed.params, before.params)
+
+
+@pytest.mark.parametrize("rate, skipped", [(1e30, 5), (1e3, 0)], ids=["not-finite", "huge-loss"])
+def test_a_run_that_diverges_says_so_and_ends(home, tmp_path, capsys, rate, skipped):
+    changes = {"optimizer__learning_rate": rate, "optimizer__warmup_steps": 0, "run__steps": 6, "model__layers": 2}
+    Run(configuration(home, tmp_path, run__sample_tokens=0, **changes)).train()
+    stdout, stderr = capsys.readouterr()
+    records = [record for record in curve(tmp_path) if "loss" in record]
+    assert [record["skipped"] for record in records] == [False] + [bool(skipped)] * 5
+    assert stderr.count("gradients are not finite, nothing was changed") == skipped
+    assert (f"skipped steps    {skipped}, their gradients were not finite" in stdout) == bool(skipped)
+    assert re.search("validation loss .* perplexity (inf|nan)", stdout)
