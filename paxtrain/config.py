@@ -310,6 +310,7 @@ class RunConfig:
         for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
             value = getattr(self, name)
             _require(value >= 0, f"run.{name} must not be negative, got {value}")
+        _require(self.seed < 2**63, f"run.seed must be below 2**63, got {self.seed}")
         _require(bool(self.out), "run.out must name a directory, got an empty string")
 
 

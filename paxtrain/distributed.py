@@ -73,7 +73,7 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
         _check_address(coordinator)
     elif detect(os.environ) is None:
         return
-    where = f"process {process} of {processes}, coordinator {coordinator}" if not missing else "the launcher's variables"
+    where = "the launcher's variables" if missing else f"process {process} of {processes}, coordinator {coordinator}"
     late = (
         f"the processes did not find each other within {timeout:g} s ({where}); "
         "start all of them, or give a larger --coordinator_timeout"

@@ -36,10 +36,10 @@ class Plan:
     predicted: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        devices = self.mesh.devices
-        if self.device_order and sorted(self.device_order) != list(range(devices)):
+        devices, given = self.mesh.devices, len(self.device_order)
+        if given and (given != devices or sorted(self.device_order) != list(range(devices))):
             raise UserError(
-                f"device_order must name each of the mesh's {devices} devices once, got {len(self.device_order)} "
+                f"device_order must name each of the mesh's {devices} devices once, got {given} "
                 f"entries with {len(set(self.device_order))} different ones"
             )
         if self.hosts and len(set(self.hosts)) != len(self.hosts):
@@ -73,7 +73,7 @@ def load(path: str | pathlib.Path) -> Plan:
     """
     try:
         values = json.loads(pathlib.Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         message = f"cannot read the plan {path} ({error}); name a plan.json that planner.plan has written"
         raise UserError(message) from error
     try:

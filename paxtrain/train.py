@@ -92,13 +92,14 @@ class Run:
                 self.say(problem)
             if restored is not None:
                 tree, meta = restored
-                if meta["step"] > self.config.run.steps:
+                step, steps = meta["step"], self.config.run.steps
+                if step > steps:
                     raise UserError(
-                        f"{self.out} has a checkpoint of step {meta['step']}, beyond run.steps={self.config.run.steps}; "
+                        f"{self.out} has a checkpoint of step {step}, but run.steps is {steps}; "
                         "ask for more steps, or name another run.out"
                     )
                 self.samples = meta["samples"]
-                self.say(f"resumed from step {meta['step']}, {self.samples} samples consumed")
+                self.say(f"resumed from step {step}, {self.samples} samples consumed")
                 if meta["data"] != self._data_identity():
                     self.say(f"the data order is another one than before ({meta['data']})")
                 return self.trainer.from_canonical(tree)

@@ -1,0 +1,272 @@
+"""Bad input to the mains: exit code 2 and one sentence that says what was given and what would work, nothing compiled.
+
+The mains run inside this process but for three that prove the exit code of a real one.
+"""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from absl import flags
+
+from paxtrain import checkpoint, data, errors, plan, prepare, sample, train
+from paxtrain.config import BatchConfig, CheckpointConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.step import Trainer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny.py"
+
+# ml_collections loads configuration files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Good data, and files of every bad kind."""
+    home = tmp_path_factory.mktemp("home")
+    for name in ("train", "validation"):
+        with data.TokenWriter(home / name, 257) as writer:
+            writer.extend(range(257))
+            writer.end_document()
+    index, ids = (home / "train.idx").read_bytes(), (home / "train.bin").read_bytes()
+    for name, idx, bin in (
+        ("empty", b"", ids),
+        ("no_ids", index, b""),
+        ("cut_index", index[:40], ids),
+        ("cut_ids", index, ids[:100]),
+        ("magic", b"NOTMAGIC!" + index[9:], ids),
+    ):
+        (home / f"{name}.idx").write_bytes(idx)
+        (home / f"{name}.bin").write_bytes(bin)
+    (home / "none.py").write_text("def get_config():\n    return 3\n")
+    (home / "syntax.py").write_text("def get_config(:\n")
+    (home / "imports.py").write_text("import no_such_module\n")
+    (home / "key.py").write_text("def get_config():\n    return {}['model']\n")
+    (home / "a_file").write_text("kept\n")
+    (home / "latin1.txt").write_bytes("Größe".encode("latin-1"))
+    (home / "no_json.json").write_text("mesh: 4\n")
+    four = plan.Plan(MeshConfig(data=2, pipe=2), PipelineConfig(), BatchConfig(16, 2))
+    plan.save(four, home / "four.json")
+    (home / "twice.json").write_text(
+        json.dumps(json.loads((home / "four.json").read_text()) | {"device_order": [0] * 4})
+    )
+    plan.save(plan.Plan(MeshConfig(pipe=8), PipelineConfig(), BatchConfig(16, 2)), home / "eight.json")
+    return home
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd):
+    """run_main(module, *flags): what was said on stderr, after checks of exit code and form."""
+
+    def compiles(_):
+        pytest.fail("something is compiled before the input is known to be good")
+
+    for name in ("step", "evaluate", "from_canonical", "canonical"):
+        monkeypatch.setattr(Trainer, name, property(compiles))
+    monkeypatch.setattr(Trainer, "init", compiles)
+    # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
+    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
+
+    def run(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        before = set(flags.FLAGS)
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                errors.run(module.main, module.define_flags)
+        finally:
+            for name in set(flags.FLAGS) - before:
+                delattr(flags.FLAGS, name)
+            flags.FLAGS.unparse_flags()
+        captured = capfd.readouterr()
+        assert exit_.value.code == 2
+        assert captured.out == ""
+        check_form(captured.err)
+        return captured.err
+
+    return run
+
+
+def check_form(said):
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert said.endswith("\n")
+    assert "Traceback" not in said
+
+
+def training(home, out, *more):
+    """Flags of a run that would work on the eight devices but for `more`."""
+    files = [f"--config.data.{name}={home / name}" for name in ("train", "validation")]
+    config = [flag for flag in more if flag.startswith("--config=")] or [f"--config={TINY}"]
+    more = [flag for flag in more if flag not in config]
+    return [*config, "--cpu_devices=8", f"--config.run.out={out}", *files, *more]
+
+
+# Flags, and what the sentence must say: what was given, and what would work.
+BAD_CONFIGURATION = {
+    "mesh of 6 on 8 devices": (
+        ["mesh.data=3", "mesh.tensor=1", "batch.global_batch=36"],
+        ["mesh.data=3 x mesh.pipe=2 x mesh.tensor=1 is 6 devices", "there are 8", "product is 8"],
+    ),
+    "heads": (
+        ["mesh.data=1", "mesh.pipe=1", "mesh.tensor=8"],
+        ["model.heads=4", "mesh.tensor=8", "tensor=4 would fit"],
+    ),
+    "hidden": (["model.hidden=130"], ["model.hidden=130", "model.heads=4", "2 or 5 heads would fit"]),
+    "vocabulary": (["model.vocab_multiple=1"], ["model.padded_vocab=257", "mesh.tensor=2", "tensor=1 or 257"]),
+    "layers": (
+        ["mesh.pipe=8", "mesh.data=1", "mesh.tensor=1"],
+        ["model.layers=4", "mesh.pipe=8", "at most 4 would fit"],
+    ),
+    "named layers": (["pipeline.pipe_layers=3,2"], ["3,2 adds up to 5", "4 layers"]),
+    "batch": (["batch.global_batch=30"], ["batch.global_batch=30", "batch.micro_batch=4", "24 or 32 would fit"]),
+    "schedule": (["pipeline.schedule=zigzag"], ["'zigzag'", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
+    "chunks": (["pipeline.virtual_stages=2"], ["pipeline.virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
+    "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, tensor, zero1"]),
+    "section": (["foo=1"], ["foo", "known here: batch, checkpoint, data, mesh"]),
+    "key of an unknown section": (["foo.bar=1"], ["foo", "--config.section.key=value"]),
+    "key of a value": (["run.steps.bar=1"], ["run.steps.bar", "--config.section.key=value"]),
+    "word for a number": (["mesh.data=two"], ["--config.mesh.data=two", "int"]),
+    "fraction for a number": (["mesh.data=2.5"], ["--config.mesh.data=2.5", "int"]),
+    "number for a section": (["mesh=3"], ["--config.mesh=3"]),
+    "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
+    "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
+    "warm-up": (["optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "run.steps=300"]),
+    "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
+    "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
+    "missing validation": (["data.validation=nowhere/validation"], ["nowhere/validation"]),
+    "empty index": (["data.train={home}/empty"], ["empty.idx is empty", "write the data set again"]),
+    "empty tokens": (["data.train={home}/no_ids"], ["no_ids.bin"]),
+    "cut index": (["data.train={home}/cut_index"], ["cut_index.idx is cut off", "40 bytes"]),
+    "cut tokens": (["data.train={home}/cut_ids"], ["cut_ids.bin", "100 bytes"]),
+    "no index": (["data.train={home}/magic"], ["magic.idx is no Megatron index", "NOTMAGIC!", "MMIDIDX"]),
+    "small vocabulary": (["model.vocab_size=100"], ["train.bin", "100"]),
+    "long sequences": (["model.sequence=512"], ["train.bin has 257 tokens", "model.sequence=512", "at most 256"]),
+    "unwritable": (["run.out=/dev/null/x"], ["cannot write to /dev/null/x", "name a directory that can be written"]),
+    "output is a file": (["run.out={home}/a_file"], ["cannot write to", "a_file", "name a directory"]),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), BAD_CONFIGURATION.values(), ids=BAD_CONFIGURATION.keys())
+def test_training_with_a_bad_configuration(home, tmp_path, run_main, overrides, words):
+    before = files(home)
+    overrides = [f"--config.{override.format(home=home)}" for override in overrides]
+    said = run_main(train, *training(home, tmp_path / "out", *overrides))
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "out").exists()
+    assert files(home) == before
+
+
+BAD_FLAGS = {
+    "missing configuration file": (["--config=nowhere.py"], ["nowhere.py", "--config=configs/tiny.py"]),
+    "folder as configuration file": (["--config={home}"], ["directory", "--config=configs/tiny.py"]),
+    "configuration file that is no Python": (["--config={home}/syntax.py"], ["syntax.py, line 1"]),
+    "configuration file without its imports": (["--config={home}/imports.py"], ["no_such_module"]),
+    "configuration file that looks for a key": (["--config={home}/key.py"], ["model"]),
+    "positional argument": (
+        ["configs/tiny.py"],
+        ["unexpected argument 'configs/tiny.py'", "--config.section.key=value"],
+    ),
+    "unknown flag": (["--meshes=3"], ["'meshes'"]),
+    "no number": (["--cpu_devices=many"], ["--cpu_devices=many"]),
+    "negative number": (["--cpu_devices=-1"], ["--cpu_devices=-1", "non-negative"]),
+    "no address": (["--coordinator=garbage", "--num_processes=2", "--process_id=0"], ["HOST:PORT", "'garbage'"]),
+    "no port": (["--coordinator=localhost:0", "--num_processes=2", "--process_id=1"], ["1 to 65535", "'localhost:0'"]),
+    "part of the flags": (["--num_processes=2"], ["--coordinator, --process_id missing", "go together"]),
+    "process out of range": (
+        ["--coordinator=localhost:1234", "--num_processes=2", "--process_id=2"],
+        ["--process_id must be in [0, 2)", "got 2"],
+    ),
+    "missing plan": (["--plan=nowhere.json"], ["nowhere.json", "name a plan.json"]),
+    "plan for 4 devices": (["--plan={home}/four.json"], ["is 4 devices", "there are 8", "product is 8"]),
+    "plan that is no JSON": (["--plan={home}/no_json.json"], ["no_json.json", "line 1", "name a plan.json"]),
+    "plan with a device twice": (["--plan={home}/twice.json"], ["twice.json", "device_order", "4 devices once"]),
+    "plan for another model": (["--plan={home}/eight.json"], ["model.layers=4", "mesh.pipe=8", "at most 4"]),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
+def test_training_with_bad_flags(home, tmp_path, run_main, given, words):
+    given = [flag.format(home=home) for flag in given]
+    said = run_main(train, *training(home, tmp_path / "out", *given))
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_configuration_files_without_overrides(home, run_main):
+    """Without them nothing looks into it while flags are parsed."""
+    assert "nowhere.py" in run_main(train, "--config=nowhere.py")
+    assert "get_config() must return a ConfigDict" in run_main(train, f"--config={home / 'none.py'}")
+
+
+def test_a_checkpoint_of_another_architecture_is_left_alone(home, tmp_path, run_main):
+    architecture = sample.architecture(ModelConfig(hidden=64, layers=6))
+    with checkpoint.Checkpoints(tmp_path / sample.CHECKPOINTS, CheckpointConfig()) as checkpoints:
+        checkpoints.save(7, {"params": {"w": jnp.arange(8.0)}}, {"model": architecture, "step": 7})
+    before = files(tmp_path)
+    said = run_main(train, *training(home, tmp_path))
+    assert all(word in said for word in ("another model", "hidden", "64", "128", "layers", "6", "4")), said
+    assert before.items() <= files(tmp_path).items()
+
+
+def files(directory):
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["--checkpoint must have a value"]),
+        (["--checkpoint={home}"], ["no checkpoint in {home}/checkpoints", "name the checkpoint directory"]),
+        (["--checkpoint={home}/nowhere"], ["no checkpoint in {home}/nowhere"]),
+        (["--checkpoint={home}", "--tokens=0"], ["--tokens=0", "positive"]),
+        (["--checkpoint={home}", "--temperature=hot"], ["--temperature=hot", "float"]),
+        (["--checkpoint={home}", "def"], ["unexpected argument 'def'", "--prompt="]),
+    ],
+)
+def test_sampling(home, run_main, given, words):
+    said = run_main(sample, *(flag.format(home=home) for flag in given))
+    assert all(word.format(home=home) in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--input={home}/nowhere.txt"], ["nowhere.txt names no files", "text files, folders or globs"]),
+        (["--input="], ["--input", "text files, folders or globs"]),
+        (["--input={home}/latin1.txt"], ["latin1.txt is not UTF-8", "0xf6 at offset 2", "convert the file"]),
+        (["--input={home}/a_file", "--tokenizer=words"], ["--tokenizer=words", "bytes", "bpe", "gpt2"]),
+        (["--input={home}/a_file", "--vocab_size=1000"], ["--vocab_size=1000", "--tokenizer=bpe"]),
+        (["--input={home}/a_file", "--out=/dev/null/x"], ["cannot write to /dev/null/x", "writable directory"]),
+        (["{home}/a_file"], ["unexpected argument", "--input="]),
+    ],
+)
+def test_preparing(home, tmp_path, run_main, given, words):
+    out = [] if any(flag.startswith("--out") for flag in given) else [f"--out={tmp_path / 'out'}"]
+    said = run_main(prepare, *out, *(flag.format(home=home) for flag in given))
+    assert all(word in said for word in words), said
+    assert not list((tmp_path / "out").glob("*")), "nothing is left by halves"
+
+
+def test_commands_leave_with_2(home, tmp_path):
+    """Really: the flags of the default configuration file are read earlier there, and eight devices are really made."""
+    out = tmp_path / "out"
+    more = ("--config.mesh.data=3", "--config.mesh.tensor=1", "--config.batch.global_batch=36")
+    commands = {
+        "is 6 devices, but there are 8": ["paxtrain.train", *training(home, out, *more)],
+        "mesh.foo": ["paxtrain.train", "--config.mesh.foo=1", f"--config.run.out={out}"],
+        "no checkpoint in": ["paxtrain.sample", f"--checkpoint={home}"],
+    }
+    processes = [
+        subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for command in commands.values()
+    ]
+    for words, process in itertools.zip_longest(commands, processes):
+        _, said = process.communicate(timeout=300)
+        check_form(said)
+        assert words in said
+        assert process.returncode == 2
+    assert not out.exists()

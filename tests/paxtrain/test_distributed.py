@@ -1,0 +1,140 @@
+"""Joining processes: launchers are recognized, wrong flags told, and nobody waits longer than the limit."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from paxtrain import distributed
+from paxtrain.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LAUNCHERS = (
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE",
+    "KUBERNETES_SERVICE_HOST",
+    "JOB_COMPLETION_INDEX",
+)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """No launcher around, and a runtime that keeps what it is called with."""
+    calls = []
+    for variable in LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    before = jax.config.jax_cpu_collectives_implementation
+    yield calls
+    jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM"),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_NTASKS": "4"}, None),  # the shell of salloc or sbatch
+        ({"SLURM_PROCID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # mpirun inside of salloc
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"JOB_COMPLETION_INDEX": "3"}, None),
+    ],
+)
+def test_the_launcher_is_found_in_its_variables(environment, launcher):
+    assert distributed.detect(environment) == launcher
+
+
+def test_alone_without_flags_and_launcher(joined):
+    distributed.initialize(None, None, None, 1)
+    assert joined == []
+
+
+def test_flags_reach_the_runtime(joined):
+    distributed.initialize("localhost:1234", 4, 3, 10)
+    [(args, _)] = joined
+    assert args == ("localhost:1234", 4, 3)
+
+
+def test_a_launcher_is_left_to_the_runtime(joined, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    distributed.initialize(None, None, None, 10)
+    [(args, _)] = joined
+    assert args == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("localhost:1234", None, None), ["--num_processes, --process_id missing", "go together"]),
+        ((None, 2, None), ["--coordinator, --process_id missing"]),
+        (("localhost:1234", 2, None), ["--process_id missing"]),
+        ((None, 2, 1), ["--coordinator missing"]),
+        (("localhost:1234", 2, 2), ["--process_id", "[0, 2)", "got 2"]),
+    ],
+)
+def test_flags_that_make_no_sense(joined, flags, words):
+    with pytest.raises(UserError) as error:
+        distributed.initialize(*flags, 1)
+    assert all(word in str(error.value) for word in words), error.value
+    assert joined == []
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("where", ["garbage", ":1234", "localhost:", "localhost:http", "localhost:0", "host:65536", ""])
+def test_what_is_no_address(joined, where, process):
+    with pytest.raises(UserError) as error:
+        distributed.initialize(where, 2, process, 1)
+    assert "--coordinator must be HOST:PORT" in str(error.value)
+    assert repr(where) in str(error.value)
+    assert joined == []
+
+
+@pytest.mark.parametrize("where", ["node-1.cluster:1", "10.0.0.1:65535", "[::1]:8080"])
+def test_addresses(joined, where):
+    distributed.initialize(where, 2, 0, 1)
+    assert len(joined) == 1
+
+
+def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("UNKNOWN: Failed to start RPC server\n  on [::]:22")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    with pytest.raises(UserError, match=r"^cannot join the other processes: UNKNOWN: Failed .* on \[::\]:22$"):
+        distributed.initialize("localhost:22", 2, 0, 1)
+
+
+def test_the_limit_ends_with_the_meeting(joined):
+    """Those who have met are not ended when the limit passes."""
+    distributed.initialize("localhost:1234", 2, 1, 0.05)
+    time.sleep(0.2)
+
+
+def test_nobody_waits_longer_than_the_limit():
+    """Process 1, whose coordinator never answers, and process 0, to whom nobody comes; all at a time.
+
+    The runtime would go on for a minute and then abort with another code.
+    """
+    code = "import sys; from paxtrain import distributed; distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), 1)"
+    cases = [("192.0.2.1:9", "1"), ("localhost:1", "1"), ("127.0.0.1:45123", "0")]  # the first is for documentation
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, *case], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for case in cases
+    ]
+    for process, (coordinator, number) in zip(processes, cases):
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 2, said
+        assert said.splitlines() == [
+            f"error: the processes did not find each other within 1 s (process {number} of 2, coordinator "
+            f"{coordinator}); start all of them, or give a larger --coordinator_timeout"
+        ]

@@ -1,0 +1,79 @@
+"""The mesh: sizes, order of devices, and the rows of a batch that a process holds."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from paxtrain.config import MeshConfig
+from paxtrain.errors import UserError
+from paxtrain.mesh import AXES, from_process_rows, make_mesh, process_rows
+
+
+def ids(mesh):
+    return np.vectorize(lambda device: device.id)(mesh.devices)
+
+
+def test_axes_and_row_major_order():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    assert mesh.axis_names == AXES == ("data", "pipe", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 2))
+    assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 2)
+
+
+def test_a_plans_order():
+    order = [3, 1, 2, 0, 7, 6, 5, 4]
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), order)), np.reshape(order, (2, 2, 2)))
+
+
+def test_devices_are_counted_in_order_however_they_come():
+    shuffled = [jax.devices()[i] for i in (5, 0, 7, 2, 1, 6, 3, 4)]
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), devices=shuffled)), np.arange(8).reshape(2, 2, 2))
+
+
+def test_part_of_the_devices():
+    mesh = make_mesh(MeshConfig(2, 1, 2), devices=jax.devices()[4:])
+    np.testing.assert_array_equal(ids(mesh).ravel(), [4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 1), (4, 4, 1)])
+def test_sizes_that_do_not_multiply_to_the_devices(sizes):
+    with pytest.raises(UserError) as error:
+        make_mesh(MeshConfig(*sizes))
+    message = str(error.value)
+    for name, size in zip(AXES, sizes):
+        assert f"mesh.{name}={size}" in message
+    assert f"is {np.prod(sizes)} devices, but there are 8; choose sizes whose product is 8" in message
+
+
+def test_one_process_holds_all_rows():
+    sharding = NamedSharding(make_mesh(MeshConfig(4, 2, 1)), PartitionSpec("data"))
+    assert process_rows(sharding, (8, 3)) == list(range(8))
+
+
+def test_rows_of_a_process_come_once_and_ascending():
+    """Two of four data ranks, each on two devices that hold the same rows."""
+    slices = {"a": slice(6, 8), "b": slice(2, 4), "c": slice(6, 8), "d": slice(2, 4)}
+    some = SimpleNamespace(
+        addressable_devices_indices_map=lambda shape: {name: (rows, slice(None)) for name, rows in slices.items()}
+    )
+    assert process_rows(some, (8, 3)) == [2, 3, 6, 7]
+    whole = SimpleNamespace(addressable_devices_indices_map=lambda shape: {"a": (slice(None), slice(None))})
+    assert process_rows(whole, (4, 3)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (1, 2, 4), (8, 1, 1)])
+def test_a_global_array_of_a_processs_rows(sizes):
+    sharding = NamedSharding(make_mesh(MeshConfig(*sizes)), PartitionSpec("data"))
+    values = np.arange(24, dtype=np.int32).reshape(8, 3)
+    rows = process_rows(sharding, values.shape)
+    array = from_process_rows(sharding, values.shape, rows, values[rows])
+    assert array.sharding == sharding
+    np.testing.assert_array_equal(array, values)
+    backwards = rows[::-1]
+    np.testing.assert_array_equal(from_process_rows(sharding, values.shape, backwards, values[backwards]), values)
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
