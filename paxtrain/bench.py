@@ -30,7 +30,7 @@ from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.optimizer import make_optimizer
-from paxtrain.step import TrainState, Trainer
+from paxtrain.step import Trainer, TrainState
 
 SECTIONS = ("memory", "throughput", "bubble")
 

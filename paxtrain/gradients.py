@@ -15,24 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.layout import Layout, Params, names
-from paxtrain.pipeline import Program, Weights, only_if
-
-
-def program(layout: Layout) -> Program:
-    """The static description of the pipeline that `pipeline.py` executes."""
-    config = layout.config
-    scan = config.pipeline.scan_layers
-    return Program(
-        model=config.model,
-        stages=layout.stages,
-        chunks=layout.chunks,
-        layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in layout.layer_of),
-        counts=layout.counts,
-        save=config.pipeline.save,
-        scan_layers=scan == "on" or (scan == "auto" and min(layout.counts) > 8),
-        axis="tensor" if config.mesh.tensor > 1 else None,
-        pipe="pipe" if layout.stages > 1 else None,
-    )
+from paxtrain.rings import only_if
+from paxtrain.stage import Weights
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -50,7 +34,6 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     Layers are split here, once per step and outside any vjp, so that the vjps find each weight by identity.
     """
     dims, data = layout.data_dims(), layout.config.mesh.data
-    static = program(layout)
 
     def whole(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         """x without its leading dim of rows, cast and gathered; dim counts that leading dim."""
@@ -84,7 +67,7 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
             stacked(first + s.start, first + s.start + s.count)
             if s.scan
             else [rows("layers", lambda x, i=first + s.start + i: x[i]) for i in range(s.count)]
-            for s in static.segments
+            for s in layout.program.segments
         ])  # fmt: skip
     return Weights(rows("embedding", lambda x: x[0]), chunks, rows("final_norm", lambda x: x[0]))
 

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from paxtrain import model
 from paxtrain.config import Config
+from paxtrain.stage import Program
 
 Params = dict[str, Any]
 
@@ -84,6 +85,23 @@ class Layout:
             chunk, stage = divmod(virtual, self.stages)
             table[stage, chunk, :count] = np.arange(starts[virtual], starts[virtual] + count)
         return table
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """What the stages of the pipeline run."""
+        config = self.config
+        scan = config.pipeline.scan_layers
+        return Program(
+            model=config.model,
+            stages=self.stages,
+            chunks=self.chunks,
+            layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
+            counts=self.counts,
+            save=config.pipeline.save,
+            scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
+            axis="tensor" if config.mesh.tensor > 1 else None,
+            pipe="pipe" if self.stages > 1 else None,
+        )
 
     def padding(self) -> float:
         """Share of the layer slots that hold no layer: memory that uneven stages cost."""

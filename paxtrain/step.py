@@ -18,6 +18,7 @@ from paxtrain import buffers, gradients, model, pipeline, schedule
 from paxtrain.config import Config
 from paxtrain.layout import Layout, Params
 from paxtrain.optimizer import learning_rate, make_optimizer
+from paxtrain.stage import Stage
 
 BATCH_SPEC = PartitionSpec("data")
 IDENTITY = Identity()
@@ -173,13 +174,13 @@ class Trainer:
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> pipeline.Stage:
+    def _stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> Stage:
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
         weights = gradients.gather_weights(self.layout, params)
-        return pipeline.Stage(gradients.program(self.layout), weights, tokens, key, first_sample)
+        return Stage(self.layout.program, weights, tokens, key, first_sample)
 
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
         return lax.pmean(lax.psum(loss, "pipe"), "data")

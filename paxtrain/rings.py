@@ -1,0 +1,45 @@
+"""In-place building blocks of the executor: slots of rings, rows of accumulators, and work that may be skipped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Index = tuple[jax.Array | int, ...]
+
+
+def read(ring: Any, index: Index) -> Any:
+    """ring[index] of every leaf; an empty index is the whole."""
+
+    def read_leaf(r: jax.Array) -> jax.Array:
+        starts = (*index, *[0] * (r.ndim - len(index)))
+        return lax.dynamic_slice(r, starts, (*[1] * len(index), *r.shape[len(index) :])).reshape(r.shape[len(index) :])
+
+    return jax.tree.map(read_leaf, ring) if index else ring
+
+
+def write(ring: Any, index: Index, value: Any) -> Any:
+    """ring with ring[index] = value, in place where XLA can; an empty index is the whole."""
+
+    def write_leaf(r: jax.Array, v: jax.Array) -> jax.Array:
+        starts = (*index, *[0] * v.ndim)
+        return lax.dynamic_update_slice(r, v.astype(r.dtype).reshape(*[1] * len(index), *v.shape), starts)
+
+    return jax.tree.map(write_leaf, ring, value) if index else value
+
+
+def add_row(total: Any, row: jax.Array | int, delta: Any) -> Any:
+    """total with total[row] += delta, summed in total's dtype."""
+    return write(total, (row,), jax.tree.map(lambda t, d: t + d.astype(t.dtype), read(total, (row,)), delta))
+
+
+def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """body(carry) where the condition holds, else carry: a loop of 0 or 1 trips, which copies nothing."""
+    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
+
+
+def always(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """body(carry), whatever the condition: for rows in which idle stages compute on scrap."""
+    return body(carry)
