@@ -102,6 +102,25 @@ def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple
     return slots, depth
 
 
+def _kind(
+    schedule: Schedule,
+    forward: set[tuple[int, int]],
+    backward: set[tuple[int, int]],
+    receive: tuple[Pair, ...],
+    send: tuple[Pair, ...],
+) -> RowKind:
+    """The kind of a row in which these (stage, chunk) run F and B."""
+    return RowKind(
+        receive=receive,
+        forward=tuple(sorted({chunk for _, chunk in forward})),
+        send=send,
+        backward=tuple(sorted({chunk for _, chunk in backward})),
+        first=(0, 0) in forward,
+        head=(schedule.stages - 1, schedule.chunks - 1) in forward,
+        first_backward=(0, 0) in backward,
+    )
+
+
 def assign(schedule: Schedule) -> Buffers:
     """Assigns the slots of all three rings and names each row's kind."""
     stages, rows, last = schedule.stages, schedule.rows, schedule.virtual_stages - 1
@@ -169,15 +188,7 @@ def assign(schedule: Schedule) -> Buffers:
     def kind(row: int) -> RowKind:
         f = {(s, int(schedule.forward_chunk[row, s])) for s in active("forward", row)}
         b = {(s, int(schedule.backward_chunk[row, s])) for s in active("backward", row)}
-        return RowKind(
-            receive=schedule.gradient_pairs[row],
-            forward=tuple(sorted({c for _, c in f})),
-            send=schedule.activation_pairs[row],
-            backward=tuple(sorted({c for _, c in b})),
-            first=(0, 0) in f,
-            head=(stages - 1, schedule.chunks - 1) in f,
-            first_backward=(0, 0) in b,
-        )
+        return _kind(schedule, f, b, schedule.gradient_pairs[row], schedule.activation_pairs[row])
 
     table = np.stack([column[name] for name in COLUMNS], axis=-1)
     kinds = [kind(row) for row in range(rows)]
@@ -188,7 +199,8 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
     """Replays the table symbolically and proves that each op finds its own values.
 
     Every op runs once; every value it reads is there, in the slot it reads, and is its own; every message that is sent
-    has a receiver that uses it, and no other.
+    has a receiver that uses it, and no other; a slot that is written with nothing to keep is the scrap slot; a row's
+    kind names what runs in it.
 
     Raises:
         AssertionError: with the row, stage and op at fault.
@@ -199,6 +211,12 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
     inbox = [{} for _ in range(stages)]
     gradient_inbox = [{} for _ in range(stages)]
     seen, unread, sending = set(), set(), {}
+    depths = {
+        "forward_slot": buffers.residual_depth,
+        "arrival_slot": buffers.activation_depth,
+        "gradient_arrival_slot": buffers.gradient_depth,
+        "head_slot": buffers.gradient_depth,
+    }
 
     def check(condition: bool, row: int, stage: int, what: str) -> None:
         if not condition:
@@ -206,9 +224,10 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
 
     for row in range(schedule.rows):
         cells = [dict(zip(COLUMNS, map(int, buffers.table[row, s]))) for s in range(stages)]
-        kind = buffers.kinds[row]
+        kind, kept = buffers.kinds[row], set()
         check(set(kind.receive) == {(s, to) for s, (to, _) in sending.items()}, row, -1, "gradient pairs")
         for to, key in sending.values():
+            kept.add((to, "gradient_arrival_slot"))
             gradient_inbox[to][cells[to]["gradient_arrival_slot"]] = key
             unread.add(("g", *key))
         sending, made = {}, {}
@@ -222,14 +241,16 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
                 check(inbox[s].get(cell["input_slot"]) == (virtual, mb), row, s, f"no activation for {mb}")
                 unread.discard(("a", virtual, mb))
             if trains:
-                check(cell["forward_slot"] < buffers.residual_depth, row, s, "residuals go to scrap")
+                kept.add((s, "forward_slot"))
                 residual[s][cell["forward_slot"]] = (virtual, mb)
             if virtual < last:
                 made[s] = ((s + 1) % stages, (virtual + 1, mb))
             elif trains:
+                kept.add((s, "head_slot"))
                 gradient_inbox[s][cell["head_slot"]] = (virtual, mb)
         check(set(kind.send) == {(s, to) for s, (to, _) in made.items()}, row, -1, "activation pairs")
         for to, key in made.values():
+            kept.add((to, "arrival_slot"))
             inbox[to][cells[to]["arrival_slot"]] = key
             unread.add(("a", *key))
         for s, cell in enumerate(cells):
@@ -244,6 +265,15 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
             unread.discard(("g", virtual, mb))
             if virtual:
                 sending[s] = ((s - 1) % stages, (virtual - 1, mb))
+        for s, cell in enumerate(cells):
+            for name, depth in depths.items():
+                fits = cell[name] < max(depth, 1) if (s, name) in kept else cell[name] == depth
+                check(fits, row, s, f"{name} is {cell[name]}, and the scrap slot is {depth}")
+        f, b = (
+            {(s, cell[phase + "_chunk"]) for s, cell in enumerate(cells) if cell[phase + "_valid"]}
+            for phase in ("forward", "backward")
+        )
+        check(kind == _kind(schedule, f, b, kind.receive, kind.send), row, -1, "the row's kind leaves out an op")
     phases = "FB" if trains else "F"
     expected = {(p, q, mb) for p in phases for q in range(last + 1) for mb in range(schedule.micro_batches)}
     check(seen == expected, schedule.rows, -1, "an op is missing")

@@ -217,7 +217,7 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
-        schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
+        schedule: "cosine" (to learning_rate * final_fraction after the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
         clip_norm: largest global gradient norm; 0 leaves gradients as they are.
     """

@@ -54,7 +54,8 @@ class Rows:
         if self.train:
             depth = self.buffers.gradient_depth
             carry["gradients"] = ring(depth, message) if depth else message
-            carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + 1)
+            # Only idle stages that compute need the scrap slot.
+            carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + self.masked)
             carry |= {"gradient_out": message, "grads": grads, "codec": codec_state}
         return carry
 

@@ -125,6 +125,7 @@ def _from_orders(name: str, stages: int, chunks: int, m: int, orders: list[list[
         if not any(row):
             ahead = [next((op for op in order if op[0] == "F"), None) for order in orders]
             row = [op if op and ready(s, op) else None for s, op in enumerate(ahead)]
+        assert any(row), f"{name} with {stages} stages, {chunks} chunks and {m} micro-batches is stuck"
         for s, op in enumerate(row):
             if op:
                 phase, mb, chunk = op

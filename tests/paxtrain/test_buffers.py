@@ -275,12 +275,7 @@ def test_a_residual_ring_too_small_is_refused(shape):
         validate(schedule, dataclasses.replace(buffers, residual_depth=buffers.residual_depth - 1))
 
 
-# `validate` looks neither at what idle stages write, nor at the two smaller rings' depths, nor at all fields of a kind.
-# The replay does, for every schedule; remove the marks when `validate` does too.
-unseen = pytest.mark.xfail(strict=True, raises=pytest.fail.Exception, reason="validate does not look at this")
-
-
-@pytest.mark.parametrize("check", [replay, pytest.param(validate, marks=unseen)])
+@pytest.mark.parametrize("check", [replay, validate])
 @small
 def test_an_idle_stage_that_writes_into_a_live_slot_is_refused(shape, check):
     schedule, buffers = small_case(shape)
@@ -298,7 +293,7 @@ def test_an_idle_stage_that_writes_into_a_live_slot_is_refused(shape, check):
             check(schedule, corrupt)
 
 
-@pytest.mark.parametrize("check", [replay, pytest.param(validate, marks=unseen)])
+@pytest.mark.parametrize("check", [replay, validate])
 @pytest.mark.parametrize(
     ("shape", "ring"),
     [
@@ -315,7 +310,7 @@ def test_a_message_ring_too_small_is_refused(shape, ring, check):
         check(schedule, smaller)
 
 
-@pytest.mark.parametrize("check", [replay, pytest.param(validate, marks=unseen)])
+@pytest.mark.parametrize("check", [replay, validate])
 @pytest.mark.parametrize("field", ["forward", "backward", "first", "head", "first_backward"])
 @small
 def test_a_kind_that_leaves_out_an_op_is_refused(shape, field, check):

@@ -41,6 +41,7 @@ LAYOUTS = {
     "all axes": layout_of(layers=5, data=2, pipe=2, tensor=2),
     "data only": layout_of(data=8),
     "tensor only": layout_of(tensor=4),
+    "data that divides dims, but not tensor's shares": layout_of(data=8, tensor=4),
     "without ZeRO-1": layout_of(data=2, pipe=2, tensor=2, zero1=False),
     "data that divides little": layout_of(layers=6, data=3, pipe=2, hidden=16),
     "interleaved on all axes": layout_of(layers=8, data=2, pipe=2, tensor=2, chunks=2),
