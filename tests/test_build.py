@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "compress": {"compress"},
     "paxtrain": {"paxtrain", "compress"},
     "planner": {"planner", "paxtrain", "compress"},
-    "configs": {"configs"},
+    "configs": {"configs", "paxtrain"},
     "tests": {"tests", "planner", "paxtrain", "compress", "configs"},
 }
 MINIATURE = {
