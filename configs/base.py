@@ -20,7 +20,7 @@ def gpt2(layers: int, hidden: int, heads: int, out: str, **sections: dict[str, A
     sections["model"] = model | sections.get("model", {})
     optimizer = {"learning_rate": 3e-4, "warmup_steps": 2000}
     sections["optimizer"] = optimizer | sections.get("optimizer", {})
-    run = {"steps": 100_000, "out": out, "eval_every": 1000, "eval_batches": 20, "log_every": 10}
+    run = {"steps": 100_000, "out": out, "eval_every": 1000, "eval_batches": 20, "log_every": 10, "sample_tokens": 0}
     sections["run"] = run | sections.get("run", {})
     checkpoint = {"every": 1000, "keep": 3, "keep_every": 10_000}
     sections["checkpoint"] = checkpoint | sections.get("checkpoint", {})
