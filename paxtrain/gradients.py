@@ -72,17 +72,6 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     return Weights(rows("embedding", lambda x: x[0]), chunks, rows("final_norm", lambda x: x[0]))
 
 
-def zeros(layout: Layout) -> Params:
-    """Float32 gradient accumulators of one device: layers [rows, ...], the rest without a leading dim."""
-    sizes = {"pipe": layout.stages, "tensor": layout.config.mesh.tensor}
-
-    def zero(path: tuple, x: jax.ShapeDtypeStruct, spec: Any) -> jax.Array:
-        shape = tuple(n // sizes.get(axis, 1) for n, axis in zip(x.shape, spec))
-        return jnp.zeros(shape if names(path)[0] == "layers" else shape[1:], jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(zero, layout.shapes, layout.specs(data=False))
-
-
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     """x plus what the other end of the pipeline holds: the sum over the two tied copies, the same bits on both."""
     if layout.stages == 1:
@@ -91,8 +80,16 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     return x + lax.ppermute(x, "pipe", [(0, last), (last, 0)])
 
 
-def reduce_gradients(layout: Layout, grads: Params) -> Params:
-    """Means over data of a device's gradients, as it keeps them: ZeRO-1 shards, or whole.
+def _layers(segment: Any) -> list[Params]:
+    """The layers of a segment, one tree each."""
+    if isinstance(segment, list):
+        return segment
+    count = jax.tree.leaves(segment)[0].shape[0]
+    return [jax.tree.map(lambda x, i=i: x[i], segment) for i in range(count)]
+
+
+def reduce_gradients(layout: Layout, grads: Weights) -> Params:
+    """Means over data of a device's gradients in mesh layout, as it keeps them: ZeRO-1 shards, or whole.
 
     The tied embedding's two gradients are summed on their shards, between reduce-scatter and (without ZeRO-1)
     all-gather: V(2D-1)/D bytes for V bytes of table and D data ranks; two all-reduces in a row take V(3D-2)/D.
@@ -120,11 +117,15 @@ def reduce_gradients(layout: Layout, grads: Params) -> Params:
             return lax.pmean(x, "data")
         return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
 
-    def reduce(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        dim = max(dim - 1, -1)
-        if names(path)[0] == "layers":
-            # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
-            return jnp.stack([mean(layer, dim) for layer in x]) if dim >= 0 else mean(x, -1)
+    def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        dim = max(dim - 1, -1)  # x has no leading dim of stages
         return (embedding(x, dim) if names(path)[-1] == "token" else mean(x, dim))[None]
 
-    return jax.tree_util.tree_map_with_path(reduce, grads, dims)
+    rows = [layer for chunk in grads.chunks for part in chunk for layer in _layers(part)]
+    # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+    reduced = [jax.tree.map(lambda x, dim: mean(x, max(dim - 1, -1)), row, dims["layers"]) for row in rows]
+    return {
+        "embedding": jax.tree_util.tree_map_with_path(edge, grads.embedding, dims["embedding"]),
+        "layers": jax.tree.map(lambda *rows: jnp.stack(rows), *reduced),
+        "final_norm": jax.tree_util.tree_map_with_path(edge, grads.final_norm, dims["final_norm"]),
+    }

@@ -20,10 +20,9 @@ from jax import lax
 
 from compress.codec import Codec
 from paxtrain.buffers import COLUMNS, Buffers, RowKind
-from paxtrain.model import Params
 from paxtrain.rings import always, only_if, read, write
 from paxtrain.schedule import Pair
-from paxtrain.stage import Stage
+from paxtrain.stage import Stage, Weights
 
 Carry = dict[str, Any]
 Cell = dict[str, jax.Array]
@@ -44,8 +43,8 @@ class Rows:
         self.last = stage.index == self.program.stages - 1
         self.table = jnp.asarray(buffers.table)
 
-    def start(self, grads: Params, codec_state: Any) -> Carry:
-        """The carry before the first row; `grads` are the accumulators."""
+    def start(self, grads: Weights | None, codec_state: Any) -> Carry:
+        """The carry before the first row; `grads` are the accumulators, None where nothing is trained."""
         message = jnp.zeros(self.stage.message.shape, self.stage.message.dtype)
         # Slots are written before they are read: no need to clear them.
         ring = lambda depth, x: lax.empty((depth + 1, *x.shape), x.dtype)  # noqa: E731
@@ -84,17 +83,18 @@ class Rows:
         stage, y = self.stage, carry["output"]
         if not self.train:
             return {"loss": only_if(active, lambda loss: loss + stage.loss(cell["forward"], y), carry["loss"])}
-        edge = ("embedding", "final_norm")
+        grads = carry["grads"]
 
-        def body(part: Carry) -> Carry:
-            loss, g, grads = stage.head(cell["forward"], y, part["loss"], part["grads"])
-            depth = self.buffers.gradient_depth
-            gradients = write(part["gradients"], (cell["head_slot"],), g) if depth else g
-            return {"loss": loss, "gradients": gradients, "grads": {k: grads[k] for k in edge}}
+        def body(part: tuple) -> tuple:
+            loss, gradients, embedding, final_norm = part
+            loss, g, embedding, final_norm = stage.head(cell["forward"], y, loss, embedding, final_norm)
+            gradients = write(gradients, (cell["head_slot"],), g) if self.buffers.gradient_depth else g
+            return loss, gradients, embedding, final_norm
 
-        part = {"loss": carry["loss"], "gradients": carry["gradients"], "grads": {k: carry["grads"][k] for k in edge}}
-        part = only_if(active, body, part)
-        return part | {"grads": carry["grads"] | part["grads"]}
+        part = (carry["loss"], carry["gradients"], grads.embedding, grads.final_norm)
+        loss, gradients, embedding, final_norm = only_if(active, body, part)
+        grads = grads._replace(embedding=embedding, final_norm=final_norm)
+        return {"loss": loss, "gradients": gradients, "grads": grads}
 
     def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
         stage = self.stage
@@ -162,33 +162,42 @@ class Rows:
         return carry
 
 
-def _one_stage(stage: Stage, grads: Params) -> tuple[jax.Array, Params]:
+def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
     """With one stage F and B share a row and residuals bypass the ring."""
 
-    def body(carry: tuple[jax.Array, Params], mb: jax.Array) -> tuple[tuple[jax.Array, Params], None]:
+    def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
         loss, grads = carry
         y, residuals = stage.forward_once(0, mb, stage.embed(mb))
-        loss, g, grads = stage.head(mb, y, loss, grads)
+        loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
+        grads = grads._replace(embedding=embedding, final_norm=final_norm)
         g, grads = stage.backward(0, mb, residuals, (), g, grads)
         return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
 
     return lax.scan(body, (jnp.float32(0), grads), jnp.arange(stage.micro_batches))[0]
 
 
+def zeros_like(weights: Weights) -> Weights:
+    """Float32 gradient accumulators. Each has a zero of its own: XLA would copy one shared array of zeros into each."""
+    leaves, structure = jax.tree.flatten(weights)
+    own = lax.optimization_barrier([jnp.float32(0)] * len(leaves))
+    return structure.unflatten([jnp.broadcast_to(zero, w.shape) for zero, w in zip(own, leaves, strict=True)])
+
+
 def loss_and_gradients(
-    stage: Stage, buffers: Buffers, masked: bool, grads: Params, codec: Codec, codec_state: Any
-) -> tuple[jax.Array, Params, Any]:
+    stage: Stage, buffers: Buffers, masked: bool, codec: Codec, codec_state: Any
+) -> tuple[jax.Array, Weights, Any]:
     """Loss and gradients of all micro-batches of this data rank.
 
     Args:
         stage: this device's stage; its tokens are [m, B, S+1].
         buffers, masked: the schedule's.
-        grads: float32 zeros shaped like a device's parameters: layers [rows, ...], embedding, final_norm.
         codec, codec_state: for the gradients that this stage sends.
 
     Returns:
-        The loss, zero but on the last stage; the gradients; the codec's new state.
+        The loss, zero but on the last stage; the gradients in float32, structured as the stage's weights; the codec's
+        new state.
     """
+    grads = zeros_like(stage.weights)
     if stage.program.stages == 1:
         return *_one_stage(stage, grads), codec_state
     rows = Rows(stage, buffers, codec, masked, train=True)
@@ -199,4 +208,4 @@ def loss_and_gradients(
 def loss_only(stage: Stage, buffers: Buffers, masked: bool, codec: Codec) -> jax.Array:
     """Loss of all micro-batches of this data rank, zero but on the last stage; nothing is kept for a backward."""
     rows = Rows(stage, buffers, codec, masked, train=False)
-    return rows.run_all(rows.start({}, ()))["loss"]
+    return rows.run_all(rows.start(None, ()))["loss"]

@@ -1,4 +1,4 @@
-"""In-place building blocks of the executor: slots of rings, rows of accumulators, and work that may be skipped."""
+"""In-place building blocks of the executor: slots of rings, accumulators, and work that may be skipped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +30,9 @@ def write(ring: Any, index: Index, value: Any) -> Any:
     return jax.tree.map(write_leaf, ring, value) if index else value
 
 
-def add_row(total: Any, row: jax.Array | int, delta: Any) -> Any:
-    """total with total[row] += delta, summed in total's dtype."""
-    return write(total, (row,), jax.tree.map(lambda t, d: t + d.astype(t.dtype), read(total, (row,)), delta))
+def add(total: Any, delta: Any) -> Any:
+    """total + delta, leaf by leaf, in total's dtypes."""
+    return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)
 
 
 def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:

@@ -11,11 +11,14 @@ from paxtrain import model
 from paxtrain.config import ModelConfig
 from paxtrain.model import Dropout, Params
 from paxtrain.residuals import SplitVjp, save_policy
-from paxtrain.rings import Index, add_row, always, only_if, read, write
+from paxtrain.rings import Index, add, always, only_if, read, write
 
 
 class Weights(NamedTuple):
     """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
+
+    The gradient accumulators have the same structure, in float32. (Stacked over layers they would be copied on every
+    update: XLA reads one layer's row from the array as it was before another row was written.)
 
     Attributes:
         embedding: token [V/T, H], position [S, H].
@@ -183,43 +186,45 @@ class Stage:
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def backward(
-        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Params
-    ) -> tuple[jax.Array, Params]:
+        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights
+    ) -> tuple[jax.Array, Weights]:
         """B of a chunk: the gradient of its input, and the accumulators with its layers' gradients added."""
         if self.program.save == "inputs":
             x = read(residuals, slot)
             _, residuals = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
             slot = ()
-        total, first_row = grads["layers"], chunk * max(self.program.counts)
-        for segment, weights, _, present, part in reversed(self._segments(chunk, residuals)):
-            row, last = first_row + segment.start, segment.count - 1
+        totals = list(grads.chunks[chunk])
+        for number, (segment, weights, _, present, part) in reversed(list(enumerate(self._segments(chunk, residuals)))):
+            last = segment.count - 1
 
-            def one(j: Any, carry: tuple, weights: Any = weights, part: Any = part, row: int = row, last: int = last):
+            def one(j: Any, carry: tuple, weights: Any = weights, part: Any = part, last: int = last) -> tuple:
                 g, total = carry
                 i = last - j
                 delta, g = self._vjp.backward(jax.tree.map(lambda w: w[i], weights), read(part, (*slot, i)), g)
-                return g, add_row(total, row + i, delta)
+                return g, write(total, (i,), add(read(total, (i,)), delta))
 
-            def unrolled(carry: tuple, weights: Any = weights, part: Any = part, row: int = row, last: int = last):
-                g, total = carry
+            def unrolled(carry: tuple, weights: Any = weights, part: Any = part, last: int = last) -> tuple:
+                g, total = carry[0], list(carry[1])
                 for i in range(last, -1, -1):
                     delta, g = self._vjp.backward(weights[i], read(part[i], slot), g)
-                    total = add_row(total, row + i, delta)
+                    total[i] = add(total[i], delta)
                 return g, total
 
             if segment.scan:
-                g, total = lax.fori_loop(0, segment.count, one, (g, total))
+                g, totals[number] = lax.fori_loop(0, segment.count, one, (g, totals[number]))
             else:
-                g, total = (only_if if segment.optional else always)(present, unrolled, (g, total))
-        return g, {**grads, "layers": total}
+                run = only_if if segment.optional else always
+                g, totals[number] = run(present, unrolled, (g, totals[number]))
+        chunks = [totals if c == chunk else old for c, old in enumerate(grads.chunks)]
+        return g, grads._replace(chunks=chunks)
 
-    def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Params, active: jax.Array) -> Params:
+    def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = model.embed_gradient(
-            grads["embedding"], tokens, g, self.program.model, self.program.axis, dropout, active
+            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active
         )
-        return {**grads, "embedding": embedding}
+        return grads._replace(embedding=embedding)
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Mean loss of one micro-batch, over their number."""
@@ -230,11 +235,11 @@ class Stage:
         loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.axis)
         return loss / self.micro_batches
 
-    def head(self, mb: jax.Array, y: jax.Array, loss: jax.Array, grads: Params) -> tuple[jax.Array, jax.Array, Params]:
-        """The loss so far, the gradient of y, and the accumulators with the head's gradients added."""
+    def head(
+        self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
+    ) -> tuple[jax.Array, jax.Array, Params, Params]:
+        """The loss so far, the gradient of y, and the embedding's and the norm's accumulators with theirs added."""
         value, (norm, table, g) = jax.value_and_grad(self._loss, argnums=(0, 1, 2))(
             self.weights.final_norm, self.weights.embedding["token"], y, mb
         )
-        add = lambda total, delta: jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)  # noqa: E731
-        embedding = {**grads["embedding"], "token": add(grads["embedding"]["token"], table)}
-        return loss + value, g, {**grads, "embedding": embedding, "final_norm": add(grads["final_norm"], norm)}
+        return loss + value, g, {**embedding, "token": add(embedding["token"], table)}, add(final_norm, norm)

@@ -189,9 +189,8 @@ class Trainer:
         """Per device: loss, this device's shards of the mean gradients, codec state."""
         table = self.schedule
         stage = self._stage(params, tokens, key)
-        loss, grads, codec = pipeline.loss_and_gradients(
-            stage, buffers.assign(table), table.masked, gradients.zeros(self.layout), self.codec, codec
-        )
+        slots = buffers.assign(table)
+        loss, grads, codec = pipeline.loss_and_gradients(stage, slots, table.masked, self.codec, codec)
         return self._sum_loss(loss), gradients.reduce_gradients(self.layout, grads), codec
 
     def loss_and_gradients(
