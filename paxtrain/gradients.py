@@ -8,15 +8,17 @@ References:
     Rajbhandari et al. 2020, ZeRO. Tied embedding: Optimus-CC (Song et al. 2023), fused embedding synchronisation.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paxtrain import model
 from paxtrain.layout import Layout, Params, names
 from paxtrain.rings import only_if
-from paxtrain.stage import Weights
+from paxtrain.stage import Segment, Weights
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -35,41 +37,31 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     """
     dims, data = layout.data_dims(), layout.config.mesh.data
 
-    def whole(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        """x without its leading dim of rows, cast and gathered; dim counts that leading dim."""
-        if names(path)[-1] in ("kernel", "token", "position"):
-            x = x.astype(layout.config.model.dtype)
+    def gather(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         if dim < 0:
             return x
-        if names(path)[-1] == "token":
-            shape = tuple(size * (data if i == dim - 1 else 1) for i, size in enumerate(x.shape))
-            return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=dim - 1, tiled=True), x, shape)
-        return lax.all_gather(x, "data", axis=dim - 1, tiled=True)
+        run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
+        if names(path)[-1] != "token":
+            return run(x)
+        return _on_edges(layout, run, x, tuple(n * (data if i == dim else 1) for i, n in enumerate(x.shape)))
 
-    def rows(key: str, take: Any) -> Any:
+    def rows(key: str, take: int | slice) -> Params:
+        """Some rows of shards[key], in compute dtype and whole; a single row loses its dim."""
+        some = model.cast(jax.tree.map(lambda x: x[take], shards[key]), layout.config.model.dtype)
+        lost = 1 if isinstance(take, int) else 0
         return jax.tree_util.tree_map_with_path(
-            lambda path, x, dim: whole((jax.tree_util.DictKey(key), *path), take(x), dim), shards[key], dims[key]
+            lambda path, x, dim: gather(path, x, max(dim - lost, -1)), some, dims[key]
         )
 
-    def stacked(start: int, stop: int) -> Params:
-        def take(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-            x = x[start:stop]
-            if names(path)[-1] == "kernel":
-                x = x.astype(layout.config.model.dtype)
-            return x if dim < 0 else lax.all_gather(x, "data", axis=dim, tiled=True)
+    def segment(first: int, segment: Segment) -> Any:
+        if segment.scan:
+            return rows("layers", slice(first, first + segment.count))
+        return [rows("layers", first + i) for i in range(segment.count)]
 
-        return jax.tree_util.tree_map_with_path(take, shards["layers"], dims["layers"])
-
-    chunks = []
-    for chunk in range(layout.chunks):
-        first = chunk * layout.slots
-        chunks.append([
-            stacked(first + s.start, first + s.start + s.count)
-            if s.scan
-            else [rows("layers", lambda x, i=first + s.start + i: x[i]) for i in range(s.count)]
-            for s in layout.program.segments
-        ])  # fmt: skip
-    return Weights(rows("embedding", lambda x: x[0]), chunks, rows("final_norm", lambda x: x[0]))
+    chunks = [
+        [segment(chunk * layout.slots + s.start, s) for s in layout.program.segments] for chunk in range(layout.chunks)
+    ]
+    return Weights(rows("embedding", 0), chunks, rows("final_norm", 0))
 
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
