@@ -15,11 +15,16 @@ _TRAIN, _VALIDATION, _SKIPPED, _RATE = "#2f6f9f", "#d9622b", "#b3261e", "#5c6670
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean [N] over `window` values (odd), over the shorter symmetric window near the ends."""
+    """Centred moving mean [N] over `window` values (odd).
+
+    Near the start the window shrinks on both sides, so that a steep fall is drawn as one; near the end on the right
+    only, so that the curve does not end in the noise of its last value.
+    """
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
-    reach = np.minimum(np.minimum(index, index[::-1]), window // 2)
-    return (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
+    left = np.minimum(index, window // 2)
+    right = np.minimum(index[::-1], left)
+    return (total[index + right + 1] - total[index - left]) / (left + right + 1)
 
 
 def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
