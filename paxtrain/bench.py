@@ -181,10 +181,11 @@ def bubble(repeats: int) -> None:
     measured = json.loads(output[0].splitlines()[-1])
     print(f"\nbubble, pipe=2 over two processes, one per core, median of {repeats} steps: step time over m x slope")
     print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'(m+P-1)/m':>11}")
-    for schedule, seconds in measured.items():
-        times = {int(m): value for m, value in seconds.items()}
-        few, many = sorted(times)[-2:]
-        slope = (times[many] - times[few]) / (many - few)  # seconds a further micro-batch takes
+    measured = {schedule: {int(m): s for m, s in seconds.items()} for schedule, seconds in measured.items()}
+    few, many = sorted(measured["eager_1f1b"])[-2:]
+    # Seconds that a further micro-batch takes. One slope for both, so that a stall in the steady state shows as well.
+    slope = min((times[many] - times[few]) / (many - few) for times in measured.values())
+    for schedule, times in measured.items():
         for m, value in times.items():
             print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{(m + 1) / m:>11.3f}")
 

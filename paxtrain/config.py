@@ -44,7 +44,8 @@ class ModelConfig:
         sequence: positions, S.
         embedding_dropout, residual_dropout: rates after the embedding and on both residual branches
             (GPT-2's embd_pdrop and resid_pdrop).
-        dtype: compute dtype, "bfloat16" or "float32"; parameters and accumulation are float32 always.
+        dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
+            micro-batches and the optimizer are float32 always.
         attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
     """
 
@@ -71,6 +72,11 @@ class ModelConfig:
             _require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
         _choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         _choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
+        _require(
+            self.attention != "cudnn" or (self.dtype == "bfloat16" and self.head_dim % 8 == 0 and self.head_dim <= 128),
+            f"model.attention=cudnn needs model.dtype=bfloat16 and heads of a multiple of 8 up to 128, got "
+            f"{self.dtype} and {self.head_dim}; auto takes it where it can",
+        )
 
     @property
     def padded_vocab(self) -> int:
@@ -217,7 +223,7 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
-        schedule: "cosine" (to learning_rate * final_fraction after the last step), "wsd" (warm-up, stable, linear decay
+        schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
         clip_norm: largest global gradient norm; 0 leaves gradients as they are.
     """
@@ -239,9 +245,19 @@ class OptimizerConfig:
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             _require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
-        for name in ("beta1", "beta2", "final_fraction"):
+        for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _require(0 <= value <= 1, f"optimizer.{name} must be in [0, 1], got {value}")
+            _require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
+        _require(
+            0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}"
+        )
+        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            _require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
+        _require(
+            self.schedule != "wsd" or self.decay_steps > 0,
+            "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import pathlib
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from paxtrain.errors import UserError
 
@@ -27,6 +31,52 @@ def detect(environment: Mapping[str, str]) -> str | None:
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         return "Kubernetes"
     return None
+
+
+def expected_processes(environment: Mapping[str, str]) -> int:
+    """How many processes the launcher started; 1 where it does not say."""
+    launcher = detect(environment)
+    return int(environment[_SIZES[launcher]]) if launcher in _SIZES else 1
+
+
+def _local_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """All GPUs of the host where the launcher started one task on it; None: jax decides.
+
+    Under SLURM and Open MPI jax would give each task the one GPU of its number on the host.
+    """
+    tasks = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if tasks.split("(")[0] != "1" or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = len([device for device in visible.split(",") if device.strip()])
+    else:
+        count = len([path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
+    return list(range(count)) or None
+
+
+def host_names() -> list[str]:
+    """The host name of every process, by process index."""
+    mine = np.zeros(256, np.uint8)
+    raw = socket.gethostname().encode()[: mine.size]
+    mine[: len(raw)] = np.frombuffer(raw, np.uint8)
+    if jax.process_count() == 1:
+        return [socket.gethostname()]
+    return [bytes(row).rstrip(b"\0").decode() for row in multihost_utils.process_allgather(mine)]
+
+
+def agree(error: UserError | None) -> None:
+    """Ends all processes if one of them has found bad input, so that none waits for it.
+
+    Raises:
+        UserError: this process's own, or one that names the first process that has one.
+    """
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.array([error is not None])))
+        if len(failed) and error is None:
+            raise UserError(f"process {failed[0]} found bad input; its own output says what")
+    if error is not None:
+        raise error
 
 
 @contextlib.contextmanager
@@ -80,6 +130,13 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
     )
     try:
         with _limit(timeout, late):
-            jax.distributed.initialize(coordinator, processes, process, initialization_timeout=int(timeout) + 60)
+            jax.distributed.initialize(
+                coordinator,
+                processes,
+                process,
+                local_device_ids=_local_devices(os.environ),
+                cluster_detection_method=None if missing else "deactivate",
+                initialization_timeout=int(timeout) + 60,
+            )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error

@@ -12,19 +12,36 @@ from paxtrain.errors import UserError
 AXES = ("data", "pipe", "tensor")
 
 
+def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
+    """All devices, host after host in the order that a plan gives.
+
+    Args:
+        hosts: the plan's host names.
+        names: the host name of every process.
+
+    Raises:
+        UserError: the plan names other hosts than the processes run on.
+    """
+    if set(hosts) != set(names):
+        raise UserError(
+            f"the plan is for the hosts {', '.join(hosts)}, but the processes run on {', '.join(sorted(set(names)))}"
+        )
+    return sorted(jax.devices(), key=lambda d: (hosts.index(names[d.process_index]), d.process_index, d.id))
+
+
 def make_mesh(
     config: MeshConfig, order: Sequence[int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """The mesh of a run.
 
     Args:
-        order: for each mesh position (row-major) an index into the devices sorted by host and id; default: in order.
-        devices: default: all devices of all processes.
+        order: for each mesh position (row-major) an index into the devices; default: in order.
+        devices: default: all devices of all processes by process and id.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices.
     """
-    devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
+    devices = devices or sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if config.devices != len(devices):
         raise UserError(
             f"mesh.data={config.data} x mesh.pipe={config.pipe} x mesh.tensor={config.tensor} is {config.devices} "

@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from paxtrain import tensor_parallel as tp
 from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
 
 Params = dict[str, Any]
 
@@ -102,11 +103,21 @@ def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Arra
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-def resolve_attention(config: ModelConfig, platform: str) -> ModelConfig:
-    """The configuration with attention="auto" settled for a jax platform: "cudnn" where flash attention runs."""
-    if config.attention != "auto":
-        return config
-    return dataclasses.replace(config, attention="cudnn" if platform == "gpu" and config.dtype == "bfloat16" else "xla")
+def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
+    """The configuration with attention="auto" settled for a device: "cudnn" where flash attention runs, else "xla".
+
+    Raises:
+        UserError: "cudnn" is asked for where it does not run.
+    """
+    capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
+    if config.attention == "auto":
+        fits = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
+        return dataclasses.replace(config, attention="cudnn" if fits and capability >= 8 else "xla")
+    if config.attention == "cudnn" and capability < 8:
+        raise UserError(
+            f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
+        )
+    return config
 
 
 def layer(

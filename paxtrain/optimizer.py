@@ -8,7 +8,10 @@ from paxtrain.layout import Params, names
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """The learning rate as a function of the number of updates applied so far."""
+    """The learning rate of an update as a function of the number of updates before it.
+
+    The first update has learning_rate / warmup_steps (not zero), the last one the schedule's end.
+    """
     opt, steps = config.optimizer, config.run.steps
     peak, final = opt.learning_rate, opt.learning_rate * opt.final_fraction
     warmup = optax.linear_schedule(0.0, peak, opt.warmup_steps)
@@ -20,7 +23,8 @@ def learning_rate(config: Config) -> optax.Schedule:
         after = optax.join_schedules([optax.constant_schedule(peak), decay], [stable])
     else:
         after = optax.constant_schedule(peak)
-    return optax.join_schedules([warmup, after], [opt.warmup_steps]) if opt.warmup_steps else after
+    schedule = optax.join_schedules([warmup, after], [opt.warmup_steps]) if opt.warmup_steps else after
+    return lambda count: schedule(count + 1)
 
 
 def decay_mask(params: Params) -> Params:

@@ -124,7 +124,9 @@ class Rows:
             # The one place where a gradient leaves a stage: encode, send, decode.
             wire, state = self.codec.encode(carry["codec"], carry["gradient_out"])
             received = self.codec.decode(_permute(wire, self.program.pipe, kind.receive))
-            carry = carry | {"codec": state}
+            sends = jnp.isin(self.stage.index, jnp.array([sender for sender, _ in kind.receive]))
+            keep = lambda new, old: jnp.where(sends, new, old)  # noqa: E731 (who sends nothing has encoded scrap)
+            carry = carry | {"codec": jax.tree.map(keep, state, carry["codec"])}
             if depth:
                 carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
         for chunk in kind.forward:

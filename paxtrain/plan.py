@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
-from paxtrain.config import BatchConfig, Config, MeshConfig, PipelineConfig, read_section
+from paxtrain.config import BatchConfig, Config, MeshConfig, PipelineConfig, from_dict, read_section
 from paxtrain.errors import UserError
 
 VERSION = 1
@@ -50,13 +51,14 @@ class Plan:
                 f"{len(self.hosts) * self.devices_per_host} devices, but the mesh needs {devices}"
             )
 
-    def apply(self, config: Config) -> Config:
-        """The configuration with this plan's mesh, pipeline and batch.
+    def apply(self, values: Mapping[str, Any]) -> Config:
+        """The configuration of `values` (sections, as config.from_dict takes them) with this plan's three sections.
 
         Raises:
-            UserError: they do not fit the model.
+            UserError: they do not fit each other.
         """
-        return dataclasses.replace(config, mesh=self.mesh, pipeline=self.pipeline, batch=self.batch)
+        sections = ("mesh", "pipeline", "batch")
+        return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in sections}})
 
 
 def save(plan: Plan, path: str | pathlib.Path) -> None:
@@ -74,7 +76,7 @@ def load(path: str | pathlib.Path) -> Plan:
     try:
         values = json.loads(pathlib.Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        message = f"cannot read the plan {path} ({error}); name a plan.json that planner.plan has written"
+        message = f"cannot read the plan {path} ({error}); name a plan.json as paxtrain/plan.py describes it"
         raise UserError(message) from error
     try:
         return _parse(values)
@@ -98,6 +100,10 @@ def _parse(values: Any) -> Plan:
         if key not in values:
             raise UserError(f"the section {key} is missing")
     arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in sections.items()}
+    for key, cls in sections.items():
+        fields = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in fields if name not in values[key]]:
+            raise UserError(f"{key} leaves out {', '.join(missing)}; a plan says all of {', '.join(fields)}")
     for key, (kind, item) in kinds.items():
         if key not in values:
             continue

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 
-from paxtrain import buffers
 from paxtrain.step import Trainer
 
 
@@ -38,10 +37,11 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     """
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
-    depth = buffers.assign(schedule).residual_depth if mesh.pipe > 1 else 1
+    depth = trainer.buffers.residual_depth if mesh.pipe > 1 else 1
     zero = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
+    flying = "chunks" if layout.chunks > 1 else "micro-batches"
     bubble = (mesh.pipe - 1) / (config.micro_batches * config.pipeline.virtual_stages + mesh.pipe - 1)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return [
@@ -51,8 +51,8 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
                  f"{jax.process_count()} process(es) of {trainer.mesh.devices.flat[0].device_kind}"),
         ("batch", f"{config.batch.global_batch} sequences = {mesh.data} data ranks x {config.micro_batches} "
                   f"micro-batches x {config.batch.micro_batch}"),
-        ("schedule", f"{config.pipeline.schedule}, {schedule.rows} rows, bubble {bubble:.0%}, "
-                     f"{depth} micro-batches in flight, save={config.pipeline.save}"),
+        ("schedule", f"{config.pipeline.schedule}, {schedule.rows} rows, ideal bubble {bubble:.0%}, "
+                     f"{depth} {flying} in flight, save={config.pipeline.save}"),
         ("layers per stage", stages + padding),
         ("per device", f"{size(parameters_per_device(trainer))} parameters"),
         ("memory per device", f"{size(held, 'B')} state and batch, {size(memory.temp_size_in_bytes, 'B')} temporary "

@@ -34,7 +34,7 @@ def _next(params: Params, window: jax.Array, length: jax.Array, config: ModelCon
     if temperature == 0:
         return logits.argmax()
     if top_k:
-        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][-1], -jnp.inf, logits)
+        logits = jnp.where(logits < jax.lax.top_k(logits, min(top_k, logits.size))[0][-1], -jnp.inf, logits)
     return jax.random.categorical(key, logits / temperature)
 
 
@@ -98,7 +98,12 @@ def sample(
     ids = tokenizer.encode(prompt).ids
     if not ids:
         raise UserError("--prompt must hold at least one token, got an empty string")
-    config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0)
+    config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")
+    if max(ids) >= config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer beside the checkpoint gives id {max(ids)}, but the model has {config.model.vocab_size}; "
+            "put the training data's tokenizer.json there"
+        )
     drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed)
     return tokenizer.decode(drawn)
 

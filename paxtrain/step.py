@@ -57,7 +57,8 @@ class Trainer:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        return Layout(dataclasses.replace(self.config, model=model.resolve_attention(self.config.model, self.platform)))
+        settled = model.settle_attention(self.config.model, self.mesh.devices.flat[0])
+        return Layout(dataclasses.replace(self.config, model=settled))
 
     @property
     def platform(self) -> str:
@@ -72,6 +73,13 @@ class Trainer:
     def schedule(self) -> schedule.Schedule:
         c = self.config
         return schedule.build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
+
+    @functools.cached_property
+    def buffers(self) -> buffers.Buffers:
+        """The schedule's slots, proved right: a fraction of a second, before anything is compiled."""
+        found = buffers.assign(self.schedule)
+        buffers.validate(self.schedule, found)
+        return found
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -189,8 +197,7 @@ class Trainer:
         """Per device: loss, this device's shards of the mean gradients, codec state."""
         table = self.schedule
         stage = self._stage(params, tokens, key)
-        slots = buffers.assign(table)
-        loss, grads, codec = pipeline.loss_and_gradients(stage, slots, table.masked, self.codec, codec)
+        loss, grads, codec = pipeline.loss_and_gradients(stage, self.buffers, table.masked, self.codec, codec)
         return self._sum_loss(loss), gradients.reduce_gradients(self.layout, grads), codec
 
     def loss_and_gradients(

@@ -2,10 +2,12 @@
 
 import contextlib
 import math
+import os
 import pathlib
 import shutil
 import signal
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,12 +15,13 @@ import jax
 import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.mesh import from_process_rows, host_major, make_mesh, process_rows
 from paxtrain.step import Trainer, TrainState
 
 LOSSES = "loss.png"
@@ -35,18 +38,18 @@ class Run:
     Everything that can be wrong with the input is found while this is made, before anything is compiled.
     """
 
-    def __init__(self, config: Config, device_order: Sequence[int] | None = None) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config = config
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
-        self.trainer = Trainer(config, make_mesh(config.mesh, device_order))
+        self.trainer = Trainer(config, mesh)
         model = config.model
         self.files = {
             name: data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
             for name in ("train", "validation")
         }
         checkpoint.ensure_writable(self.out)
-        self._keep_tokenizer()
+        _ = self.trainer.layout  # settles attention
         self.shape = (config.batch.global_batch, model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.tokens_per_step = config.batch.global_batch * model.sequence
@@ -56,8 +59,9 @@ class Run:
     def _keep_tokenizer(self) -> None:
         """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
         source = pathlib.Path(self.config.data.train).with_name(sample.TOKENIZER)
-        if self.primary and source.exists():
-            shutil.copyfile(source, self.out / sample.TOKENIZER)
+        target = self.out / sample.TOKENIZER
+        if self.primary and source.exists() and source.resolve() != target.resolve():
+            shutil.copyfile(source, target)
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
@@ -106,8 +110,14 @@ class Run:
         return self.trainer.init(self.config.run.seed)
 
     def _data_identity(self) -> dict[str, Any]:
-        """What decides which tokens sample number i is."""
-        return {"train": self.config.data.train, "tokens": len(self.files["train"]), "seed": self.config.run.seed}
+        """What decides which tokens sample number i is; the tokens are known by their number and the first million."""
+        file = self.files["train"]
+        return {
+            "tokens": len(file),
+            "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes()),
+            "seed": self.config.run.seed,
+            "sequence": self.config.model.sequence,
+        }
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
         meta = {
@@ -151,8 +161,10 @@ class Run:
     def train(self) -> None:
         """Trains, reports, and leaves a checkpoint, the metrics and a figure."""
         home = self.out / sample.CHECKPOINTS
-        with checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints, self._catch_sigterm():
+        # SIGTERM is caught until the last checkpoint is on disk.
+        with self._catch_sigterm(), checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints:
             state = self.start(checkpoints)
+            self._keep_tokenizer()
             first = int(state.step)
             began = time.perf_counter()
             step = self.trainer.compile_step()
@@ -249,15 +261,15 @@ class Run:
     def _summary(self, untrained: float, validation: float, speed: float, skipped: int) -> None:
         rows = [
             ("validation loss", _nats(validation)),
-            ("untrained", _nats(untrained)),
-            ("speed", f"{report.size(speed)}tokens/s"),
+            *([("untrained", _nats(untrained))] if math.isfinite(untrained) else []),
+            *([("speed", f"{report.size(speed)}tokens/s")] if speed else [("steps", "all were done before")]),
             ("checkpoint", str(self.out / sample.CHECKPOINTS)),
             ("metrics", str(self.out / metrics.FILE)),
             ("loss curve", str(self.out / LOSSES)),
         ]
-        if self._peak:
+        if self._peak and speed:
             mfu = metrics.mfu(speed, self.config.model, self.config.mesh.devices, self._peak)
-            rows.insert(3, ("MFU", f"{mfu:.1%} of {self._peak:.3g} FLOP/s per device"))
+            rows.append(("MFU", f"{mfu:.1%} of {self._peak:.3g} FLOP/s per device"))
         if skipped:
             rows.append(("skipped steps", f"{skipped}, their gradients were not finite"))
         self.say(report.table(rows))
@@ -289,15 +301,21 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     options = flags.FLAGS
-    config, order = from_dict(options.config), None
-    if options.plan:
-        chosen = plan.load(options.plan)
-        config, order = chosen.apply(config), chosen.device_order or None
+    chosen = plan.load(options.plan) if options.plan else None
+    config = chosen.apply(options.config) if chosen else from_dict(options.config)
     # Only the CPU backend reads this; on GPU clusters it changes nothing.
-    processes = options.num_processes or 1
+    processes = options.num_processes or distributed.expected_processes(os.environ)
     jax.config.update("jax_num_cpu_devices", options.cpu_devices or max(1, config.mesh.devices // processes))
     distributed.initialize(options.coordinator, options.num_processes, options.process_id, options.coordinator_timeout)
-    Run(config, order).train()
+    training, problem = None, None
+    try:
+        hosts = chosen.hosts if chosen else ()
+        devices = host_major(hosts, distributed.host_names()) if hosts else None
+        training = Run(config, make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices))
+    except UserError as error:
+        problem = error
+    distributed.agree(problem)
+    training.train()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from paxtrain import distributed
@@ -138,3 +139,38 @@ def test_nobody_waits_longer_than_the_limit():
             f"error: the processes did not find each other within 1 s (process {number} of 2, coordinator "
             f"{coordinator}); start all of them, or give a larger --coordinator_timeout"
         ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),  # jax: one GPU a task
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "5"}, [0]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "0"}, None),
+    ],
+)
+def test_one_task_per_node_gets_all_its_gpus(environment, devices):
+    assert distributed._local_devices(environment) == devices
+
+
+def test_processes_that_the_launcher_tells_of():
+    assert distributed.expected_processes({}) == 1
+    assert distributed.expected_processes({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == 4
+    assert distributed.expected_processes({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
+
+
+def test_bad_input_of_one_process_ends_them_all(monkeypatch):
+    mine = UserError("mine")
+    with pytest.raises(UserError, match="mine"):
+        distributed.agree(mine)
+    distributed.agree(None)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    gathered = np.array([[False], [True], [True]])
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda _: gathered)
+    with pytest.raises(UserError, match="process 1 found bad input"):
+        distributed.agree(None)
+    with pytest.raises(UserError, match="mine"):
+        distributed.agree(mine)

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
-from paxtrain.mesh import AXES, from_process_rows, make_mesh, process_rows
+from paxtrain.mesh import AXES, from_process_rows, host_major, make_mesh, process_rows
 
 
 def ids(mesh):
@@ -29,9 +29,21 @@ def test_a_plans_order():
     np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), order)), np.reshape(order, (2, 2, 2)))
 
 
-def test_devices_are_counted_in_order_however_they_come():
+def test_devices_are_counted_in_order_unless_their_order_is_given(monkeypatch):
     shuffled = [jax.devices()[i] for i in (5, 0, 7, 2, 1, 6, 3, 4)]
-    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), devices=shuffled)), np.arange(8).reshape(2, 2, 2))
+    given = ids(make_mesh(MeshConfig(2, 2, 2), devices=shuffled))
+    np.testing.assert_array_equal(given.ravel(), [5, 0, 7, 2, 1, 6, 3, 4])
+    monkeypatch.setattr(jax, "devices", lambda: shuffled)
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2))), np.arange(8).reshape(2, 2, 2))
+
+
+def test_a_plan_counts_devices_host_after_host_as_it_lists_them(monkeypatch):
+    devices = [SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    found = host_major(("c", "a", "b"), ["a", "b", "c", "a"])  # two processes on host a
+    assert [d.id for d in found] == [4, 5, 0, 1, 6, 7, 2, 3]
+    with pytest.raises(UserError, match="the plan is for the hosts c, a, but the processes run on a, b, c"):
+        host_major(("c", "a"), ["a", "b", "c", "a"])
 
 
 def test_part_of_the_devices():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paxtrain import plan
-from paxtrain.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig, to_dict
 from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 
@@ -55,14 +55,20 @@ def test_only_the_sections_are_needed(tmp_path):
 
 def test_a_plan_replaces_mesh_pipeline_and_batch_only():
     config = Config(model=ModelConfig(hidden=64))
-    applied = PLAN.apply(config)
+    applied = PLAN.apply(to_dict(config) | {"mesh": {"data": 3}})  # what is replaced need not fit
     assert (applied.mesh, applied.pipeline, applied.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
     assert (applied.model, applied.optimizer, applied.run) == (config.model, config.optimizer, config.run)
 
 
+def test_a_plan_leaves_nothing_to_defaults(tmp_path):
+    path = file_of(tmp_path, batch={"global_batch": 8})
+    with pytest.raises(UserError, match="batch leaves out micro_batch; a plan says all of global_batch, micro_batch"):
+        plan.load(path)
+
+
 def test_a_plan_that_does_not_fit_the_model():
     with pytest.raises(UserError, match="adds up to 4, but the model has 6 layers"):
-        PLAN.apply(Config(model=ModelConfig(layers=6)))
+        PLAN.apply({"model": {"layers": 6}})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"device_order": "01234567"}, ["device_order must be a list of int", "'01234567'"]),
         ({"device_order": [0.0, 1, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         ({"device_order": [False, True, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
-        ({"mesh": {"data": 10**12}}, ["device_order", "8 entries"]),
+        ({"mesh": {"data": 10**12, "pipe": 1, "tensor": 1, "zero1": True}}, ["device_order", "8 entries"]),
         ({"hosts": ["a", "a"]}, ["hosts must differ", "a, a"]),
         ({"hosts": ["a", "b", "c"]}, ["3 hosts", "12 devices", "needs 8"]),
         ({"hosts": ["a", 2]}, ["hosts must be a list of str"]),
@@ -110,4 +116,4 @@ def test_a_file_that_is_no_plan(tmp_path, content):
 
 def test_a_path_that_is_no_file(tmp_path):
     for path in (tmp_path / "missing.json", tmp_path):
-        assert "plan.json that planner.plan has written" in refusal(path)
+        assert "plan.json as paxtrain/plan.py describes it" in refusal(path)
