@@ -11,5 +11,5 @@ def get_config() -> ConfigDict:
         mesh={"data": 2, "pipe": 2, "tensor": 2},
         batch={"global_batch": 32, "micro_batch": 4},
         optimizer={"learning_rate": 3e-3, "warmup_steps": 20},
-        run={"steps": 300, "out": "runs/tiny"},
+        run={"steps": 500, "out": "runs/tiny"},
     )
