@@ -171,10 +171,7 @@ def bubble(repeats: int) -> None:
         return
     coordinator = f"127.0.0.1:{_free_port()}"
     command = [sys.executable, "-m", "paxtrain.bench", f"--coordinator={coordinator}", f"--repeats={repeats}"]
-    workers = [
-        subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True, preexec_fn=pin)
-        for i, pin in enumerate(functools.partial(os.sched_setaffinity, 0, {core}) for core in cores[:2])
-    ]
+    workers = [subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True) for i in range(2)]
     output = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise UserError(f"the two processes of the bubble benchmark ended with {[w.returncode for w in workers]}")
@@ -192,6 +189,7 @@ def bubble(repeats: int) -> None:
 
 def _worker(process: int, coordinator: str, repeats: int) -> None:
     """One of the two processes of `bubble`: step times of several numbers of micro-batches, as JSON."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
     jax.config.update("jax_num_cpu_devices", 1)
     initialize(coordinator, 2, process, 60)
     result = {}
