@@ -79,14 +79,6 @@ class Rows:
             carry = carry | self._head(carry, cell, active & self.last)
         return carry
 
-    def _send_activations(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
-        if not kind.send:
-            return carry
-        arrived = _permute(carry["output"], self.program.pipe, kind.send)
-        slot = (cell["arrival_slot"],)
-        inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
-        return carry | {"inbox": inbox}
-
     def _head(self, carry: Carry, cell: Cell, active: jax.Array) -> Carry:
         stage, y = self.stage, carry["output"]
         if not self.train:
@@ -139,8 +131,11 @@ class Rows:
                 carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
-        if self.masked:
-            carry = self._send_activations(carry, cell, kind)
+        if kind.send:
+            arrived = _permute(carry["output"], self.program.pipe, kind.send)
+            slot = (cell["arrival_slot"],)
+            inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
+            carry = carry | {"inbox": inbox}
         if kind.backward:
             if depth:
                 g = read(carry["gradients"], (cell["gradient_slot"],))
@@ -150,9 +145,6 @@ class Rows:
                 g = jnp.where(self.last, carry["gradients"], received)
             for chunk in kind.backward:
                 carry = self._backward(carry, cell, g, chunk, kind)
-        if not self.masked:
-            # Where transfers block (the CPU backend), a stage that runs B would wait for its neighbour's F first.
-            carry = self._send_activations(carry, cell, kind)
         return carry
 
     def run_all(self, carry: Carry) -> Carry:

@@ -8,8 +8,6 @@ layers, in the backward phase the backward B of one. Messages move with the rows
             activations that F has just made travel     } likewise
             backward phase: B
 
-(where the schedule is not masked, activations travel after the backward phase: they are needed in the next row only)
-
 so an activation made in row t can be used from row t+1 on, and so can a gradient. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
 
