@@ -134,7 +134,7 @@ BAD_CONFIGURATION = {
     "number for a section": (["mesh=3"], ["--config.mesh=3"]),
     "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
-    "warm-up": (["optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "run.steps=300"]),
+    "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
     "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
     "missing validation": (["data.validation=nowhere/validation"], ["nowhere/validation"]),
