@@ -7,6 +7,7 @@ used, gradients received or made by the loss and not yet used. A slot is an inde
 
 import dataclasses
 import heapq
+from collections.abc import Set
 
 import numpy as np
 
@@ -18,13 +19,15 @@ class RowKind:
     """What the compiled code of a row depends on; rows of one kind differ in numbers only.
 
     Attributes:
-        receive: stage pairs of the gradients that travel before the forward phase.
+        receive: stage pairs of the gradients that travel before the forward phase as they are.
+        receive_compressed: those of the gradients that travel compressed.
         forward, backward: the chunks that some stage runs.
         send: stage pairs of the activations that travel after the forward phase.
         first, head, first_backward: some stage runs F of the first or the last, or B of the first virtual stage.
     """
 
     receive: tuple[Pair, ...]
+    receive_compressed: tuple[Pair, ...]
     forward: tuple[int, ...]
     send: tuple[Pair, ...]
     backward: tuple[int, ...]
@@ -47,6 +50,7 @@ COLUMNS = (
     "gradient_slot",  # of the gradient ring, read by B
     "gradient_arrival_slot",  # of the gradient ring, written before the forward phase
     "head_slot",  # of the gradient ring, written by the head
+    "message_chunk",  # that made the gradient that leaves before the forward phase
 )
 
 
@@ -107,11 +111,13 @@ def _kind(
     forward: set[tuple[int, int]],
     backward: set[tuple[int, int]],
     receive: tuple[Pair, ...],
+    receive_compressed: tuple[Pair, ...],
     send: tuple[Pair, ...],
 ) -> RowKind:
     """The kind of a row in which these (stage, chunk) run F and B."""
     return RowKind(
         receive=receive,
+        receive_compressed=receive_compressed,
         forward=tuple(sorted({chunk for _, chunk in forward})),
         send=send,
         backward=tuple(sorted({chunk for _, chunk in backward})),
@@ -121,8 +127,12 @@ def _kind(
     )
 
 
-def assign(schedule: Schedule) -> Buffers:
-    """Assigns the slots of all three rings and names each row's kind."""
+def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -> Buffers:
+    """Assigns the slots of all three rings and names each row's kind.
+
+    Args:
+        compressed: the gradients that travel compressed, as (sending virtual stage, micro-batch).
+    """
     stages, rows, last = schedule.stages, schedule.rows, schedule.virtual_stages - 1
     row_of, trains = schedule.row_of, bool((schedule.backward != IDLE).any())
     residuals: list[list] = [[] for _ in range(stages)]
@@ -172,6 +182,7 @@ def assign(schedule: Schedule) -> Buffers:
         if (schedule.forward[row] != IDLE).any():
             written = column["forward_slot"][row]
         column["backward_slot"][row] = written
+    packed: list[set[int]] = [set() for _ in range(rows)]  # who sends a compressed gradient in that row
     for row, stage, mb, chunk in schedule.ops("backward"):
         virtual = schedule.virtual_stage(stage, chunk)
         column["backward"][row, stage], column["backward_chunk"][row, stage] = mb, chunk
@@ -181,6 +192,9 @@ def assign(schedule: Schedule) -> Buffers:
         if virtual:
             receiver = (stage - 1) % stages
             column["gradient_arrival_slot"][row + 1, receiver] = gradient_slots[receiver][virtual - 1, mb]
+            column["message_chunk"][row + 1, stage] = chunk
+            if (virtual, mb) in compressed:
+                packed[row + 1].add(stage)
 
     def active(phase: str, row: int) -> list[int]:
         return [int(s) for s in np.flatnonzero(getattr(schedule, phase)[row] != IDLE)]
@@ -188,7 +202,9 @@ def assign(schedule: Schedule) -> Buffers:
     def kind(row: int) -> RowKind:
         f = {(s, int(schedule.forward_chunk[row, s])) for s in active("forward", row)}
         b = {(s, int(schedule.backward_chunk[row, s])) for s in active("backward", row)}
-        return _kind(schedule, f, b, schedule.gradient_pairs[row], schedule.activation_pairs[row])
+        plain = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] not in packed[row])
+        compressed = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] in packed[row])
+        return _kind(schedule, f, b, plain, compressed, schedule.activation_pairs[row])
 
     table = np.stack([column[name] for name in COLUMNS], axis=-1)
     kinds = [kind(row) for row in range(rows)]
@@ -225,7 +241,11 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
     for row in range(schedule.rows):
         cells = [dict(zip(COLUMNS, map(int, buffers.table[row, s]))) for s in range(stages)]
         kind, kept = buffers.kinds[row], set()
-        check(set(kind.receive) == {(s, to) for s, (to, _) in sending.items()}, row, -1, "gradient pairs")
+        pairs = kind.receive + kind.receive_compressed
+        check(sorted(pairs) == sorted((s, to) for s, (to, _) in sending.items()), row, -1, "gradient pairs")
+        for s, (_, (virtual, _)) in sending.items():
+            made_by = (virtual + 1) // stages
+            check(cells[s]["message_chunk"] == made_by, row, s, f"message of chunk {made_by}")
         for to, key in sending.values():
             kept.add((to, "gradient_arrival_slot"))
             gradient_inbox[to][cells[to]["gradient_arrival_slot"]] = key
@@ -273,7 +293,8 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
             {(s, cell[phase + "_chunk"]) for s, cell in enumerate(cells) if cell[phase + "_valid"]}
             for phase in ("forward", "backward")
         )
-        check(kind == _kind(schedule, f, b, kind.receive, kind.send), row, -1, "the row's kind leaves out an op")
+        found = _kind(schedule, f, b, kind.receive, kind.receive_compressed, kind.send)
+        check(kind == found, row, -1, "the row's kind leaves out an op")
     phases = "FB" if trains else "F"
     expected = {(p, q, mb) for p in phases for q in range(last + 1) for mb in range(schedule.micro_batches)}
     check(seen == expected, schedule.rows, -1, "an op is missing")

@@ -28,6 +28,8 @@ from paxtrain.errors import UserError
 
 Tree = Any
 Meta = dict[str, Any]
+# Which top-level keys to read of a checkpoint with this metadata, these kinds of arrays by path, and this name.
+Wanted = Callable[[Meta, dict[str, str], str], set[str]]
 
 _SET_ASIDE = "set_aside"
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -104,7 +106,8 @@ def _by_path(tree: Tree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _kinds(tree: Tree) -> dict[str, str]:
+def kinds(tree: Tree) -> dict[str, str]:
+    """Dtype and shape of every array by its path, as a checkpoint's record keeps them."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
 
 
@@ -188,14 +191,19 @@ def _require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None
     different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
     if different:
         raise UserError(f"{where} is of another model: {different}; ask for the same model or name another directory")
-    kinds = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}
-    different = _differences(kinds, _kinds(abstract))
+    saved = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}
+    different = _differences(saved, kinds(abstract))
     if different:
         raise UserError(f"{where} holds other arrays: {different}; use the configuration that it was saved with")
 
 
 def _restore(
-    directory: pathlib.Path, abstract: Tree, model: Meta, steps: list[int], problems: list[str]
+    directory: pathlib.Path,
+    abstract: Tree,
+    model: Meta,
+    steps: list[int],
+    problems: list[str],
+    wanted: Wanted | None = None,
 ) -> tuple[int, Tree, Meta] | None:
     """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
     # Arrays on this process's devices alone: the other processes may not even be reading.
@@ -204,8 +212,10 @@ def _restore(
         where = f"checkpoint {step} in {directory}"
         record, reason = _try(lambda step=step: _read_record(directory, step), joined)
         if not reason:
-            _require_same(record, abstract, model, where)
-            state, reason = _try(lambda step=step: _read_state(directory, step, abstract), joined)
+            parts = set(abstract) if wanted is None else wanted(record["meta"], record["arrays"], where)
+            chosen = {key: value for key, value in abstract.items() if key in parts}
+            _require_same(record, chosen, model, where)
+            state, reason = _try(lambda step=step, chosen=chosen: _read_state(directory, step, chosen), joined)
         if not reason:
             found = _fingerprints(state)
             damaged = [path for path, value in found.items() if value != record["fingerprints"][path]]
@@ -301,13 +311,15 @@ class Checkpoints:
         self._restored_step = -1
         self._manager: ocp.CheckpointManager | None = None
 
-    def restore(self, abstract: Tree, model: Meta) -> tuple[Tree, Meta] | None:
+    def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
         """The newest good checkpoint, on the mesh of `abstract`.
 
         Args:
             abstract: jax.ShapeDtypeStructs with shardings, structured as the state. Top-level keys of the saved state
                 that are missing here are not read.
             model: the architecture, compared with meta["model"] before any array is read.
+            wanted: which top-level keys of `abstract` to read, from a checkpoint's (meta, kinds of its arrays by path,
+                its name for messages); default: all.
 
         Returns:
             (state, meta), or None where nothing has been saved.
@@ -319,7 +331,7 @@ class Checkpoints:
         for path in self._directory.glob(f"*{_UNFINISHED}*"):
             step = path.name.split(".")[0]
             _report(self.problems, f"checkpoint {step} in {self._directory} was never finished and is left out")
-        restored = _restore(self._directory, abstract, model, steps, self.problems)
+        restored = _restore(self._directory, abstract, model, steps, self.problems, wanted)
         if restored is None:
             if steps:
                 raise _none_good(self._directory, steps)
@@ -340,7 +352,7 @@ class Checkpoints:
             self._manager = self._open()
         if step in self._manager.all_steps():
             return
-        record = {"meta": meta, "arrays": _kinds(state), "fingerprints": _fingerprints(state)}
+        record = {"meta": meta, "arrays": kinds(state), "fingerprints": _fingerprints(state)}
         record = {**record, "checksum": _checksum(record)}
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
         self._manager.save(step, args=args, force=True)

@@ -6,6 +6,7 @@ into these dataclasses at the edge, and nothing behind the mains sees a ConfigDi
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Any
 
@@ -281,12 +282,14 @@ class CheckpointConfig:
         keep: newest checkpoints kept.
         keep_every: besides, each checkpoint whose step is a multiple of this is kept for good; 0: none.
         resume: continue from the newest good checkpoint of the output directory if there is one.
+        reset_codec: where the checkpoint's compression state does not fit this run's, start compression afresh.
     """
 
     every: int = 100
     keep: int = 2
     keep_every: int = 0
     resume: bool = True
+    reset_codec: bool = False
 
     def __post_init__(self) -> None:
         _positive("checkpoint", self, "keep")
@@ -331,6 +334,134 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompressConfig:
+    """What crosses the links compressed, as low-rank factors (Optimus-CC, Song et al. 2023).
+
+    Attributes:
+        backward: activation gradients between stages: "none", "epilogue" (those that no compute hides: the drain of the
+            pipeline) or "all".
+        backward_rank: rank of their factors.
+        backward_ranks: ranks link by link, "16,8,16", the link between stages 0 and 1 first (with virtual stages the
+            one between the last stage and the first comes last); empty: backward_rank for all.
+        forward, forward_rank: activations between stages, "none" or "all"; beyond the paper.
+        error: what a compressed message leaves out goes into the next one on its link (lazy error propagation):
+            "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
+        factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
+            compute dtype.
+        form: "solve" (normal equations, no orthogonalisation) or "qr" (its check).
+        embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (a mean over data on each,
+            then their sum: the baseline), or "auto": fused where there are two copies.
+        data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
+            "0,1", or "selective": those whose reduction would end the step.
+        data_rank: rank of their factors; the highest rank where ranks adapt.
+        data_start: fraction of the run's steps before data-parallel compression starts.
+        data_adapt_every: steps between adaptions of each stage's rank to its residual; 0: ranks stay.
+        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles where the part of the
+            gradient left out (0 to 1, by norm) is above residual_high, and halves below residual_low.
+        stage_seconds, reduce_seconds, compressed_seconds: for data=selective, a number per stage each: when its last
+            backward ends, how long its reduction takes dense and compressed; empty: measured before the first step.
+        min_ratio: no matrix is compressed whose factors do not save this many times its bytes.
+        implementation: of the passes over whole matrices: "xla", "triton" (Pallas kernels, NVIDIA GPUs), or "auto":
+            triton on GPUs.
+    """
+
+    backward: str = "none"
+    backward_rank: int = 16
+    backward_ranks: str = ""
+    forward: str = "none"
+    forward_rank: int = 16
+    error: str = "lazy"
+    factors: str = "auto"
+    form: str = "solve"
+    embedding: str = "auto"
+    data: str = "none"
+    data_rank: int = 128
+    data_start: float = 0.1
+    data_adapt_every: int = 0
+    data_rank_min: int = 4
+    residual_low: float = 0.3
+    residual_high: float = 0.6
+    stage_seconds: str = ""
+    reduce_seconds: str = ""
+    compressed_seconds: str = ""
+    min_ratio: float = 2.0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        _choice("compress.backward", self.backward, ("none", "epilogue", "all"))
+        _choice("compress.forward", self.forward, ("none", "all"))
+        _choice("compress.error", self.error, ("lazy", "explicit", "none"))
+        _choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
+        _choice("compress.form", self.form, ("solve", "qr"))
+        _choice("compress.embedding", self.embedding, ("auto", "fused", "unfused"))
+        _choice("compress.implementation", self.implementation, ("auto", "xla", "triton"))
+        _positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
+        _require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
+        _require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")
+        _require(
+            self.data_adapt_every >= 0, f"compress.data_adapt_every must not be negative, got {self.data_adapt_every}"
+        )
+        _require(
+            self.data_rank_min <= self.data_rank,
+            f"compress.data_rank_min={self.data_rank_min} must not be above compress.data_rank={self.data_rank}",
+        )
+        _require(
+            0 <= self.residual_low < self.residual_high <= 1,
+            f"compress.residual_low={self.residual_low} must be below compress.residual_high={self.residual_high}, "
+            "both in [0, 1]",
+        )
+        ranks = _numbers("compress.backward_ranks", self.backward_ranks, int)
+        _require(
+            all(rank > 0 for rank in ranks),
+            f"compress.backward_ranks must be positive integers joined by commas, got {self.backward_ranks!r}",
+        )
+        if self.data not in ("none", "all", "selective"):
+            _require(
+                re.fullmatch(r"\d+(,\d+)*", self.data) is not None,
+                f"compress.data must be none, all, selective or stages joined by commas such as 0,1, got {self.data!r}",
+            )
+        given = [bool(getattr(self, name)) for name in _SECONDS]
+        _require(
+            all(given) or not any(given),
+            f"compress.{', compress.'.join(_SECONDS)} must be given together or not at all",
+        )
+        for name in _SECONDS:
+            _numbers(f"compress.{name}", getattr(self, name), float)
+
+    @property
+    def seconds(self) -> tuple[tuple[float, ...], ...]:
+        """stage_seconds, reduce_seconds and compressed_seconds, each a number per stage; empty where not given."""
+        return tuple(_numbers(name, getattr(self, name), float) for name in _SECONDS)
+
+    def data_stages(self, pipe: int) -> tuple[int, ...]:
+        """Stages that compress over data, as far as the configuration alone says; "selective" has none yet."""
+        if self.data in ("none", "selective"):
+            return ()
+        return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
+
+    def link_ranks(self, links: int) -> tuple[int, ...]:
+        """Rank of every link's gradients."""
+        ranks = _numbers("compress.backward_ranks", self.backward_ranks, int)
+        return ranks or (self.backward_rank,) * links
+
+
+_SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
+
+
+def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
+    """The numbers of a list joined by commas; an empty text is an empty list."""
+    try:
+        values = tuple(kind(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        values = (math.nan,)
+    _require(
+        all(math.isfinite(value) and value >= 0 for value in values),
+        f"{name} must be numbers joined by commas, got {text!r}",
+    )
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Everything one training run needs. Checks here are those that join sections."""
 
@@ -338,6 +469,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     batch: BatchConfig = BatchConfig()
+    compress: CompressConfig = CompressConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -363,6 +495,44 @@ class Config:
             f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
             f"do not fit into run.steps={self.run.steps}",
         )
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        c, pipe = self.compress, self.mesh.pipe
+        for direction in ("backward", "forward"):
+            chosen = getattr(c, direction)
+            _require(
+                chosen == "none" or pipe > 1,
+                f"compress.{direction}={chosen} needs messages between stages, but mesh.pipe=1; "
+                f"choose mesh.pipe of 2 or more, or compress.{direction}=none",
+            )
+        _require(
+            c.embedding != "fused" or pipe > 1,
+            "compress.embedding=fused needs tied copies of the embedding on the first and the last stage, "
+            "but mesh.pipe=1 holds it once; choose auto",
+        )
+        ranks = c.link_ranks(self.links)
+        _require(
+            pipe == 1 or len(ranks) == self.links,
+            f"compress.backward_ranks={c.backward_ranks} names {len(ranks)} links, but there are {self.links} "
+            f"between {pipe} stages",
+        )
+        outside = [s for s in c.data_stages(pipe) if s >= pipe]
+        _require(
+            not outside,
+            f"compress.data={c.data} names stage {max(outside, default=0)}, but mesh.pipe={pipe} has stages 0 to "
+            f"{pipe - 1}",
+        )
+        for name, values in zip(_SECONDS, c.seconds, strict=True):
+            _require(
+                not values or len(values) == pipe,
+                f"compress.{name} names {len(values)} stages, but mesh.pipe={pipe}",
+            )
+
+    @property
+    def links(self) -> int:
+        """Pairs of stages that exchange messages; with virtual stages the last and the first do, too."""
+        return self.mesh.pipe - (self.pipeline.virtual_stages == 1)
 
     @property
     def micro_batches(self) -> int:

@@ -9,16 +9,20 @@ References:
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress import kernels
+from compress.collectives import PowerState, mean_lowrank, packed, packed_scatter
 from paxtrain import model
+from paxtrain.compression import Compression
 from paxtrain.layout import Layout, Params, names
 from paxtrain.rings import only_if
 from paxtrain.stage import Segment, Weights
+from paxtrain.virtual import permute
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -69,7 +73,7 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     if layout.stages == 1:
         return x
     last = layout.stages - 1
-    return x + lax.ppermute(x, "pipe", [(0, last), (last, 0)])
+    return x + permute(x, "pipe", ((0, last), (last, 0)))
 
 
 def _layers(segment: Any) -> list[Params]:
@@ -80,44 +84,163 @@ def _layers(segment: Any) -> list[Params]:
     return [jax.tree.map(lambda x, i=i: x[i], segment) for i in range(count)]
 
 
-def reduce_gradients(layout: Layout, grads: Weights) -> Params:
-    """Means over data of a device's gradients in mesh layout, as it keeps them: ZeRO-1 shards, or whole.
+def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """The mean over data of one array: this rank's shard along dim, or whole where dim is -1."""
+    data = layout.config.mesh.data
+    if data == 1:
+        return x
+    if dim < 0:
+        return lax.pmean(x, "data")
+    return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
 
-    The tied embedding's two gradients are summed on their shards, between reduce-scatter and (without ZeRO-1)
-    all-gather: V(2D-1)/D bytes for V bytes of table and D data ranks; two all-reduces in a row take V(3D-2)/D.
+
+def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """This data rank's shard along dim of an array that every data rank has whole."""
+    if dim < 0:
+        return x
+    size = x.shape[dim] // layout.config.mesh.data
+    return lax.dynamic_slice_in_dim(x, lax.axis_index("data") * size, size, axis=dim)
+
+
+def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """The tied embedding's gradient [V/T, H]: the mean over data, summed over the first and the last stage.
+
+    For V bytes of table and D data ranks, fused: the sum is made on shards between reduce-scatter and (without ZeRO-1)
+    all-gather, V(2D-1)/D bytes. Unfused, the baseline: two all-reduces in a row, V(3D-2)/D.
     """
-    dims, data = layout.data_dims(), layout.config.mesh.data
+    data = layout.config.mesh.data
+    if data == 1:
+        return _swap_edges(layout, x)
+    if layout.config.compress.embedding == "unfused":
+        whole = _on_edges(layout, lambda v: lax.pmean(v, "data"), x, x.shape)
+        return _shard(layout, _swap_edges(layout, whole), dim)
+    # Without ZeRO-1 the table is scattered over its rows for the sum only; they are a multiple of vocab_multiple.
+    scatter = dim if dim >= 0 else next((d for d in range(x.ndim) if x.shape[d] % data == 0), -1)
+    if scatter < 0:
+        return _swap_edges(layout, lax.pmean(x, "data"))
+    shape = tuple(n // (data if i == scatter else 1) for i, n in enumerate(x.shape))
+    shard = _swap_edges(layout, _on_edges(layout, lambda v: _mean(layout, v, scatter), x, shape))
+    if dim >= 0:
+        return shard
+    return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
 
-    def embedding(x: jax.Array, dim: int) -> jax.Array:
-        if data == 1:
-            return _swap_edges(layout, x)
-        # Without ZeRO-1 the table is scattered over its rows for the sum only; they are a multiple of vocab_multiple.
-        scatter = dim if dim >= 0 else next((d for d in range(x.ndim) if x.shape[d] % data == 0), -1)
-        if scatter < 0:
-            return _swap_edges(layout, lax.pmean(x, "data"))
-        shape = tuple(n // (data if i == scatter else 1) for i, n in enumerate(x.shape))
-        reduce = lambda v: lax.psum_scatter(v, "data", scatter_dimension=scatter, tiled=True) / data  # noqa: E731
-        shard = _swap_edges(layout, _on_edges(layout, reduce, x, shape))
-        if dim >= 0:
-            return shard
-        return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
 
-    def mean(x: jax.Array, dim: int) -> jax.Array:
-        if data == 1:
-            return x
-        if dim < 0:
-            return lax.pmean(x, "data")
-        return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
+class Reduced(NamedTuple):
+    """What the reduction over data leaves on a device.
+
+    Attributes:
+        gradients: in mesh layout, as the device keeps them: ZeRO-1 shards, or whole.
+        state: of the compression.
+        left_out: norm of what the compression of this stage left out, over that of the gradient with the error before;
+            float32 [], 0 where nothing was compressed.
+    """
+
+    gradients: Params
+    state: Any
+    left_out: jax.Array
+
+
+def _dense_layers(layout: Layout, rows: list[Params]) -> list[Params]:
+    # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+    dims = layout.data_dims()["layers"]
+    return [jax.tree.map(lambda x, dim: _mean(layout, x, max(dim - 1, -1)), row, dims) for row in rows]
+
+
+def _low_rank_layers(
+    compression: Compression, rows: list[Params], state: PowerState, rank: int
+) -> tuple[list[Params], PowerState, jax.Array]:
+    """PowerSGD on the kernels; everything else is packed and reduced as it is."""
+    layout, chosen = compression.layout, compression.compressed_kernels(rank)
+    dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
+    keys = [(i, path) for i in range(len(rows)) for path in compression.power_kernels]
+    used = [n for n, (_, path) in enumerate(keys) if path in chosen]
+    matrices = [
+        rows[i][name][leaf].reshape(compression.kernels[name, leaf]) for i, (name, leaf) in (keys[n] for n in used)
+    ]
+    some = PowerState([state.error[n] for n in used], [state.q[n] for n in used])
+    c = layout.config.compress
+    factors, some, stats = mean_lowrank(matrices, some, rank, "data", compression.implementation, c.form, keep=True)
+    error, q = list(state.error), list(state.q)
+    for n, e, factor in zip(used, some.error, some.q, strict=True):
+        error[n], q[n] = e, factor
+
+    reduced = jax.tree.map(lambda x: x, rows)  # new dicts
+    for n, (p, w) in zip(used, factors, strict=True):
+        i, (name, leaf) = keys[n]
+        dim, shape = dims[name][leaf], rows[i][name][leaf].shape
+        if dim == 0:  # of the product only this rank's rows are formed
+            p, shape = _shard(layout, p, 0), (shape[0] // layout.config.mesh.data, *shape[1:])
+        whole = kernels.decode(p, w, jnp.float32, implementation=compression.implementation).reshape(shape)
+        reduced[i][name][leaf] = whole if dim == 0 else _shard(layout, whole, dim)
+
+    rest = [
+        (i, name, leaf)
+        for i, row in enumerate(rows)
+        for name in row
+        for leaf in row[name]
+        if (name, leaf) not in chosen
+    ]
+    for scattered in (True, False):
+        part = [(i, name, leaf) for i, name, leaf in rest if (dims[name][leaf] >= 0) == scattered]
+        arrays = [rows[i][name][leaf] for i, name, leaf in part]
+        if not part or layout.config.mesh.data == 1:
+            continue
+        if scattered:
+            arrays = [
+                x / layout.config.mesh.data
+                for x in packed_scatter(arrays, [dims[n][leaf] for _, n, leaf in part], "data")
+            ]
+        else:
+            arrays = packed(lambda x: lax.pmean(x, "data"), arrays)
+        for (i, name, leaf), x in zip(part, arrays, strict=True):
+            reduced[i][name][leaf] = x
+    # A tensor group's devices have different parts of the matrices, a data group's different errors.
+    left, total = lax.psum(jnp.stack(stats), ("data", "tensor"))
+    return reduced, PowerState(error, q), jnp.sqrt(left / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
+
+
+def layer_rows(grads: Weights) -> list[Params]:
+    """The layers of a device's gradients, slot after slot."""
+    return [layer for chunk in grads.chunks for part in chunk for layer in _layers(part)]
+
+
+def reduce_layers(
+    compression: Compression, rank: int, rows: list[Params], state: PowerState | tuple[()]
+) -> tuple[list[Params], PowerState | tuple[()], jax.Array]:
+    """The layers' part of `reduce_gradients` on a stage of that rank; see Reduced for what comes back."""
+    if rank:
+        return _low_rank_layers(compression, rows, state, rank)
+    return _dense_layers(compression.layout, rows), state, jnp.float32(0)
+
+
+def reduce_gradients(
+    compression: Compression, ranks: tuple[int, ...], grads: Weights, state: PowerState | tuple[()]
+) -> Reduced:
+    """Means over data of a device's gradients.
+
+    Args:
+        ranks: of every stage's factors, 0 for a stage that sends its gradients as they are.
+        grads: float32 sums over the micro-batches.
+        state: of the compression over data, () where there is none.
+    """
+    layout = compression.layout
+    dims = layout.data_dims()
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         dim = max(dim - 1, -1)  # x has no leading dim of stages
-        return (embedding(x, dim) if names(path)[-1] == "token" else mean(x, dim))[None]
+        return (_tied_embedding if names(path)[-1] == "token" else _mean)(layout, x, dim)[None]
 
-    rows = [layer for chunk in grads.chunks for part in chunk for layer in _layers(part)]
-    # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
-    reduced = [jax.tree.map(lambda x, dim: mean(x, max(dim - 1, -1)), row, dims["layers"]) for row in rows]
-    return {
+    rows, kinds = layer_rows(grads), sorted(set(ranks))
+    branches = [functools.partial(reduce_layers, compression, rank, rows, state) for rank in kinds]
+    if len(kinds) == 1:
+        reduced, state, left_out = branches[0]()
+    else:
+        # A data group is of one stage: all its ranks take the same branch, so its collectives match.
+        mine = jnp.array([kinds.index(rank) for rank in ranks])[lax.axis_index("pipe")]
+        reduced, state, left_out = lax.switch(mine, branches)
+    tree = {
         "embedding": jax.tree_util.tree_map_with_path(edge, grads.embedding, dims["embedding"]),
         "layers": jax.tree.map(lambda *rows: jnp.stack(rows), *reduced),
         "final_norm": jax.tree_util.tree_map_with_path(edge, grads.final_norm, dims["final_norm"]),
     }
+    return Reduced(tree, state, left_out)

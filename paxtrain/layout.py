@@ -40,7 +40,8 @@ _TENSOR_DIM = {
 }
 
 
-def _tensor_dim(names: tuple[str, ...]) -> int | None:
+def tensor_dim(names: tuple[str, ...]) -> int | None:
+    """The dim of the mesh-layout array of that path that is split over tensor, or None."""
     return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
 
 
@@ -115,9 +116,9 @@ class Layout:
 
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
         spec: list[Any] = ["pipe", *[None] * (len(shape) - 1)]
-        tensor_dim = _tensor_dim(names(path))
-        if tensor_dim is not None:
-            spec[tensor_dim] = "tensor"
+        split = tensor_dim(names(path))
+        if split is not None:
+            spec[split] = "tensor"
         dim = self.data_dim(path, shape) if data else None
         if dim is not None:
             spec[dim] = (spec[dim], "data") if spec[dim] else "data"
@@ -128,11 +129,11 @@ class Layout:
 
         None where no dim divides, without ZeRO-1, and where data has one rank: such an array is replicated over data.
         """
-        mesh, tensor_dim = self.config.mesh, _tensor_dim(names(path))
+        mesh, split = self.config.mesh, tensor_dim(names(path))
         if not mesh.zero1 or mesh.data == 1:
             return None
         for dim in range(1, len(shape)):
-            size = shape[dim] // (mesh.tensor if dim == tensor_dim else 1)
+            size = shape[dim] // (mesh.tensor if dim == split else 1)
             if size % mesh.data == 0:
                 return dim
         return None

@@ -12,50 +12,54 @@ Two ways for a stage that is idle in a row:
 Rows of equal kind are one scan; in the rest each transfer names only the pairs that carry something.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Codec
 from paxtrain.buffers import COLUMNS, Buffers, RowKind
+from paxtrain.links import PLAIN, Link, among, send
 from paxtrain.rings import always, only_if, read, write
 from paxtrain.schedule import Pair
 from paxtrain.stage import Stage, Weights
+from paxtrain.virtual import permute
 
 Carry = dict[str, Any]
 Cell = dict[str, jax.Array]
 
 
-def _permute(x: Any, axis: str, pairs: tuple[Pair, ...]) -> Any:
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), x)
+class Links(NamedTuple):
+    """Both directions between the stages: gradients go backward, activations forward."""
+
+    backward: Link = PLAIN
+    forward: Link = PLAIN
 
 
 class Rows:
     """Runs rows of a schedule on a stage."""
 
-    def __init__(self, stage: Stage, buffers: Buffers, codec: Codec, masked: bool, train: bool):
-        self.stage, self.buffers, self.codec, self.train = stage, buffers, codec, train
+    def __init__(self, stage: Stage, buffers: Buffers, links: Links, masked: bool, train: bool):
+        self.stage, self.buffers, self.links, self.train = stage, buffers, links, train
         self.run = always if masked else only_if
         self.masked = masked
         self.program = stage.program
         self.last = stage.index == self.program.stages - 1
         self.table = jnp.asarray(buffers.table)
 
-    def start(self, grads: Weights | None, codec_state: Any) -> Carry:
+    def start(self, grads: Weights | None, link_states: Any) -> Carry:
         """The carry before the first row; `grads` are the accumulators, None where nothing is trained."""
         message = jnp.zeros(self.stage.message.shape, self.stage.message.dtype)
         # Slots are written before they are read: no need to clear them.
         ring = lambda depth, x: lax.empty((depth + 1, *x.shape), x.dtype)  # noqa: E731
-        carry = {"loss": jnp.float32(0), "output": message}
+        carry = {"loss": jnp.float32(0), "output": message, "links": link_states}
         carry["inbox"] = ring(self.buffers.activation_depth, message) if self.buffers.activation_depth else message
         if self.train:
             depth = self.buffers.gradient_depth
             carry["gradients"] = ring(depth, message) if depth else message
             # Only idle stages that compute need the scrap slot.
             carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + self.masked)
-            carry |= {"gradient_out": message, "grads": grads, "codec": codec_state}
+            carry |= {"gradient_out": message, "grads": grads}
         return carry
 
     def _forward(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
@@ -115,24 +119,46 @@ class Rows:
             carry = carry | {"gradient_out": out, "residuals": ring}
         return carry
 
+    def _send(
+        self, direction: str, carry: Carry, what: str, chunk: jax.Array, pairs: tuple[Pair, ...]
+    ) -> tuple[Carry, Any]:
+        """Sends carry[what] through a direction's codec, whose states are per chunk; also the wire that arrives."""
+        states = carry["links"]
+        slot = (chunk if self.program.chunks > 1 else 0,)
+        state = read(states[direction], slot)
+        wire, state = send(
+            getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
+        )
+        return carry | {"links": states | {direction: write(states[direction], slot, state)}}, wire
+
+    def _decode(self, direction: str, wire: Any) -> jax.Array:
+        return getattr(self.links, direction).codec.decode(wire, self.stage.message)
+
     def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
         """One row; cells is this row's [stages, columns] of the table."""
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
         depth, received = self.buffers.gradient_depth, None
         if kind.receive:
-            # The one place where a gradient leaves a stage: encode, send, decode.
-            wire, state = self.codec.encode(carry["codec"], carry["gradient_out"])
-            received = self.codec.decode(_permute(wire, self.program.pipe, kind.receive))
-            sends = jnp.isin(self.stage.index, jnp.array([sender for sender, _ in kind.receive]))
-            keep = lambda new, old: jnp.where(sends, new, old)  # noqa: E731 (who sends nothing has encoded scrap)
-            carry = carry | {"codec": jax.tree.map(keep, state, carry["codec"])}
-            if depth:
-                carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+            received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
+        if kind.receive_compressed:
+            carry, wire = self._send("backward", carry, "gradient_out", cell["message_chunk"], kind.receive_compressed)
+        elif depth and received is not None:
+            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
+        if kind.receive_compressed:
+            # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
+            wire, output = lax.optimization_barrier((wire, carry["output"]))
+            arrived = self._decode("backward", wire)
+            mine = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            received = arrived if received is None else jnp.where(mine, arrived, received)
+            carry = carry | {"output": output}
+            if depth:
+                carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
         if kind.send:
-            arrived = _permute(carry["output"], self.program.pipe, kind.send)
+            carry, wire = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
+            arrived = self._decode("forward", wire)
             slot = (cell["arrival_slot"],)
             inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
             carry = carry | {"inbox": inbox}
@@ -186,28 +212,32 @@ def zeros_like(weights: Weights) -> Weights:
 
 
 def loss_and_gradients(
-    stage: Stage, buffers: Buffers, masked: bool, codec: Codec, codec_state: Any
+    stage: Stage, buffers: Buffers, masked: bool, links: Links, states: Any
 ) -> tuple[jax.Array, Weights, Any]:
     """Loss and gradients of all micro-batches of this data rank.
 
     Args:
         stage: this device's stage; its tokens are [m, B, S+1].
         buffers, masked: the schedule's.
-        codec, codec_state: for the gradients that this stage sends.
+        links: what messages between the stages go through.
+        states: {"backward", "forward"}: the states of this stage's codecs, with a leading dim of chunks.
 
     Returns:
-        The loss, zero but on the last stage; the gradients in float32, structured as the stage's weights; the codec's
-        new state.
+        The loss, zero but on the last stage; the gradients in float32, structured as the stage's weights; the codecs'
+        new states.
     """
     grads = zeros_like(stage.weights)
     if stage.program.stages == 1:
-        return *_one_stage(stage, grads), codec_state
-    rows = Rows(stage, buffers, codec, masked, train=True)
-    carry = rows.run_all(rows.start(grads, codec_state))
-    return carry["loss"], carry["grads"], carry["codec"]
+        return *_one_stage(stage, grads), states
+    rows = Rows(stage, buffers, links, masked, train=True)
+    carry = rows.run_all(rows.start(grads, states))
+    return carry["loss"], carry["grads"], carry["links"]
 
 
-def loss_only(stage: Stage, buffers: Buffers, masked: bool, codec: Codec) -> jax.Array:
-    """Loss of all micro-batches of this data rank, zero but on the last stage; nothing is kept for a backward."""
-    rows = Rows(stage, buffers, codec, masked, train=False)
-    return rows.run_all(rows.start(None, ()))["loss"]
+def loss_only(stage: Stage, buffers: Buffers, masked: bool) -> jax.Array:
+    """Loss of all micro-batches of this data rank, zero but on the last stage; nothing is kept for a backward.
+
+    Messages travel as they are: what is evaluated is the model and not its compression.
+    """
+    rows = Rows(stage, buffers, Links(), masked, train=False)
+    return rows.run_all(rows.start(None, {"backward": (), "forward": ()}))["loss"]

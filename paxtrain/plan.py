@@ -1,4 +1,7 @@
-"""A plan: which mesh on which devices, and how the pipeline runs. `--plan=plan.json` overrides the configuration."""
+"""A plan: which mesh on which devices, how the pipeline runs, what is compressed.
+
+`--plan=plan.json` overrides these sections of the configuration.
+"""
 
 import dataclasses
 import json
@@ -6,10 +9,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from paxtrain.config import BatchConfig, Config, MeshConfig, PipelineConfig, from_dict, read_section
+from paxtrain.config import BatchConfig, CompressConfig, Config, MeshConfig, PipelineConfig, from_dict, read_section
 from paxtrain.errors import UserError
 
 VERSION = 1
+_SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Plan:
         mesh: sizes of the axes.
         pipeline: schedule, layers per stage, what is saved.
         batch: global batch and micro-batch.
+        compress: what crosses links compressed.
         hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order in which
             the processes come.
         devices_per_host: devices of each host.
@@ -31,6 +36,7 @@ class Plan:
     mesh: MeshConfig
     pipeline: PipelineConfig
     batch: BatchConfig
+    compress: CompressConfig
     hosts: tuple[str, ...] = ()
     devices_per_host: int = 0
     device_order: tuple[int, ...] = ()
@@ -52,13 +58,12 @@ class Plan:
             )
 
     def apply(self, values: Mapping[str, Any]) -> Config:
-        """The configuration of `values` (sections, as config.from_dict takes them) with this plan's three sections.
+        """The configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
         Raises:
             UserError: they do not fit each other.
         """
-        sections = ("mesh", "pipeline", "batch")
-        return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in sections}})
+        return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
 
 
 def save(plan: Plan, path: str | pathlib.Path) -> None:
@@ -89,18 +94,17 @@ def _parse(values: Any) -> Plan:
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
     if values.get("version") != VERSION:
         raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
-    sections = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig}
     lists = {"hosts": (list, str), "device_order": (list, int)}
     kinds = lists | {"devices_per_host": (int, None), "predicted": (dict, None)}
-    known = {"version", *sections, *kinds}
+    known = {"version", *_SECTIONS, *kinds}
     for key in values:
         if key not in known:
             raise UserError(f"unknown key {key}; known are {', '.join(sorted(known))}")
-    for key in sections:
+    for key in _SECTIONS:
         if key not in values:
             raise UserError(f"the section {key} is missing")
-    arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in sections.items()}
-    for key, cls in sections.items():
+    arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in _SECTIONS.items()}
+    for key, cls in _SECTIONS.items():
         fields = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in fields if name not in values[key]]:
             raise UserError(f"{key} leaves out {', '.join(missing)}; a plan says all of {', '.join(fields)}")

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from paxtrain.selective import StageTimes
 from paxtrain.step import Trainer
 
 
@@ -54,11 +55,22 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
         ("schedule", f"{config.pipeline.schedule}, {schedule.rows} rows, ideal bubble {bubble:.0%}, "
                      f"{depth} {flying} in flight, save={config.pipeline.save}"),
         ("layers per stage", stages + padding),
+        *trainer.compression.describe(),
         ("per device", f"{size(parameters_per_device(trainer))} parameters"),
         ("memory per device", f"{size(held, 'B')} state and batch, {size(memory.temp_size_in_bytes, 'B')} temporary "
                               "(XLA's buffer assignment)"),
         ("compiled in", f"{compile_seconds:.1f} s"),
     ]  # fmt: skip
+
+
+def stage_times(times: StageTimes, chosen: tuple[int, ...], source: str) -> list[tuple[str, str]]:
+    """What selective compression was decided from."""
+    row = lambda values: " ".join(f"{value:.4g}" for value in values)  # noqa: E731
+    return [
+        (f"last backward ends ({source})", f"{row(times.finish)} s, by stage"),
+        ("reduction over data", f"{row(times.dense)} s dense, {row(times.compressed)} s compressed"),
+        ("compressed over data", "stages " + ", ".join(map(str, chosen)) if chosen else "no stage"),
+    ]
 
 
 def table(rows: list[tuple[str, str]]) -> str:

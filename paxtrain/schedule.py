@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from compress.policy import epilogue_sends
+
 IDLE = -1
 Pair = tuple[int, int]
 
@@ -94,6 +96,31 @@ class Schedule:
             if self.virtual_stage(stage, chunk) > 0:
                 pairs[row + 1].append((stage, (stage - 1) % self.stages))
         return [tuple(p) for p in pairs]
+
+    def epilogue(self) -> frozenset[tuple[int, int]]:
+        """The gradients that compressed backpropagation's epilogue compresses, as (sending virtual stage, micro-batch).
+
+        Those of the drain phase, whose transfer nothing hides: of stage s the last min(P-s, m). With virtual stages:
+        those that a stage sends after its last F.
+
+        References:
+            Optimus-CC (Song et al. 2023), epilogue-only compression.
+        """
+        if self.chunks == 1:
+            m = self.micro_batches
+            return frozenset(
+                (s, mb) for s in range(self.stages) for mb in range(m - epilogue_sends(self.stages, s, m), m)
+            )
+        last_forward = {stage: row for row, stage, *_ in self.ops("forward")}
+        return frozenset(
+            (self.virtual_stage(stage, chunk), mb)
+            for row, stage, mb, chunk in self.ops("backward")
+            if row > last_forward[stage] and self.virtual_stage(stage, chunk) > 0
+        )
+
+    def gradient_messages(self) -> frozenset[tuple[int, int]]:
+        """All gradients that travel between stages, as (sending virtual stage, micro-batch)."""
+        return frozenset((q, mb) for q in range(1, self.virtual_stages) for mb in range(self.micro_batches))
 
     def messages(self) -> int:
         """Messages that cross a link per step: activations and gradients, over all pairs of stages."""

@@ -13,15 +13,20 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from compress.codec import Codec, Identity
-from paxtrain import buffers, gradients, model, pipeline, schedule
+from paxtrain import buffers, gradients, model, pipeline, schedule, virtual
+from paxtrain.compression import Compression, settle_implementation
 from paxtrain.config import Config
 from paxtrain.layout import Layout, Params
 from paxtrain.optimizer import learning_rate, make_optimizer
 from paxtrain.stage import Stage
 
 BATCH_SPEC = PartitionSpec("data")
-IDENTITY = Identity()
+# Every codec's state is one device's own.
+CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
+
+# XLA's usual estimate of a transfer's time is the data sheet's, which hides factors of a few kilobytes under a few
+# kernels; by this one they lie under matrix products as well. Links are slower than their data sheet.
+GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 
 # By default XLA keeps one collective in flight at a time: the pipeline's transfers would have to fit between two
 # all-reduces of tensor parallelism. With a few at once each lies under a whole F or B, as test_gpu_compile.py asserts.
@@ -37,7 +42,7 @@ class TrainState:
         skipped: those of them whose gradients were not finite and that changed nothing, int32.
         params: float32 master weights in mesh layout.
         optimizer: optax's state, its arrays shaped and sharded like params.
-        codec: states of the codecs on the links.
+        codec: states of the compression, see compression.Compression.init.
     """
 
     step: jax.Array
@@ -49,16 +54,35 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """The compiled functions of one configuration on one mesh."""
+    """The compiled functions of one configuration on one mesh.
+
+    Attributes:
+        stage_ranks: rank of each stage's factors over data, 0 for dense; None: as the configuration says once
+            compression has started.
+        record: messages that each link between stages keeps in its state, for a study.
+        virtual: all devices of config.mesh on the one device of `mesh`: the same values, no collectives.
+    """
 
     config: Config
     mesh: Mesh
-    codec: Codec = IDENTITY
+    stage_ranks: tuple[int, ...] | None = None
+    record: int = 0
+    virtual: bool = False
 
     @functools.cached_property
     def layout(self) -> Layout:
         settled = model.settle_attention(self.config.model, self.mesh.devices.flat[0])
         return Layout(dataclasses.replace(self.config, model=settled))
+
+    @functools.cached_property
+    def compression(self) -> Compression:
+        device = self.mesh.devices.flat[0]
+        return Compression(self.layout, settle_implementation(self.config, device), self.record)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each stage's factors over data in this trainer's step."""
+        return self.compression.stages if self.stage_ranks is None else self.stage_ranks
 
     @property
     def platform(self) -> str:
@@ -77,7 +101,7 @@ class Trainer:
     @functools.cached_property
     def buffers(self) -> buffers.Buffers:
         """The schedule's slots, proved right: a fraction of a second, before anything is compiled."""
-        found = buffers.assign(self.schedule)
+        found = buffers.assign(self.schedule, self.compression.gradients(self.schedule))
         buffers.validate(self.schedule, found)
         return found
 
@@ -89,7 +113,7 @@ class Trainer:
     def _from_params(self, canonical: Params) -> TrainState:
         params = self.layout.from_canonical(canonical)
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, params, self.transformation.init(params), ())
+        return TrainState(zero, zero, params, self.transformation.init(params), self.compression.init())
 
     def _state_specs(self, params: Params) -> TrainState:
         state = jax.eval_shape(self._init, jax.random.key(0))
@@ -101,7 +125,8 @@ class Trainer:
             params,
             transform_non_params=lambda _: PartitionSpec(),
         )
-        return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, ())
+        codec = jax.tree.map(lambda _: CODEC_SPEC, state.codec)
+        return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, codec)
 
     def _shardings(self, specs: Any) -> Any:
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -149,10 +174,12 @@ class Trainer:
         return {key: self._map_params_like(function, value) for key, value in tree.items()}
 
     def _to_canonical(self, state: TrainState) -> dict[str, Any]:
-        tree = flax.serialization.to_state_dict(state.replace(codec=()))
+        tree = flax.serialization.to_state_dict(state)
         return self._map_params_like(self.layout.to_canonical, tree)
 
     def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
+        if "codec" not in tree:
+            tree = {**tree, "codec": flax.serialization.to_state_dict(self.compression.init())}
         target = jax.eval_shape(self._init, jax.random.key(0))
         return flax.serialization.from_state_dict(target, self._map_params_like(self.layout.from_canonical, tree))
 
@@ -172,17 +199,26 @@ class Trainer:
 
     @functools.cached_property
     def canonical(self) -> Any:
-        """jit: the state -> nested dicts whose arrays do not depend on the mesh, spread over it."""
+        """jit: the state -> nested dicts spread over the mesh; but for "codec" their arrays do not depend on it."""
         return jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
 
     @functools.cached_property
     def from_canonical(self) -> Any:
-        """jit: a checkpoint's tree -> the state on this mesh."""
+        """jit: a checkpoint's tree -> the state on this mesh; without "codec" in it, compression starts afresh."""
         return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
-    def _stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> Stage:
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function` of one device, over global arrays."""
+        if self.virtual:
+            mesh = self.config.mesh
+            sizes = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+            return virtual.shard_map(function, sizes, in_specs, out_specs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> Stage:
+        """One device's stage, from its shards of the parameters and its data rank's tokens."""
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
@@ -194,29 +230,39 @@ class Trainer:
         return lax.pmean(lax.psum(loss, "pipe"), "data")
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: Any) -> tuple:
-        """Per device: loss, this device's shards of the mean gradients, codec state."""
-        table = self.schedule
-        stage = self._stage(params, tokens, key)
-        loss, grads, codec = pipeline.loss_and_gradients(stage, self.buffers, table.masked, self.codec, codec)
-        return self._sum_loss(loss), gradients.reduce_gradients(self.layout, grads), codec
+        """Per device: loss, this device's shards of the mean gradients, codec state, what its stage left out."""
+        table, compression = self.schedule, self.compression
+        codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
+        stage = self.stage(params, tokens, key)
+        between = {direction: codec[direction] for direction in ("backward", "forward")}
+        loss, grads, between = pipeline.loss_and_gradients(
+            stage, self.buffers, table.masked, compression.links, between
+        )
+        reduced = gradients.reduce_gradients(compression, self.ranks, grads, codec["data"])
+        codec = jax.tree.map(lambda x: x[None, None, None], {**between, "data": reduced.state})
+        return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
     def loss_and_gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: Any = ()
-    ) -> tuple[jax.Array, Params, Any]:
-        """Mean loss over the global batch, its gradients sharded like the parameters, codec state. Traceable.
+        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: Any = None
+    ) -> tuple[jax.Array, Params, Any, jax.Array]:
+        """Gradients of the mean loss over the global batch. Traceable.
 
         Args:
             params: mesh layout, sharded by `layout.specs()`.
             tokens: int32 [global_batch, sequence + 1].
             key: uint32 [2], dropout's; None without dropout.
+            codec: state of the compression; None: a fresh one.
+
+        Returns:
+            The loss; its gradients, sharded like the parameters; the compression's new state; and per stage the part of
+            its gradients that compression over data left out, float32 [P].
         """
         specs, whole = self.layout.specs(), PartitionSpec()
-        run = jax.shard_map(
+        codec = self.compression.init() if codec is None else codec
+        run = self.shard_map(
             self._local_gradients,
-            mesh=self.mesh,
-            in_specs=(specs, BATCH_SPEC, whole, whole),
-            out_specs=(whole, specs, whole),
-            check_vma=False,
+            in_specs=(specs, BATCH_SPEC, whole, CODEC_SPEC),
+            out_specs=(whole, specs, CODEC_SPEC, PartitionSpec("pipe")),
         )
         return run(params, tokens, key, codec)
 
@@ -225,7 +271,7 @@ class Trainer:
         key = None
         if c.model.embedding_dropout or c.model.residual_dropout:
             key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
-        loss, grads, codec = self.loss_and_gradients(state.params, tokens, key, state.codec)
+        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, key, state.codec)
         # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
         grads = lax.optimization_barrier(grads)
         norm = optax.tree.norm(self.layout.count_once(grads))
@@ -242,6 +288,8 @@ class Trainer:
             "learning_rate": learning_rate(c)(state.step - state.skipped),
             "finite": finite,
         }
+        if any(self.ranks):
+            metrics["left_out"] = left_out
         state = TrainState(
             step=state.step + 1,
             skipped=state.skipped + ~finite,
@@ -253,7 +301,7 @@ class Trainer:
 
     @functools.cached_property
     def step(self) -> Any:
-        """jit: (state, donated; tokens) -> (state, {loss, grad_norm, learning_rate, finite})."""
+        """jit: (state, donated; tokens) -> (state, {loss, grad_norm, learning_rate, finite, maybe left_out [P]})."""
         return jax.jit(
             self._step,
             donate_argnums=0,
@@ -268,21 +316,19 @@ class Trainer:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the train step on this mesh's platform."""
-        return GPU_OPTIONS if self.platform == "gpu" else {}
+        if self.platform != "gpu":
+            return {}
+        c = self.config.compress
+        between = c.backward != "none" or c.forward != "none"
+        return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if between else {})
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
-        stage = self._stage(params, tokens, None)
+        stage = self.stage(params, tokens, None)
         table = schedule.forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
-        return self._sum_loss(pipeline.loss_only(stage, buffers.assign(table), table.masked, self.codec))
+        return self._sum_loss(pipeline.loss_only(stage, buffers.assign(table), table.masked))
 
     @functools.cached_property
     def evaluate(self) -> Any:
         """jit: (params, tokens) -> mean loss over the global batch, without dropout."""
-        run = jax.shard_map(
-            self._local_loss,
-            mesh=self.mesh,
-            in_specs=(self.layout.specs(), BATCH_SPEC),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+        run = self.shard_map(self._local_loss, (self.layout.specs(), BATCH_SPEC), PartitionSpec())
         return jax.jit(run)

@@ -1,6 +1,7 @@
 """Trains a GPT: python -m paxtrain.train --config=configs/gpt2_125m.py --config.mesh.pipe=4 [--plan=plan.json]."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -18,10 +19,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample
+from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample, selective
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, host_major, make_mesh, process_rows
+from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
 
 LOSSES = "loss.png"
@@ -48,8 +50,11 @@ class Run:
             name: data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
             for name in ("train", "validation")
         }
+        self.trainer.compression.check()  # settles attention and kernels, too
         checkpoint.ensure_writable(self.out)
-        _ = self.trainer.layout  # settles attention
+        self.ranks: StageRanks | None = None
+        self._reset = ""  # why the state of the compression is not the checkpoint's
+        self._steps: dict[Ranks, jax.stages.Compiled] = {}
         self.shape = (config.batch.global_batch, model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.tokens_per_step = config.batch.global_batch * model.sequence
@@ -91,7 +96,8 @@ class Run:
     def start(self, checkpoints: checkpoint.Checkpoints) -> TrainState:
         """The state of the newest good checkpoint, or a fresh one."""
         if self.config.checkpoint.resume:
-            restored = checkpoints.restore(self.trainer.abstract_canonical(), sample.architecture(self.config.model))
+            abstract = self.trainer.abstract_canonical()
+            restored = checkpoints.restore(abstract, sample.architecture(self.config.model), self._wanted(abstract))
             for problem in checkpoints.problems:
                 self.say(problem)
             if restored is not None:
@@ -106,8 +112,48 @@ class Run:
                 self.say(f"resumed from step {step}, {self.samples} samples consumed")
                 if meta["data"] != self._data_identity():
                     self.say(f"the data order is another one than before ({meta['data']})")
+                if self._reset:
+                    self.say(self._reset)
+                compression = meta.get("compression", {})
+                if compression.get("ranks") and not self._reset and meta["config"].get("compress") == self._compress:
+                    self.ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
+                    self.ranks.resume(compression["ranks"])
                 return self.trainer.from_canonical(tree)
         return self.trainer.init(self.config.run.seed)
+
+    @property
+    def _compress(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.config.compress)
+
+    def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
+        """All of a checkpoint, but for a state of the compression that is not continued."""
+        mine = checkpoint.kinds({"codec": abstract["codec"]})
+
+        def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
+            saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
+            identity = meta.get("compression", {}).get("identity")
+            self._reset = self.trainer.compression.why_reset(identity, saved, mine, where)
+            return set(abstract) - {"codec"} if self._reset else set(abstract)
+
+        return wanted
+
+    def choose_ranks(self, state: TrainState) -> None:
+        """Settles which stages compress over data, where the checkpoint has not."""
+        if self.ranks is None:
+            chosen = self.trainer.compression.stages
+            if self.config.compress.data == "selective":
+                times, source = selective.choose(self.trainer, state)
+                stages = times.chosen()
+                chosen = tuple(self.config.compress.data_rank if s in stages else 0 for s in range(len(chosen)))
+                self.say(report.table(report.stage_times(times, stages, source)))
+            self.ranks = StageRanks.of(self.config, chosen)
+
+    def step_of(self, number: int) -> jax.stages.Compiled:
+        """The compiled train step of that number."""
+        ranks = self.ranks.at(number)
+        if ranks not in self._steps:
+            self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
+        return self._steps[ranks]
 
     def _data_identity(self) -> dict[str, Any]:
         """What decides which tokens sample number i is; the tokens are known by their number and the first million."""
@@ -126,6 +172,7 @@ class Run:
             "model": sample.architecture(self.config.model),
             "data": self._data_identity(),
             "config": to_dict(self.config),
+            "compression": {"identity": self.trainer.compression.identity(), "ranks": self.ranks.to_json()},
             "jax": jax.__version__,
         }
         checkpoints.save(step, self.trainer.canonical(state), meta)
@@ -166,12 +213,15 @@ class Run:
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)
+            self.choose_ranks(state)
             began = time.perf_counter()
-            step = self.trainer.compile_step()
-            self.say(report.table(report.describe(self.trainer, step.memory_analysis(), time.perf_counter() - began)))
+            self.step_of(first + 1)
+            self.step_of(self.config.run.steps)  # with compression over data started: all that needs memory is known
+            memory = max((s.memory_analysis() for s in self._steps.values()), key=lambda m: m.temp_size_in_bytes)
+            self.say(report.table(report.describe(self.trainer, memory, time.perf_counter() - began)))
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
                 untrained = self._untrained(state, writer)
-                state, speed = self._loop(step, state, first, checkpoints, writer)
+                state, speed = self._loop(state, first, checkpoints, writer)
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
                 if validation is not None and self._recorded_validation(done) is None:
@@ -199,7 +249,7 @@ class Run:
         return next((r["validation_loss"] for r in records if r["step"] == step and "validation_loss" in r), None)
 
     def _loop(
-        self, step: Any, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
+        self, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
     ) -> tuple[TrainState, float]:
         """All steps; the figures of step n-1 are handled while step n runs. Returns the state and tokens/s."""
         c, batches = self.config, self.batches("train", self.samples)
@@ -224,6 +274,9 @@ class Run:
                 }
                 if self._peak:
                     record["mfu"] = metrics.mfu(speed, c.model, c.mesh.devices, self._peak)
+                if "left_out" in values and values["finite"]:
+                    self.ranks.observe(values["left_out"])
+                    record |= {f"left_out_stage_{s}": x for s, x in enumerate(values["left_out"])}
                 if n % c.run.log_every == 0 or not values["finite"]:
                     writer.write(n, record)
                 if not values["finite"]:
@@ -231,7 +284,10 @@ class Run:
                 progress.update(n, float(values["loss"]), speed, seconds)
 
             for number in range(first + 1, c.run.steps + 1):
-                state, values = step(state, next(batches))
+                if number == self.ranks.start + 1 and number > 1:
+                    ranks = ", ".join(map(str, self.ranks.current))
+                    progress.say(f"step {number}: compression over data starts, ranks by stage {ranks}")
+                state, values = self.step_of(number)(state, next(batches))
                 self.samples += c.batch.global_batch
                 if pending:
                     handle(*pending)
@@ -239,9 +295,13 @@ class Run:
                 due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
                 save = c.checkpoint.every and number % c.checkpoint.every == 0
                 stop = self._must_stop(number)
-                if due or save or stop:
+                adapt = self.ranks.due(number)
+                if due or save or stop or adapt:
                     handle(*pending)
                     pending, began = None, time.perf_counter()
+                    if adapt and self.ranks.adapt():
+                        ranks = ", ".join(map(str, self.ranks.current))
+                        progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
                     if due:
                         writer.write(number, {"validation_loss": self.validate(state)})
                     if save:
@@ -280,7 +340,7 @@ class Run:
 
 def define_flags() -> None:
     """Defines this main's flags."""
-    flags.DEFINE_string("plan", None, "A plan.json that overrides the configuration's mesh, pipeline and batch.")
+    flags.DEFINE_string("plan", None, "A plan.json that overrides mesh, pipeline, batch and compress.")
     flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
     flags.DEFINE_string(
         "coordinator", None, "HOST:PORT of process 0; SLURM, Open MPI and Kubernetes tell it themselves."

@@ -1,5 +1,22 @@
 """Eight virtual CPU devices for every test; set before anything makes jax start its backend."""
 
 import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder that keeps compiled programs while a module's tests run: many of its runs need the same ones."""
+    path = tmp_path_factory.mktemp("cache")
+    options = {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

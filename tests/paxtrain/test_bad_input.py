@@ -14,7 +14,7 @@ import pytest
 from absl import flags
 
 from paxtrain import checkpoint, data, errors, plan, prepare, sample, train
-from paxtrain.config import BatchConfig, CheckpointConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -49,12 +49,13 @@ def home(tmp_path_factory):
     (home / "a_file").write_text("kept\n")
     (home / "latin1.txt").write_bytes("Größe".encode("latin-1"))
     (home / "no_json.json").write_text("mesh: 4\n")
-    four = plan.Plan(MeshConfig(data=2, pipe=2), PipelineConfig(), BatchConfig(16, 2))
+    four = plan.Plan(MeshConfig(data=2, pipe=2), PipelineConfig(), BatchConfig(16, 2), CompressConfig())
     plan.save(four, home / "four.json")
     (home / "twice.json").write_text(
         json.dumps(json.loads((home / "four.json").read_text()) | {"device_order": [0] * 4})
     )
-    plan.save(plan.Plan(MeshConfig(pipe=8), PipelineConfig(), BatchConfig(16, 2)), home / "eight.json")
+    eight = plan.Plan(MeshConfig(pipe=8), PipelineConfig(), BatchConfig(16, 2), CompressConfig())
+    plan.save(eight, home / "eight.json")
     return home
 
 
@@ -126,13 +127,32 @@ BAD_CONFIGURATION = {
     "schedule": (["pipeline.schedule=zigzag"], ["'zigzag'", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
     "chunks": (["pipeline.virtual_stages=2"], ["pipeline.virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
     "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, tensor, zero1"]),
-    "section": (["foo=1"], ["foo", "known here: batch, checkpoint, data, mesh"]),
+    "section": (["foo=1"], ["foo", "known here: batch, checkpoint, compress, data, mesh"]),
     "key of an unknown section": (["foo.bar=1"], ["foo", "--config.section.key=value"]),
     "key of a value": (["run.steps.bar=1"], ["run.steps.bar", "--config.section.key=value"]),
     "word for a number": (["mesh.data=two"], ["--config.mesh.data=two", "int"]),
     "fraction for a number": (["mesh.data=2.5"], ["--config.mesh.data=2.5", "int"]),
     "number for a section": (["mesh=3"], ["--config.mesh=3"]),
     "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
+    "compression without messages": (
+        ["compress.backward=all", "mesh.pipe=1", "mesh.data=4"],
+        ["compress.backward=all", "mesh.pipe=1", "mesh.pipe of 2 or more"],
+    ),
+    "fused without copies": (
+        ["compress.embedding=fused", "mesh.pipe=1", "mesh.data=4"],
+        ["tied copies", "choose auto"],
+    ),
+    "rank": (["compress.backward_rank=0", "compress.backward=all"], ["backward_rank must be positive", "0"]),
+    "rank too large": (
+        ["compress.backward=all", "compress.backward_rank=200"],
+        ["compress.backward_rank=200", "512 x 128", "the largest useful rank is 51"],
+    ),
+    "rank over data": (["compress.data=all"], ["compress.data_rank=128", "the largest useful rank is 42"]),
+    "stages": (["compress.data=0,2"], ["compress.data=0,2 names stage 2", "stages 0 to 1"]),
+    "stages as words": (["compress.data=early"], ["none, all, selective or stages", "'early'"]),
+    "ranks by link": (["compress.backward=all", "compress.backward_ranks=4,4"], ["names 2 links", "there are 1"]),
+    "times": (["compress.stage_seconds=1,2"], ["must be given together"]),
+    "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA GPUs", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
     "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),

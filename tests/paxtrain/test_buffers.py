@@ -46,10 +46,12 @@ def replay(schedule, buffers):
     for row, kind in zip(buffers.table, buffers.kinds):
         cells = [dict(zip(COLUMNS, map(int, cell))) for cell in row]
         received = [None] * stages
-        for sender, receiver in kind.receive:
-            received[receiver] = gradient_out[sender]
+        for sender, receiver in kind.receive + kind.receive_compressed:
+            message, chunk = gradient_out[sender], cells[sender]["message_chunk"]
+            # The state that a codec keeps is the chunk's that made the gradient: virtual stage v takes it, v+1 made it.
+            received[receiver] = message if message and (message[1] + 1) // stages == chunk else None
         for s, cell in enumerate(cells):
-            if kind.receive and buffers.gradient_depth:
+            if kind.receive + kind.receive_compressed and buffers.gradient_depth:
                 gradients[s][cell["gradient_arrival_slot"]] = received[s]
         for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["forward"]
@@ -79,7 +81,8 @@ def replay(schedule, buffers):
                 if buffers.gradient_depth:
                     g = gradients[s][cell["gradient_slot"]]
                 else:
-                    g = received[s] if kind.receive and s < stages - 1 else gradients[s][0]
+                    travels = kind.receive + kind.receive_compressed
+                    g = received[s] if travels and s < stages - 1 else gradients[s][0]
                 kept = residuals[s][cell["backward_slot"]]
                 assert kept is not UNSET, "uninitialized memory may be no number, and so is zero times it"
                 good = active and kept == ("r", virtual, mb) and g == ("g", virtual, mb)
@@ -163,6 +166,32 @@ def test_depths(name, stages, chunks):
             assert max(buffers.activation_depth, buffers.gradient_depth) <= 1
         elif m % stages == 0:
             assert buffers.residual_depth == min(m * chunks, 2 * (stages - 1) + (chunks - 1) * stages + 1)
+
+
+@shapes
+def test_the_epilogue_is_the_drain_phase(name, stages, chunks):
+    """min(P-1-k, m) compressed messages on the link k+1 -> k, the last ones; every other gradient travels as it is."""
+    for m in (1, 2, 3, 8, 13):
+        schedule = build(name, stages, m, chunks)
+        compressed = schedule.epilogue()
+        buffers = assign(schedule, compressed)
+        validate(schedule, buffers)
+        replay(schedule, buffers)
+        plain = [pair for kind in buffers.kinds for pair in kind.receive]
+        packed = collections.Counter(pair for kind in buffers.kinds for pair in kind.receive_compressed)
+        assert len(plain) + packed.total() == sum(map(len, schedule.gradient_pairs))
+        if chunks == 1:
+            assert packed == {(k + 1, k): min(stages - 1 - k, m) for k in range(stages - 1)}
+            assert compressed <= schedule.gradient_messages()
+        else:
+            for stage in range(stages):  # behind a stage's last F, and only there
+                last = max(row for row, s, *_ in schedule.ops("forward") if s == stage)
+                late = {
+                    (chunk * stages + s, mb)
+                    for row, s, mb, chunk in schedule.ops("backward")
+                    if row > last and s == stage
+                }
+                assert {c for c in compressed if c[0] % stages == stage} == {c for c in late if c[0]}
 
 
 @shapes

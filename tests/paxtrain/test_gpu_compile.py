@@ -2,14 +2,16 @@
 
 import dataclasses
 import importlib
+import itertools
 import math
+import re
 import time
 
 import jax
 import pytest
 
 from paxtrain import aot, hlo
-from paxtrain.config import Config, from_dict
+from paxtrain.config import CompressConfig, Config, from_dict
 from paxtrain.mesh import make_mesh
 from paxtrain.step import GPU_OPTIONS, Trainer
 
@@ -123,6 +125,63 @@ def test_a_ring_that_goes_through_a_conditional_or_an_unordered_loop_would_be_se
     text = compiled(trained).as_text()
     with pytest.raises(AssertionError):
         assert_no_large_copy(trained, text)
+
+
+# --- Compression ------------------------------------------------------------------------------------------------------
+
+
+def steady_order(text: str) -> list[str]:
+    """Kernels of the compression, "send" and "arrived" in the order in which the steady loop's body launches them."""
+    body = next(t.computation for t in hlo.overlap(text) if t.executions > 1)
+    lines = iter(text.splitlines())
+    marks = {"collective-permute-start(": "send", "collective-permute-done(": "arrived"}
+    found = []
+    for line in itertools.dropwhile(lambda line: not line.startswith(f"%{body} "), lines):
+        if line.startswith("}"):
+            return found
+        found += re.findall(r'custom-call\(.*op_name="[^"]*/(lowrank_\w+)', line)
+        found += [name for mark, name in marks.items() if mark in line]
+    raise AssertionError(f"no computation {body}")
+
+
+def compressed(**compress) -> Trainer:
+    config = small(layers=8)
+    return trainer(dataclasses.replace(config, compress=CompressConfig(**compress)), "h200")
+
+
+@pytest.mark.parametrize("error", ["explicit", "lazy"])
+def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_send(error):
+    trained = compressed(backward="all", error=error)
+    assert trained.compression.implementation == "triton"
+    text = compiled(trained).as_text()
+    wire = 16 * (2 * 1024 + 1024) * 2
+    sizes = {transfer.bytes: transfer for transfer in steady(text)}
+    assert sizes.keys() == {wire, 2 * 1024 * 1024 * 2}
+    assert sizes[wire].matmuls >= 1
+    assert sizes[2 * 1024 * 1024 * 2].matmuls >= 4
+    assert_no_large_copy(trained, text)
+    assert hlo.conditionals(text) == 0
+    update = ["lowrank_residual"] if error == "explicit" else []
+    kernels = ["lowrank_project", "lowrank_backproject", "send", *update, "arrived", "lowrank_decode"]
+    assert steady_order(text)[: len(kernels)] == kernels
+
+
+def test_every_byte_of_a_compressed_step_on_gpus():
+    """bfloat16 messages and factors at their real widths, which the CPU backend does not show; no dense copy of one."""
+    trained = compressed(backward="epilogue", backward_rank=8, data="0", data_rank=64)
+    text = compiled(trained).as_text()
+    c, groups = trained.config, 4
+    dense = table_permute_bytes(trained)
+    message, wire = 2 * 1024 * 1024 * 2, 8 * (2 * 1024 + 1024) * 2
+    packed = len(trained.schedule.epilogue())
+    assert packed == 1
+    assert hlo.permute_bytes(text) == dense - packed * groups * (message - wire)
+    [sizes] = [trained.compression.kernels]
+    rows = c.stage_layers[0]
+    p = sum(n for n, _ in sizes.values()) * rows * 64 * 4
+    w = sum(k for _, k in sizes.values()) * rows * 64 * 4
+    reduced = {op.bytes for op in hlo.collectives(text) if op.kind == "all-reduce"}
+    assert {p, w} <= reduced
 
 
 def test_memory_does_not_grow_with_micro_batches():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paxtrain import plan
-from paxtrain.config import BatchConfig, Config, MeshConfig, ModelConfig, PipelineConfig, to_dict
+from paxtrain.config import BatchConfig, CompressConfig, Config, MeshConfig, ModelConfig, PipelineConfig, to_dict
 from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 
@@ -13,6 +13,7 @@ PLAN = Plan(
     mesh=MeshConfig(data=2, pipe=2, tensor=2),
     pipeline=PipelineConfig(schedule="1f1b", pipe_layers="3,1", save="layer_inputs"),
     batch=BatchConfig(global_batch=32, micro_batch=4),
+    compress=CompressConfig(backward="epilogue", data="0"),
     hosts=("a", "b"),
     devices_per_host=4,
     device_order=(0, 1, 4, 5, 2, 3, 6, 7),
@@ -51,12 +52,14 @@ def test_only_the_sections_are_needed(tmp_path):
     loaded = plan.load(path)
     assert (loaded.hosts, loaded.device_order, loaded.predicted) == ((), (), {})
     assert (loaded.mesh, loaded.pipeline, loaded.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
+    assert loaded.compress == PLAN.compress
 
 
-def test_a_plan_replaces_mesh_pipeline_and_batch_only():
+def test_a_plan_replaces_its_sections_only():
     config = Config(model=ModelConfig(hidden=64))
     applied = PLAN.apply(to_dict(config) | {"mesh": {"data": 3}})  # what is replaced need not fit
     assert (applied.mesh, applied.pipeline, applied.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
+    assert applied.compress == PLAN.compress
     assert (applied.model, applied.optimizer, applied.run) == (config.model, config.optimizer, config.run)
 
 

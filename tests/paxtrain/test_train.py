@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from paxtrain import data, metrics, model, plan, sample
 from paxtrain.checkpoint import Checkpoints
@@ -88,20 +87,12 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A folder with a small corpus whose samples all differ, and a cache of compiled programs for all runs."""
+def home(tmp_path_factory, cache):
+    """A folder with a small corpus whose samples all differ; all runs share a cache of compiled programs."""
     path = tmp_path_factory.mktemp("train")
     (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
     prepare([str(path / "corpus.txt")], path / "data")
-    options = {"jax_compilation_cache_dir": str(path / "cache"), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    return path
 
 
 def settings(home, out, **changes):
@@ -125,7 +116,8 @@ def configuration(*args, **changes):
 @contextlib.contextmanager
 def running(home, out, *processes, program=("-m", "paxtrain.train"), **changes):
     """Starts the command, once per (arguments before, after its settings); kills what still runs at the end."""
-    extra = {"JAX_COMPILATION_CACHE_DIR": str(home / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    directory = jax.config.jax_compilation_cache_dir
+    extra = {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     if len(processes) > 1:
         # Each process compiles for itself, at once with the others: twice as fast without optimization.
         extra["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -415,7 +407,8 @@ def test_four_processes_are_one_run_and_stop_together(home, reference, tmp_path)
 def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
     order = (5, 2, 7, 0, 1, 6, 3, 4)
     config = configuration(home, past)
-    plan.save(plan.Plan(config.mesh, config.pipeline, config.batch, device_order=order), tmp_path / "plan.json")
+    sections = (config.mesh, config.pipeline, config.batch, config.compress)
+    plan.save(plan.Plan(*sections, device_order=order), tmp_path / "plan.json")
     record = tmp_path / "record.json"
     wrong = {"mesh__data": 4, "mesh__pipe": 1, "batch__micro_batch": 1}
     launch = ((record,), (f"--plan={tmp_path / 'plan.json'}",))

@@ -1,0 +1,94 @@
+"""The virtual mesh: all devices of a mesh on one, by nested vmap under the mesh's axis names.
+
+A function of one device, as `jax.shard_map` takes it, computes the same values here: vmap turns every collective into
+plain array operations. It is for studying on one device what a mesh of many computes. What a step sends is counted on
+the real mesh: here the program has no collectives.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+
+def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
+    """`lax.ppermute` of a tree's leaves, on a real or a virtual mesh.
+
+    Args:
+        pairs: (sender, receiver) positions on the axis; who is no receiver gets zeros.
+    """
+    if axis in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map
+        return lax.ppermute(x, axis, pairs)
+    # vmap wants a complete permutation: idle senders feed idle receivers, who drop it.
+    senders, receivers = zip(*pairs)
+    positions = range(lax.axis_size(axis))
+    idle = zip([p for p in positions if p not in senders], [p for p in positions if p not in receivers])
+    arrived = lax.ppermute(x, axis, (*pairs, *idle))
+    receives = jnp.isin(lax.axis_index(axis), jnp.array(receivers))
+    return jax.tree.map(lambda leaf: jnp.where(receives, leaf, jnp.zeros_like(leaf)), arrived)
+
+
+def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """Per dim of a global array the axes that split it, the major one first."""
+    entries = [*spec, *[None] * (ndim - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def _factors(axes: list[tuple[str, ...]]) -> list[str | int]:
+    """What the global dims are products of, major first: the axes of a dim, then its number for the shard's own dim."""
+    return [factor for dim, names in enumerate(axes) for factor in (*names, dim)]
+
+
+def _shards_first(factors: list[str | int], sizes: Mapping[str, int], ndim: int) -> list[str | int]:
+    """The factors in the order that the vmaps take them: axes in mesh order, then the shard's dims."""
+    return [axis for axis in sizes if axis in factors] + list(range(ndim))
+
+
+def _split(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
+    """The shards of a global array: [*sizes of the spec's axes, *shape of a shard]."""
+    axes = _axes(spec, x.ndim)
+    factors = _factors(axes)
+    counts = [math.prod(sizes[name] for name in names) for names in axes]
+    shape = [sizes[f] if isinstance(f, str) else x.shape[f] // counts[f] for f in factors]
+    return x.reshape(shape).transpose([factors.index(f) for f in _shards_first(factors, sizes, x.ndim)])
+
+
+def _join(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
+    """The global array of shards [*sizes, *shape of a shard]; over axes that the spec does not name, the first one."""
+    shard = x.shape[len(sizes) :]
+    axes = _axes(spec, len(shard))
+    factors = _factors(axes)
+    x = x[tuple(slice(None) if axis in factors else 0 for axis in sizes)]
+    order = _shards_first(factors, sizes, len(shard))
+    counts = [math.prod(sizes[name] for name in names) for names in axes]
+    return x.transpose([order.index(f) for f in factors]).reshape([n * k for n, k in zip(shard, counts)])
+
+
+def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map(f, in_specs=..., out_specs=..., check_vma=False)` on one device.
+
+    Args:
+        f: a function of one device; its ppermutes are `permute`, since those of vmap have to be complete.
+        sizes: of the mesh axes, the major one first.
+        in_specs, out_specs: PartitionSpecs, trees or prefixes of them.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+
+        def one(leaves: list[jax.Array]) -> Any:
+            return f(*structure.unflatten(leaves))
+
+        # The major axis is the outermost vmap, which takes the first dim.
+        for axis, size in reversed(sizes.items()):
+            in_axes = [0 if any(axis in names for names in _axes(spec, len(spec))) else None for spec in specs]
+            one = jax.vmap(one, in_axes=(in_axes,), axis_name=axis, axis_size=size)
+        out = one([_split(x, spec, sizes) for x, spec in zip(leaves, specs, strict=True)])
+        return jax.tree.map(lambda spec, x: _join(x, spec, sizes), jax.tree.broadcast(out_specs, out), out)
+
+    return run

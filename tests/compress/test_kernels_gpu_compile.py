@@ -1,0 +1,102 @@
+"""The Triton kernels compiled for GPUs that are not there; skipped where jax's CUDA plugin is not installed."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from compress import bench, kernels
+from compress.codec import LowRank
+from paxtrain import aot
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    try:
+        return Mesh(np.array(aot.devices("h200", hosts=1, per_host=1)), ("data",))
+    except aot.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def compiled(mesh, function, *shapes, donate=()):
+    place = NamedSharding(mesh, PartitionSpec())
+    arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
+    # From jax 0.11 on the lowering of the kernels asks the mesh in use which GPU they are for.
+    with use_abstract_mesh(mesh.abstract_mesh):
+        return aot.compile(jax.jit(function, donate_argnums=donate).lower(*arrays))
+
+
+def kernel_calls(program) -> int:
+    return program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"')
+
+
+def copies(program) -> list[int]:
+    """Elements of all that is copied."""
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text())
+    return [int(np.prod([int(n) for n in shape.split(",")])) for shape in found]
+
+
+def passes(x, m, p, w, q, active):
+    """Every form of every pass; first what takes the places of the donated states m, in their order."""
+    chosen = {"implementation": "triton"}
+    return (
+        kernels.project(x, q, kernels.Explicit(m[0]), active, **chosen),
+        kernels.project(x, q, kernels.Lazy(m[1], p, w), active, **chosen),
+        kernels.residual(m[2], p, w, active, **chosen),
+        kernels.project(x, q, **chosen)[1],
+        kernels.backproject(x, p, **chosen),
+        kernels.decode(p, w, x.dtype, **chosen),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lead", "n", "k", "rank", "dtype", "thin"),
+    [
+        ((), 4096, 3072, 16, "bfloat16", "bfloat16"),
+        ((), 4096, 12288, 128, "bfloat16", "bfloat16"),
+        ((), 3072, 12288, 128, "float32", "float32"),
+        ((4,), 768, 3072, 64, "float32", "float32"),
+        ((), 1024, 1024, 128, "float32", "bfloat16"),
+        ((), 1024, 1024, 128, "bfloat16", "float32"),
+        ((3,), 1000, 333, 20, "bfloat16", "bfloat16"),
+        ((), 77, 1001, 4, "float32", "float32"),
+    ],
+)
+def test_all_passes_compile_and_copy_no_matrix(mesh, lead, n, k, rank, dtype, thin):
+    x = jax.ShapeDtypeStruct((*lead, n, k), dtype)
+    p = jax.ShapeDtypeStruct((*lead, n, rank), thin)
+    w = jax.ShapeDtypeStruct((*lead, k, rank), thin)
+    program = compiled(mesh, passes, x, (x, x, x), p, w, w, jax.ShapeDtypeStruct((), bool), donate=(1,))
+    assert kernel_calls(program) == 6
+    assert program.memory_analysis().alias_size_in_bytes >= 3 * x.size * x.dtype.itemsize
+    assert all(size < x.size for size in copies(program))
+
+
+@pytest.mark.parametrize("error", ["lazy", "explicit"])
+def test_encoding_takes_no_memory_but_for_thin_factors(mesh, error):
+    codec, n, k = LowRank(16, error=error, implementation="triton"), 4096, 3072
+    message = jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
+    state = jax.eval_shape(lambda: codec.init((n, k), jnp.bfloat16))
+    program = compiled(mesh, codec.encode, state, message, jax.ShapeDtypeStruct((), bool), donate=(0,))
+    assert kernel_calls(program) == (3 if error == "explicit" else 2)
+    assert program.memory_analysis().temp_size_in_bytes < n * k * 2 / 5
+    assert all(size < n * k for size in copies(program))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_the_benchmark_times_its_work_in_every_iteration(mesh, implementation):
+    """None of it stands outside the loop, and no iteration copies a matrix."""
+    for case in (bench.Case("message", 1, 1024, 512, 16), bench.Case("gradient", 2, 512, 1024, 16)):
+        for work in (bench.compression, bench.decompression):
+            _, step, carry, inputs, _ = work(case, implementation)
+            program = compiled(mesh, partial(bench._loop, step, 5), carry, inputs, donate=(0,))
+            loop, outside = program.as_text().split("\nENTRY")
+            products = re.compile("dot_general|__gpu.xla.gpu.triton")
+            assert products.search(loop) and not products.search(outside)
+            assert all(size < case.n * case.k for size in copies(program))

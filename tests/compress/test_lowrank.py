@@ -1,0 +1,241 @@
+"""Thin-factor mathematics against numpy in float64, and against forms of it that are known to fail."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from compress import kernels, lowrank
+
+N, K = 176, 144
+
+
+def factors(m, q, basis):
+    """P and W of m."""
+    p = basis(kernels.project(m, q)[1])
+    s, g = kernels.backproject(m, p)
+    return p, lowrank.solve(s, g) if basis is lowrank.precondition else s
+
+
+@functools.partial(jax.jit, static_argnames="basis")
+def compress(m, q, first, basis=lowrank.precondition):
+    """P, W and the next Q of a batch of messages."""
+    p, w = factors(m, q, basis)
+    return p, w, lowrank.warm_start(w, first)
+
+
+def product(p, w):
+    return np.float64(p) @ np.float64(w).swapaxes(-1, -2)
+
+
+def norm(x):
+    return np.linalg.norm(np.float64(x), axis=(-2, -1))
+
+
+def relative_error(m, p, w):
+    return norm(m - product(p, w)) / np.maximum(norm(m), 1e-300)
+
+
+def best_error(m, r):
+    """Relative error of the best approximation of rank r (Eckart-Young)."""
+    values = np.linalg.svd(np.float64(m), compute_uv=False)
+    return np.linalg.norm(values[r:]) / np.linalg.norm(values)
+
+
+def orthonormal(rng, n, k):
+    return np.linalg.qr(rng.normal(size=(n, k)))[0]
+
+
+def with_spectrum(values, n=N, k=K, seed=0):
+    rng = np.random.default_rng(seed)
+    return (orthonormal(rng, n, len(values)) * values @ orthonormal(rng, k, len(values)).T).astype(np.float32)
+
+
+def of_rank(r):
+    """Messages of rank r or less, by name."""
+    rng = np.random.default_rng(r)
+    a, b = rng.normal(size=(N, r)), rng.normal(size=(K, r))
+    half = r // 2
+    return {
+        "full": a @ b.T,
+        "half": a[:, :half] @ b[:, :half].T,
+        "one": a[:, :1] @ b[:, :1].T,
+        "equal columns": np.tile(a[:, :1], (1, K)),
+        "decaying": orthonormal(rng, N, r) * np.geomspace(1, 1e-2, r) @ b.T,
+        "1e-9": 1e-9 * a @ b.T,
+        "1e-25": 1e-25 * a @ b.T,
+        "1e+25": 1e25 * a @ b.T,
+        "zero": np.zeros((N, K)),
+    }
+
+
+@pytest.mark.parametrize("basis", [lowrank.precondition, lowrank.orthonormal])
+@pytest.mark.parametrize("r", [4, 16, 128])
+def test_what_has_the_rank_is_exact(r, basis):
+    messages = of_rank(r)
+    m = np.stack(list(messages.values())).astype(np.float32)
+    first = jnp.broadcast_to(lowrank.initial(K, r, 0), (len(m), K, r))
+    p, w, q = compress(m, first, first, basis)
+    assert dict(zip(messages, relative_error(m, p, w))) == pytest.approx(dict.fromkeys(messages, 0), abs=1e-5)
+    assert np.isfinite(q).all()
+
+
+def gram_schmidt(p):
+    """Modified Gram-Schmidt, column by column, as PowerSGD's authors and Optimus-CC run it."""
+    p = p.copy()
+    for i in range(p.shape[1]):
+        p[:, i] /= np.linalg.norm(p[:, i]) + np.float32(1e-8)
+        p[:, i + 1 :] -= np.outer(p[:, i], p[:, i] @ p[:, i + 1 :])
+    return p
+
+
+def shifted_cholesky_qr2(p):
+    """Two rounds, each shifted by r^2 times the precision of G's trace (Fukaya et al. 2020), without column scaling."""
+    for _ in range(2):
+        gram = p.T @ p
+        shift = np.float32(1e-7) * np.trace(gram)
+        try:
+            lower = np.linalg.cholesky(gram + shift * np.eye(len(gram), dtype=np.float32))
+        except np.linalg.LinAlgError:
+            return np.full_like(p, np.nan)
+        p = np.linalg.solve(lower, p.T).T
+    return p
+
+
+@pytest.mark.parametrize(
+    "basis, r, names", [(gram_schmidt, 16, ["half", "one"]), (shifted_cholesky_qr2, 128, ["zero"])]
+)
+def test_other_orthogonalisations_fail_there(basis, r, names):
+    q = np.asarray(lowrank.initial(K, r, 0))
+    for name in names:
+        m = of_rank(r)[name].astype(np.float32)
+        p = basis(m @ q)
+        error = relative_error(m, p, m.T @ p)
+        assert not error <= 0.1 or not np.isfinite(p).all(), (name, error)
+
+
+@pytest.fixture(scope="module")
+def decaying():
+    """Messages of full rank with known spectra."""
+    index = np.arange(1, K + 1.0)
+    return np.stack([with_spectrum(index**-power, seed=i) for i, power in enumerate((0.3, 1, 2))])
+
+
+def test_forms_agree_and_never_lose_more_than_the_message(decaying):
+    first = jnp.broadcast_to(lowrank.initial(K, 16, 0), (len(decaying), K, 16))
+    solved = compress(decaying, first, first)[:2]
+    checked = compress(decaying, first, first, lowrank.orthonormal)[:2]
+    assert (norm(product(*solved) - product(*checked)) < 1e-4 * norm(decaying)).all()
+    assert (relative_error(decaying, *solved) <= 1).all()
+
+
+def test_constant_message_converges_to_the_best_rank(decaying):
+    first = q = jnp.broadcast_to(lowrank.initial(K, 16, 0), (len(decaying), K, 16))
+    start = relative_error(decaying, *compress(decaying, first, first)[:2])
+    for _ in range(25):
+        p, w, q = compress(decaying, q, first)
+    best = [best_error(m, 16) for m in decaying]
+    assert (relative_error(decaying, p, w) < np.multiply(best, 1.003)).all()
+    assert (start > np.multiply(best, [1.05, 1.3, 1.5])).all()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4])
+def test_warm_start_recovers_from_low_rank(decaying, rank):
+    """After messages in another subspace of low rank, the second message is as good as after a fresh start.
+
+    In the first one the columns that held the other subspace are of no use.
+    """
+    m = decaying[1:2]
+    u, _, v = np.linalg.svd(m[0])
+    low = (u[:, K - rank : K] @ v[K - rank :])[None].astype(np.float32)
+    fresh = jnp.broadcast_to(lowrank.initial(K, 16, 0), (1, K, 16))
+
+    def errors(first):
+        q = fresh
+        for _ in range(20):
+            *_, q = compress(low, q, first)
+        p, w, q = compress(m, q, first)
+        return relative_error(m, p, w)[0], relative_error(m, *compress(m, q, first)[:2])[0]
+
+    p, w, q = compress(m, fresh, fresh)
+    start, second = relative_error(m, p, w)[0], relative_error(m, *compress(m, q, fresh)[:2])[0]
+    found = errors(fresh)
+    assert found[0] < (1 + 0.1 * rank) * start * 1.0001
+    assert found[1] < 1.05 * second
+    assert rank or errors(jnp.zeros_like(fresh)) == (1, 1)
+
+
+def test_precondition_keeps_the_span_and_orthonormalises():
+    rng = np.random.default_rng(0)
+    p = (rng.normal(size=(N, 16)) @ np.triu(rng.normal(size=(16, 16)) + 4 * np.eye(16))).astype(np.float32)
+    p *= np.geomspace(1e-20, 1e20, 16, dtype=np.float32)
+    found = np.float64(lowrank.precondition(p))
+    np.testing.assert_allclose(found.T @ found, np.eye(16), atol=1e-4)
+    span = np.linalg.qr(np.float64(p) / np.linalg.norm(np.float64(p), axis=0))[0]
+    np.testing.assert_allclose(span @ (span.T @ found), found, atol=1e-5)
+
+
+def test_solve_is_the_least_squares_fit():
+    rng = np.random.default_rng(0)
+    m, p = rng.normal(size=(3, N, K)), np.stack([orthonormal(rng, N, 8) * 10.0**power for power in (-9, 0, 9)])
+    p = p @ (np.eye(8) + 0.1 * rng.normal(size=(8, 8)))
+    expected = np.stack([np.linalg.lstsq(one, other, rcond=None)[0].T for one, other in zip(p, m)])
+    p = jnp.float32(p)
+    found = lowrank.solve(*kernels.backproject(jnp.float32(m), p))
+    assert (norm(found - expected) < 1e-5 * norm(expected)).all()
+
+
+def test_zero_columns_stay_zero(decaying):
+    """They are the columns beyond a rank, and the others do as well as alone."""
+    rank = 5
+    first = jnp.where(jnp.arange(16) < rank, lowrank.initial(K, 16, 0), 0)[None]
+    for basis in (lowrank.precondition, lowrank.orthonormal):
+        q = first
+        for m in (decaying[:1], np.zeros_like(decaying[:1]), decaying[1:2]):
+            before = q
+            p, w, q = compress(m, q, first, basis)
+            for x in (p, w, q):
+                assert not np.asarray(x)[..., rank:].any()
+        alone = compress(m, before[..., :rank], first[..., :rank], basis)
+        assert norm(product(p, w) - product(*alone[:2])) < 1e-5 * norm(m)
+        assert relative_error(m, p, w) < 0.9
+
+
+def test_quantised_factors():
+    x = np.random.default_rng(0).normal(size=(2, 64, 8)).astype(np.float32) * np.geomspace(1e-12, 1e12, 8, dtype="f")
+    x[0, :, 3] = 0
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    worst = {"float32": 0 * largest, "bfloat16": largest / 256, "int8": largest / 127 * (0.5 + 127 / 256)}
+    for factors in lowrank.FACTORS:
+        wire = lowrank.quantise(x, factors)
+        assert wire.values.dtype == factors
+        assert (wire.scale is None) == (factors != "int8")
+        found = lowrank.dequantise(wire)
+        assert found.dtype == lowrank.thin_dtype(factors)
+        assert (np.abs(np.float64(found) - x) <= worst[factors]).all()
+    np.testing.assert_array_equal(lowrank.quantise(x, "bfloat16").values, x.astype(jnp.bfloat16))
+    assert (np.abs(wire.values).max(axis=1) == np.where(largest[:, 0] > 0, 127, 0)).all()
+
+
+def test_first_q_is_orthonormal_and_its_seeds():
+    q = lowrank.initial(K, 16, 3)
+    np.testing.assert_allclose(q.T @ q, np.eye(16), atol=1e-6)
+    np.testing.assert_array_equal(q, lowrank.initial(K, 16, 3))
+    assert not np.allclose(q, lowrank.initial(K, 16, 4), atol=0.1)
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
+@hypothesis.given(
+    seed=st.integers(0, 999), rank=st.integers(0, 60), decades=st.floats(0, 6), exponent=st.integers(-30, 30)
+)
+def test_any_message(seed, rank, decades, exponent):
+    """Finite, never farther from the message than zero is, and exact where the rank suffices."""
+    m = with_spectrum(np.geomspace(1, 10**-decades, rank) * 10.0**exponent, 70, 60, seed)
+    first = lowrank.initial(60, 12, 0)
+    p, w, q = compress(m, first, first)
+    assert all(np.isfinite(x).all() for x in (p, w, q))
+    assert relative_error(m, p, w) <= (1 + 1e-5 if rank > 12 else 1e-4)

@@ -1,0 +1,163 @@
+"""Compressed runs end to end: they continue bit for bit, say when compression starts anew, refuse what cannot fit."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain import metrics
+from paxtrain.config import from_dict
+from paxtrain.errors import UserError
+from paxtrain.mesh import make_mesh
+from paxtrain.prepare import prepare
+from paxtrain.train import Run
+
+STEPS, EVERY = 12, 4
+COMPRESS = {
+    "backward": "epilogue", "backward_rank": 4, "factors": "int8", "data": "all", "data_rank": 8, "data_rank_min": 2,
+    "data_start": 0.25, "data_adapt_every": 4, "residual_low": 0.01, "residual_high": 0.02,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, cache):
+    path = tmp_path_factory.mktemp("compressed")
+    (path / "corpus.txt").write_text(" ".join(map(str, range(4_000))))
+    prepare([str(path / "corpus.txt")], path / "data")
+    return path
+
+
+def finished(home, out, **changes) -> tuple[Run, dict]:
+    """A run to its end, and its last state by path."""
+    values = {
+        "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "dtype": "float32"},
+        "mesh": {"data": 2, "pipe": 2, "tensor": 1},
+        "batch": {"global_batch": 8, "micro_batch": 2},
+        "optimizer": {"warmup_steps": 2, "learning_rate": 3e-3},
+        "compress": COMPRESS,
+        "data": {"train": str(home / "data/train"), "validation": str(home / "data/validation")},
+        "checkpoint": {"every": EVERY, "keep": 9},
+        "run": {"steps": STEPS, "out": str(out), "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        values[section] = values[section] | {key: value}
+    values["optimizer"] = values["optimizer"] | {"schedule": "constant"}  # the same program for any number of steps
+    config = from_dict(values)
+    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
+    states = []
+    save = run.save
+    run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))
+    run.train()
+    leaves = jax.tree_util.tree_leaves_with_path(states[-1])
+    return run, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+@pytest.fixture(scope="module")
+def reference(home):
+    return home / "reference", *finished(home, home / "reference")
+
+
+def past(reference, to: pathlib.Path, step: int) -> pathlib.Path:
+    """A copy of the reference run as if it had been killed after its checkpoint of that step."""
+    shutil.copytree(reference[0], to)
+    for path in (to / "checkpoints").iterdir():
+        if path.name.isdecimal() and int(path.name) > step:
+            shutil.rmtree(path)
+    return to
+
+
+def losses(out) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in metrics.read(out / metrics.FILE) if "loss" in r}
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_continuing_is_bit_exact_before_and_between_adaptions(home, reference, tmp_path, step, capsys):
+    """State of every codec, phase, ranks and what they were decided from."""
+    _, whole, state = reference
+    run, again = finished(home, past(reference, tmp_path / "run", step))
+    assert f"resumed from step {step}" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(reference[0])
+    assert run.ranks.to_json() == whole.ranks.to_json()
+    assert state.keys() == again.keys()
+    different = [path for path in state if not np.array_equal(state[path], again[path])]
+    assert not different
+    assert sum(".codec" in path for path in state) > 10
+
+
+def test_dense_before_the_start_and_ranks_adapt_at_logged_steps(home, reference, capsys, tmp_path):
+    run, _ = finished(home, tmp_path / "run", checkpoint__every=0)
+    said = "".join(capsys.readouterr())
+    assert "step 4: compression over data starts, ranks by stage 8, 8" in said
+    recorded = [r for r in metrics.read(tmp_path / "run" / metrics.FILE) if "loss" in r]
+    assert [r["step"] for r in recorded if "left_out_stage_0" in r] == list(range(4, STEPS + 1))
+    assert all(0 < r["left_out_stage_1"] < 1 for r in recorded if r["step"] > 3)
+    assert run.ranks.at(3) == (0, 0)
+    assert losses(tmp_path / "run") == losses(reference[0])
+
+
+def test_ranks_follow_what_is_left_out(home, tmp_path, capsys):
+    """With bounds above anything a gradient of this model leaves out, ranks halve."""
+    run, _ = finished(
+        home,
+        tmp_path / "run",
+        compress__residual_low=0.98,
+        compress__residual_high=1.0,
+        run__steps=8,
+        checkpoint__every=0,
+    )
+    assert run.ranks.current == (4, 4)
+    assert "step 6: ranks of the stages' gradients over data are now 4, 4" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"mesh__data": 1}, "compression starts afresh: its state in checkpoint 8 in"),
+        ({"compress__data_rank": 4, "checkpoint__reset_codec": True}, "compression starts afresh, as asked for"),
+        ({"compress__backward": "none", "compress__data": "none"}, "is left out: this run compresses nothing"),
+    ],
+)
+def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, capsys, changes, line):
+    out = past(reference, tmp_path / "run", 8)
+    finished(home, out, run__steps=STEPS, **changes)
+    assert line in capsys.readouterr().out
+    assert losses(out)[8] == losses(reference[0])[8]
+    assert losses(out)[STEPS] == pytest.approx(losses(reference[0])[STEPS], rel=0.05)
+
+
+def test_turning_compression_on_later_is_logged(home, tmp_path, capsys):
+    none = {"compress__backward": "none", "compress__data": "none"}
+    finished(home, tmp_path / "run", run__steps=4, **none)
+    finished(home, tmp_path / "run", run__steps=6)
+    assert "compression starts afresh: checkpoint 4" in capsys.readouterr().out
+
+
+def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
+    out = past(reference, tmp_path / "run", 8)
+    with pytest.raises(UserError) as error:
+        finished(home, out, compress__backward_rank=2)
+    assert "holds another state of the compression" in str(error.value)
+    assert "--config.checkpoint.reset_codec=True" in str(error.value)
+    assert len(losses(out)) == STEPS  # nothing was lost
+
+
+def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
+    given = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
+    changes = {f"compress__{key}": value for key, value in given.items()}
+    run, _ = finished(
+        home, tmp_path / "given", compress__data="selective", run__steps=4, checkpoint__every=0, **changes
+    )
+    assert run.ranks.chosen == (8, 0)
+    assert "stages 0" in capsys.readouterr().out
+    run, _ = finished(home, tmp_path / "measured", compress__data="selective", run__steps=4, checkpoint__every=0)
+    said = capsys.readouterr().out
+    assert "last backward ends (measured)" in said
+    chosen = [s for s, rank in enumerate(run.ranks.chosen) if rank]
+    assert ("stages " + ", ".join(map(str, chosen)) if chosen else "no stage") in said
+    saved = sorted((tmp_path / "measured/checkpoints").iterdir())
+    assert saved
+    assert json.dumps(run.ranks.to_json())
