@@ -1,8 +1,12 @@
 """Eight virtual CPU devices for every test; set before anything makes jax start its backend."""
 
+import os
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the tests that do not import it
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -135,7 +135,6 @@ def lowered_for_cuda(function, *arrays):
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_each_pass_is_one_named_kernel_that_updates_its_state_in_place():
     text = lowered_for_cuda(lambda *a: passes("triton", *a), *operands(*CASES["even"]), jnp.bool_(True))
     calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
@@ -153,7 +152,6 @@ def test_each_pass_is_one_named_kernel_that_updates_its_state_in_place():
 
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("columns", [3072, 12288])
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_large_messages_fill_the_multiprocessors(columns, rank):
     """Programs enough for three quarters of 132 multiprocessors, with partial sums that are small beside the matrix."""
     shapes = [(4096, columns), (4096, columns), (4096, rank), (columns, rank), (columns, rank)]

@@ -13,8 +13,6 @@ from compress import bench, kernels
 from compress.codec import LowRank
 from paxtrain import aot
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-
 
 @pytest.fixture(scope="module")
 def mesh():
