@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train bench test test-slow lint clean
+.PHONY: help train study bench test test-slow lint clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -15,6 +15,9 @@ train: runs/data/train.idx  ## train configs/tiny.py; ARGS="--config.run.steps=5
 
 runs/data/train.idx: | $(VENV)/run.txt
 	$(RUN) -m paxtrain.prepare --input=stdlib --out=runs/data
+
+study: runs/data/train.idx  ## what compression does to training, as a page; ARGS="--seeds=3" shows the spread
+	$(RUN) -m paxtrain.study --config=configs/study.py --out=runs/study $(ARGS)
 
 bench: $(VENV)/run.txt  ## measure the training step; ARGS as above
 	$(RUN) -m paxtrain.bench $(ARGS)

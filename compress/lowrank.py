@@ -37,7 +37,7 @@ class Factor(NamedTuple):
 def _largest(x: jax.Array) -> jax.Array:
     """Largest magnitude of every column, [*, 1, r]; 1 for zero columns."""
     largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
-    return jnp.where(largest > 0, largest, 1)
+    return jnp.where(largest == 0, 1, largest)  # nan stays: what is not finite must not look like a number
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def solve(s: jax.Array, g: jax.Array) -> jax.Array:
     error that it leaves where P could represent M exactly.
     """
     largest = jnp.max(jnp.diagonal(g, axis1=-2, axis2=-1), axis=-1)[..., None, None]
-    largest = jnp.where(largest > 0, largest, 1)
+    largest = jnp.where(largest == 0, 1, largest)
     lower = _cholesky(g / largest, _RIDGE)
     return _divide(_divide(s / largest, lower, transpose=True), lower, transpose=False)
 

@@ -29,8 +29,6 @@ from paxtrain.schedule import Schedule
 
 State = dict[str, Any]
 
-_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
-
 
 def settle_implementation(config: Config, device: jax.Device) -> str:
     """ "xla" or "triton", as the configuration and the device say.
@@ -39,21 +37,25 @@ def settle_implementation(config: Config, device: jax.Device) -> str:
         UserError: "triton" is asked for where there is no NVIDIA GPU from Ampere on.
     """
     c, asked = config.compress, config.compress.implementation
+    ranks = [0]
+    ranks += c.link_ranks(config.links) if c.backward != "none" else ()
+    ranks += [c.forward_rank] if c.forward != "none" else []
+    ranks += [c.data_rank] if c.data != "none" else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
-    used = [(c.backward, *c.link_ranks(config.links)), (c.forward, c.forward_rank), (c.data, c.data_rank)]
-    rank = max(max(ranks) if chosen != "none" else 0 for chosen, *ranks in used)
-    if asked == "triton" and capability < 8:
+    # The kernels are laid out for data-centre GPUs from Hopper on; an A100 has the shared memory for low ranks only.
+    made_for = 9 <= capability < 11
+    largest = LARGEST_RANK if made_for else 64
+    if asked == "triton" and not (made_for or 8 <= capability < 9):
         raise UserError(
-            f"compress.implementation=triton needs NVIDIA GPUs from Ampere on, got {device.device_kind}; "
+            f"compress.implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got {device.device_kind}; "
             "auto or xla would work"
         )
-    if asked == "triton" and rank > LARGEST_RANK:
+    if asked == "triton" and max(ranks) > largest:
         raise UserError(
-            f"compress.implementation=triton takes ranks up to {LARGEST_RANK}, got {rank}; auto or xla would work"
+            f"compress.implementation=triton takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
+            "auto or xla would work"
         )
-    # The kernels are laid out for Hopper: on an A100 those of high ranks ask for more shared memory than there is.
-    fits = capability >= 9 and rank <= LARGEST_RANK
-    return ("triton" if fits else "xla") if asked == "auto" else asked
+    return ("triton" if made_for and max(ranks) <= largest else "xla") if asked == "auto" else asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Compression:
     # --- Over data ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def kernels(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def matrices(self) -> dict[tuple[str, str], tuple[int, int]]:
         """The layers' kernels as matrices (rows, columns) of one device, by path."""
         mesh = self.config.mesh
         found = {}
@@ -132,11 +134,11 @@ class Compression:
 
     def compressed_kernels(self, rank: int) -> tuple[tuple[str, str], ...]:
         """The kernels that factors of `rank` make at least min_ratio times smaller."""
-        return tuple(path for path, (n, k) in self.kernels.items() if rank <= self._largest_rank(n, k))
+        return tuple(path for path, (n, k) in self.matrices.items() if rank <= self._largest_rank(n, k))
 
     def _largest_rank(self, n: int, k: int, dense: str = "float32", factors: str = "float32") -> int:
         least = max(self.config.compress.min_ratio, 1e-9)  # 0 asks for no saving at all
-        return policy.largest_rank(n, k, least, _BYTES[dense], _BYTES[factors])
+        return policy.largest_rank(n, k, least, jnp.dtype(dense).itemsize, jnp.dtype(factors).itemsize)
 
     @functools.cached_property
     def power_kernels(self) -> tuple[tuple[str, str], ...]:
@@ -171,7 +173,7 @@ class Compression:
         def stage(index: jax.Array) -> State:
             data: Any = ()
             if self.power_kernels:
-                shapes = [self.kernels[path] for _ in range(chunks * self.layout.slots) for path in self.power_kernels]
+                shapes = [self.matrices[path] for _ in range(chunks * self.layout.slots) for path in self.power_kernels]
                 data = init_power(shapes, self.config.compress.data_rank, seed=0)
             return {
                 "backward": link(self.links.backward, index),
@@ -199,16 +201,21 @@ class Compression:
             "message": list(self.message.shape),
         }
 
-    def why_reset(self, identity: Any, saved: dict[str, str], mine: dict[str, str], where: str) -> str:
+    def link_ranks(self) -> dict[str, list[int]]:
+        """Ranks that a saved state has in its values and not in its shapes, as JSON values."""
+        c = self.config.compress
+        return {"backward_ranks": list(c.link_ranks(self.config.links)) if c.backward != "none" else []}
+
+    def why_reset(self, meta: dict[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
         """Why a checkpoint's state of the compression is not continued, as a line for the log; "" where it is.
 
         Args:
-            identity: the saved run's.
+            meta: what the saved run said of itself, {"identity", "link_ranks"}; empty if it knew no compression.
             saved, mine: kinds of the arrays of the checkpoint's state and of this run's.
             where: the checkpoint, for messages.
 
         Raises:
-            UserError: on the same mesh, arrays of other shapes.
+            UserError: on the same mesh, arrays of other shapes or links of other ranks.
         """
         if not saved and not mine:
             return ""
@@ -216,16 +223,17 @@ class Compression:
             return f"compression starts afresh: {where} has no state of it"
         if not mine:
             return f"the state of the compression in {where} is left out: this run compresses nothing that has one"
-        if identity != self.identity():
+        if meta["identity"] != self.identity():
             return f"compression starts afresh: its state in {where} is of another mesh, micro-batch or split of layers"
-        if saved == mine:
+        there, here = saved | meta["link_ranks"], mine | self.link_ranks()
+        if there == here:
             return ""
         if self.config.checkpoint.reset_codec:
-            return f"compression starts afresh, as asked for: its state in {where} has other shapes"
-        path = min(path for path in saved.keys() | mine.keys() if saved.get(path) != mine.get(path))
+            return f"compression starts afresh, as asked for: its state in {where} is of other shapes or ranks"
+        path = min(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
         raise UserError(
-            f"{where} holds another state of the compression: {path} is {saved.get(path, 'absent')} there and "
-            f"{mine.get(path, 'absent')} here; use the compress settings that it was saved with, "
+            f"{where} holds another state of the compression: {path} is {there.get(path, 'absent')} there and "
+            f"{here.get(path, 'absent')} here; use the compress settings that it was saved with, "
             "or start compression afresh with --config.checkpoint.reset_codec=True"
         )
 
@@ -251,10 +259,10 @@ class Compression:
                 raise UserError(_too_large(f"compress.{name}", rank, f"messages are {n} x {k}", largest, c.min_ratio))
         if c.data != "none":
             rank = c.data_rank
-            useful = {path: self._largest_rank(*shape) for path, shape in self.kernels.items()}
+            useful = {path: self._largest_rank(*shape) for path, shape in self.matrices.items()}
             largest = max(useful.values())
             if rank > largest:
-                n, k = self.kernels[max(useful, key=useful.__getitem__)]
+                n, k = self.matrices[max(useful, key=useful.__getitem__)]
                 what = f"the largest kernel of a layer on a device is {n} x {k}"
                 raise UserError(_too_large("compress.data_rank", rank, what, largest, c.min_ratio))
 
@@ -263,19 +271,21 @@ class Compression:
         c, message = self.config.compress, self.message
         rows = []
         n, k = math.prod(message.shape[:-1]), message.shape[-1]
+        ranks = {"backward": c.link_ranks(self.config.links), "forward": (c.forward_rank,)}
         for direction, what in (("backward", "gradients between stages"), ("forward", "activations between stages")):
             if getattr(c, direction) != "none":
-                codec = getattr(self.links, direction).codec
-                dense = n * k * jnp.dtype(message.dtype).itemsize
-                ratio = dense / codec.wire_bytes(message.shape, message.dtype)
-                rows.append(
-                    (what, f"{getattr(c, direction)}: rank {codec.rank} of {n} x {k}, {ratio:.1f} times smaller")
-                )
+                codec, dense = getattr(self.links, direction).codec, Identity().wire_bytes(message.shape, message.dtype)
+                used = sorted(set(ranks[direction]))
+                ratios = [f"{dense / codec.wire_bytes(message.shape, message.dtype, r):.1f}" for r in used]
+                times, rank = " and ".join(ratios), " and ".join(map(str, used))
+                rows.append((what, f"{getattr(c, direction)}: rank {rank} of {n} x {k}, {times} times smaller"))
         if c.data != "none":
-            names = ", ".join(name for name, _ in self.power_kernels)
-            left = [name for name, _ in self.kernels if (name, "kernel") not in self.power_kernels]
+            chosen = self.compressed_kernels(c.data_rank)
+            left = [name for name, _ in self.matrices if (name, "kernel") not in chosen]
             dense = f"; {', '.join(left)} would not shrink enough" if left else ""
-            rows.append(("gradients over data", f"{c.data}: rank {c.data_rank} of {names}{dense}"))
+            alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
+            names = ", ".join(name for name, _ in chosen)
+            rows.append(("gradients over data", f"{c.data}: rank {c.data_rank} of {names}{dense}{alone}"))
         return rows
 
 

@@ -6,33 +6,14 @@ into these dataclasses at the edge, and nothing behind the mains sees a ConfigDi
 
 import dataclasses
 import math
-import re
 import typing
 from typing import Any
 
-from paxtrain.errors import UserError
+from paxtrain.checks import choice, divisors_near, positive, require
+from paxtrain.compress_config import SECONDS, CompressConfig
 
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def _divisors_near(n: int, target: int) -> str:
-    """The divisors of n that surround `target`, as a phrase."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = [d for d in divisors if d <= target][-1:]
-    above = [d for d in divisors if d > target][:1]
-    return " or ".join(map(str, below + above))
-
-
-def _positive(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value > 0, f"{section}.{name} must be positive, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +43,18 @@ class ModelConfig:
     attention: str = "auto"
 
     def __post_init__(self) -> None:
-        _positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
-        _require(
+        positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
+        require(
             self.hidden % self.heads == 0,
             f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
-            f"{_divisors_near(self.hidden, self.heads)} heads would fit",
+            f"{divisors_near(self.hidden, self.heads)} heads would fit",
         )
         for name in ("embedding_dropout", "residual_dropout"):
             rate = getattr(self, name)
-            _require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
-        _choice("model.dtype", self.dtype, ("bfloat16", "float32"))
-        _choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
-        _require(
+            require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
+        choice("model.dtype", self.dtype, ("bfloat16", "float32"))
+        choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
+        require(
             self.attention != "cudnn" or (self.dtype == "bfloat16" and self.head_dim % 8 == 0 and self.head_dim <= 128),
             f"model.attention=cudnn needs model.dtype=bfloat16 and heads of a multiple of 8 up to 128, got "
             f"{self.dtype} and {self.head_dim}; auto takes it where it can",
@@ -98,10 +79,6 @@ class ModelConfig:
         return self.layers * layer + (self.vocab_size + self.sequence) * h + 2 * h
 
 
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices.
@@ -117,7 +94,7 @@ class MeshConfig:
     zero1: bool = True
 
     def __post_init__(self) -> None:
-        _positive("mesh", self, "data", "pipe", "tensor")
+        positive("mesh", self, "data", "pipe", "tensor")
 
     @property
     def devices(self) -> int:
@@ -144,23 +121,23 @@ class PipelineConfig:
     scan_layers: str = "auto"
 
     def __post_init__(self) -> None:
-        _choice("pipeline.schedule", self.schedule, SCHEDULES)
-        _choice("pipeline.save", self.save, SAVE_MODES)
-        _choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
-        _positive("pipeline", self, "virtual_stages")
+        choice("pipeline.schedule", self.schedule, SCHEDULES)
+        choice("pipeline.save", self.save, SAVE_MODES)
+        choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
+        positive("pipeline", self, "virtual_stages")
         interleaved = self.schedule == "interleaved_1f1b"
-        _require(
+        require(
             interleaved or self.virtual_stages == 1,
             f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule=interleaved_1f1b, "
             f"got {self.schedule}",
         )
-        _require(
+        require(
             not interleaved or self.virtual_stages > 1,
             "pipeline.schedule=interleaved_1f1b needs pipeline.virtual_stages of 2 or more, got 1",
         )
         if self.pipe_layers:
             parts = self.pipe_layers.split(",")
-            _require(
+            require(
                 all(part.strip().isdecimal() and int(part) > 0 for part in parts),
                 f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
             )
@@ -174,17 +151,17 @@ class PipelineConfig:
         stages = pipe * self.virtual_stages
         if self.pipe_layers:
             counts = tuple(int(part) for part in self.pipe_layers.split(","))
-            _require(
+            require(
                 len(counts) == stages,
                 f"pipeline.pipe_layers={self.pipe_layers} names {len(counts)} stages, "
                 f"but pipe={pipe} with {self.virtual_stages} virtual stages each needs {stages}",
             )
-            _require(
+            require(
                 sum(counts) == layers,
                 f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(counts)}, but the model has {layers} layers",
             )
             return counts
-        _require(
+        require(
             layers >= stages,
             f"model.layers={layers} cannot fill {stages} virtual stages (mesh.pipe={pipe} x "
             f"pipeline.virtual_stages={self.virtual_stages}); at most {layers} would fit",
@@ -200,7 +177,7 @@ class BatchConfig:
     micro_batch: int = 2
 
     def __post_init__(self) -> None:
-        _positive("batch", self, "global_batch", "micro_batch")
+        positive("batch", self, "global_batch", "micro_batch")
 
     def micro_batches(self, data: int) -> int:
         """Micro-batches per data rank and step.
@@ -211,7 +188,7 @@ class BatchConfig:
         per_round = data * self.micro_batch
         below = self.global_batch // per_round * per_round
         fits = f"{below} or {below + per_round}" if below else str(per_round)
-        _require(
+        require(
             self.global_batch % per_round == 0,
             f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
             f"batch.micro_batch={self.micro_batch}; {fits} would fit",
@@ -241,21 +218,19 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        _choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        _positive("optimizer", self, "learning_rate", "epsilon")
+        choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        positive("optimizer", self, "learning_rate", "epsilon")
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
-            _require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
+            require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
-        _require(
-            0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}"
-        )
+            require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
+        require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}")
         for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
             value = getattr(self, name)
-            _require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
-        _require(
+            require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
+        require(
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
         )
@@ -270,7 +245,7 @@ class DataConfig:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        _positive("data", self, "prefetch")
+        positive("data", self, "prefetch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,11 +267,11 @@ class CheckpointConfig:
     reset_codec: bool = False
 
     def __post_init__(self) -> None:
-        _positive("checkpoint", self, "keep")
+        positive("checkpoint", self, "keep")
         for name in ("every", "keep_every"):
             value = getattr(self, name)
-            _require(value >= 0, f"checkpoint.{name} must not be negative, got {value}")
-        _require(
+            require(value >= 0, f"checkpoint.{name} must not be negative, got {value}")
+        require(
             not self.keep_every or (self.every and self.keep_every % self.every == 0),
             f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}",
         )
@@ -325,140 +300,12 @@ class RunConfig:
     peak_flops: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive("run", self, "steps", "eval_batches", "log_every")
+        positive("run", self, "steps", "eval_batches", "log_every")
         for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
             value = getattr(self, name)
-            _require(value >= 0, f"run.{name} must not be negative, got {value}")
-        _require(self.seed < 2**63, f"run.seed must be below 2**63, got {self.seed}")
-        _require(bool(self.out), "run.out must name a directory, got an empty string")
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressConfig:
-    """What crosses the links compressed, as low-rank factors (Optimus-CC, Song et al. 2023).
-
-    Attributes:
-        backward: activation gradients between stages: "none", "epilogue" (those that no compute hides: the drain of the
-            pipeline) or "all".
-        backward_rank: rank of their factors.
-        backward_ranks: ranks link by link, "16,8,16", the link between stages 0 and 1 first (with virtual stages the
-            one between the last stage and the first comes last); empty: backward_rank for all.
-        forward, forward_rank: activations between stages, "none" or "all"; beyond the paper.
-        error: what a compressed message leaves out goes into the next one on its link (lazy error propagation):
-            "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
-        factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
-            compute dtype.
-        form: "solve" (normal equations, no orthogonalisation) or "qr" (its check).
-        embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (a mean over data on each,
-            then their sum: the baseline), or "auto": fused where there are two copies.
-        data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
-            "0,1", or "selective": those whose reduction would end the step.
-        data_rank: rank of their factors; the highest rank where ranks adapt.
-        data_start: fraction of the run's steps before data-parallel compression starts.
-        data_adapt_every: steps between adaptions of each stage's rank to its residual; 0: ranks stay.
-        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles where the part of the
-            gradient left out (0 to 1, by norm) is above residual_high, and halves below residual_low.
-        stage_seconds, reduce_seconds, compressed_seconds: for data=selective, a number per stage each: when its last
-            backward ends, how long its reduction takes dense and compressed; empty: measured before the first step.
-        min_ratio: no matrix is compressed whose factors do not save this many times its bytes.
-        implementation: of the passes over whole matrices: "xla", "triton" (Pallas kernels, NVIDIA GPUs), or "auto":
-            triton on GPUs.
-    """
-
-    backward: str = "none"
-    backward_rank: int = 16
-    backward_ranks: str = ""
-    forward: str = "none"
-    forward_rank: int = 16
-    error: str = "lazy"
-    factors: str = "auto"
-    form: str = "solve"
-    embedding: str = "auto"
-    data: str = "none"
-    data_rank: int = 128
-    data_start: float = 0.1
-    data_adapt_every: int = 0
-    data_rank_min: int = 4
-    residual_low: float = 0.3
-    residual_high: float = 0.6
-    stage_seconds: str = ""
-    reduce_seconds: str = ""
-    compressed_seconds: str = ""
-    min_ratio: float = 2.0
-    implementation: str = "auto"
-
-    def __post_init__(self) -> None:
-        _choice("compress.backward", self.backward, ("none", "epilogue", "all"))
-        _choice("compress.forward", self.forward, ("none", "all"))
-        _choice("compress.error", self.error, ("lazy", "explicit", "none"))
-        _choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
-        _choice("compress.form", self.form, ("solve", "qr"))
-        _choice("compress.embedding", self.embedding, ("auto", "fused", "unfused"))
-        _choice("compress.implementation", self.implementation, ("auto", "xla", "triton"))
-        _positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
-        _require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
-        _require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")
-        _require(
-            self.data_adapt_every >= 0, f"compress.data_adapt_every must not be negative, got {self.data_adapt_every}"
-        )
-        _require(
-            self.data_rank_min <= self.data_rank,
-            f"compress.data_rank_min={self.data_rank_min} must not be above compress.data_rank={self.data_rank}",
-        )
-        _require(
-            0 <= self.residual_low < self.residual_high <= 1,
-            f"compress.residual_low={self.residual_low} must be below compress.residual_high={self.residual_high}, "
-            "both in [0, 1]",
-        )
-        ranks = _numbers("compress.backward_ranks", self.backward_ranks, int)
-        _require(
-            all(rank > 0 for rank in ranks),
-            f"compress.backward_ranks must be positive integers joined by commas, got {self.backward_ranks!r}",
-        )
-        if self.data not in ("none", "all", "selective"):
-            _require(
-                re.fullmatch(r"\d+(,\d+)*", self.data) is not None,
-                f"compress.data must be none, all, selective or stages joined by commas such as 0,1, got {self.data!r}",
-            )
-        given = [bool(getattr(self, name)) for name in _SECONDS]
-        _require(
-            all(given) or not any(given),
-            f"compress.{', compress.'.join(_SECONDS)} must be given together or not at all",
-        )
-        for name in _SECONDS:
-            _numbers(f"compress.{name}", getattr(self, name), float)
-
-    @property
-    def seconds(self) -> tuple[tuple[float, ...], ...]:
-        """stage_seconds, reduce_seconds and compressed_seconds, each a number per stage; empty where not given."""
-        return tuple(_numbers(name, getattr(self, name), float) for name in _SECONDS)
-
-    def data_stages(self, pipe: int) -> tuple[int, ...]:
-        """Stages that compress over data, as far as the configuration alone says; "selective" has none yet."""
-        if self.data in ("none", "selective"):
-            return ()
-        return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
-
-    def link_ranks(self, links: int) -> tuple[int, ...]:
-        """Rank of every link's gradients."""
-        ranks = _numbers("compress.backward_ranks", self.backward_ranks, int)
-        return ranks or (self.backward_rank,) * links
-
-
-_SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
-
-
-def _numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """The numbers of a list joined by commas; an empty text is an empty list."""
-    try:
-        values = tuple(kind(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        values = (math.nan,)
-    _require(
-        all(math.isfinite(value) and value >= 0 for value in values),
-        f"{name} must be numbers joined by commas, got {text!r}",
-    )
-    return values
+            require(value >= 0, f"run.{name} must not be negative, got {value}")
+        require(self.seed < 2**63, f"run.seed must be below 2**63, got {self.seed}")
+        require(bool(self.out), "run.out must name a directory, got an empty string")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,19 +325,19 @@ class Config:
     def __post_init__(self) -> None:
         model, mesh = self.model, self.mesh
         for name, size in (("heads", model.heads), ("hidden", model.hidden), ("padded_vocab", model.padded_vocab)):
-            _require(
+            require(
                 size % mesh.tensor == 0,
                 f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
-                f"tensor={_divisors_near(size, mesh.tensor)} would fit",
+                f"tensor={divisors_near(size, mesh.tensor)} would fit",
             )
         self.batch.micro_batches(mesh.data)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
-        _require(
+        require(
             mesh.pipe > 1 or self.pipeline.virtual_stages == 1,
             f"pipeline.schedule=interleaved_1f1b needs mesh.pipe of 2 or more, got {mesh.pipe}",
         )
         opt = self.optimizer
-        _require(
+        require(
             opt.warmup_steps + (opt.decay_steps if opt.schedule == "wsd" else 0) <= self.run.steps,
             f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
             f"do not fit into run.steps={self.run.steps}",
@@ -501,30 +348,30 @@ class Config:
         c, pipe = self.compress, self.mesh.pipe
         for direction in ("backward", "forward"):
             chosen = getattr(c, direction)
-            _require(
+            require(
                 chosen == "none" or pipe > 1,
                 f"compress.{direction}={chosen} needs messages between stages, but mesh.pipe=1; "
                 f"choose mesh.pipe of 2 or more, or compress.{direction}=none",
             )
-        _require(
+        require(
             c.embedding != "fused" or pipe > 1,
             "compress.embedding=fused needs tied copies of the embedding on the first and the last stage, "
             "but mesh.pipe=1 holds it once; choose auto",
         )
         ranks = c.link_ranks(self.links)
-        _require(
+        require(
             pipe == 1 or len(ranks) == self.links,
             f"compress.backward_ranks={c.backward_ranks} names {len(ranks)} links, but there are {self.links} "
             f"between {pipe} stages",
         )
         outside = [s for s in c.data_stages(pipe) if s >= pipe]
-        _require(
+        require(
             not outside,
             f"compress.data={c.data} names stage {max(outside, default=0)}, but mesh.pipe={pipe} has stages 0 to "
             f"{pipe - 1}",
         )
-        for name, values in zip(_SECONDS, c.seconds, strict=True):
-            _require(
+        for name, values in zip(SECONDS, c.seconds, strict=True):
+            require(
                 not values or len(values) == pipe,
                 f"compress.{name} names {len(values)} stages, but mesh.pipe={pipe}",
             )
@@ -552,20 +399,20 @@ def read_section(cls: type, values: Any, path: str) -> Any:
     Raises:
         UserError: no mapping, an unknown key, a value of another type or out of bounds.
     """
-    _require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
+    require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     kwargs = {}
     for key, value in values.items():
         name = f"{path}.{key}" if path else key
-        _require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
+        require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             kwargs[key] = read_section(hint, value, name)
             continue
         if hint is float and type(value) is int:
             value = float(value)
-        _require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
+        require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
         kwargs[key] = value
     return cls(**kwargs)
 

@@ -125,6 +125,10 @@ def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
 
 
+# One array of the layers: the layer's slot, and its two keys.
+Place = tuple[int, str, str]
+
+
 class Reduced(NamedTuple):
     """What the reduction over data leaves on a device.
 
@@ -132,7 +136,7 @@ class Reduced(NamedTuple):
         gradients: in mesh layout, as the device keeps them: ZeRO-1 shards, or whole.
         state: of the compression.
         left_out: norm of what the compression of this stage left out, over that of the gradient with the error before;
-            float32 [], 0 where nothing was compressed.
+            float32 [], 0 where nothing was compressed, nan where all was zero.
     """
 
     gradients: Params
@@ -140,77 +144,79 @@ class Reduced(NamedTuple):
     left_out: jax.Array
 
 
-def _dense_layers(layout: Layout, rows: list[Params]) -> list[Params]:
+def _dense_layers(layout: Layout, layers: list[Params]) -> list[Params]:
     # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
     dims = layout.data_dims()["layers"]
-    return [jax.tree.map(lambda x, dim: _mean(layout, x, max(dim - 1, -1)), row, dims) for row in rows]
+    return [jax.tree.map(lambda x, dim: _mean(layout, x, max(dim - 1, -1)), layer, dims) for layer in layers]
+
+
+def _packed_rest(layout: Layout, rest: dict[Place, jax.Array], dims: Params) -> dict[Place, jax.Array]:
+    """The means over data of what is not compressed, packed in one collective, or two where some have no shards."""
+    data = layout.config.mesh.data
+    if data == 1:
+        return rest
+    dim = {place: dims[place[1]][place[2]] for place in rest}
+    shards = {place: x for place, x in rest.items() if dim[place] >= 0}
+    whole = {place: x for place, x in rest.items() if dim[place] < 0}
+    sums = packed_scatter(list(shards.values()), [dim[place] for place in shards], "data")
+    means = packed(lambda x: lax.pmean(x, "data"), list(whole.values()))
+    return dict(zip(shards, (x / data for x in sums))) | dict(zip(whole, means))
 
 
 def _low_rank_layers(
-    compression: Compression, rows: list[Params], state: PowerState, rank: int
+    compression: Compression, layers: list[Params], state: PowerState, rank: int
 ) -> tuple[list[Params], PowerState, jax.Array]:
-    """PowerSGD on the kernels; everything else is packed and reduced as it is."""
-    layout, chosen = compression.layout, compression.compressed_kernels(rank)
+    """PowerSGD on the kernels that this rank makes small enough; everything else is packed and reduced as it is."""
+    layout, chosen, c = compression.layout, compression.compressed_kernels(rank), compression.config.compress
     dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
-    keys = [(i, path) for i in range(len(rows)) for path in compression.power_kernels]
-    used = [n for n, (_, path) in enumerate(keys) if path in chosen]
-    matrices = [
-        rows[i][name][leaf].reshape(compression.kernels[name, leaf]) for i, (name, leaf) in (keys[n] for n in used)
-    ]
-    some = PowerState([state.error[n] for n in used], [state.q[n] for n in used])
-    c = layout.config.compress
-    factors, some, stats = mean_lowrank(matrices, some, rank, "data", compression.implementation, c.form, keep=True)
+    gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
+    places = [(i, *path) for i in range(len(layers)) for path in compression.power_kernels]
+    used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
     error, q = list(state.error), list(state.q)
-    for n, e, factor in zip(used, some.error, some.q, strict=True):
-        error[n], q[n] = e, factor
+    for n in set(range(len(places))) - set(used):
+        # Compressed at a lower rank, and dense now: what was left out then goes along.
+        gradients[places[n]] += error[n].reshape(gradients[places[n]].shape)
+        error[n] = jnp.zeros_like(error[n])
 
-    reduced = jax.tree.map(lambda x: x, rows)  # new dicts
-    for n, (p, w) in zip(used, factors, strict=True):
-        i, (name, leaf) = keys[n]
-        dim, shape = dims[name][leaf], rows[i][name][leaf].shape
+    matrices = [gradients[places[n]].reshape(compression.matrices[places[n][1:]]) for n in used]
+    some = PowerState([error[n] for n in used], [q[n] for n in used])
+    factors, some, stats = mean_lowrank(matrices, some, rank, "data", compression.implementation, c.form, keep=True)
+    for n, new_error, new_q in zip(used, *some, strict=True):
+        error[n], q[n] = new_error, new_q
+
+    compressed = [places[n] for n in used]
+    reduced = _packed_rest(layout, {p: x for p, x in gradients.items() if p not in compressed}, dims)
+    for place, (p, w) in zip(compressed, factors, strict=True):
+        dim, shape = dims[place[1]][place[2]], gradients[place].shape
         if dim == 0:  # of the product only this rank's rows are formed
             p, shape = _shard(layout, p, 0), (shape[0] // layout.config.mesh.data, *shape[1:])
         whole = kernels.decode(p, w, jnp.float32, implementation=compression.implementation).reshape(shape)
-        reduced[i][name][leaf] = whole if dim == 0 else _shard(layout, whole, dim)
-
-    rest = [
-        (i, name, leaf)
-        for i, row in enumerate(rows)
-        for name in row
-        for leaf in row[name]
-        if (name, leaf) not in chosen
+        reduced[place] = whole if dim == 0 else _shard(layout, whole, dim)
+    trees = [
+        {name: {leaf: reduced[i, name, leaf] for leaf in layer[name]} for name in layer}
+        for i, layer in enumerate(layers)
     ]
-    for scattered in (True, False):
-        part = [(i, name, leaf) for i, name, leaf in rest if (dims[name][leaf] >= 0) == scattered]
-        arrays = [rows[i][name][leaf] for i, name, leaf in part]
-        if not part or layout.config.mesh.data == 1:
-            continue
-        if scattered:
-            arrays = [
-                x / layout.config.mesh.data
-                for x in packed_scatter(arrays, [dims[n][leaf] for _, n, leaf in part], "data")
-            ]
-        else:
-            arrays = packed(lambda x: lax.pmean(x, "data"), arrays)
-        for (i, name, leaf), x in zip(part, arrays, strict=True):
-            reduced[i][name][leaf] = x
     # A tensor group's devices have different parts of the matrices, a data group's different errors.
     left, total = lax.psum(jnp.stack(stats), ("data", "tensor"))
-    return reduced, PowerState(error, q), jnp.sqrt(left / jnp.maximum(total, jnp.finfo(jnp.float32).tiny))
+    return trees, PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
-def layer_rows(grads: Weights) -> list[Params]:
+def _paths(layer: Params) -> list[tuple[str, str]]:
+    return [(name, leaf) for name in layer for leaf in layer[name]]
+
+
+def layer_gradients(grads: Weights) -> list[Params]:
     """The layers of a device's gradients, slot after slot."""
     return [layer for chunk in grads.chunks for part in chunk for layer in _layers(part)]
 
 
 def reduce_layers(
-    compression: Compression, rank: int, rows: list[Params], state: PowerState | tuple[()]
+    compression: Compression, rank: int, layers: list[Params], state: PowerState | tuple[()]
 ) -> tuple[list[Params], PowerState | tuple[()], jax.Array]:
     """The layers' part of `reduce_gradients` on a stage of that rank; see Reduced for what comes back."""
     if rank:
-        return _low_rank_layers(compression, rows, state, rank)
-    return _dense_layers(compression.layout, rows), state, jnp.float32(0)
+        return _low_rank_layers(compression, layers, state, rank)
+    return _dense_layers(compression.layout, layers), state, jnp.float32(0)
 
 
 def reduce_gradients(
@@ -230,8 +236,8 @@ def reduce_gradients(
         dim = max(dim - 1, -1)  # x has no leading dim of stages
         return (_tied_embedding if names(path)[-1] == "token" else _mean)(layout, x, dim)[None]
 
-    rows, kinds = layer_rows(grads), sorted(set(ranks))
-    branches = [functools.partial(reduce_layers, compression, rank, rows, state) for rank in kinds]
+    layers, kinds = layer_gradients(grads), sorted(set(ranks))
+    branches = [functools.partial(reduce_layers, compression, rank, layers, state) for rank in kinds]
     if len(kinds) == 1:
         reduced, state, left_out = branches[0]()
     else:
@@ -240,7 +246,7 @@ def reduce_gradients(
         reduced, state, left_out = lax.switch(mine, branches)
     tree = {
         "embedding": jax.tree_util.tree_map_with_path(edge, grads.embedding, dims["embedding"]),
-        "layers": jax.tree.map(lambda *rows: jnp.stack(rows), *reduced),
+        "layers": jax.tree.map(lambda *slots: jnp.stack(slots), *reduced),
         "final_norm": jax.tree_util.tree_map_with_path(edge, grads.final_norm, dims["final_norm"]),
     }
     return Reduced(tree, state, left_out)

@@ -151,8 +151,8 @@ class Rows:
             # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
             wire, output = lax.optimization_barrier((wire, carry["output"]))
             arrived = self._decode("backward", wire)
-            mine = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
-            received = arrived if received is None else jnp.where(mine, arrived, received)
+            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            received = arrived if received is None else jnp.where(receives, arrived, received)
             carry = carry | {"output": output}
             if depth:
                 carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}

@@ -8,7 +8,6 @@ References:
     Optimus-CC (Song et al. 2023), selective stage compression.
 """
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -68,6 +67,46 @@ def _seconds(run: Callable[[], Any]) -> float:
     return median
 
 
+def _spread(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None, None, None], tree)
+
+
+def _local(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0, 0, 0], tree)
+
+
+def pipelined(trainer: Trainer) -> Any:
+    """jit: (params, tokens, codec state) -> loss and unreduced gradients, with leading dims [data, pipe, tensor]."""
+
+    def backward(params: Any, tokens: jax.Array, codec: Any) -> Any:
+        stage = trainer.stage(params, tokens, None)
+        between = _local({direction: codec[direction] for direction in ("backward", "forward")})
+        loss, grads, _ = pipeline.loss_and_gradients(
+            stage, trainer.buffers, trainer.schedule.masked, trainer.compression.links, between
+        )
+        return _spread((loss, grads))
+
+    return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), BATCH_SPEC, CODEC_SPEC), CODEC_SPEC))
+
+
+def reduction(trainer: Trainer, rank: int) -> Any:
+    """jit: (a stage, unreduced gradients, state) -> numbers, after that stage alone has reduced its gradients."""
+
+    def one(chosen: jax.Array, grads: Any, power: Any) -> jax.Array:
+        layers = gradients.layer_gradients(_local(grads))
+
+        def body(total: jax.Array) -> jax.Array:
+            # Bound to the loop: XLA would move out of it what does not change in it, for all stages to run.
+            inputs, total = lax.optimization_barrier(((layers, _local(power)), total))
+            outputs = gradients.reduce_layers(trainer.compression, rank, *inputs)
+            # All of what came out is needed, and hardly any of it read.
+            return total + sum(x.reshape(-1)[0] for x in jax.tree.leaves(lax.optimization_barrier(outputs)))
+
+        return _spread(only_if(lax.axis_index("pipe") == chosen, body, jnp.float32(0)))
+
+    return jax.jit(trainer.shard_map(one, (PartitionSpec(), CODEC_SPEC, CODEC_SPEC), CODEC_SPEC))
+
+
 def measure(trainer: Trainer, state: TrainState) -> StageTimes:
     """Times the mesh with the run's own programs; `state` is read only.
 
@@ -75,44 +114,15 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
         trainer: of a configuration that compresses over data; its stage_ranks do not matter.
     """
     stages, rank = trainer.layout.stages, trainer.config.compress.data_rank
-    compression = trainer.compression
-    tokens = jax.device_put(jnp.zeros(trainer.abstract_batch().shape, jnp.int32), trainer.batch_sharding)
-    spread = lambda tree: jax.tree.map(lambda x: x[None, None, None], tree)  # noqa: E731
-    local = lambda tree: jax.tree.map(lambda x: x[0, 0, 0], tree)  # noqa: E731
-
-    def backward(params: Any, tokens: jax.Array, codec: Any) -> Any:
-        stage = trainer.stage(params, tokens, None)
-        between = {direction: codec[direction] for direction in ("backward", "forward")}
-        run = pipeline.loss_and_gradients
-        loss, grads, _ = run(stage, trainer.buffers, trainer.schedule.masked, compression.links, local(between))
-        return spread((loss, grads))
-
-    specs = (trainer.layout.specs(), BATCH_SPEC, CODEC_SPEC)
-    pipelined = jax.jit(trainer.shard_map(backward, specs, CODEC_SPEC))
-    whole = _seconds(lambda: pipelined(state.params, tokens, state.codec))
-
-    def reduce(rank: int) -> Any:
-        def one(chosen: jax.Array, grads: Any, power: Any) -> jax.Array:
-            rows = gradients.layer_rows(local(grads))
-
-            def body(total: jax.Array) -> jax.Array:
-                reduced, new, _ = gradients.reduce_layers(compression, rank, rows, local(power))
-                # A sum of what came out, so that nothing of it is dead; small beside the reduction itself.
-                return total + sum(jnp.sum(x) for x in jax.tree.leaves((reduced, new)))
-
-            return spread(only_if(lax.axis_index("pipe") == chosen, body, jnp.float32(0)))
-
-        return jax.jit(trainer.shard_map(one, (PartitionSpec(), CODEC_SPEC, CODEC_SPEC), CODEC_SPEC))
-
-    _, grads = pipelined(state.params, tokens, state.codec)
+    zeros = lambda: jnp.zeros(trainer.abstract_batch().shape, jnp.int32)  # noqa: E731
+    tokens = jax.jit(zeros, out_shardings=trainer.batch_sharding)()
+    backward = pipelined(trainer)
+    whole = _seconds(lambda: backward(state.params, tokens, state.codec))
+    _, grads = backward(state.params, tokens, state.codec)
     costs = []
-    for program in (reduce(0), reduce(rank)):
-        costs.append(
-            tuple(
-                _seconds(lambda s=s, program=program: program(jnp.int32(s), grads, state.codec["data"]))
-                for s in range(stages)
-            )
-        )
+    for program in (reduction(trainer, 0), reduction(trainer, rank)):
+        run = lambda s, program=program: program(jnp.int32(s), grads, state.codec["data"])  # noqa: E731
+        costs.append(tuple(_seconds(lambda s=s, run=run: run(s)) for s in range(stages)))
     finish = tuple(whole * rows / trainer.schedule.rows for rows in finish_rows(trainer))
     return StageTimes(finish, *costs)
 
@@ -122,4 +132,4 @@ def choose(trainer: Trainer, state: TrainState) -> tuple[StageTimes, str]:
     given = trainer.config.compress.seconds
     if given[0]:
         return StageTimes(*given), "given"
-    return measure(dataclasses.replace(trainer, stage_ranks=None), state), "measured"
+    return measure(trainer, state), "measured"

@@ -115,15 +115,22 @@ class Run:
                 if self._reset:
                     self.say(self._reset)
                 compression = meta.get("compression", {})
-                if compression.get("ranks") and not self._reset and meta["config"].get("compress") == self._compress:
-                    self.ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
-                    self.ranks.resume(compression["ranks"])
+                if compression.get("ranks") and not self._reset and self.config.compress.data != "none":
+                    if compression["rule"] == self._rank_rule:
+                        self.ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
+                        self.ranks.resume(compression["ranks"])
+                        self.say(f"ranks over data, by stage: {', '.join(map(str, self.ranks.current))}")
+                    else:
+                        self.say("ranks over data start anew: what decides them is configured differently now")
                 return self.trainer.from_canonical(tree)
         return self.trainer.init(self.config.run.seed)
 
     @property
-    def _compress(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.config.compress)
+    def _rank_rule(self) -> dict[str, Any]:
+        """What decides the ranks over data."""
+        names = ("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every")
+        names += ("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds")
+        return {name: getattr(self.config.compress, name) for name in names}
 
     def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
         """All of a checkpoint, but for a state of the compression that is not continued."""
@@ -131,8 +138,7 @@ class Run:
 
         def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
-            identity = meta.get("compression", {}).get("identity")
-            self._reset = self.trainer.compression.why_reset(identity, saved, mine, where)
+            self._reset = self.trainer.compression.why_reset(meta.get("compression", {}), saved, mine, where)
             return set(abstract) - {"codec"} if self._reset else set(abstract)
 
         return wanted
@@ -172,7 +178,12 @@ class Run:
             "model": sample.architecture(self.config.model),
             "data": self._data_identity(),
             "config": to_dict(self.config),
-            "compression": {"identity": self.trainer.compression.identity(), "ranks": self.ranks.to_json()},
+            "compression": {
+                "identity": self.trainer.compression.identity(),
+                "link_ranks": self.trainer.compression.link_ranks(),
+                "ranks": self.ranks.to_json(),
+                "rule": self._rank_rule,
+            },
             "jax": jax.__version__,
         }
         checkpoints.save(step, self.trainer.canonical(state), meta)

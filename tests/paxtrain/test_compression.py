@@ -198,7 +198,7 @@ def test_everything_compressed_sends_the_formulas_bytes(zero1):
     """Collectives of one device of (2,4,1), to the byte: between stages, over data, embedding, and nothing else."""
     c = config(zero1=zero1, backward="all", backward_rank=4, data="all", data_rank=4, data_start=0.0)
     dense, packed = trainer(config(zero1=zero1)), trainer(c)
-    shapes = packed.compression.kernels
+    shapes = packed.compression.matrices
     assert shapes == {("qkv", "kernel"): (32, 96), ("out", "kernel"): (32, 32), ("up", "kernel"): (32, 128),
                       ("down", "kernel"): (128, 32)}  # fmt: skip
     kernels = sum(n * k for n, k in shapes.values()) * 4
@@ -292,7 +292,10 @@ def test_tied_copies_stay_identical():
         _, state = trained_steps(
             config((2, 2, 2), embedding=embedding, backward="all", backward_rank=4, data="0", data_rank=4), 5
         )
-        for tree in (state.params, state.optimizer[0].mu if hasattr(state.optimizer[0], "mu") else state.params):
+        [adam] = [
+            part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
+        ]
+        for tree in (state.params, adam.mu):
             token = tree["embedding"]["token"]
             np.testing.assert_array_equal(token[0], token[-1])
 
@@ -333,6 +336,29 @@ def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
 def test_none_chosen_is_dense():
     _, grads, *_ = evaluated(config(data="all", data_rank=4), stage_ranks=(0, 0, 0, 0))
     assert all(e == 0 for e in differences(grads, evaluated(config())[1]).values())
+
+
+def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
+    """From rank 4 to 10 the smallest kernel goes dense: its gradient and what was left out arrive, no error stays."""
+    low = trainer(config((2, 2, 1), data="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4))
+    high = dataclasses.replace(low, stage_ranks=(10, 10))
+    params = jax.device_put(jax.jit(low.layout.from_canonical)(canonical()), low.state_shardings.params)
+    tokens, names = batch(low), [name for name, _ in low.compression.power_kernels]
+    gradients = {}
+    state = jax.jit(low.compression.init, out_shardings=low.state_shardings.codec)()
+    for t in (low, high):
+        run = jax.jit(lambda p, x, s, t=t: t.loss_and_gradients(p, x, None, s))
+        _, grads, state, _ = run.lower(params, tokens, state).compile(FAST)(params, tokens, state)
+        gradients[t.stage_ranks] = jax.device_get(grads)["layers"]["out"]["kernel"]
+    where = [i for i, name in enumerate(names) if name == "out"]
+    errors = jax.device_get(state["data"].error)
+    assert len(errors) == 2 * len(names)  # two layers a stage
+    for i, error in enumerate(errors):
+        assert np.any(error) == (names[i % len(names)] != "out")
+    assert where
+    right = evaluated(config((2, 2, 1)))[2]["layers"]["out"]["kernel"]
+    # What the first step left out arrives with the second: together they are twice the gradient.
+    np.testing.assert_allclose(gradients[4, 4] + gradients[10, 10], 2 * right, atol=1e-5 * np.abs(right).max())
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), (4, 2, 1)])
@@ -379,6 +405,35 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("factors", ["float32", "bfloat16", "int8"])
+def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
+    """Whatever the factors' dtype: it must reach a gradient, so that the step is dropped with its state."""
+    trained = trainer(config((1, 2, 1), micro_batches=2, backward="all", backward_rank=4, factors=factors))
+    codec = trained.compression.links.backward.codec
+    message = jnp.ones(trained.compression.message.shape).at[0, 0, 0].set(jnp.inf)
+    wire, _ = codec.encode(codec.init(message.shape, message.dtype), message)
+    assert not np.isfinite(np.asarray(codec.decode(wire, message))).all()
+
+
+def test_every_direction_and_chunk_has_its_link_and_its_rank():
+    """Interleaved, both directions compressed, links of different ranks, the one back to the first stage included."""
+    c = config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward="all", backward_ranks="4,2")
+    assert by_pair(trainer(c)) == {
+        (0, 1): 2 * 4 * DENSE + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
+        (1, 0): 4 * DENSE + 2 * 4 * wire(4),
+    }
+    both = {"backward": "all", "backward_rank": 3, "forward": "all", "forward_rank": 3, "error": "explicit"}
+    trained = trainer(config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, **both))
+    state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
+    errors = {
+        way: jax.device_get(state.codec[way].error.e)[0, :, 0] for way in ("backward", "forward")
+    }  # [P, chunks, ...]
+    sent = {way: np.any(e != 0, axis=(2, 3)).tolist() for way, e in errors.items()}
+    # The first virtual stage, chunk 0 of stage 0, sends no gradient; the last, chunk 1 of stage 1, no activation.
+    assert sent == {"backward": [[False, True], [True, True]], "forward": [[True, True], [True, False]]}
+    assert not np.array_equal(errors["forward"][0, 0], errors["forward"][0, 1])
+
+
 def test_state_changes_where_messages_are_sent_and_nowhere_else():
     trained = trainer(config((2, 4, 1), backward="epilogue", backward_rank=4))
     state = trained.from_params(canonical())
@@ -399,6 +454,21 @@ def test_each_chunk_has_a_state_of_its_own():
     assert states
     assert all(x.shape[3] == 2 for x in states)
     assert any(np.any(x[0, 1, 0, 0] != x[0, 1, 0, 1]) for x in states)
+
+
+def test_the_virtual_mesh_compresses_as_the_real_one_does():
+    """Gradients and every state of a step on one device: dense and compressed messages, stages of different ranks."""
+    c = config((2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4)
+    one = dataclasses.replace(c.mesh, data=1, pipe=1)
+    emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
+    params = jax.jit(emulated.layout.from_canonical)(canonical())
+    tokens = batch(emulated)
+    run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, codec, _ = jax.device_get(run(params, tokens))
+    right_loss, _, right, right_codec = evaluated(c)
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert_close(grads, right, 1e-4)
+    assert_close(codec, right_codec, 1e-3)
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -425,7 +495,9 @@ def test_ranks_that_save_nothing_are_refused(compress, mesh, words):
 
 
 def test_triton_needs_a_gpu():
-    with pytest.raises(UserError, match="implementation=triton needs NVIDIA GPUs from Ampere on, got cpu; auto or xla would"):
+    with pytest.raises(
+        UserError, match="implementation=triton needs NVIDIA GPUs from Ampere on, got cpu; auto or xla would"
+    ):
         _ = trainer(config(implementation="triton")).compression
 
 

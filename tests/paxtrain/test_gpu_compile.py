@@ -176,7 +176,7 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     packed = len(trained.schedule.epilogue())
     assert packed == 1
     assert hlo.permute_bytes(text) == dense - packed * groups * (message - wire)
-    [sizes] = [trained.compression.kernels]
+    [sizes] = [trained.compression.matrices]
     rows = c.stage_layers[0]
     p = sum(n for n, _ in sizes.values()) * rows * 64 * 4
     w = sum(k for _, k in sizes.values()) * rows * 64 * 4

@@ -1,0 +1,45 @@
+"""What the dataclasses of the configuration demand of their values, with messages that say what would fit."""
+
+import math
+from typing import Any
+
+from paxtrain.errors import UserError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises UserError(message) unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def divisors_near(n: int, target: int) -> str:
+    """The divisors of n that surround `target`, as a phrase."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    below = [d for d in divisors if d <= target][-1:]
+    above = [d for d in divisors if d > target][:1]
+    return " or ".join(map(str, below + above))
+
+
+def positive(section: str, config: Any, *names: str) -> None:
+    """Demands that some values of a section are above zero."""
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{section}.{name} must be positive, got {value}")
+
+
+def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Demands one of a few words."""
+    require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
+    """The numbers of a list joined by commas; an empty text is an empty list."""
+    try:
+        values = tuple(kind(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        values = (math.nan,)
+    require(
+        all(math.isfinite(value) and value >= 0 for value in values),
+        f"{name} must be numbers from 0 on joined by commas, got {text!r}",
+    )
+    return values
