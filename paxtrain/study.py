@@ -251,7 +251,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", "runs/study", "The folder for the page, the figures and the CSV files.")
     flags.DEFINE_integer("seeds", 1, "Runs of each kind, with the seeds from run.seed on.")
     flags.DEFINE_integer("steps", None, "Optimizer steps of each run; default: the configuration's.")
-    flags.DEFINE_list("ranks", ["2", "4", "8", "16"], "Ranks of compressed backpropagation to compare.")
+    flags.DEFINE_list("ranks", ["4", "8", "16"], "Ranks of compressed backpropagation to compare.")
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
     flags.DEFINE_integer("workers", 2, "Runs at a time; one with --real_mesh.", lower_bound=1)
     config_flags.DEFINE_config_file(
