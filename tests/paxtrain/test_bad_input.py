@@ -152,7 +152,7 @@ BAD_CONFIGURATION = {
     "stages as words": (["compress.data=early"], ["none, all, selective or stages", "'early'"]),
     "ranks by link": (["compress.backward=all", "compress.backward_ranks=4,4"], ["names 2 links", "there are 1"]),
     "times": (["compress.stage_seconds=1,2"], ["must be given together"]),
-    "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA GPUs", "cpu", "auto or xla"]),
+    "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA A100", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
     "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),

@@ -496,7 +496,7 @@ def test_ranks_that_save_nothing_are_refused(compress, mesh, words):
 
 def test_triton_needs_a_gpu():
     with pytest.raises(
-        UserError, match="implementation=triton needs NVIDIA GPUs from Ampere on, got cpu; auto or xla would"
+        UserError, match="implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got cpu; auto or xla would"
     ):
         _ = trainer(config(implementation="triton")).compression
 
