@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train study bench test test-slow lint clean
+.PHONY: help train plan study bench test test-slow lint clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -16,11 +16,15 @@ train: runs/data/train.idx  ## train configs/tiny.py; ARGS="--config.run.steps=5
 runs/data/train.idx: | $(VENV)/run.txt
 	$(RUN) -m paxtrain.prepare --input=stdlib --out=runs/data
 
+plan: | $(VENV)/run.txt  ## a dry run of the planner: 8.3B parameters on 128 A100s; ARGS="--explain" says why not others
+	$(RUN) -m planner.plan --model=configs/gpt_8b.py --cluster=configs/clusters/a100_16x8_measured.json --out=runs/plan $(ARGS)
+
 study: runs/data/train.idx  ## what compression does to training, as a page; ARGS="--seeds=3" shows the spread
 	$(RUN) -m paxtrain.study --config=configs/study.py --out=runs/study $(ARGS)
 
-bench: $(VENV)/run.txt  ## measure the training step; ARGS as above
-	$(RUN) -m paxtrain.bench $(ARGS)
+bench: $(VENV)/run.txt  ## measure the training step and the planner
+	$(RUN) -m paxtrain.bench
+	$(RUN) -m planner.bench
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
 	$(RUN) -m pytest $(ARGS)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self, TextIO
 
-from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
 from paxtrain.config import ModelConfig
@@ -126,6 +125,8 @@ class Metrics:
         replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(replacement, path)
         self._file = path.open("a", buffering=1)
+        from tensorboardX import SummaryWriter  # a quarter of a second, which only who writes needs
+
         self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=last + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

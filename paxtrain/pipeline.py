@@ -59,6 +59,7 @@ class Rows:
             carry["gradients"] = ring(depth, message) if depth else message
             # Only idle stages that compute need the scrap slot.
             carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + self.masked)
+            carry["scratch"] = self.stage.scratch() if self.masked else ()
             carry |= {"gradient_out": message, "grads": grads}
         return carry
 
@@ -107,12 +108,14 @@ class Rows:
 
         def body(part: Carry) -> Carry:
             cotangent, slot = jnp.where(active, g, 0) if self.masked else g, (cell["backward_slot"],)
-            out, grads = stage.backward(chunk, cell["backward"], ring, slot, cotangent, part["grads"])
+            out, grads, scratch = stage.backward(
+                chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
+            )
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
-            return {"gradient_out": out, "grads": grads}
+            return {"gradient_out": out, "grads": grads, "scratch": scratch}
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads")})
+        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads", "scratch")})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
             out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
@@ -171,7 +174,8 @@ class Rows:
                 g = jnp.where(self.last, carry["gradients"], received)
             for chunk in kind.backward:
                 carry = self._backward(carry, cell, g, chunk, kind)
-        return carry
+        # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
+        return lax.optimization_barrier(carry) if self.masked else carry
 
     def run_all(self, carry: Carry) -> Carry:
         for start, period, repeats in self.buffers.runs():
@@ -198,7 +202,7 @@ def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
         y, residuals = stage.forward_once(0, mb, stage.embed(mb))
         loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
         grads = grads._replace(embedding=embedding, final_norm=final_norm)
-        g, grads = stage.backward(0, mb, residuals, (), g, grads)
+        g, grads, _ = stage.backward(0, mb, residuals, (), g, grads, ())
         return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
 
     return lax.scan(body, (jnp.float32(0), grads), jnp.arange(stage.micro_batches))[0]

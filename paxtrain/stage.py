@@ -127,6 +127,11 @@ class Stage:
             return lax.empty((slots, *self.message.shape), self.message.dtype)
         return self._layer_residuals((slots,))
 
+    def scratch(self) -> Any:
+        """Where B of save="inputs" writes scanned layers' residuals: one for all rows, else XLA makes one for each."""
+        again = self.program.save == "inputs" and self.program.scan_layers
+        return self._layer_residuals(()) if again else ()
+
     def embed(self, mb: jax.Array) -> jax.Array:
         tokens = self.tokens[mb, :, :-1]
         return model.embed(self.weights.embedding, tokens, self.program.model, self.program.axis, self._dropout(mb))
@@ -186,13 +191,13 @@ class Stage:
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def backward(
-        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights
-    ) -> tuple[jax.Array, Weights]:
-        """B of a chunk: the gradient of its input, and the accumulators with its layers' gradients added."""
+        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights, scratch: Any
+    ) -> tuple[jax.Array, Weights, Any]:
+        """B of a chunk: the gradient of its input, the accumulators with its layers' gradients added, the scratch."""
         if self.program.save == "inputs":
             x = read(residuals, slot)
-            _, residuals = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
-            slot = ()
+            _, residuals = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
+            slot, scratch = (), residuals if scratch else ()
         totals = list(grads.chunks[chunk])
         for number, (segment, weights, _, present, part) in reversed(list(enumerate(self._segments(chunk, residuals)))):
             last = segment.count - 1
@@ -216,7 +221,7 @@ class Stage:
                 run = only_if if segment.optional else always
                 g, totals[number] = run(present, unrolled, (g, totals[number]))
         chunks = [totals if c == chunk else old for c, old in enumerate(grads.chunks)]
-        return g, grads._replace(chunks=chunks)
+        return g, grads._replace(chunks=chunks), scratch
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""

@@ -33,6 +33,10 @@ GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
+# XLA for CPUs moves F and B out of the loops of no or one trip in which stages skip them: all stages would run all ops.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
 @flax.struct.dataclass
 class TrainState:
     """Everything that a step changes.
@@ -266,12 +270,11 @@ class Trainer:
         )
         return run(params, tokens, key, codec)
 
-    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(
+        self, state: TrainState, loss: jax.Array, grads: Params, codec: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The optimizer's part of a step: gradients in, the next state out; nothing changes if they are not finite."""
         c = self.config
-        key = None
-        if c.model.embedding_dropout or c.model.residual_dropout:
-            key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
-        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, key, state.codec)
         # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
         grads = lax.optimization_barrier(grads)
         norm = optax.tree.norm(self.layout.count_once(grads))
@@ -288,8 +291,6 @@ class Trainer:
             "learning_rate": learning_rate(c)(state.step - state.skipped),
             "finite": finite,
         }
-        if any(self.ranks):
-            metrics["left_out"] = left_out
         state = TrainState(
             step=state.step + 1,
             skipped=state.skipped + ~finite,
@@ -298,6 +299,15 @@ class Trainer:
             codec=keep(codec, state.codec),
         )
         return state, metrics
+
+    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        c = self.config
+        key = None
+        if c.model.embedding_dropout or c.model.residual_dropout:
+            key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
+        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, key, state.codec)
+        state, metrics = self.update(state, loss, grads, codec)
+        return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
 
     @functools.cached_property
     def step(self) -> Any:
@@ -317,7 +327,7 @@ class Trainer:
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the train step on this mesh's platform."""
         if self.platform != "gpu":
-            return {}
+            return {} if self.schedule.masked else CPU_OPTIONS
         c = self.config.compress
         between = c.backward != "none" or c.forward != "none"
         return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if between else {})

@@ -1,0 +1,168 @@
+"""GPU models, as their makers' datasheets and drivers describe them."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU model: what its maker's datasheet says, and what its driver reports to XLA.
+
+    Attributes:
+        name: as in `jax.Device.device_kind`.
+        memory: bytes, as the driver reports them; XLA takes part of it for itself.
+        bandwidth: of that memory, bytes/s.
+        peak_flops: dense bfloat16 matrix products, FLOP/s (float16 where there is no bfloat16).
+        capability: CUDA compute capability, (major, minor).
+        sms: streaming multiprocessors.
+        fpus: float32 units of one multiprocessor.
+        clock: boost clock of the multiprocessors, GHz.
+        memory_clock: GHz.
+        l2: bytes of level-2 cache.
+        shared: bytes of shared memory of one multiprocessor.
+        shared_block: of these, what one thread block can have at most.
+        pcie: bytes/s to the host.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float
+    peak_flops: float
+    capability: tuple[int, int]
+    sms: int
+    fpus: int
+    clock: float
+    memory_clock: float
+    l2: int
+    shared: int
+    shared_block: int
+    pcie: int
+
+    def target_config(self) -> str:
+        """The GPU as XLA's compiler takes it: a stream_executor.GpuTargetConfigProto as text."""
+        major, minor = self.capability
+        # From Hopper on XLA compiles for the architecture's own features ("sm_90a"), as it does on the GPU itself.
+        accelerated = major >= 9
+        version = f"{major}.{minor}{'a' if accelerated else ''}"
+        model = (
+            f"sm_{version} with {self.memory}B RAM, {self.sms} cores, {self.clock * 1e6:.0f}KHz clock, "
+            f"{self.memory_clock * 1e6:.0f}KHz mem clock, {self.l2}B L2$"
+        )
+        return f"""
+            gpu_device_info {{
+              name: "{self.name}"
+              model_str: "{model}"
+              device_vendor: "NVIDIA Corporation"
+              platform_version: "Compute Capability {version}"
+              cuda_compute_capability {{
+                major: {major}
+                minor: {minor}
+                feature_extension: {"ACCELERATED_FEATURES" if accelerated else "NONE"}
+              }}
+              core_count: {self.sms}
+              fpus_per_core: {self.fpus}
+              clock_rate_ghz: {self.clock}
+              device_memory_size: {self.memory}
+              memory_bandwidth: {self.bandwidth:.0f}
+              pcie_bandwidth: {self.pcie}
+              l2_cache_size: {self.l2}
+              shared_memory_per_block: 49152
+              shared_memory_per_block_optin: {self.shared_block}
+              shared_memory_per_core: {self.shared}
+              registers_per_block_limit: 65536
+              registers_per_core_limit: 65536
+              threads_per_warp: 32
+              threads_per_block_limit: 1024
+              threads_per_core_limit: 2048
+              thread_dim_limit_x: 1024
+              thread_dim_limit_y: 1024
+              thread_dim_limit_z: 64
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              device_address_bits: 64
+              ecc_enabled: true
+              driver_version: "13.0.0"
+              runtime_version: "12.8.0"
+              compile_time_toolkit_version: "12.8.0"
+              dnn_version: "9.10.0"
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            device_description_str: "{self.name}"
+        """
+
+
+# Sources: NVIDIA's datasheets of the SXM modules (bandwidth of the compute units, peak FLOP/s without sparsity) and the
+# device descriptions that OpenXLA keeps of the same modules (xla/backends/gpu/target_config/specs).
+_VOLTA = Gpu(
+    name="Tesla V100-SXM2-16GB",
+    memory=16_935_682_048,
+    bandwidth=898.048e9,
+    peak_flops=125e12,
+    capability=(7, 0),
+    sms=80,
+    fpus=64,
+    clock=1.53,
+    memory_clock=0.877,
+    l2=6 << 20,
+    shared=96 << 10,
+    shared_block=96 << 10,
+    pcie=16 << 30,
+)
+_AMPERE = Gpu(
+    name="NVIDIA A100-SXM4-40GB",
+    memory=42_298_834_944,
+    bandwidth=1555.2e9,
+    peak_flops=312e12,
+    capability=(8, 0),
+    sms=108,
+    fpus=64,
+    clock=1.41,
+    memory_clock=1.215,
+    l2=40 << 20,
+    shared=164 << 10,
+    shared_block=163 << 10,
+    pcie=32 << 30,
+)
+_HOPPER = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    memory=84_942_979_072,
+    bandwidth=3352.32e9,
+    peak_flops=989e12,
+    capability=(9, 0),
+    sms=132,
+    fpus=128,
+    clock=1.98,
+    memory_clock=2.619,
+    l2=50 << 20,
+    shared=228 << 10,
+    shared_block=227 << 10,
+    pcie=32 << 30,
+)
+_BLACKWELL = Gpu(
+    name="NVIDIA B200",
+    memory=191_514_411_008,
+    bandwidth=7672.32e9,
+    peak_flops=2250e12,
+    capability=(10, 0),
+    sms=148,
+    fpus=128,
+    clock=1.965,
+    memory_clock=3.996,
+    l2=132_644_864,
+    shared=228 << 10,
+    shared_block=227 << 10,
+    pcie=64 << 30,
+)
+GPUS = {
+    "v100": _VOLTA,
+    "a100-40gb": _AMPERE,
+    "a100-80gb": dataclasses.replace(
+        _AMPERE, name="NVIDIA A100-SXM4-80GB", memory=85_100_068_864, bandwidth=2039.04e9, memory_clock=1.593
+    ),
+    "h100": _HOPPER,
+    "h200": dataclasses.replace(
+        _HOPPER, name="NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4800e9, memory_clock=3.75
+    ),
+    "b200": _BLACKWELL,
+}

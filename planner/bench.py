@@ -1,0 +1,212 @@
+"""Benchmarks of the planner: python -m planner.bench [--sections=executor,placement,speed].
+
+executor    the simulator beside the executor: pipe=2 over two real processes, one per core, every schedule; compute
+            and links are profiled on those two processes in the same run
+placement   placements beside exhaustive search, and what they gain on measured links
+speed       whole dry runs for 128, 1,024 and 8,192 devices
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import flags
+
+from paxtrain import bench
+from paxtrain.config import Config
+from paxtrain.distributed import initialize
+from paxtrain.errors import UserError, run
+from paxtrain.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.step import Trainer
+from planner import bench_place, measure_compute, predict, profile
+from planner.cluster import Cluster
+from planner.links import fabric
+from planner.meeting import Meeting
+
+SECTIONS = ("executor", "placement", "speed")
+EXECUTED = (("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))
+MICRO_BATCHES = 8
+# glibc gives a step's big buffers back to the system and faults them in again page by page in the next one, which costs
+# time that grows with the rings. A GPU's allocator keeps its memory; so these settings make glibc.
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
+
+
+def _executed(schedule: str, chunks: int) -> Config:
+    # Small residuals: in 1f1b and interleaved_1f1b XLA for CPUs moves F ahead of B, and so must copy their ring.
+    return bench.configuration((1, 2, 1), MICRO_BATCHES, schedule=schedule, virtual_stages=chunks, save="layer_inputs")
+
+
+class _Step:
+    """The trainer's step of a configuration with its state, to be called for its time."""
+
+    def __init__(self, config: Config) -> None:
+        trainer = Trainer(config, make_mesh(config.mesh))
+        self._state, self._step = trainer.init(0), trainer.compile_step()
+        shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
+        rows = process_rows(sharding, shape)
+        self._tokens = from_process_rows(sharding, shape, rows, bench.tokens(config)[rows])
+
+    def __call__(self) -> None:
+        self._state, metrics = self._step(self._state, self._tokens)
+        jax.block_until_ready((self._state, metrics))
+
+
+def predicted(cluster: Cluster, config: Config) -> float:
+    """Seconds of a step by the planner, in host order."""
+    candidate = predict.Candidate(
+        data=1,
+        pipe=config.mesh.pipe,
+        tensor=1,
+        micro_batch=config.batch.micro_batch,
+        micro_batches=config.micro_batches,
+        schedule=config.pipeline.schedule,
+        counts=config.stage_layers,
+        chunks=config.pipeline.virtual_stages,
+        save=config.pipeline.save,
+    )
+    problem = predict.Problem(cluster, config.model, candidate)
+    return float(problem.step(fabric(cluster), predict.host_order(candidate, 1)).total[0])
+
+
+def _worker(process: int, coordinator: str, repeats: int) -> None:
+    """One of the two processes; process 0 prints [schedule, m, measured, predicted] of all cases as JSON.
+
+    Compute is profiled and steps are timed in turn, so that whatever slows the machine slows both.
+    """
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
+    jax.config.update("jax_num_cpu_devices", 1)
+    initialize(coordinator, 2, process, 60)
+    meeting = Meeting(120)
+    with meeting.ends_together():
+        machines = profile.meet(meeting, "", by_process=True)
+        configs = {schedule: _executed(schedule, chunks) for schedule, chunks in EXECUTED}
+        config = configs[EXECUTED[0][0]]
+        links = profile.Options(sizes=(profile.MIB, 4 * profile.MIB), repeats=repeats, micro_batches=())
+        cluster, _ = profile.profile(meeting, machines, config, links, "two processes")
+        turns = measure_compute.Turns(config, 1, config.batch.micro_batch, jax.local_devices())
+        optimizer = measure_compute.Optimizer(config, 1, jax.local_devices())
+        turns.settle(meeting.agree)
+        samples: list[dict[str, float]] = []
+        steps = {"profile": lambda: samples.append(turns.sample() | {"optimizer": optimizer.sample()})}
+        steps |= {schedule: _Step(config) for schedule, config in configs.items()}
+        seconds = bench.interleave(steps, repeats)
+        compute = {kind: statistics.median(s[kind] for s in samples) for kind in samples[0]}
+        rows = profile.compute_rows(machines, config, 1, config.batch.micro_batch, meeting.gather(compute))
+        cluster = dataclasses.replace(cluster, compute=tuple(rows))
+        if process == 0:
+            figures = [[s, statistics.median(seconds[s]), predicted(cluster, c)] for s, c in configs.items()]
+            print(json.dumps([rows[0], figures]), flush=True)
+        meeting.gather(None)
+
+
+def executor(repeats: int) -> None:
+    """Prints measured and predicted step times."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        print("\nexecutor: skipped, it needs two cores")
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    command = [sys.executable, "-m", "planner.bench", f"--coordinator={coordinator}", f"--repeats={repeats}"]
+    workers = [
+        subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True, env=os.environ | _KEEP_MEMORY)
+        for i in range(2)
+    ]
+    output = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise UserError(f"the two processes of the executor benchmark ended with {[w.returncode for w in workers]}")
+    row, figures = json.loads(output[0].splitlines()[-1])
+    times = ", ".join(f"{kind} {row[kind] * 1e3:.4g}" for kind in measure_compute.KINDS)
+    print(f"\nexecutor, pipe=2 over two processes, one per core, m={MICRO_BATCHES}, median of {repeats} steps")
+    print(f"  profiled, ms: {times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter")
+    print(f"  {'schedule':<18}{'measured':>10}{'predicted':>11}{'error':>8}")
+    for schedule, measured, guess in figures:
+        print(f"  {schedule:<18}{measured:>9.4f}s{guess:>10.4f}s{guess / measured - 1:>8.1%}")
+
+
+# Devices, configuration and global batch of dry runs: 8 H100s a host.
+RUNS = ((128, "gpt_8b", 512), (1024, "gpt_175b", 1536), (8192, "gpt_175b", 8192))
+
+
+def _cluster(hosts: int, folder: pathlib.Path) -> pathlib.Path:
+    """A cluster whose links differ by as much as the measured ones that are shipped, in 3 samples."""
+    rng = np.random.default_rng(0)
+    bandwidth = 50e9 * np.clip(rng.normal(1, 0.035, (3, hosts, hosts)), 0.85, 1.1)
+    bandwidth[:, np.eye(hosts, dtype=bool)] = 450e9
+    np.savez(folder / "links.npz", alpha=np.where(np.eye(hosts), 4e-6, 12e-6), bandwidth=bandwidth)
+    values = {"version": 1, "name": f"{hosts} hosts of 8 x H100, made up", "hosts": hosts, "devices_per_host": 8,
+              "device": "h100", "nics": 8, "links": {"npz": "links.npz"}}  # fmt: skip
+    path = folder / "cluster.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def speed(largest: int = 8192) -> None:
+    """Prints seconds and peak memory of dry runs up to a number of devices.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
+    print("\na dry run of python -m planner.plan --oracle=no, imports and report included")
+    print(f"  {'devices':>8}  {'model':<10}{'seconds':>9}{'peak GB':>9}  search")
+    for devices, model, global_batch in RUNS:
+        if devices > largest:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "planner.plan", f"--model=configs/{model}.py", f"--out={folder}/plan",
+                       f"--cluster={_cluster(devices // 8, pathlib.Path(folder))}", f"--global_batch={global_batch}",
+                       "--oracle=no"]  # fmt: skip
+            began = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            output = process.stdout.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - began
+            if status:
+                raise RuntimeError(f"the dry run for {devices} devices failed")
+        search = next(line for line in output.splitlines() if line.startswith("search")).removeprefix("search").strip()
+        print(f"  {devices:>8,}  {model:<10}{seconds:>9.1f}{usage.ru_maxrss / 1e6:>9.2f}  {search}", flush=True)
+
+
+def placement() -> None:
+    """Prints how placements compare."""
+    bench_place.exhaustive(10)
+    bench_place.measured("configs/clusters/a100_16x8_measured.json")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the sections."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; choose with --sections={','.join(SECTIONS)}")
+    f = flags.FLAGS
+    if f.worker is not None:
+        _worker(f.worker, f.coordinator, f.repeats)
+        return
+    unknown = set(f.sections) - set(SECTIONS)
+    if unknown:
+        raise UserError(f"unknown section {sorted(unknown)[0]!r}; known are {', '.join(SECTIONS)}")
+    for section in f.sections:
+        {"executor": lambda: executor(f.repeats), "placement": placement, "speed": speed}[section]()
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_list("sections", list(SECTIONS), "What to measure.")
+    flags.DEFINE_integer("repeats", 15, "Steps per figure, of which the median counts.", lower_bound=1)
+    flags.DEFINE_integer("worker", None, "For the benchmark's own processes.")
+    flags.DEFINE_string("coordinator", None, "For the benchmark's own processes.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    run(main)

@@ -1,0 +1,67 @@
+"""Step times in closed form, as Pipette and AMP estimate them: to compare the simulator with, and for nothing else.
+
+In all of them F and B are the seconds of one micro-batch on one stage, m counts micro-batches per pipeline, and D is
+the time of the gradients' all-reduce over the data axis. Inputs are arrays [batch, stage]; candidates with fewer stages
+than others of the batch have zeros behind their last one.
+
+References:
+    Pipette: Yim et al., DATE 2024, and its released code (yimjinkyu1/date2024_pipette).
+    AMP: Li et al., NeurIPS 2022, and its released code (DachengLi1/AMP).
+"""
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def ring(size: Array | float, ranks: Array | int, bandwidth: Array | float) -> Array:
+    """Seconds of an all-reduce of `size` bytes over a ring whose slowest link moves `bandwidth` bytes/s: 2(k-1)/k."""
+    return 2 * (ranks - 1) / np.maximum(ranks, 1) * size / bandwidth
+
+
+def pipette(
+    forward: Array,
+    backward: Array,
+    hops: Array,
+    data_seconds: Array | float,
+    m: Array | int,
+    pp: Array | int,
+    as_published: bool = False,
+) -> Array:
+    """Pipette's estimate of 1F1B, whose transfers are exposed once for every `pp` micro-batches.
+
+        T = (m + pp - 1) * (F + B) + max(m // pp, 1) * P + D
+
+    The published form counts (m // pp) * pp micro-batches in place of m where m >= pp: what is left over is dropped.
+    Pipette times one stage for all; of unequal ones the slowest stands for all here.
+
+    Args:
+        forward, backward: [batch, stage] seconds.
+        hops: [batch, stage - 1] seconds of a message there and one back, of the slowest pipeline; their sum is P.
+        data_seconds: [batch] D, which Pipette takes from the first stage's ring alone.
+        m, pp: [batch] micro-batches and stages.
+        as_published: drop the micro-batches left over from m mod pp, as the released code does.
+
+    Returns:
+        [batch] seconds.
+    """
+    groups = m // pp
+    counted = np.where(as_published & (groups >= 1), groups * pp, m)
+    slowest = (forward + backward).max(axis=-1)
+    return (counted + pp - 1) * slowest + np.maximum(groups, 1) * hops.sum(axis=-1) + data_seconds
+
+
+def amp(forward: Array, backward: Array, hops: Array, data_seconds: Array | float, m: Array | int) -> Array:
+    """AMP's estimate: one way through all stages, the slowest once more per further micro-batch, each hop paid once.
+
+    Args:
+        forward, backward: [batch, stage] seconds.
+        hops: [batch, stage - 1] seconds of a message there and one back.
+        data_seconds: [batch] D, of the slowest stage.
+        m: [batch] micro-batches.
+
+    Returns:
+        [batch] seconds.
+    """
+    stages = forward + backward
+    return (m - 1) * stages.max(axis=-1) + stages.sum(axis=-1) + hops.sum(axis=-1) + data_seconds

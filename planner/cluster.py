@@ -1,0 +1,408 @@
+"""A cluster: hosts, their devices, and what every link between hosts was measured to do.
+
+The JSON file, with all speeds in bytes/s and all times in seconds:
+
+    {"version": 1, "name": "...", "source": "where the figures are from",
+     "hosts": 16,                      or a list of names, as `hostname` prints them
+     "devices_per_host": 8,
+     "device": "a100-80gb",            a GPU of paxtrain/gpus.py, or "cpu"; or a list, one per host
+     "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
+     "nics": 1,                        how many flows leave a host, and enter it, at full speed; more share
+     "links": ...,                     see below
+     "compute": [...]}                 what profile measured of layers, head and optimizer; optional (costs.py)
+
+`links` says for each ordered pair of hosts (from, to), and on the diagonal for two devices of one host, the latency
+`alpha` and the `bandwidth` of a single flow, in one of three ways:
+
+    {"alpha": x, "bandwidth": m}       x a number or [H][H]; m [H][H], or several samples of it, [R][H][H]
+    {"npz": "links.npz"}               the same as arrays of a file beside the JSON, maybe with "measured" [H][H] bool
+    {"inside": {"alpha": x, "bandwidth": x}, "between": {...}, "racks": [0, 0, 1, ...], "across": {...},
+     "exceptions": [{"from": "n3", "to": "*", "alpha": x, "bandwidth": x}, ...]}
+                                       a class each for pairs in a host, between hosts and across racks; `from` and `to`
+                                       are host names, lists of them or "*"
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from paxtrain.errors import UserError
+from paxtrain.gpus import GPUS
+
+VERSION = 1
+_KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What of its data sheet a device reaches, where it was not measured; planner.recalibrate takes what runs say.
+
+    The defaults are assumptions. They put GPT-3 on 1,024 A100s (8 x 16 x 8, batch 1,536, layers recomputed) at 140
+    TFLOP/s a device, recomputation included, which is what Megatron-LM reports (Narayanan et al. 2021, section 5.1).
+
+    Attributes:
+        matmul: of peak FLOP/s in matrix products. memory: of the bandwidth in passes over memory.
+        layer_launch: seconds that launching a layer's forward takes, at least.
+        backward: of a layer over its forward, without recomputation.
+        optimizer_bytes: read and written per parameter: AdamW reads p, m, v, g and writes p, m, v, after one more pass
+            over g each for the norm and its clipping.
+    """
+
+    matmul: float = 0.58
+    memory: float = 0.80
+    layer_launch: float = 1.2e-4
+    backward: float = 2.0
+    optimizer_bytes: float = 40.0
+
+
+ASSUMED = Shares()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cluster:
+    """What a planner knows of a cluster.
+
+    Attributes:
+        hosts: names, H of them. named: they are the real ones, not made up from a count.
+        kinds: device kind of each host, a key of GPUS or "cpu".
+        memory: [H] bytes of one device of the host.
+        nics: flows that leave a host, and that enter it, at full speed.
+        alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
+        samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
+        measured: [H, H] whether the link was measured or follows from others; None: all were.
+        compute: rows of the compute profile, see costs.py; shares: what counts where there is none.
+    """
+
+    name: str
+    source: str
+    hosts: tuple[str, ...]
+    devices_per_host: int
+    kinds: tuple[str, ...]
+    memory: np.ndarray
+    nics: int
+    alpha: np.ndarray
+    samples: np.ndarray
+    measured: np.ndarray | None = None
+    compute: tuple[dict[str, Any], ...] = ()
+    named: bool = True
+    shares: Shares = ASSUMED
+
+    @property
+    def devices(self) -> int:
+        return len(self.hosts) * self.devices_per_host
+
+    @property
+    def overlaps(self) -> bool:
+        """Transfers run beside compute: on GPUs they do, on the CPU backend not."""
+        return "cpu" not in self.kinds
+
+    @functools.cached_property
+    def bandwidth(self) -> np.ndarray:
+        """[H, H] bytes/s: the median over the samples."""
+        return np.median(self.samples, axis=0)
+
+    def quantile(self, q: float) -> np.ndarray:
+        """[H, H] bytes/s that a link keeps but for a share `q` of its samples."""
+        return np.quantile(self.samples, q, axis=0)
+
+
+def between(cluster: Cluster) -> np.ndarray:
+    """[H, H] bool: pairs of different hosts."""
+    return ~np.eye(len(cluster.hosts), dtype=bool)
+
+
+def reordered(cluster: Cluster, order: np.ndarray) -> Cluster:
+    """The same cluster with its hosts listed in another order: order[i] is the old index of host i."""
+    pick = lambda x: x[np.ix_(order, order)]  # noqa: E731
+    return dataclasses.replace(
+        cluster,
+        hosts=tuple(cluster.hosts[i] for i in order),
+        kinds=tuple(cluster.kinds[i] for i in order),
+        memory=cluster.memory[order],
+        alpha=pick(cluster.alpha),
+        samples=cluster.samples[:, order][:, :, order],
+        measured=None if cluster.measured is None else pick(cluster.measured),
+    )
+
+
+def merged(cluster: Cluster, together: int) -> Cluster:
+    """The cluster as if each `together` hosts in a row were one, for tensor groups that span hosts.
+
+    A pair of such hosts is as slow as the slowest pair of the hosts in them, i-th to i-th; inside, as the slowest link
+    that a ring over all of its devices takes.
+
+    Raises:
+        UserError: the hosts do not divide, or hosts that would be one have devices of different kinds.
+    """
+    count = len(cluster.hosts)
+    if count % together:
+        raise UserError(f"{count} hosts cannot be taken {together} at a time; a divisor of {count} would do")
+    blocks = np.arange(count).reshape(-1, together)
+    for block in blocks:
+        if len({cluster.kinds[i] for i in block}) > 1:
+            names = ", ".join(cluster.hosts[i] for i in block)
+            raise UserError(f"tensor groups cannot span {names}, whose devices differ in kind")
+    following = np.roll(blocks, -1, axis=1)
+
+    def join(x: np.ndarray, worst: Any) -> np.ndarray:
+        pairs = worst(x[..., blocks[:, None], blocks[None]], axis=-1)
+        inside = worst(np.concatenate([x[..., blocks, following], x[..., blocks, blocks]], axis=-1), axis=-1)
+        return np.where(np.eye(len(blocks), dtype=bool), inside[..., None], pairs)
+
+    first = blocks[:, 0]
+    return dataclasses.replace(
+        cluster,
+        hosts=tuple("+".join(cluster.hosts[i] for i in block) for block in blocks),
+        devices_per_host=cluster.devices_per_host * together,
+        kinds=tuple(cluster.kinds[i] for i in first),
+        memory=cluster.memory[blocks].min(axis=1),
+        nics=cluster.nics * together,
+        alpha=join(cluster.alpha, np.max),
+        samples=join(cluster.samples, np.min),
+        measured=None,
+    )
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | pathlib.Path) -> Cluster:
+    """Reads a cluster file.
+
+    Raises:
+        UserError: it cannot be read, or a link, host or device in it makes no sense.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        message = f"cannot read the cluster {path} ({error}); name a JSON file as planner/cluster.py describes it"
+        raise UserError(message) from error
+    try:
+        return parse(values, path.parent)
+    except UserError as error:
+        raise UserError(f"cluster {path}: {error}") from error
+
+
+def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Cluster:
+    """A cluster from the JSON's values; `folder` is where its npz lies.
+
+    Raises:
+        UserError: what is wrong, in one sentence.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"a cluster must be a JSON object, got {type(values).__name__}")
+    if values.get("version") != VERSION:
+        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    for key in values:
+        if key not in _KEYS:
+            raise UserError(f"unknown key {key}; known are {', '.join(_KEYS)}")
+    for key in ("hosts", "devices_per_host", "device", "links"):
+        if key not in values:
+            raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
+    hosts = _hosts(values["hosts"])
+    per_host = _integer("devices_per_host", values["devices_per_host"])
+    kinds = _per_host("device", values["device"], len(hosts))
+    for kind in kinds:
+        if kind not in GPUS and kind != "cpu":
+            raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {kind!r}")
+    if "memory" not in values and "cpu" in kinds:
+        raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
+    memory = values.get("memory", [GPUS[kind].memory for kind in kinds] if "memory" not in values else None)
+    memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
+    alpha, samples, measured = _links(values["links"], hosts, folder)
+    compute = values.get("compute", [])
+    if not isinstance(compute, list) or not all(isinstance(row, dict) for row in compute):
+        raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+    return Cluster(
+        name=str(values.get("name", "cluster")),
+        source=str(values.get("source", "")),
+        hosts=hosts,
+        devices_per_host=per_host,
+        kinds=tuple(kinds),
+        memory=memory,
+        nics=_integer("nics", values.get("nics", 1)),
+        alpha=alpha,
+        samples=samples,
+        measured=measured,
+        compute=tuple(compute),
+        named=isinstance(values["hosts"], list),
+    )
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} must be an integer from 1 on, got {value!r}")
+    return value
+
+
+def _number(name: str, value: Any, zero: bool = False) -> float:
+    number = type(value) in (int, float) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
+    return float(value)
+
+
+def _hosts(value: Any) -> tuple[str, ...]:
+    if type(value) is int:
+        width = len(str(_integer("hosts", value) - 1))
+        return tuple(f"host{i:0{width}}" for i in range(value))
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise UserError(f"hosts must be a number or a list of names, got {value!r}")
+    if len(set(value)) != len(value):
+        twice = next(name for name in value if value.count(name) > 1)
+        raise UserError(f"hosts must have different names, but {twice} comes twice")
+    return tuple(value)
+
+
+def _per_host(name: str, value: Any, hosts: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * hosts
+    if len(value) != hosts:
+        raise UserError(f"{name} must be one value or one for each of the {hosts} hosts, got {len(value)}")
+    return value
+
+
+def _links(
+    links: Any, hosts: tuple[str, ...], folder: pathlib.Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """alpha [H, H], samples [R, H, H] and which were measured."""
+    if not isinstance(links, dict):
+        raise UserError(f"links must be an object, got {links!r}")
+    measured = None
+    if "npz" in links:
+        _only(links, ("npz",))
+        path = folder / str(links["npz"])
+        try:
+            with np.load(path) as arrays:
+                given = {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
+        _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
+        measured = given.pop("measured", None)
+        if measured is not None and measured.shape != (len(hosts),) * 2:
+            raise UserError(f"links.npz: measured must be [{len(hosts)}, {len(hosts)}], got {list(measured.shape)}")
+    elif "between" in links or "inside" in links:
+        return *_classes(links, hosts), None
+    else:
+        _only(links, ("alpha", "bandwidth"))
+        given = links
+    for name in ("alpha", "bandwidth"):
+        if name not in given:
+            raise UserError(f"links.{name} is missing; needed are alpha and bandwidth, an npz, or inside and between")
+    alpha = _matrix("links.alpha", given["alpha"], hosts, zero=True)
+    samples = _matrix("links.bandwidth", given["bandwidth"], hosts, zero=False)
+    if alpha.ndim == 3:
+        raise UserError("links.alpha must be a number or one matrix; only bandwidth may have several samples")
+    return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
+
+
+def _only(given: dict[str, Any], known: tuple[str, ...], where: str = "links.") -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"unknown key {where}{key}; known are {', '.join(known)}")
+
+
+def _matrix(name: str, value: Any, hosts: tuple[str, ...], zero: bool) -> np.ndarray:
+    """A number (where zero is allowed), [H, H] or [R, H, H]."""
+    size = len(hosts)
+    try:
+        array = np.array(value, float)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be a matrix of {size} x {size} numbers for the {size} hosts, but its rows differ "
+                        "in length or hold something else (null for a missing link?)") from None  # fmt: skip
+    if array.ndim == 0 and zero:
+        return np.array(_number(name, value, zero=True))
+    if array.ndim not in (2, 3) or array.shape[-2:] != (size, size) or array.size == 0:
+        raise UserError(f"{name} must be a matrix of {size} x {size} for the {size} hosts, got "
+                        f"{' x '.join(map(str, array.shape)) or 'a number'}")  # fmt: skip
+    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
+    if bad.any():
+        place = tuple(np.argwhere(bad)[0])
+        a, b = place[-2:]
+        where = f"from {hosts[a]} to {hosts[b]}" if a != b else f"inside {hosts[a]}"
+        raise UserError(f"{name} {where} must be {'from 0 on' if zero else 'above 0'}, got {array[place]:g}")
+    return array
+
+
+def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    _only(links, ("inside", "between", "racks", "across", "exceptions"))
+    size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
+    alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
+
+    def put(name: str, values: Any, where: Any, needed: bool = True) -> None:
+        if not isinstance(values, dict):
+            raise UserError(f"links.{name} must be an object with alpha and bandwidth, got {values!r}")
+        if needed and not {"alpha", "bandwidth"} <= set(values):
+            raise UserError(f"links.{name} must say alpha and bandwidth, got {', '.join(values) or 'nothing'}")
+        if "alpha" in values:
+            alpha[where] = _number(f"links.{name}.alpha", values["alpha"], zero=True)
+        if "bandwidth" in values:
+            bandwidth[where] = _number(f"links.{name}.bandwidth", values["bandwidth"])
+
+    for name in ("inside", "between"):
+        if name not in links:
+            raise UserError(f"links.{name} is missing; classes need inside (a host) and between (hosts)")
+    put("between", links["between"], ...)
+    if ("racks" in links) != ("across" in links):
+        raise UserError("links.racks and links.across go together; give both or neither")
+    if "racks" in links:
+        racks = np.array(_per_host("links.racks", links["racks"], size), dtype=str)
+        put("across", links["across"], racks[:, None] != racks[None])
+    diagonal = np.diag_indices(size)
+    put("inside", links["inside"], diagonal)
+
+    def chosen(value: Any) -> list[int]:
+        names = [value] if isinstance(value, str) else value
+        if names == ["*"]:
+            return list(range(size))
+        if not isinstance(names, list) or not names or not all(name in index for name in names):
+            raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
+        return [index[name] for name in names]
+
+    exceptions = links.get("exceptions", [])
+    if not isinstance(exceptions, list):
+        raise UserError(f"links.exceptions must be a list, got {exceptions!r}")
+    for values in exceptions:
+        if not isinstance(values, dict) or not {"from", "to"} <= set(values):
+            raise UserError(f"each of links.exceptions must say from and to, got {values!r}")
+        _only(values, ("from", "to", "alpha", "bandwidth"), "links.exceptions: ")
+        kept = alpha[diagonal].copy(), bandwidth[diagonal].copy()
+        rows, columns = chosen(values["from"]), chosen(values["to"])
+        put("exceptions", values, np.ix_(rows, columns), needed=False)
+        if "*" in (values["from"], values["to"]):  # of the links between hosts
+            alpha[diagonal], bandwidth[diagonal] = kept
+    return alpha, bandwidth[None]
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def save(cluster: Cluster, path: str | pathlib.Path) -> None:
+    """Writes a cluster file; the links of more than 16 hosts go into an .npz beside it."""
+    path, uniform = pathlib.Path(path), lambda values: values[0] if len(set(values)) == 1 else list(values)
+    if len(cluster.hosts) > 16:
+        beside = path.with_suffix(".npz")
+        measured = {} if cluster.measured is None else {"measured": cluster.measured}
+        np.savez_compressed(beside, alpha=cluster.alpha, bandwidth=cluster.samples, **measured)
+        links: dict[str, Any] = {"npz": beside.name}
+    else:
+        links = {"alpha": cluster.alpha.tolist(), "bandwidth": cluster.samples.tolist()}
+    values = {
+        "version": VERSION,
+        "name": cluster.name,
+        "source": cluster.source,
+        "hosts": list(cluster.hosts) if cluster.named else len(cluster.hosts),
+        "devices_per_host": cluster.devices_per_host,
+        "device": uniform(cluster.kinds),
+        "memory": uniform(cluster.memory.tolist()),
+        "nics": cluster.nics,
+        "links": links,
+        "compute": list(cluster.compute),
+    }
+    path.write_text(json.dumps(values, indent=1) + "\n")

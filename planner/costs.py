@@ -1,0 +1,197 @@
+"""Seconds of compute: F and B of a layer, the head, the embedding and the optimizer, on a device kind.
+
+Where the cluster has a compute profile they are what was measured, affine in the micro-batch between and beyond the
+measured sizes. What was not measured is the data sheet's figure (below) times what the nearest measured row is to its
+own. Without a profile it is the data sheet's alone, at the named shares of peak that follow.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+from paxtrain.gpus import GPUS
+from planner.cluster import ASSUMED, Cluster, Shares
+
+LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
+# Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
+_ACTIVATION_PASSES = 22
+# A layer's kernels differ, so that some wait for their launch and others for memory: the p-norm of the two sums.
+_SHARPNESS = 4
+ITEM = {"bfloat16": 2, "float32": 4}
+# Forwards that B runs again, by pipeline.save: all of F; nothing; what is no matrix product.
+_RECOMPUTED = {"inputs": 1.0, "layer_inputs": 1.0, "residuals": 0.0, "dots": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCosts:
+    """Seconds on one device of one micro-batch, or as said.
+
+    Attributes:
+        forward, backward: of one layer; backward recomputes what is not saved.
+        head: loss and its gradient. embedding: look-up and its gradient.
+        optimizer: of one float32 parameter held by the device.
+    """
+
+    forward: float
+    backward: float
+    head: float
+    embedding: float
+    optimizer: float
+
+
+def sheet(
+    model: ModelConfig,
+    kind: str,
+    tensor: int,
+    micro_batch: int,
+    save: str,
+    inside: tuple[float, float],
+    shares: Shares = ASSUMED,
+) -> LayerCosts:
+    """Costs from the data sheet.
+
+    FLOPs of F: 24 H^2 + 4 S H a token (the causal half of attention's 4 S H, twice: scores and values). Two all-reduces
+    of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T.
+
+    Args:
+        inside: alpha and bandwidth of a link inside a host.
+        shares: of the data sheet that the device reaches.
+    """
+    gpu, item = GPUS[kind], ITEM[model.dtype]
+    tokens, h = micro_batch * model.sequence, model.hidden
+    flops = (gpu.peak_flops if model.dtype == "bfloat16" else gpu.sms * gpu.fpus * 2e9 * gpu.clock) * shares.matmul
+    memory = gpu.bandwidth * shares.memory
+    alpha, bandwidth = inside
+    reduce = 0.0
+    if tensor > 1:
+        reduce = 2 * (tensor - 1) * alpha + 2 * (tensor - 1) / tensor * tokens * h * item / bandwidth
+
+    def launched(seconds: float, times: float) -> float:
+        return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+    matmuls = max(tokens * (24 * h * h + 4 * model.sequence * h) / tensor / flops, 12 * h * h / tensor * item / memory)
+    # Norms and residual sums run whole on each device of a tensor group, the wide part is split.
+    passes = _ACTIVATION_PASSES * tokens * h * item * (0.4 + 0.6 / tensor) / memory
+    forward = launched(matmuls + passes, 1) + 2 * reduce
+    backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
+    again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
+    logits = tokens * model.padded_vocab / tensor
+    head = 6 * logits * h / flops + 8 * logits * item / memory + 2 * reduce + 20 * LAUNCH
+    embedding = 6 * tokens * h * item / memory + reduce + 4 * LAUNCH
+    return LayerCosts(forward, backward + again, head, embedding, shares.optimizer_bytes / memory)
+
+
+# --- With a profile ---------------------------------------------------------------------------------------------------
+
+_SHAPE = ("hidden", "heads", "sequence", "vocab", "dtype", "tensor", "save")
+TIMES = ("forward", "backward", "head", "embedding", "optimizer")
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
+    """Rows of one kind by shape: micro_batch and each of the times as arrays by rising micro-batch."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for number, row in enumerate(cluster.compute):
+        missing = [key for key in ("kind", "micro_batch", *_SHAPE, *TIMES) if key not in row]
+        if missing:
+            raise UserError(f"row {number} of the cluster's compute profile lacks {', '.join(missing)}; profile again")
+        if row["kind"] == kind:
+            found.setdefault(tuple(row[key] for key in _SHAPE), []).append(row)
+    groups = {}
+    for shape, rows in found.items():
+        rows.sort(key=lambda row: row["micro_batch"])
+        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in ("micro_batch", *TIMES)}
+    return groups
+
+
+def _distance(a: tuple, b: tuple) -> float:
+    """How unlike two shapes are: differences of their sizes' logarithms, and a lot for another dtype or save mode."""
+    sizes = sum(abs(math.log2(x / y)) for x, y in zip(a, b) if isinstance(x, int))
+    return sizes + 4.0 * sum(x != y for x, y in zip(a, b) if isinstance(x, str))
+
+
+def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
+    """Measured seconds at a micro-batch: linear between the sizes, and beyond them through the nearest two."""
+    if len(at) == 1:
+        return float(seconds[0] * micro_batch / at[0])
+    i = int(np.clip(np.searchsorted(at, micro_batch) - 1, 0, len(at) - 2))
+    slope = max((seconds[i + 1] - seconds[i]) / (at[i + 1] - at[i]), 0.0)
+    return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
+
+
+# Shapes of CPUs have no data sheet: figures of the right proportion, of which only ratios are used.
+_CPU = "v100"
+
+
+@functools.lru_cache(maxsize=100_000)
+def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_batch: int, save: str) -> LayerCosts:
+    """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
+
+    Raises:
+        UserError: a kind without a data sheet has no profile, or the profile is incomplete.
+    """
+    hosts = [i for i, k in enumerate(cluster.kinds) if k == kind]
+    inside = float(cluster.alpha[hosts[0], hosts[0]]), float(cluster.bandwidth[hosts[0], hosts[0]])
+    named = _CPU if kind == "cpu" else kind
+    groups = _groups(cluster, kind)
+    if not groups:
+        if kind == "cpu":
+            raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
+        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares)
+    shape = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype, tensor, save)
+    nearest = min(groups, key=lambda other: _distance(shape, other))
+    rows = groups[nearest]
+    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in TIMES}
+    if nearest != shape:
+        hidden, heads, sequence, vocab, dtype, other_tensor, other_save = nearest
+        other = dataclasses.replace(
+            model, hidden=hidden, heads=heads, sequence=sequence, vocab_size=vocab, dtype=dtype, attention="xla"
+        )
+        here = sheet(model, named, tensor, micro_batch, save, inside)
+        there = sheet(other, named, other_tensor, micro_batch, other_save, inside)
+        measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
+    return LayerCosts(**measured)
+
+
+def source(cluster: Cluster) -> str:
+    """Where compute times come from, for reports."""
+    if cluster.compute:
+        return "compute profile of the cluster"
+    fitted = "assumed" if cluster.shares == ASSUMED else "fitted to measured runs"
+    matmul, memory = cluster.shares.matmul, cluster.shares.memory
+    return f"data sheet at {matmul:.0%} of peak FLOP/s and {memory:.0%} of memory bandwidth, {fitted}"
+
+
+# --- Sizes ------------------------------------------------------------------------------------------------------------
+
+
+def message_bytes(model: ModelConfig, micro_batch: int) -> int:
+    """Activations of one micro-batch between two stages, [B, S, H]: every device of a tensor group sends them whole."""
+    return micro_batch * model.sequence * model.hidden * ITEM[model.dtype]
+
+
+def packed_bytes(model: ModelConfig, micro_batch: int, rank: int) -> int:
+    """The same as factors of a rank in the compute dtype."""
+    return rank * (micro_batch * model.sequence + model.hidden) * ITEM[model.dtype]
+
+
+def layer_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one layer on one device of a tensor group."""
+    h = model.hidden
+    return (12 * h * h + 7 * h) // tensor + 6 * h
+
+
+def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
+    """Shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
+    h = model.hidden
+    return ((h, 3 * h // tensor), (h // tensor, h), (h, 4 * h // tensor), (4 * h // tensor, h))
+
+
+def embedding_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of the tied table's part on one device."""
+    return model.padded_vocab * model.hidden // tensor

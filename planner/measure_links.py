@@ -1,0 +1,242 @@
+"""Timed messages between all pairs of hosts: who exchanges with whom in which round, and the programs that do it.
+
+Hosts meet in the rounds of a round-robin tournament (the circle method), so that disjoint pairs measure at once and
+every ordered pair has its turn. All rounds are branches of one compiled program per message size, since compiling takes
+longer than measuring. Each process times its own part; a pair's time is that of the end that took longer.
+
+    latency     of tiny messages sent to and fro, half of a turn: the two directions cannot be told apart without
+                clocks that agree
+    bandwidth   of big messages sent back to back, each direction by itself
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Pairs = list[tuple[int, int]]
+
+_AXIS = "device"
+_TINY = 8  # bytes
+_ECHOES = 16  # tiny messages to and fro per measurement
+_BACK_TO_BACK = 4  # big ones per measurement
+
+
+def tournament(count: int) -> list[Pairs]:
+    """Rounds of disjoint pairs in which each of `count` meets each other one once; with an odd count one rests."""
+    seats = [*range(count), *[None] * (count % 2)]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]))
+        rounds.append([(min(p), max(p)) for p in pairs if None not in p])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
+    """At most so many of the rounds, drawn at random: each of them has (almost) every host."""
+    if len(rounds) <= most:
+        return rounds
+    chosen = np.random.default_rng(seed).choice(len(rounds), most, replace=False)
+    return [rounds[i] for i in sorted(chosen)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Pairs that measure at once.
+
+    Attributes:
+        kind: "between" hosts, "inside" each host (two of its devices), or "crowd" (all devices of both hosts at once,
+            which says how many flows a host's NICs carry at full speed).
+        hosts: pairs of hosts; (h, h) inside.
+        devices: pairs of devices, numbered host after host.
+    """
+
+    kind: str
+    hosts: Pairs
+    devices: Pairs
+
+
+def plan(hosts: int, per_host: int, most: int) -> list[Round]:
+    """The rounds of one repeat; of more than `most` between hosts a random choice."""
+    between = sampled(tournament(hosts), most) if hosts > 1 else []
+    rounds = []
+    if per_host > 1:
+        ends = [(h * per_host, h * per_host + 1) for h in range(hosts)]
+        rounds.append(Round("inside", [(h, h) for h in range(hosts)], ends))
+        if between:
+            crowd = [(a * per_host + i, b * per_host + i) for a, b in between[0] for i in range(per_host)]
+            rounds.append(Round("crowd", between[0], crowd))
+    return [Round("between", pairs, [(a * per_host, b * per_host) for a, b in pairs]) for pairs in between] + rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """What one process saw of a round, in seconds of one message.
+
+    Attributes:
+        echo: half a turn of a tiny message.
+        there, back: per size.
+    """
+
+    echo: float
+    there: list[float]
+    back: list[float]
+
+
+class Exchange:
+    """The compiled programs of all rounds on all devices, host after host."""
+
+    def __init__(self, devices: Sequence[jax.Device], rounds: list[Round], sizes: Sequence[int]) -> None:
+        self.rounds, self.sizes = rounds, tuple(sizes)
+        mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+        flip = lambda pairs: [(b, a) for a, b in pairs]  # noqa: E731
+        pairs = [r.devices for r in rounds]
+        self._echo = _program(mesh, [(p, flip(p)) for p in pairs], _ECHOES, _TINY)
+        both = [(p,) for p in pairs] + [(flip(p),) for p in pairs]
+        self._send = [_program(mesh, both, _BACK_TO_BACK, size) for size in self.sizes]
+
+    def __call__(self, number: int) -> Times:
+        """Runs one round. Before each timed call the pairs exchange tiny messages, so that both ends start together."""
+        directions = []
+        echo = min(_seconds(self._echo, number) for _ in range(3)) / (2 * _ECHOES)
+        for offset in (0, len(self.rounds)):
+            seconds = []
+            for send in self._send:
+                self._echo(number)
+                seconds.append(_seconds(send, number + offset) / _BACK_TO_BACK)
+            directions.append(seconds)
+        return Times(echo, *directions)
+
+
+def _seconds(run: Any, branch: int) -> float:
+    began = time.perf_counter()
+    run(branch)
+    return time.perf_counter() - began
+
+
+def _program(mesh: Mesh, branches: list[tuple[Pairs, ...]], turns: int, size: int) -> Any:
+    """Branch number -> its permutes in turn, `turns` times over, of `size` bytes per device; compiled, waited for."""
+
+    def branch(permutes: tuple[Pairs, ...]) -> Any:
+        def turn(_: int, x: jax.Array) -> jax.Array:
+            for pairs in permutes:
+                x = lax.ppermute(x, _AXIS, pairs)
+            return x
+
+        return lambda x: lax.fori_loop(0, turns, turn, x)
+
+    def local(x: jax.Array, number: jax.Array) -> jax.Array:
+        return lax.switch(number, [branch(permutes) for permutes in branches], x)
+
+    spec = PartitionSpec(_AXIS)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+    shape = (mesh.size, size // 4)
+    make = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=NamedSharding(mesh, spec))
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    x = make()
+    compiled = jax.jit(mapped).lower(x, number).compile()
+
+    def run(number: int) -> None:
+        jax.block_until_ready(compiled(x, np.int32(number)))
+
+    return run
+
+
+def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5) -> float:
+    """Median seconds of an all-reduce of `size` bytes per device over one axis of all devices, "host" or "device"."""
+    grid = np.array(devices).reshape(-1, per_host)
+    mesh = Mesh(grid, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    spec = PartitionSpec(("host", "device"))
+    mapped = jax.shard_map(lambda x: lax.pmean(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = NamedSharding(mesh, spec)
+    x = jax.jit(lambda: jnp.zeros((mesh.size, size // 4), jnp.float32), out_shardings=sharding)()
+    run = jax.jit(mapped)
+    jax.block_until_ready(run(x))
+    return float(np.median([_seconds(lambda _: jax.block_until_ready(run(x)), 0) for _ in range(repeats)]))
+
+
+# --- From times to links ----------------------------------------------------------------------------------------------
+
+
+def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and seconds per byte of messages: least squares of relative errors, both at least zero.
+
+    Args:
+        sizes: [K] bytes.
+        seconds: [..., K].
+
+    Returns:
+        [...] seconds and [...] seconds per byte, the latter above zero.
+    """
+    sizes = np.asarray(sizes, float)
+    # (a + b s) / t = 1, of which the normal equations are two by two.
+    u, v = 1 / seconds, sizes / seconds
+    uu, uv, vv, u1, v1 = (x.sum(-1) for x in (u * u, u * v, v * v, u, v))
+    determinant = uu * vv - uv * uv
+    through_zero = v1 / vv
+    if len(sizes) == 1:
+        return np.zeros_like(through_zero), through_zero
+    latency = (vv * u1 - uv * v1) / determinant
+    slope = (uu * v1 - uv * u1) / determinant
+    bent = (latency < 0) | (slope <= 0)
+    return np.where(bent, 0.0, latency), np.where(bent, through_zero, slope)
+
+
+class Book:
+    """The times of all rounds as process 0 collects them.
+
+    Attributes:
+        echo: [R, H, H] seconds, NaN where nothing was measured; on the diagonal inside a host.
+        sends: [R, H, H, K] seconds of one message per size.
+        crowd: ratios of one flow's bandwidth beside others to its bandwidth alone, times devices per host.
+    """
+
+    def __init__(self, rounds: list[Round], hosts: int, per_host: int, sizes: Sequence[int], repeats: int) -> None:
+        self.rounds, self.sizes, self.per_host = rounds, np.array(sizes, float), per_host
+        self.echo = np.full((repeats, hosts, hosts), np.nan)
+        self.sends = np.full((repeats, hosts, hosts, len(sizes)), np.nan)
+        self._crowded: list[tuple[int, int, int, np.ndarray]] = []
+
+    def enter(self, repeat: int, number: int, times: dict[int, list[Times]]) -> None:
+        """Enters a round; times: by host, of its processes."""
+        worst = {
+            host: [np.max([getattr(t, name) for t in seen], axis=0) for name in ("echo", "there", "back")]
+            for host, seen in times.items()
+        }
+        kind = self.rounds[number].kind
+        for a, b in self.rounds[number].hosts:
+            echo, there, back = (np.maximum(x, y) for x, y in zip(worst[a], worst[b]))
+            if kind == "crowd":
+                self._crowded += [(repeat, a, b, there), (repeat, b, a, back)]
+                continue
+            self.echo[repeat, a, b] = self.echo[repeat, b, a] = echo
+            self.sends[repeat, a, b], self.sends[repeat, b, a] = (
+                (there, back) if kind == "between" else 2 * ((there + back) / 2,)
+            )
+
+    def links(self) -> tuple[np.ndarray, np.ndarray]:
+        """alpha [H, H] seconds and samples [R, H, H] bytes/s; NaN where nothing was measured."""
+        known = ~np.isnan(self.echo)
+        alpha, samples = np.full(self.echo.shape[1:], np.nan), np.full(self.echo.shape, np.nan)
+        samples[known] = 1 / fit_line(self.sizes, self.sends[known])[1]
+        any_ = known.any(axis=0)
+        alpha[any_] = np.nanmedian(self.echo[:, any_], axis=0)
+        return alpha, samples
+
+    def nics(self) -> int:
+        """Flows that a host sends at full speed: what all of its devices together reach over what one does."""
+        _, samples = self.links()
+        ratios = [
+            self.per_host / (fit_line(self.sizes, seconds)[1] * samples[repeat, a, b])
+            for repeat, a, b, seconds in self._crowded
+            if not np.isnan(samples[repeat, a, b])
+        ]
+        return int(np.clip(round(float(np.median(ratios))), 1, self.per_host)) if ratios else 1

@@ -1,0 +1,29 @@
+"""Small clusters and models for the planner's tests."""
+
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from planner.cluster import Cluster, parse
+
+MODEL = ModelConfig(vocab_size=50257, layers=12, hidden=1024, heads=16, sequence=1024)
+
+
+def cluster(hosts: int = 4, per_host: int = 4, seed: int | None = 0, **changes: Any) -> Cluster:
+    """Hosts whose links differ by up to a factor of four, in each direction by itself; alike with seed=None."""
+    rng = np.random.default_rng(seed)
+    spread = np.ones((hosts, hosts)) if seed is None else rng.uniform(0.25, 1, (hosts, hosts))
+    bandwidth, alpha = 25e9 * spread, np.full((hosts, hosts), 1e-5)
+    np.fill_diagonal(bandwidth, 300e9)
+    np.fill_diagonal(alpha, 3e-6)
+    links = {"alpha": alpha.tolist(), "bandwidth": bandwidth.tolist()}
+    return parse(
+        {"version": 1, "hosts": hosts, "devices_per_host": per_host, "device": "a100-80gb", "links": links} | changes
+    )
+
+
+def placements(count: int, data: int, pipe: int, slots: int, seed: int = 0) -> np.ndarray:
+    """Random placements int [count, D, P] on hosts with `slots` tensor groups each."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(data * pipe) // slots for _ in range(count)]).reshape(count, data, pipe)

@@ -1,0 +1,168 @@
+"""The closed form of memory, against what the trainer really holds."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxtrain import buffers, model, schedule
+from paxtrain.config import SAVE_MODES, SCHEDULES, Config, from_dict
+from paxtrain.mesh import make_mesh
+from paxtrain.model import Dropout
+from paxtrain.residuals import SplitVjp, save_policy
+from paxtrain.step import Trainer
+from planner import memory
+
+CPU = (0, 0)  # a "compute capability" without flash attention
+
+
+def config(**sections) -> Config:
+    base = {
+        "model": {"vocab_size": 500, "layers": 8, "hidden": 96, "heads": 4, "sequence": 64, "dtype": "bfloat16"},
+        "mesh": {"data": 2, "pipe": 2, "tensor": 2},
+        "batch": {"global_batch": 16, "micro_batch": 2},
+    }
+    return from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_residual_ring_is_as_deep_as_the_executors(name):
+    code = SCHEDULES.index(name)
+    for pipe in (2, 3, 4, 8):
+        for chunks in (2, 3) if name == "interleaved_1f1b" else (1,):
+            for m in (1, 2, 3, 4, 7, 8, 16):
+                found = buffers.assign(schedule.build(name, pipe, m, chunks))
+                shape = dataclasses.replace(
+                    memory.of(config()), pipe=pipe, micro_batches=m, virtual_stages=chunks, schedule=code
+                )
+                residual, activation, gradient = memory.ring_depths(shape)
+                assert residual == found.residual_depth
+                assert activation >= found.activation_depth
+                if name != "interleaved_1f1b":
+                    assert (activation, gradient) == (found.activation_depth, found.gradient_depth) or m == 1
+                elif m % pipe == 0:
+                    assert abs(gradient - found.gradient_depth) <= 1
+
+
+@pytest.mark.parametrize("save", ["dots", "layer_inputs", "residuals"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("flash", [False, True])
+def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropout, flash):
+    if flash and dtype == "float32":
+        pytest.skip("flash attention takes no float32")
+    c = config(model={"hidden": 256, "dtype": dtype, "residual_dropout": dropout})
+    settled = memory.settle(c.model, (9, 0) if flash else CPU)
+    assert settled.attention == ("cudnn" if flash else "xla")
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes(c.model)["layers"])
+    one = jax.eval_shape(lambda p: model.cast(p, dtype), one)
+    x = jax.ShapeDtypeStruct((2, c.model.sequence, c.model.hidden), dtype)
+    random = Dropout(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)) if dropout else None
+
+    def layer(weights, x, index, random):
+        return model.layer(weights, x, settled, None, random, index)
+
+    try:
+        split = SplitVjp(save_policy(save)(layer), one, x, jnp.int32(0), random)
+    except RuntimeError as error:
+        assert "cuDNN" in str(error)
+        pytest.skip("tracing flash attention needs cuDNN")
+    exact = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in split.kept)
+    shape = dataclasses.replace(memory.of(c), model=settled, tensor=1, micro_batch=2)
+    assert float(memory.kept(shape)[save]) == pytest.approx(exact, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"mesh": {"zero1": False}},
+        {"mesh": {"data": 8, "pipe": 1, "tensor": 1}},
+        {"mesh": {"data": 3, "pipe": 2, "tensor": 1}, "batch": {"global_batch": 12}},
+        {"mesh": {"data": 1, "pipe": 4, "tensor": 2}, "pipeline": {"pipe_layers": "3,2,2,1"}},
+        {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
+        {"compress": {"backward": "all", "backward_rank": 4, "error": "lazy"}},
+        {"compress": {"backward": "all", "backward_rank": 4, "error": "explicit", "forward": "all", "forward_rank": 8}},
+        {"compress": {"data": "all", "data_rank": 16}},
+    ],
+)
+def test_state_is_the_trainers_to_the_byte(sections):
+    c = config(**sections)
+    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
+    exact = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(trainer.abstract_state())
+    )
+    shape = memory.of(c, CPU)
+    scalars = 4 * 3  # step, skipped and Adam's count
+    schedule_count = 4  # of the learning rate
+    found = 12 * float(memory.parameters(shape)[1]) + float(memory.analytic(shape).compression)
+    assert found + scalars + schedule_count == exact
+
+
+def test_many_candidates_at_once_are_the_same_as_one_by_one():
+    rng = np.random.default_rng(0)
+    n, m = 500, config().model
+    some = memory.Shape(
+        model=memory.settle(m, (9, 0)),
+        data=rng.choice([1, 2, 4], n),
+        pipe=rng.choice([1, 2, 4], n),
+        tensor=rng.choice([1, 2, 4], n),
+        virtual_stages=np.ones(n, int),
+        slots=rng.integers(1, 9, n),
+        common=1,
+        micro_batch=rng.integers(1, 9, n),
+        micro_batches=rng.integers(1, 33, n),
+        schedule=rng.integers(0, 3, n),
+        save=rng.integers(0, len(SAVE_MODES), n),
+        zero1=rng.integers(0, 2, n),
+        scan=0,
+        data_rank=rng.choice([0, 8], n),
+    )
+    together = memory.analytic(some).total
+    assert together.shape == (n,)
+    for i in range(0, n, 7):
+        fields = {f.name: getattr(some, f.name) for f in dataclasses.fields(some)}
+        alone = memory.Shape(**{k: x[i] if isinstance(x, np.ndarray) else x for k, x in fields.items()})
+        assert float(memory.analytic(alone).total) == pytest.approx(together[i], rel=1e-12)
+
+
+def test_what_saves_memory_saves_memory():
+    def total(**sections) -> float:
+        return float(memory.analytic(memory.of(config(**sections))).total)
+
+    modes = [total(pipeline={"save": save}) for save in ("layer_inputs", "dots", "residuals")]
+    assert modes == sorted(modes)
+    assert total(mesh={"zero1": False}) > total()
+    assert total(batch={"micro_batch": 4}) > total()
+    gpipe = [total(pipeline={"schedule": "gpipe"}, batch={"global_batch": b}) for b in (16, 64)]
+    eager = [total(batch={"global_batch": b}) for b in (16, 64)]
+    assert gpipe[1] / gpipe[0] > 1.5
+    assert eager[1] / eager[0] < 1.05
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_stage_uses_more_than_is_allocated_and_the_deepest_ring_is_full(name):
+    c = config(
+        model={"layers": 14},
+        mesh={"data": 1, "pipe": 4, "tensor": 2},
+        batch={"global_batch": 32},
+        pipeline={
+            "schedule": name,
+            "virtual_stages": 2 if name == "interleaved_1f1b" else 1,
+            "pipe_layers": "2,2,2,2,2,2,1,1" if name == "interleaved_1f1b" else "4,4,3,3",
+        },
+    )
+    allocated, used = memory.analytic(memory.of(c)), memory.per_stage(c)
+    for field in dataclasses.fields(used):
+        parts, whole = getattr(used, field.name), float(getattr(allocated, field.name))
+        assert parts.shape == (4,)
+        assert (parts <= whole * (1 + 1e-12)).all()
+    masked = name in ("eager_1f1b", "gpipe")
+    depth = float(memory.ring_depths(memory.of(c))[0])
+    assert used.activations[0] == pytest.approx(float(allocated.activations) * depth / (depth + masked))
+    assert used.weights[0] > used.weights[1] > used.weights[2]  # embedding and layers, layers, fewer layers
+    assert used.buffers[-1] == float(allocated.buffers)

@@ -1,0 +1,75 @@
+"""The main: a dry run leaves a plan that the trainer takes and a page; bad input ends in a sentence and exit code 2."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from paxtrain import plan as plans
+from paxtrain.config import from_dict
+from tests.planner.examples import cluster
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = ["--model=configs/gpt2_125m.py", "--memory=analytic", "--oracle=no", "--global_batch=32"]
+
+
+def planned(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "planner.plan", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def cluster_file(tmp_path) -> pathlib.Path:
+    from planner import cluster as clusters
+
+    path = tmp_path / "cluster.json"
+    clusters.save(cluster(2, 4), path)
+    return path
+
+
+def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
+    out = tmp_path / "plan"
+    run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", "--explain", "--top=3", "--placed=1")
+    assert run.returncode == 0, run.stderr
+    assert "step" in run.stdout and "not     " in run.stdout and str(out / "plan.json") in run.stdout
+    plan = plans.load(out / "plan.json")
+    assert sorted(plan.device_order) == list(range(8))
+    assert plan.predicted["step_seconds"] >= plan.predicted["lower_bound_seconds"] > 0
+    assert plan.predicted["memory_bytes"] <= plan.predicted["memory_limit_bytes"]
+    for name in ("memory_source", "step_seconds_source"):
+        assert plan.predicted[name]
+    from configs.gpt2_125m import get_config
+
+    config = plan.apply(get_config())
+    assert config.batch.global_batch == 32 and config.mesh.devices == 8
+    assert from_dict(get_config()).model == config.model
+    html = (out / "report.html").read_text()
+    assert (
+        html.startswith("<!DOCTYPE html>") and "<svg" in html and "http" not in html.split("<body")[1].split("<svg")[0]
+    )
+
+
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
+    broken = tmp_path / "broken.json"
+    values = json.loads(cluster_file.read_text())
+    values["links"]["bandwidth"][0][0][1] = -1
+    broken.write_text(json.dumps(values))
+    cluster_flag = f"--cluster={cluster_file}"
+    cases = {
+        "--cluster is missing": [],
+        "from host0 to host1 must be above 0, got -1": [f"--cluster={broken}"],
+        "no configuration fits into": [cluster_flag, "--usable_memory=0.05", "--model.model.hidden=12288", "--pipe=1"],
+        "a global batch of 31 cannot be split": [cluster_flag, "--global_batch=31", "--pipe=1", "--tensor=1"],
+        "--compress must be none or some of": [cluster_flag, "--compress=everything"],
+        "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
+        "--tensor must be positive integers": [cluster_flag, "--tensor=two"],
+        "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
+    }
+    for sentence, arguments in cases.items():
+        run = planned(*MODEL, f"--out={tmp_path / 'plan'}", *arguments)
+        assert run.returncode == 2, (sentence, run.stderr)
+        assert sentence in run.stderr
+        assert run.stderr.startswith("error: ") and len(run.stderr.strip().splitlines()) == 1
+        assert not (tmp_path / "plan" / "plan.json").exists()

@@ -1,0 +1,187 @@
+"""The profile: a cluster file from one process's devices, its bounds, bad input, and processes that do not come."""
+
+import dataclasses
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.config import from_dict
+from paxtrain.errors import UserError
+from planner import cluster as clusters
+from planner import costs, measure_compute, profile
+from planner.meeting import Meeting
+from planner.profile import MIB, Machines, Options
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short():
+    """Short measurements: what is tested is not how exact they are."""
+    before, measure_compute._LEAST = measure_compute._LEAST, 0.004
+    yield
+    measure_compute._LEAST = before
+
+
+@pytest.fixture(scope="module")
+def meeting():
+    return Meeting(30)
+
+
+@pytest.fixture(scope="module")
+def machines(meeting):
+    found = profile.meet(meeting, "rack0")
+    return dataclasses.replace(found, devices=found.devices[:2], per_host=2)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_dict({"model": MODEL, "mesh": {"tensor": 2}, "pipeline": {"save": "layer_inputs"}})
+
+
+@pytest.fixture(scope="module")
+def profiled(meeting, machines, config):
+    options = Options(sizes=(MIB, 2 * MIB), repeats=2, micro_batches=(1, 2), tensor=(2,))
+    return profile.profile(meeting, machines, config, options, "mine")
+
+
+def test_who_is_there(machines):
+    assert machines.hosts == (socket.gethostname(),)
+    assert machines.kinds == ("cpu",)
+    assert machines.racks == ("rack0",)
+    assert machines.memory[0] * jax.local_device_count() > 1e8
+
+
+def test_the_file_can_be_planned_with(profiled, config, tmp_path):
+    cluster, said = profiled
+    clusters.save(cluster, tmp_path / "cluster.json")
+    loaded = clusters.load(tmp_path / "cluster.json")
+    assert loaded.hosts == (socket.gethostname(),)
+    assert loaded.devices_per_host == 2
+    assert loaded.samples.shape == (2, 1, 1)
+    assert loaded.name == "mine"
+    assert loaded.source.startswith("python -m planner.profile on 20")
+    assert [row["micro_batch"] for row in loaded.compute] == [1, 2]
+    row = loaded.compute[1]
+    expected = {"kind": "cpu", "tensor": 2, "save": "layer_inputs", "hidden": 16, "heads": 2, "sequence": 8}
+    assert {key: row[key] for key in expected} == expected
+    assert row["vocab"] == 128
+    assert all(row[kind] >= 0 for kind in (*measure_compute.KINDS, "optimizer"))
+    found = costs.layer(loaded, "cpu", config.model, 2, 1, "layer_inputs")
+    assert found.backward == pytest.approx(loaded.compute[0]["backward"])
+    assert found.backward > 0
+    assert any(what == "all-reduce inside a host" for what, _ in said)
+
+
+def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, config):
+    options = Options(sizes=(MIB,), repeats=50, micro_batches=(1, 2), tensor=(1,), time_limit=1e-3)
+    cluster, said = profile.profile(meeting, machines, config, options, "mine")
+    assert cluster.compute == ()
+    assert np.isfinite(cluster.bandwidth).all()
+    left = [text for what, text in said if what == "left out"]
+    assert left[0] == "49 of 50 rounds of links: the time limit came"
+    assert left[1:] == [f"compute of tensor=1, micro_batch={b}: the time limit came" for b in (1, 2)]
+
+
+def test_a_single_device_has_no_links_and_a_profile_all_the_same(meeting, machines, config, tmp_path):
+    alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1)
+    cluster, _ = profile.profile(meeting, alone, config, Options(micro_batches=()), "one")
+    clusters.save(cluster, tmp_path / "one.json")
+    assert clusters.load(tmp_path / "one.json").devices == 1
+
+
+def test_tensor_sizes_are_those_that_divide_host_and_model(config):
+    assert profile.tensor_sizes(config, 8, ()) == (1, 2)
+    assert profile.tensor_sizes(config, 3, ()) == (1,)
+    with pytest.raises(UserError, match=r"--tensor=4 must divide the 8 devices of a host and .* 1, 2 would$"):
+        profile.tensor_sizes(config, 8, (4,))
+
+
+def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
+    machines = Machines(("a", "b"), (0, 1, 0, 0), (), 2, ("cpu", "h100"), (1.0, 1.0), ("", ""))
+    values = [{"forward": f} for f in (1.0, 7.0, 2.0, 9.0)]
+    rows = profile.compute_rows(machines, config, 1, 4, values)
+    assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 2.0), ("h100", 7.0)]
+
+
+# --- What is timed ----------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
+    turns = measure_compute.Turns(config, 1, 1, jax.devices()[:1])
+    monkeypatch.setattr(turns, "_seconds", lambda kind, count: 0.3 + {"forward": 2.0, "head": 0.5}.get(kind, 4) * count)
+    turns.settle(lambda x: x)
+    turns.counts = dict.fromkeys(measure_compute.KINDS, 5)
+    sample = turns.sample()
+    assert sample["forward"] == pytest.approx(2.0 / turns.layers)
+    assert sample["backward"] == pytest.approx(4.0 / turns.layers)
+    assert sample["head"] == pytest.approx(0.5)
+    assert sample["embedding"] == pytest.approx(4.0)
+
+
+def test_every_kind_takes_longer_with_more_turns():
+    """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
+    config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
+    turns = measure_compute.Turns(config, 1, 4, jax.devices()[:1])
+    for kind in measure_compute.KINDS:
+        few, many = (min(turns._seconds(kind, n) for _ in range(5)) for n in (8, 88))
+        none = min(turns._seconds(kind, 0) for _ in range(5))
+        assert many - none > 3 * (few - none), kind
+
+
+def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
+    turns = measure_compute.Turns(config, 1, 1, jax.devices()[:1])
+    monkeypatch.setattr(turns, "_seconds", lambda kind, count: 1e-3 * count)
+    asked = []
+    turns.settle(lambda x: asked.append(x) or x)
+    assert all(4 <= count <= 40 for count in turns.counts.values())
+    assert len(asked) >= 4
+
+
+def test_the_optimizers_parameters_are_the_devices(config):
+    optimizer = measure_compute.Optimizer(config, 2, jax.devices()[:2])
+    h = MODEL["hidden"]
+    held = 2 * costs.layer_parameters(config.model, 2) + costs.embedding_parameters(config.model, 2)
+    assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
+    assert optimizer.sample() >= 0
+
+
+# --- The main ---------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "planner.profile", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sizes=0"], "--sizes must be positive integers joined by commas, got '0'"),
+        (["--out=/nowhere/at/all/cluster.json"], "which is no folder; make it first"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_process_that_does_not_come_is_named():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    began = time.monotonic()
+    done = run(f"--coordinator={coordinator}", "--num_processes=3", "--process_id=0", "--coordinator_timeout=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: process 1, process 2 did not come within 2 s, those on ")
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - began < 60
