@@ -66,9 +66,9 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
     """Host order, Pipette's own rule, AMP's, and no compression; each simulated on the same links."""
     found = [
         Comparison(
-            "host order", "the same plan on the devices in order, pipeline neighbours side by side", chosen.plain
+            "host order", "the same plan on devices in order", chosen.plain
         ),
-        Comparison("better order", "the same, or data ranks side by side where that is quicker", chosen.layout),
+        Comparison("better order", "data ranks side by side, where quicker", chosen.layout),
     ]
     rules = {"Pipette's own rule": ("pipette", pipette_rule), "AMP's rule": ("amp", amp_rule)}
     for name, (rule, placed) in rules.items():

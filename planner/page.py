@@ -107,7 +107,7 @@ def _head(report: Report) -> str:
         (duration(found.seconds), "predicted step time"),
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
         (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilisation"),
-        (f"{found.memory / 1e9:.1f} GB", f"per device, of {report.limit / 1e9:.1f}; {report.memory_source}"),
+        (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g}; {report.memory_source}"),
         (f"≤ {share(gap(found))}" if np.isfinite(gap(found)) else "", "above the best placement there could be"),
     ]
     drawn = "".join(

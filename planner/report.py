@@ -190,7 +190,7 @@ def table(report: Report) -> list[list[str]]:
         rows.append([
             f"{n}{'*' if found is report.chosen else ' '}", mesh(c).replace(" ", ""), str(c.micro_batch), schedule(c),
             c.save, "yes" if c.zero1 else "no", stage_layers(c.counts, 12), compression(c), f"{found.seconds:.4g}",
-            tokens(report.tokens_per_second(found.seconds)), f"{found.memory / 1e9:.1f}",
+            tokens(report.tokens_per_second(found.seconds)), f"{found.memory / 1e9:.3g}",
             f"{100 * gap(found):.1f}" if np.isfinite(gap(found)) else "-", found.placement.source,
         ])  # fmt: skip
     return rows
@@ -231,7 +231,7 @@ def noise_words(report: Report) -> str:
 def memory_words(report: Report) -> str:
     """Bytes of the chosen plan, against the limit, and who says so."""
     used, limit = report.chosen.memory, report.limit
-    return f"{used / 1e9:.1f} of {limit / 1e9:.1f} GB per device ({share(used / limit)}), {report.memory_source}"
+    return f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}), {report.memory_source}"
 
 
 def oracle_words(report: Report) -> str:

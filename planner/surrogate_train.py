@@ -3,7 +3,7 @@
 Labels are small models of varied proportions, compiled for one kind of GPU: compiling takes as long for small models as
 for large ones, and the network sees proportions only. A second set with 2 to 8 times the parameters per device of any
 label is held out; the table at the end says what was predicted of it. The oracle keeps its answers on disk, so a run
-that was stopped goes on where it was.
+that was stopped goes on where it was, and what is in memory_labels.csv already is not compiled again.
 
     --evaluate      trains nothing: the shipped surrogate and the labels in the file
 """
@@ -23,7 +23,7 @@ from paxtrain.errors import UserError
 from planner import memory, oracle, surrogate
 
 _FLAGS = flags.FLAGS
-LABELS, HELD_OUT = 48, 14
+LABELS, HELD_OUT = 96, 30
 _SETS = ("label", "held out")
 _MEMBERS, _STEPS = 16, 600
 _WIDTHS = (16, 8)
@@ -129,20 +129,29 @@ def designs() -> list[tuple[str, Config]]:
 # --- Labels ---------------------------------------------------------------------------------------------------------
 
 
-def make_labels(kind: str, workers: int, seconds: float) -> list[Row]:
-    """Compiles all designs; those that fail or take too long are reported and left out."""
-    chosen, per_host = designs(), 8
+def make_labels(kind: str, workers: int, seconds: float, known: Sequence[Row] = ()) -> list[Row]:
+    """Compiles all designs but those that are known; those that fail or take too long are reported and left out."""
+    per_host, before = 8, {_fields(row.config): row for row in known}
+    chosen = designs()
+    new = [config for _, config in chosen if _fields(config) not in before]
     requests = [
         oracle.Request(config, kind, math.ceil(config.mesh.devices / per_host), min(config.mesh.devices, per_host))
-        for _, config in chosen
+        for config in new
     ]
+    answers = dict(zip(map(_fields, new), oracle.oracles(requests, workers, seconds, progress=True), strict=True))
     rows = []
-    for (name, config), answer in zip(chosen, oracle.oracles(requests, workers, seconds, progress=True), strict=True):
+    for name, config in chosen:
+        answer = answers.get(_fields(config))
         if isinstance(answer, str):
             print(f"left out: {answer}")
         else:
-            rows.append(Row(name, config, answer))
+            rows.append(Row(name, config, answer) if answer else before[_fields(config)])
     return rows
+
+
+def _fields(config: Config) -> tuple:
+    """What of a configuration a label says."""
+    return tuple(getattr(getattr(config, section), name) for section, names in _FIELDS for name in names)
 
 
 def write(rows: Sequence[Row], path: pathlib.Path) -> None:
@@ -152,9 +161,10 @@ def write(rows: Sequence[Row], path: pathlib.Path) -> None:
         answer = list(oracle.OracleMemory.__dataclass_fields__)
         writer.writerow(["set", *(f"{section}.{name}" for section, names in _FIELDS for name in names), *answer])
         for row in rows:
-            fields = [getattr(getattr(row.config, section), name) for section, names in _FIELDS for name in names]
             figures = [getattr(row.memory, name) for name in answer]
-            writer.writerow([row.set, *fields, *(round(x, 2) if isinstance(x, float) else x for x in figures)])
+            writer.writerow(
+                [row.set, *_fields(row.config), *(round(x, 2) if isinstance(x, float) else x for x in figures)]
+            )
 
 
 def read(path: pathlib.Path) -> list[Row]:
@@ -314,7 +324,8 @@ def main(_: Sequence[str]) -> None:
         if not oracle.cuda():
             raise UserError("labels need jax's CUDA plugin to compile for GPUs; pip install -r requirements-gpu.txt")
         out.mkdir(parents=True, exist_ok=True)
-        write(make_labels(_FLAGS.kind, _FLAGS.workers, _FLAGS.seconds), labels)
+        known = read(labels) if labels.exists() else []
+        write(make_labels(_FLAGS.kind, _FLAGS.workers, _FLAGS.seconds, known), labels)
     rows = read(labels)
     if not _FLAGS.evaluate:
         train([row for row in rows if row.set == "label"]).save(weights)

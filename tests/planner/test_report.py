@@ -38,7 +38,7 @@ def test_the_terminal_says_what_was_found(made):
     rows = lines[first : first + len(made.outcome.ranked)]
     for n, (row, found) in enumerate(zip(rows, made.outcome.ranked), 1):
         assert row.split()[0] == (f"{n}*" if found is made.chosen else f"{n}")
-        assert f"{found.seconds:.4g}" in row and f"{found.memory / 1e9:.1f}" in row
+        assert f"{found.seconds:.4g}" in row and f"{found.memory / 1e9:.3g}" in row
         assert row.endswith(found.placement.source)
     assert "+25.0 % host order" in text and "-1.00 % no compression" in text
     assert "24.00 ± 1.00 % over host order, more than its noise" in text
