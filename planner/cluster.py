@@ -76,6 +76,7 @@ class Cluster:
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
         compute: rows of the compute profile, see costs.py; shares: what counts where there is none.
+        parts: the cluster whose hosts are taken several at a time here, see `merged`.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Cluster:
     compute: tuple[dict[str, Any], ...] = ()
     named: bool = True
     shares: Shares = ASSUMED
+    parts: "Cluster | None" = None
 
     @property
     def devices(self) -> int:
@@ -165,6 +167,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         alpha=join(cluster.alpha, np.max),
         samples=join(cluster.samples, np.min),
         measured=None,
+        parts=cluster,
     )
 
 

@@ -65,9 +65,7 @@ def _chosen_by(search: Search, rule: str) -> int:
 def comparisons(search: Search, chosen: Found) -> list[Comparison]:
     """Host order, Pipette's own rule, AMP's, and no compression; each simulated on the same links."""
     found = [
-        Comparison(
-            "host order", "the same plan on devices in order", chosen.plain
-        ),
+        Comparison("host order", "the same plan on devices in order", chosen.plain),
         Comparison("better order", "data ranks side by side, where quicker", chosen.layout),
     ]
     rules = {"Pipette's own rule": ("pipette", pipette_rule), "AMP's rule": ("amp", amp_rule)}

@@ -73,10 +73,11 @@ def decide(
     predicted: dict[str, Any],
 ) -> Plan:
     """The plan of a candidate on a placement, int [D, P], with its predicted step (a batch of one)."""
+    real = cluster.parts or cluster  # devices are numbered alike in both
     return Plan(
         **sections(candidate, layer_count, global_batch, compress, step.compressed[0]),
-        hosts=cluster.hosts if cluster.named else (),
-        devices_per_host=cluster.devices_per_host if cluster.named else 0,
+        hosts=real.hosts if real.named else (),
+        devices_per_host=real.devices_per_host if real.named else 0,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),
         predicted=predicted,
     )

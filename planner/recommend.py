@@ -59,7 +59,7 @@ class Planner:
         """
         from planner import oracle  # jax: only who can compile waits for it
 
-        cluster, rows = self.search.cluster, []
+        cluster, rows = self.search.cluster.parts or self.search.cluster, []
         kind = cluster.kinds[int(np.argmin(cluster.memory))]
         for found in outcome.ranked:
             name = f"{report.mesh(found.candidate)}, {found.candidate.schedule}, {found.candidate.save}"

@@ -172,20 +172,20 @@ class Search:
 
     # --- One candidate ------------------------------------------------------------------------------------------------
 
-    def splits(self, some: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Of some candidates even layers, and the exact best split where it differs and fits."""
+    def splits(self, some: list[int]) -> list[tuple[int, tuple[int, ...], float]]:
+        """Of some candidates even layers, and the exact best split where it differs and fits; with bytes per device."""
         stages = [int(self.space.pipe[i] * self.space.chunks[i]) for i in some]
-        even = [(i, layers.even(self.model.layers, count)) for i, count in zip(some, stages)]
+        even = [(i, layers.even(self.model.layers, count), float(self.bytes[i])) for i, count in zip(some, stages)]
         if not self.options.uneven:
             return even
         other = []
-        for i, counts in even:
+        for i, counts, _ in even:
             problem = Problem(self.cluster, self.model, candidate_of(self.space, i, counts))
             best = self._split(problem, np.zeros(problem.candidate.pipe, int))
             if best != counts:
                 other.append((i, best))
-        fits = self._fit([i for i, _ in other], [max(counts) for _, counts in other])
-        return even + [split for split, fit in zip(other, fits) if fit]
+        memory = self._memory([i for i, _ in other], [max(counts) for _, counts in other])
+        return even + [(*split, size) for split, size in zip(other, memory.tolist()) if size <= self.limit]
 
     def _split(self, problem: Problem, kinds: Array) -> tuple[int, ...]:
         """The best split of the layers over stages of these kinds, int [P]."""
@@ -198,10 +198,10 @@ class Search:
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
         return layers.split(self.model.layers, unit, extra)
 
-    def _fit(self, some: list[int], slots: list[int]) -> Array:
-        """Whether candidates fit with other numbers of layer slots, bool [len(some)]."""
+    def _memory(self, some: list[int], slots: list[int]) -> Array:
+        """Bytes per device of candidates with other numbers of layer slots, [len(some)]."""
         other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
-        return self.budget.bytes(self.cluster, self.model, other) <= self.limit
+        return self.budget.bytes(self.cluster, self.model, other)
 
     def layouts(self, candidate: Candidate) -> tuple[Array, Paths]:
         """Devices in order, neighbours on the pipe side by side; and the other way round, data ranks side by side."""
@@ -217,19 +217,19 @@ class Search:
 
     def simulate(self, some: list[int]) -> list[Found]:
         """The better split and layout of each of some candidates."""
-        tried = [(i, candidate_of(self.space, i, counts)) for i, counts in self.splits(some)]
-        problems = [Problem(self.cluster, self.model, candidate) for _, candidate in tried]
-        layouts = [self.layouts(candidate) for _, candidate in tried]
+        tried = [(i, candidate_of(self.space, i, counts), memory) for i, counts, memory in self.splits(some)]
+        problems = [Problem(self.cluster, self.model, candidate) for _, candidate, _ in tried]
+        layouts = [self.layouts(candidate) for _, candidate, _ in tried]
         steps = predict.steps(
             problems, [(where, p.kind_of_host[hosts]) for p, (hosts, where) in zip(problems, layouts)]
         )
         found: dict[int, Found] = {}
-        for (i, candidate), (hosts, _), step in zip(tried, layouts, steps):
+        for (i, candidate, memory), (hosts, _), step in zip(tried, layouts, steps):
             best = int(np.argmin(step.total))
             seconds = float(step.total[best])
             if i not in found or seconds < found[i].seconds:
                 placement = Placement(hosts[best], seconds, 0.0, "layout", len(hosts))
-                plain, memory, bound = (float(x) for x in (step.total[0], self.bytes[i], self.bounds[i]))
+                plain, bound = float(step.total[0]), float(self.bounds[i])
                 found[i] = Found(i, candidate, placement, plain, seconds, memory, bound)
         return list(found.values())
 
@@ -258,13 +258,14 @@ class Search:
         kinds = problem.kind_of_host[placement.hosts]  # [D, P]
         slowest = np.take_along_axis(kinds, np.argmax(work[kinds], axis=0)[None], 0)[0]
         counts = self._split(problem, slowest)
-        if counts == f.candidate.counts or not self._fit([f.index], [max(counts)])[0]:
+        memory = float(self._memory([f.index], [max(counts)])[0])
+        if counts == f.candidate.counts or memory > self.limit:
             return found
         other = Problem(self.cluster, self.model, dataclasses.replace(f.candidate, counts=counts))
         again = place(other, self.fabric, seed=self.options.seed, start=placement.hosts)
         if again.seconds >= placement.seconds:
             return found
-        return dataclasses.replace(f, candidate=other.candidate, placement=again)
+        return dataclasses.replace(f, candidate=other.candidate, placement=again, memory=memory)
 
     # --- All of them --------------------------------------------------------------------------------------------------
 

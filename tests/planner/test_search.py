@@ -10,6 +10,7 @@ from paxtrain.config import CompressConfig
 from paxtrain.errors import UserError
 from planner import decision, explain
 from planner.budget import Budget
+from planner.cluster import merged
 from planner.predict import Problem
 from planner.search import Options, Search
 from planner.space import Choices
@@ -44,6 +45,16 @@ def test_nothing_that_does_not_fit_is_ranked():
     assert 0 < outcome.fitting < outcome.enumerated / 5
     assert all(found.memory <= tight.limit for found in outcome.ranked)
     assert outcome.ranked[0].seconds > roomy.run().ranked[0].seconds
+
+
+def test_memory_is_that_of_the_split_that_was_taken():
+    one = search(choices=Choices(pipe=(4,), tensor=(1,), schedules=("eager_1f1b",), saves=("dots",), backward=()))
+    for found in one.run().ranked:
+        fullest = dataclasses.replace(
+            one.space.take(np.array([found.index])), slots=np.array([max(found.candidate.counts)])
+        )
+        assert found.memory == pytest.approx(float(CLOSED.bytes(one.cluster, MODEL, fullest)[0]))
+    assert any(max(found.candidate.counts) > 3 for found in one.run().ranked)
 
 
 def test_where_nothing_fits_the_closest_is_told():
@@ -91,6 +102,19 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     devices = np.array(plan.device_order).reshape(2, 4, 2)
     np.testing.assert_array_equal(devices // 4, np.broadcast_to(found.placement.hosts[..., None], (2, 4, 2)))
     assert (np.diff(devices, axis=2) == 1).all()
+
+
+def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
+    some = dataclasses.replace(cluster(4, 2), hosts=("a", "b", "c", "d"), named=True)
+    one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,)))
+    found = one.run().ranked[0]
+    step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
+    plan = decision.decide(
+        one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {}
+    )
+    assert (plan.hosts, plan.devices_per_host) == (("a", "b", "c", "d"), 2)
+    spans = {frozenset(device // 2 for device in plan.device_order[i : i + 4]) for i in (0, 4)}
+    assert spans == {frozenset({0, 1}), frozenset({2, 3})}
 
 
 def test_a_plan_survives_its_file(tmp_path):
