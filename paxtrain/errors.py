@@ -24,7 +24,7 @@ def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[
         return flags.FLAGS(argv)
     except OSError as error:
         reason = str(error).splitlines()[-1].strip()
-        fail(UserError(f"cannot load the configuration file ({reason}); name one like --config=configs/tiny.py"))
+        fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py"))
     except (AttributeError, KeyError) as error:
         fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:

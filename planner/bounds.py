@@ -227,7 +227,7 @@ class _Bound:
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
             ring_latency=np.full((batch * self.worst, p), case.latency),
             ring_per_byte=np.tile(per_byte, (batch, 1)),
-            swap=np.full(batch * self.worst, self.least(case, share, 0) if p > 1 else 0.0),
+            swap=np.full(batch * self.worst, self.least(case, share, 1) if p > 1 else 0.0),
         )
         kinds = np.zeros((batch, p), int) if kinds is None else kinds
         return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)
@@ -237,7 +237,7 @@ class _Bound:
         found = {}
         for name, size in self.sizes.items():
             found[name] = np.full((batch, self.pipe), self.hop(case, size))
-            found[name][:, self.wraps[name]] = self.least(case, size, 0)
+            found[name][:, self.wraps[name]] = self.least(case, size, 1)
         return found
 
     def hop(self, case: _Case, size: float) -> float:

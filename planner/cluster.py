@@ -25,16 +25,22 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
 import dataclasses
 import functools
 import json
-import math
 import pathlib
+import zipfile
+import zlib
 from typing import Any
 
 import numpy as np
 
+from paxtrain.config import SAVE_MODES
 from paxtrain.errors import UserError
 from paxtrain.gpus import GPUS
 
 VERSION = 1
+_MOST, _HUGE = 1_000_000, 1e300  # devices; what a number must be below
+# Of a row of the compute profile: what must be positive integers, and what positive seconds.
+_SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
+_SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
 
 
@@ -208,11 +214,13 @@ def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Cluster:
     for key in ("hosts", "devices_per_host", "device", "links"):
         if key not in values:
             raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
+    if type(values["hosts"]) is int and values["hosts"] > _MOST:
+        raise UserError(f"hosts must be a list of names or a number up to {_MOST:,}, got {values['hosts']:,}")
     hosts = _hosts(values["hosts"])
     per_host = _integer("devices_per_host", values["devices_per_host"])
     kinds = _per_host("device", values["device"], len(hosts))
     for kind in kinds:
-        if kind not in GPUS and kind != "cpu":
+        if not isinstance(kind, str) or (kind not in GPUS and kind != "cpu"):
             raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {kind!r}")
     if "memory" not in values and "cpu" in kinds:
         raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
@@ -220,10 +228,14 @@ def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Cluster:
     memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
     alpha, samples, measured = _links(values["links"], hosts, folder)
     compute = values.get("compute", [])
-    if not isinstance(compute, list) or not all(isinstance(row, dict) for row in compute):
-        raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+    _check_compute(compute, kinds)
+    name = str(values.get("name", "cluster"))
+    if not all(text.isprintable() for text in (name, *hosts)):
+        raise UserError(f"name and hosts must be printable text, got {name!r} and {', '.join(map(repr, hosts[:3]))}")
+    if len(hosts) * per_host > _MOST:
+        raise UserError(f"a cluster may have {_MOST:,} devices, got {len(hosts):,} hosts of {per_host:,}")
     return Cluster(
-        name=str(values.get("name", "cluster")),
+        name=name,
         source=str(values.get("source", "")),
         hosts=hosts,
         devices_per_host=per_host,
@@ -245,10 +257,26 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any, zero: bool = False) -> float:
-    number = type(value) in (int, float) and math.isfinite(value)
+    number = type(value) in (int, float) and abs(value) < _HUGE
     if not number or value < 0 or (value == 0 and not zero):
         raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
     return float(value)
+
+
+def _check_compute(rows: Any, kinds: list[str]) -> None:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+    for number, row in enumerate(rows):
+        missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]
+        if missing:
+            raise UserError(f"compute row {number} lacks {', '.join(missing)}; profile again")
+        for key in _SIZES:
+            _integer(f"compute row {number}: {key}", row[key])
+        for key in _SECONDS:
+            _number(f"compute row {number}: {key}", row[key], zero=key not in ("forward", "backward"))
+        for key, known in (("kind", kinds), ("save", SAVE_MODES), ("dtype", ("bfloat16", "float32"))):
+            if row[key] not in known:
+                raise UserError(f"compute row {number}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
 
 
 def _hosts(value: Any) -> tuple[str, ...]:
@@ -284,7 +312,7 @@ def _links(
         try:
             with np.load(path) as arrays:
                 given = {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
         _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
         measured = given.pop("measured", None)
@@ -316,7 +344,7 @@ def _matrix(name: str, value: Any, hosts: tuple[str, ...], zero: bool) -> np.nda
     size = len(hosts)
     try:
         array = np.array(value, float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{name} must be a matrix of {size} x {size} numbers for the {size} hosts, but its rows differ "
                         "in length or hold something else (null for a missing link?)") from None  # fmt: skip
     if array.ndim == 0 and zero:
@@ -355,7 +383,7 @@ def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray,
     if ("racks" in links) != ("across" in links):
         raise UserError("links.racks and links.across go together; give both or neither")
     if "racks" in links:
-        racks = np.array(_per_host("links.racks", links["racks"], size), dtype=str)
+        racks = np.array([str(rack) for rack in _per_host("links.racks", links["racks"], size)])
         put("across", links["across"], racks[:, None] != racks[None])
     diagonal = np.diag_indices(size)
     put("inside", links["inside"], diagonal)
@@ -364,7 +392,7 @@ def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray,
         names = [value] if isinstance(value, str) else value
         if names == ["*"]:
             return list(range(size))
-        if not isinstance(names, list) or not names or not all(name in index for name in names):
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in index for n in names):
             raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
         return [index[name] for name in names]
 

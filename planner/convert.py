@@ -47,7 +47,10 @@ def vtrain(text: str) -> list[dict[str, object]]:
     fixed = {"cluster": "vtrain_8xA100", "devices_per_host": 8, "device_kinds": "A100", "intra_gbit": 2400,
              "vocab": 51200, "recompute": 1, "dtype": "fp16"}  # fmt: skip
     rows = []
-    for line in list(csv.reader(text.splitlines()))[1:]:
+    header, *lines = csv.reader(text.splitlines())
+    if len(header) != len(names) + 1 or not header[0].startswith("# GPUs"):
+        raise ValueError(f"the columns are {header}")
+    for line in lines:
         row = {**fixed, **dict(zip(names, line)), "seconds": float(line[-1]) / 1000}
         rows.append({name: row.get(name, "") for name in trials.COLUMNS})
     return rows
@@ -60,13 +63,18 @@ def main(argv: Sequence[str]) -> None:
     source = pathlib.Path(argv[1])
     try:
         text = source.read_text()
-    except OSError as error:
-        raise UserError(f"cannot read {source} ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {source} ({error})") from error
     try:
         rows = amp(text) if source.suffix == ".json" else vtrain(text)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"{source} is none of the files that planner/convert.py names ({error!r})") from error
-    trials.write(argv[2], rows)
+    if not rows:
+        raise UserError(f"{source} has no rows; it is none of the files that planner/convert.py names")
+    try:
+        trials.write(argv[2], rows)
+    except OSError as error:
+        raise UserError(f"cannot write {argv[2]} ({error.strerror}); name a file in a folder that is there") from error
 
 
 if __name__ == "__main__":

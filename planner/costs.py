@@ -96,10 +96,7 @@ TIMES = ("forward", "backward", "head", "embedding", "optimizer")
 def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
     """Rows of one kind by shape: micro_batch and each of the times as arrays by rising micro-batch."""
     found: dict[tuple, list[dict[str, Any]]] = {}
-    for number, row in enumerate(cluster.compute):
-        missing = [key for key in ("kind", "micro_batch", *_SHAPE, *TIMES) if key not in row]
-        if missing:
-            raise UserError(f"row {number} of the cluster's compute profile lacks {', '.join(missing)}; profile again")
+    for row in cluster.compute:
         if row["kind"] == kind:
             found.setdefault(tuple(row[key] for key in _SHAPE), []).append(row)
     groups = {}
@@ -124,6 +121,12 @@ def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
     return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
 
 
+def _inside(cluster: Cluster, kind: str) -> tuple[float, float]:
+    """alpha and bandwidth inside the slowest host of a kind."""
+    hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
+    return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
+
+
 # Shapes of CPUs have no data sheet: figures of the right proportion, of which only ratios are used.
 _CPU = "v100"
 
@@ -133,10 +136,9 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
     """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
 
     Raises:
-        UserError: a kind without a data sheet has no profile, or the profile is incomplete.
+        UserError: a kind without a data sheet has no profile.
     """
-    hosts = [i for i, k in enumerate(cluster.kinds) if k == kind]
-    inside = float(cluster.alpha[hosts[0], hosts[0]]), float(cluster.bandwidth[hosts[0], hosts[0]])
+    inside = _inside(cluster, kind)
     named = _CPU if kind == "cpu" else kind
     groups = _groups(cluster, kind)
     if not groups:
@@ -153,18 +155,22 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
             model, hidden=hidden, heads=heads, sequence=sequence, vocab_size=vocab, dtype=dtype, attention="xla"
         )
         here = sheet(model, named, tensor, micro_batch, save, inside)
-        there = sheet(other, named, other_tensor, micro_batch, other_save, inside)
+        # A profile is of groups inside a host, whatever hosts are taken together here.
+        measured_inside = _inside(cluster.parts or cluster, kind)
+        there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
     return LayerCosts(**measured)
 
 
 def source(cluster: Cluster) -> str:
     """Where compute times come from, for reports."""
-    if cluster.compute:
+    profiled = {row["kind"] for row in cluster.compute}
+    if profiled >= set(cluster.kinds):
         return "compute profile of the cluster"
     fitted = "assumed" if cluster.shares == ASSUMED else "fitted to measured runs"
     matmul, memory = cluster.shares.matmul, cluster.shares.memory
-    return f"data sheet at {matmul:.0%} of peak FLOP/s and {memory:.0%} of memory bandwidth, {fitted}"
+    some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
+    return f"{some}data sheet at {matmul:.0%} of peak FLOP/s and {memory:.0%} of memory bandwidth, {fitted}"
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------

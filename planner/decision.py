@@ -28,13 +28,19 @@ def device_order(hosts: np.ndarray, per_host: int, tensor: int) -> tuple[int, ..
 
 
 def sections(
-    candidate: Candidate, layer_count: int, global_batch: int, compress: CompressConfig, compressed: np.ndarray
+    candidate: Candidate,
+    layer_count: int,
+    global_batch: int,
+    compress: CompressConfig,
+    compressed: np.ndarray,
+    scan_layers: str = "auto",
 ) -> dict[str, Any]:
     """The plan's sections of the configuration.
 
     Args:
         compress: what the configuration says of compression, for all that the planner does not decide.
         compressed: bool [P], stages that compress over data.
+        scan_layers: as PipelineConfig's.
     """
     c = candidate
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
@@ -46,6 +52,7 @@ def sections(
             virtual_stages=c.chunks,
             pipe_layers="" if even else ",".join(map(str, c.counts)),
             save=c.save,
+            scan_layers=scan_layers,
         ),
         "batch": BatchConfig(global_batch, c.micro_batch),
         "compress": dataclasses.replace(
@@ -55,6 +62,7 @@ def sections(
             backward_ranks="",
             data=stages or "none",
             data_rank=c.data_rank if stages else compress.data_rank,
+            data_rank_min=min(compress.data_rank_min, c.data_rank) if stages else compress.data_rank_min,
             stage_seconds="",
             reduce_seconds="",
             compressed_seconds="",
@@ -71,11 +79,12 @@ def decide(
     global_batch: int,
     compress: CompressConfig,
     predicted: dict[str, Any],
+    scan_layers: str = "auto",
 ) -> Plan:
     """The plan of a candidate on a placement, int [D, P], with its predicted step (a batch of one)."""
     real = cluster.parts or cluster  # devices are numbered alike in both
     return Plan(
-        **sections(candidate, layer_count, global_batch, compress, step.compressed[0]),
+        **sections(candidate, layer_count, global_batch, compress, step.compressed[0], scan_layers),
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host if real.named else 0,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),

@@ -83,7 +83,10 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
     [other] = search.simulate([i])
     slower = other.seconds / chosen.seconds - 1
     if slower < 0:
-        return f"simulated {other.seconds:.4g} s, {-slower:.2%} less, too little for what it changes in training"
+        why = "too little for what it changes in training"
+        if other.score(search.options.gain) < chosen.score(search.options.gain):
+            why = "but it did not fit once compiled, or was not among the ranked"
+        return f"simulated {other.seconds:.4g} s, {-slower:.2%} less, {why}"
     return f"simulated {other.seconds:.4g} s, {slower:.2%} more" if slower > 1e-9 else "takes the same time"
 
 

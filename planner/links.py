@@ -49,18 +49,19 @@ def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
 def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
     """Messages from every stage to its neighbour, `step` 1 forward or -1 back, round the ring of stages.
 
-    Where the first and the last stage exchange nothing, the figure of that pair is to be ignored; it counts no flow.
+    Between the first and the last stage only interleaved schedules send, a message in P: it takes no other's share of a
+    NIC, and shares one with the flows of its own group alone.
 
     Returns:
         Seconds of latency and seconds per byte, [batch, D, P] by sender.
     """
     there = np.roll(hosts, -step, axis=2)
-    crossing = hosts != there
-    # No flow between the ends of the pipeline: only interleaved schedules have one, a message in P.
+    apart = hosts != there
+    crossing = apart.copy()
     crossing[:, :, -1 if step == 1 else 0] = False
     count = len(links.alpha)
     crowd = np.maximum(_flows(hosts, crossing, tensor, count), _flows(there, crossing, tensor, count))
-    share = np.where(crossing, np.maximum(crowd / links.nics, 1.0), 1.0)
+    share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
     return links.alpha[hosts, there], links.per_byte[hosts, there] * share
 
 
@@ -120,12 +121,21 @@ class Paths:
         return Paths(**{name: tuple(x[batch] for x in getattr(self, name)) for name in fields})
 
 
+def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
+    """Latency and seconds per byte [batch, D] between the ends of all pipelines at once, the slower direction."""
+    apart, count = first != last, len(links.alpha)
+    # Each end sends and receives.
+    crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
+    share = np.where(apart, np.maximum(crowd / links.nics, 1.0), 1.0)
+    latency, per_byte = (np.maximum(x[first, last], x[last, first]) for x in (links.alpha, links.per_byte))
+    return latency, per_byte * share
+
+
 def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:
     """The paths of placements int [batch, D, P] of groups of `tensor` devices."""
-    first, last = hosts[:, :, 0], hosts[:, :, -1]
     return Paths(
         forward=hops(links, hosts, tensor, 1),
         backward=hops(links, hosts, tensor, -1),
         ring=rings(links, hosts, tensor),
-        swap=tuple(np.maximum(x[first, last], x[last, first]) for x in (links.alpha, links.per_byte)),
+        swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
     )

@@ -5,6 +5,7 @@ paxtrain.train takes with --plan, and report.html.
 """
 
 import dataclasses
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,15 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from paxtrain import plan as plans
-from paxtrain.config import SAVE_MODES, SCHEDULES, CompressConfig, ModelConfig, read_section
+from paxtrain.config import (
+    SAVE_MODES,
+    SCHEDULES,
+    BatchConfig,
+    CompressConfig,
+    ModelConfig,
+    PipelineConfig,
+    read_section,
+)
 from paxtrain.errors import UserError, run
 from planner import budget, memory, page, report
 from planner import cluster as clusters
@@ -57,23 +66,44 @@ def _choices(min_ratio: float) -> Choices:
 
 def _known(name: str, known: Sequence[str]) -> list[str]:
     values = getattr(flags.FLAGS, name)
+    if not values:
+        raise UserError(f"--{name} must be some of {', '.join(known)}, got none")
     for value in values:
         if value not in known:
             raise UserError(f"--{name} must be some of {', '.join(known)}, got {value!r}")
     return values
 
 
-def _sections(values: Any) -> tuple[ModelConfig, CompressConfig, int]:
-    """What the planner takes of a configuration: model, compression and global batch."""
-    values = values.to_dict()
-    for name in ("model", "compress", "batch"):
+def _sections(values: Any) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
+    """What the planner takes of a configuration.
+
+    Raises:
+        UserError: a section is missing or wrong, or asks for compression that the planner does not know.
+    """
+    values, kinds = values.to_dict(), (ModelConfig, PipelineConfig, BatchConfig, CompressConfig)
+    names = ("model", "pipeline", "batch", "compress")
+    for name in names:
         if name not in values:
             raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
-    return (
-        read_section(ModelConfig, values["model"], "model"),
-        read_section(CompressConfig, values["compress"], "compress"),
-        values["batch"]["global_batch"],
-    )
+    sections = tuple(read_section(kind, values[name], name) for kind, name in zip(kinds, names))
+    compress = sections[-1]
+    for name, value, known in (
+        ("forward", compress.forward, ("none",)),
+        ("embedding", compress.embedding, ("auto", "fused")),
+        ("factors", compress.factors, ("auto",)),
+    ):
+        if value not in known:
+            raise UserError(
+                f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
+            )
+    return sections
+
+
+def _finite(name: str) -> float:
+    value = getattr(flags.FLAGS, name)
+    if not math.isfinite(value):
+        raise UserError(f"--{name} must be a number, got {value}")
+    return value
 
 
 def main(argv: Sequence[str]) -> None:
@@ -81,12 +111,14 @@ def main(argv: Sequence[str]) -> None:
     f = flags.FLAGS
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --model.section.key=value")
-    model, compress, configured = _sections(f.model)
+    model, pipeline, batch, compress = _sections(f.model)
     if not f.cluster:
         raise UserError("--cluster is missing; name a file such as configs/clusters/a100_16x8.json")
     cluster = clusters.load(f.cluster)
     if f.constants:
         cluster = recalibrated(cluster, f.constants, f.constants_of)
+    elif f.constants_of:
+        raise UserError(f"--constants_of={f.constants_of} needs --constants, the file that has them")
     if f.tensor_hosts > 1:
         cluster = clusters.merged(cluster, f.tensor_hosts)
     out = pathlib.Path(f.out)
@@ -94,9 +126,13 @@ def main(argv: Sequence[str]) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to --out={out} ({error}); name a folder") from error
-    options = Options(top=f.top, placed=f.placed, quantile=f.quantile, seed=f.seed, uneven=f.uneven, gain=f.gain)
-    limits = budget.Budget(f.usable_memory, compress.error, learned=f.memory == "learned")
-    global_batch = f.global_batch or configured
+    for name in ("plan.json", "report.html"):
+        if (out / name).is_dir():
+            raise UserError(f"{out / name} is a folder, and the plan is to be written there; choose another --out")
+    quantile, gain, usable = (_finite(name) for name in ("quantile", "gain", "usable_memory"))
+    options = Options(top=f.top, placed=f.placed, quantile=quantile, seed=f.seed, uneven=f.uneven, gain=gain)
+    limits = budget.Budget(usable, compress.error, pipeline.scan_layers, learned=f.memory == "learned")
+    global_batch = f.global_batch or batch.global_batch
     search = Search(cluster, model, global_batch, _choices(compress.min_ratio), limits, options)
     with tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False) as bar:
         planner = Planner(search, compress, f.model.to_dict(), global_batch, bar.set_description_str)
@@ -136,6 +172,8 @@ def _compiles(wanted: str, cluster: clusters.Cluster) -> bool:
 def define_flags() -> None:
     """Defines this main's flags."""
     config_flags.DEFINE_config_file("model", "configs/gpt_8b.py", "The configuration whose model is planned for.")
+    # A file that could not be loaded raises when it is first used: here, while flags are parsed.
+    flags.register_validator("model", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
     flags.DEFINE_string("cluster", None, "The cluster's file, see planner/cluster.py.")
     flags.DEFINE_string("constants", None, "Constants fitted to measured runs: constants.json of planner.validate.")
     flags.DEFINE_string("constants_of", "", "The cluster in it, where it has several.")
@@ -154,13 +192,13 @@ def define_flags() -> None:
     flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to try.")
     flags.DEFINE_list("saves", list(SAVE_MODES), "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", True, "Also split layers unevenly over the stages.")
-    flags.DEFINE_integer("tensor_hosts", 1, "Hosts in a row that a tensor group may span.", lower_bound=1)
+    flags.DEFINE_integer("tensor_hosts", 1, "Hosts in a row that each tensor group spans.", lower_bound=1)
     flags.DEFINE_float("usable_memory", memory.USABLE, "Share of a device's memory to use.", 0.05, 1.0)
     flags.DEFINE_enum("memory", "learned", ["learned", "analytic"], "The memory estimate to search by.")
     flags.DEFINE_float("quantile", 0.5, "Of the link samples, for which placements are optimized.", 0.0, 1.0)
     flags.DEFINE_integer("top", 10, "Plans to rank.", lower_bound=1)
     flags.DEFINE_integer("placed", 4, "Plans to place at most.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the annealing.")
+    flags.DEFINE_integer("seed", 0, "Of the annealing.", lower_bound=0)
     flags.DEFINE_enum("oracle", "auto", ["auto", "yes", "no"], "Compile the best plans to check their memory.")
     flags.DEFINE_bool("explain", False, "Say of each neighbour of the plan why it is not the one.")
 

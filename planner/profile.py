@@ -7,6 +7,7 @@ on the model of --config. When the time limit comes, what has been measured is k
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import socket
@@ -382,7 +383,11 @@ def main(argv: Sequence[str]) -> None:
     )
     if not options.sizes or not options.micro_batches:
         raise UserError("--sizes and --micro_batches must name one size or more, got none")
+    if f.time_limit is not None and not math.isfinite(f.time_limit):
+        raise UserError(f"--time_limit must be a number of seconds, got {f.time_limit}")
     out = pathlib.Path(f.out)
+    if out.is_dir():
+        raise UserError(f"--out={out} is a folder; name a file in it")
     if not out.parent.is_dir():
         raise UserError(f"--out={out} is to be in {out.parent}, which is no folder; make it first")
     config = from_dict(f.config)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 
 import numpy as np
@@ -30,28 +31,31 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     Raises:
         UserError: the file cannot be read, does not have the cluster or all constants, or this cluster was measured.
     """
-    if cluster.compute:
+    if cluster.compute or len(cluster.samples) > 1:
         raise UserError(
-            f"cluster {cluster.name} has a compute profile, which constants fitted to runs would contradict; "
-            "leave --constants out, or take the profile out of the cluster's file"
+            f"cluster {cluster.name} was measured, which constants fitted to runs would contradict; leave --constants "
+            "out, or give a cluster file with one nominal bandwidth per link and without a compute profile"
         )
     try:
         clusters = json.loads(pathlib.Path(path).read_text())["clusters"]
-        names = list(clusters)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = list(clusters.keys())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"cannot read the constants {path} ({error!r}); name a constants.json of planner.validate"
         ) from error
     if not name and len(names) == 1:
         [name] = names
     if name not in names:
-        raise UserError(f"--constants_of must be one of {', '.join(names)}, the clusters of {path}; got {name!r}")
+        raise UserError(f"--constants_of must be one of {', '.join(names)}, which {path} has, got {name!r}")
     try:
         value = {key: float(clusters[name]["constants"][key]["value"]) for key in (*_SHARES.values(), *_LINKS)}
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the constants of {name} in {path} lack {error}; fit them anew with planner.validate"
         ) from error
+    wrong = [f"{key}={x:g}" for key, x in value.items() if not (math.isfinite(x) and x > 0)]
+    if wrong:
+        raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
     apart = between(cluster)
     return dataclasses.replace(
         cluster,

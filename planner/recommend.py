@@ -49,6 +49,7 @@ class Planner:
             self.global_batch,
             self.compress,
             predicted or {},
+            search.budget.scan_layers,
         )
 
     def recheck(self, outcome: Outcome) -> tuple[Found, tuple[report.OracleRow, ...]]:

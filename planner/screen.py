@@ -113,6 +113,7 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     gpipe, plain = (space.schedule == SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
     waits = np.where(gpipe & ~alone, m * (message + gradient) * (p - 1), 0.0)
     pipeline = np.maximum((whole + waits) / p, fullest)
+    first = (m * (model.layers * layer + c["embedding"] + c["head"]) + waits) / p
     some = np.flatnonzero(plain & ~alone)
     if len(some):
         # Of a stage with one layer and the embedding, half of which is F: no stage has a larger share but the last,
@@ -120,9 +121,8 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
         one = model.layers * layer + c["embedding"] + c["head"]
-        pipeline[some] = np.maximum(
-            pipeline[some], _one_f_one_b(p[some], m[some], one[some], share[some], np.minimum(message, gradient)[some])
-        )
+        found = _one_f_one_b(p[some], m[some], one[some], share[some], np.minimum(message, gradient)[some])
+        pipeline[some], first[some] = np.maximum(pipeline[some], found), np.maximum(first[some], found)
 
     tensors = {t: i for i, t in enumerate(sorted(set(space.tensor.tolist())))}
     index = np.array([tensors[t] for t in space.tensor.tolist()])
@@ -145,5 +145,8 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     reduce = np.where(space.data_rank > 0, np.minimum(dense, small), dense)
     gather = np.where(space.zero1, latency + held * size * share, 0.0)
     over = np.where(d > 1, reduce + gather, 0.0)
+    # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and to exchange.
+    edge = np.where(d > 1, turns * (latency + table * MASTER * share), 0.0)
+    edge += np.where(alone, 0.0, hop_alpha + table * MASTER / d * hop_byte)
     optimizer = (held + table) / np.where(space.zero1, d, 1) * c["optimizer"]
-    return pipeline + over + optimizer
+    return np.maximum(pipeline + over, first + over + edge) + optimizer

@@ -265,7 +265,12 @@ class Search:
         again = place(other, self.fabric, seed=self.options.seed, start=placement.hosts)
         if again.seconds >= placement.seconds:
             return found
-        return dataclasses.replace(f, candidate=other.candidate, placement=again, memory=memory)
+        hosts, where = self.layouts(other.candidate)
+        [step] = predict.steps([other], [(where, other.kind_of_host[hosts])])
+        plain, layout = float(step.total[0]), float(step.total.min())
+        return dataclasses.replace(
+            f, candidate=other.candidate, placement=again, plain=plain, layout=layout, memory=memory
+        )
 
     # --- All of them --------------------------------------------------------------------------------------------------
 

@@ -82,6 +82,8 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
     tensors = [
         t
         for t in choices.tensor or divisors(cluster.devices_per_host)
+        # Of hosts taken together only groups that fill them are known: smaller ones lie on other links.
+        if not cluster.parts or t == cluster.devices_per_host
         if model.heads % t == 0 and model.hidden % t == 0 and model.padded_vocab % t == 0
         and cluster.devices % t == 0 and cluster.devices_per_host % t == 0
     ]  # fmt: skip

@@ -96,6 +96,9 @@ class Trial:
         return self.hidden, self.micro_batch, self.tp
 
 
+_MOST, _HUGE = 10_000_000, 1e12  # of a count; of a rate or a time
+
+
 def _count(name: str, text: str) -> int:
     try:
         value = float(text)
@@ -103,6 +106,8 @@ def _count(name: str, text: str) -> int:
         value = math.nan
     if not (value >= 1 and value == int(value) if math.isfinite(value) else False):
         raise UserError(f"{name} must be a whole number from 1 on, got {text!r}")
+    if value > _MOST:
+        raise UserError(f"{name} must be {_MOST:,} at most, got {text!r}")
     return int(value)
 
 
@@ -111,8 +116,10 @@ def _positive(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
+    if not value > 0:
         raise UserError(f"{name} must be above 0, got {text!r}")
+    if not 1 / _HUGE < value < _HUGE:
+        raise UserError(f"{name} must be from {1 / _HUGE:g} to {_HUGE:g}, got {text!r}")
     return value
 
 

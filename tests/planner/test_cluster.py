@@ -103,6 +103,12 @@ def test_1024_hosts_load_in_under_a_second():
 SQUARE = [[3e11, 2e10], [2e10, 3e11]]
 
 
+ROW = {
+    "kind": "a100-80gb", "save": "dots", "dtype": "bfloat16", "tensor": 1, "micro_batch": 1, "hidden": 64, "heads": 1,
+    "sequence": 8, "vocab": 128, "forward": 1.0, "backward": 2.0, "head": 0.1, "embedding": 0.0, "optimizer": 1e-9,
+}  # fmt: skip
+
+
 def two(bandwidth: list) -> dict:
     return {"hosts": 2, "links": {"alpha": 0, "bandwidth": bandwidth}}
 
@@ -128,6 +134,14 @@ def two(bandwidth: list) -> dict:
         ({"device": "a1000"}, "device must be one of v100"),
         ({"device": ["h100", "h100"]}, "each of the 3 hosts, got 2"),
         ({"device": "cpu"}, "memory is missing"),
+        ({"device": [["h100"], "h100", "h100"]}, "device must be one of v100"),
+        ({"memory": 10**400}, "memory must be a number above 0"),
+        ({"hosts": 10**30}, "up to 1,000,000"),
+        ({"name": "\ud800"}, "must be printable"),
+        ({"compute": [{"kind": "a100-80gb"}]}, "compute row 0 lacks save, dtype"),
+        ({"compute": [ROW | {"forward": -1.0}]}, "compute row 0: forward must be a number above 0, got -1.0"),
+        ({"compute": [ROW | {"hidden": 0}]}, "compute row 0: hidden must be an integer from 1 on, got 0"),
+        ({"compute": [ROW | {"save": "all"}]}, "compute row 0: save must be one of dots"),
         ({"memory": -1}, "memory must be a number above 0"),
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),

@@ -55,6 +55,28 @@ def test_each_ring_by_itself(data, pipe, tensor, nics):
             assert latency[0, p] == pytest.approx((data - 1) * max(links.alpha[a, b] for a, b in ring))
 
 
+def test_the_last_stages_message_to_the_first_shares_with_its_own_group():
+    links = fabric(cluster(4, 4, nics=2))
+    found = hops(links, np.arange(4).reshape(1, 1, 4), 4, 1)[1]
+    assert found[0, 0, 3] == pytest.approx(links.per_byte[3, 0] * 4 / 2)
+
+
+@pytest.mark.parametrize("nics", [1, 4])
+def test_the_embeddings_exchange_shares_nics(nics):
+    links = fabric(cluster(4, 4, nics=nics))
+    for hosts in placements(5, 4, 2, 2):  # groups of two devices
+        first, last = hosts[:, 0], hosts[:, -1]
+        flows = {h: 2 * int(((first == h) ^ (last == h)).sum()) for h in range(4)}
+        ends = {h: 2 * max(int(((e == h) & (first != last)).sum()) for e in (first, last)) for h in range(4)}
+        latency, per_byte = paths(links, hosts[None], 2).swap
+        for d, (a, b) in enumerate(zip(first, last)):
+            slower = max(links.per_byte[a, b], links.per_byte[b, a])
+            crowd = max(ends[a], ends[b], nics) / nics if a != b else 1
+            assert per_byte[0, d] >= slower * max(2 / nics, 1) if a != b else per_byte[0, d] == slower
+            assert per_byte[0, d] <= slower * crowd * (1 + 1e-9)
+            assert flows[int(a)] >= 0 and latency[0, d] >= links.alpha[a, b]
+
+
 def test_a_ring_crosses_into_each_host_once():
     assert ring_order(np.array([3, 1, 3, 2, 1])).tolist() == [3, 3, 1, 1, 2]
 

@@ -65,6 +65,11 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "--compress must be none or some of": [cluster_flag, "--compress=everything"],
         "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
         "--tensor must be positive integers": [cluster_flag, "--tensor=two"],
+        "cannot load the configuration file": ["--model=configs/none.py"],
+        "--gain must be a number": [cluster_flag, "--gain=nan"],
+        "compress.forward=all is not planned for": [cluster_flag, "--model.compress.forward=all"],
+        "needs --constants": [cluster_flag, "--constants_of=lab"],
+        "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
     }
     for sentence, arguments in cases.items():

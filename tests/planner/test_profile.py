@@ -126,6 +126,7 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
     assert sample["embedding"] == pytest.approx(4.0)
 
 
+@pytest.mark.slow
 def test_every_kind_takes_longer_with_more_turns():
     """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})

@@ -72,8 +72,12 @@ def test_which_constants_are_meant_is_told(write):
         recalibrated(cluster(), write(a=lacking))
     with pytest.raises(UserError, match="cannot read the constants"):
         recalibrated(cluster(), "nothing.json")
-    with pytest.raises(UserError, match="has a compute profile"):
-        recalibrated(dataclasses.replace(cluster(), compute=({},)), path, "a")
+    with pytest.raises(UserError, match="must be above 0, got compute_efficiency=-1"):
+        recalibrated(cluster(), write(a=constants(compute_efficiency=-1)))
+    repeated = dataclasses.replace(cluster(), samples=np.repeat(cluster().samples, 2, axis=0))
+    for measured in (dataclasses.replace(cluster(), compute=({},)), repeated):
+        with pytest.raises(UserError, match="was measured"):
+            recalibrated(measured, path, "a")
 
 
 def test_what_a_fit_writes_is_read(tmp_path):
