@@ -144,7 +144,8 @@ def kept(shape: Shape) -> dict[str, Any]:
     """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
 
     What paxtrain.residuals.SplitVjp keeps: activations [t, H] whole, [t, H/T] sharded over tensor, softmax sums or,
-    with XLA's attention and everything saved, its [S, S] probabilities.
+    with XLA's attention and everything saved, its [S, S] probabilities. Of jax 0.10; newer ones keep up to a tenth less
+    where everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
     whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0

@@ -72,7 +72,11 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
         pytest.skip("tracing flash attention needs cuDNN")
     exact = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in split.kept)
     shape = dataclasses.replace(memory.of(c), model=settled, tensor=1, micro_batch=2)
-    assert float(memory.kept(shape)[save]) == pytest.approx(exact, rel=0.002)
+    kept = float(memory.kept(shape)[save])
+    if save == "residuals" and not jax.__version__.startswith("0.10."):
+        assert exact <= kept < 1.12 * exact
+    else:
+        assert kept == pytest.approx(exact, rel=0.002)
 
 
 @pytest.mark.parametrize(
