@@ -181,8 +181,8 @@ def test_training_with_a_bad_configuration(home, tmp_path, run_main, overrides, 
 
 
 BAD_FLAGS = {
-    "missing configuration file": (["--config=nowhere.py"], ["nowhere.py", "--config=configs/tiny.py"]),
-    "folder as configuration file": (["--config={home}"], ["directory", "--config=configs/tiny.py"]),
+    "missing configuration file": (["--config=nowhere.py"], ["nowhere.py", "name one such as configs/tiny.py"]),
+    "folder as configuration file": (["--config={home}"], ["directory", "name one such as configs/tiny.py"]),
     "configuration file that is no Python": (["--config={home}/syntax.py"], ["syntax.py, line 1"]),
     "configuration file without its imports": (["--config={home}/imports.py"], ["no_such_module"]),
     "configuration file that looks for a key": (["--config={home}/key.py"], ["model"]),
