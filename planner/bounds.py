@@ -62,6 +62,11 @@ class _Links:
         """[H, H] seconds of a message between hosts from which so many groups send; 0: a flow that shares with none."""
         return self.alpha + size * self.per_byte * self.share(groups)
 
+    def exchange(self, size: float) -> Array:
+        """[H, H] seconds of a message both ways at once between hosts, a group at either end."""
+        both = np.maximum(self.alpha, self.alpha.T), np.maximum(self.per_byte, self.per_byte.T)
+        return both[0] + size * both[1] * self.share(1)
+
     def inside(self, size: float) -> float:
         """Seconds of a message inside the best host."""
         return float((self.inside_alpha + size * self.inside_per_byte).min())
@@ -209,6 +214,11 @@ class _Bound:
         across = float(self.links.across(size, groups).min())
         return across if case.stages == 1 else min(self.links.inside(size), across)
 
+    def swap(self, case: _Case, size: float) -> float:
+        """Seconds of the exchange between the first and the last stage."""
+        across = float(self.links.exchange(size).min())
+        return across if case.stages == 1 else min(self.links.inside(size), across)
+
     def totals(self, case: _Case, hops: dict[str, Array], kinds: Array | None = None) -> Array:
         """[batch, W] step times with the worst ring on each of W stages; all, or a nameless one where stages are many.
 
@@ -227,7 +237,7 @@ class _Bound:
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
             ring_latency=np.full((batch * self.worst, p), case.latency),
             ring_per_byte=np.tile(per_byte, (batch, 1)),
-            swap=np.full(batch * self.worst, self.least(case, share, 1) if p > 1 else 0.0),
+            swap=np.full(batch * self.worst, self.swap(case, share) if p > 1 else 0.0),
         )
         kinds = np.zeros((batch, p), int) if kinds is None else kinds
         return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)

@@ -73,7 +73,7 @@ def best_and_bound(made):
 def test_the_bottleneck_of_a_ring_and_the_assignment_of_hops_are_close(seed):
     """Links differ by a factor of four; the fastest link alone would be far below (negative control)."""
     ring, hops = problem(7, 1, 4, 7, 4, seed=seed), problem(1, 6, 4, 6, 4, "gpipe", seed=seed)
-    for made, most, control in ((ring, 0.2, 1.05), (hops, 0.2, 1.003)):
+    for made, most, control in ((ring, 0.2, 1.05), (hops, 0.15, 1.003)):
         best, bound = best_and_bound(made)
         assert best / bound - 1 < most
         nodes = made.cluster

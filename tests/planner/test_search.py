@@ -24,14 +24,17 @@ def search(some=None, budget: Budget = CLOSED, choices: Choices = CHOICES, batch
     return Search(cluster(2, 4) if some is None else some, MODEL, batch, choices, budget, Options(**options))
 
 
-def test_the_best_are_the_best_of_all():
-    one = search(top=5, placed=1)
+@pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), (4, 0.5)])
+def test_the_best_are_the_best_of_all(nics, looked_at):
+    """The bound knows little of what shares a NIC, so with one more candidates have to be simulated."""
+    some = cluster(2, 4, nics=nics)
+    one = search(some, top=5, placed=1)
     every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
     scores = sorted(found.score(one.options.gain) for found in every)
-    ranked = search(top=5, placed=0).run().ranked
+    ranked = search(some, top=5, placed=0).run().ranked
     np.testing.assert_allclose([f.score(one.options.gain) for f in ranked], scores[:5])
     placed = one.run()
-    assert placed.simulated < 0.75 * len(every)
+    assert placed.simulated < looked_at * len(every)
     assert placed.ranked[0].seconds <= ranked[0].seconds
     for found in placed.ranked:
         assert found.placement.bound <= found.seconds * (1 + 1e-9)
