@@ -14,8 +14,9 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
 `links` says for each ordered pair of hosts (from, to), and on the diagonal for two devices of one host, the latency
 `alpha` and the `bandwidth` of a single flow, in one of three ways:
 
-    {"alpha": x, "bandwidth": m}       x a number or [H][H]; m [H][H], or several samples of it, [R][H][H]
-    {"npz": "links.npz"}               the same as arrays of a file beside the JSON, maybe with "measured" [H][H] bool
+    {"alpha": x, "bandwidth": m}       x a number or [H][H]; m [H][H], or several samples of it, [R][H][H]; maybe with
+                                       "measured", [H][H] true or false: the link was measured, or follows from others
+    {"npz": "links.npz"}               the same as arrays of a file beside the JSON
     {"inside": {"alpha": x, "bandwidth": x}, "between": {...}, "racks": [0, 0, 1, ...], "across": {...},
      "exceptions": [{"from": "n3", "to": "*", "alpha": x, "bandwidth": x}, ...]}
                                        a class each for pairs in a host, between hosts and across racks; `from` and `to`
@@ -122,20 +123,6 @@ class Cluster:
 def between(cluster: Cluster) -> np.ndarray:
     """[H, H] bool: pairs of different hosts."""
     return ~np.eye(len(cluster.hosts), dtype=bool)
-
-
-def reordered(cluster: Cluster, order: np.ndarray) -> Cluster:
-    """The same cluster with its hosts listed in another order: order[i] is the old index of host i."""
-    pick = lambda x: x[np.ix_(order, order)]  # noqa: E731
-    return dataclasses.replace(
-        cluster,
-        hosts=tuple(cluster.hosts[i] for i in order),
-        kinds=tuple(cluster.kinds[i] for i in order),
-        memory=cluster.memory[order],
-        alpha=pick(cluster.alpha),
-        samples=cluster.samples[:, order][:, :, order],
-        measured=None if cluster.measured is None else pick(cluster.measured),
-    )
 
 
 def merged(cluster: Cluster, together: int) -> Cluster:
@@ -305,7 +292,6 @@ def _links(
     """alpha [H, H], samples [R, H, H] and which were measured."""
     if not isinstance(links, dict):
         raise UserError(f"links must be an object, got {links!r}")
-    measured = None
     if "npz" in links:
         _only(links, ("npz",))
         path = folder / str(links["npz"])
@@ -315,14 +301,17 @@ def _links(
         except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
         _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
-        measured = given.pop("measured", None)
-        if measured is not None and measured.shape != (len(hosts),) * 2:
-            raise UserError(f"links.npz: measured must be [{len(hosts)}, {len(hosts)}], got {list(measured.shape)}")
     elif "between" in links or "inside" in links:
         return *_classes(links, hosts), None
     else:
-        _only(links, ("alpha", "bandwidth"))
+        _only(links, ("alpha", "bandwidth", "measured"))
         given = links
+    measured = None
+    if "measured" in given:
+        measured = np.asarray(given["measured"], object)
+        if measured.shape != (len(hosts),) * 2 or not all(isinstance(x, bool | np.bool_) for x in measured.ravel()):
+            raise UserError(f"links.measured must be true or false for {len(hosts)} x {len(hosts)} links")
+        measured = measured.astype(bool)
     for name in ("alpha", "bandwidth"):
         if name not in given:
             raise UserError(f"links.{name} is missing; needed are alpha and bandwidth, an npz, or inside and between")
@@ -423,7 +412,8 @@ def save(cluster: Cluster, path: str | pathlib.Path) -> None:
         np.savez_compressed(beside, alpha=cluster.alpha, bandwidth=cluster.samples, **measured)
         links: dict[str, Any] = {"npz": beside.name}
     else:
-        links = {"alpha": cluster.alpha.tolist(), "bandwidth": cluster.samples.tolist()}
+        measured = {} if cluster.measured is None else {"measured": cluster.measured.tolist()}
+        links = {"alpha": cluster.alpha.tolist(), "bandwidth": cluster.samples.tolist(), **measured}
     values = {
         "version": VERSION,
         "name": cluster.name,

@@ -1,5 +1,6 @@
 """Small clusters and models for the planner's tests."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -27,3 +28,17 @@ def placements(count: int, data: int, pipe: int, slots: int, seed: int = 0) -> n
     """Random placements int [count, D, P] on hosts with `slots` tensor groups each."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(data * pipe) // slots for _ in range(count)]).reshape(count, data, pipe)
+
+
+def reordered(cluster: Cluster, order: np.ndarray) -> Cluster:
+    """The same cluster with its hosts listed in another order: order[i] is the old index of host i."""
+    pick = lambda x: x[np.ix_(order, order)]  # noqa: E731
+    return dataclasses.replace(
+        cluster,
+        hosts=tuple(cluster.hosts[i] for i in order),
+        kinds=tuple(cluster.kinds[i] for i in order),
+        memory=cluster.memory[order],
+        alpha=pick(cluster.alpha),
+        samples=cluster.samples[:, order][:, :, order],
+        measured=None if cluster.measured is None else pick(cluster.measured),
+    )

@@ -63,21 +63,15 @@ def test_racks_and_stars():
 def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     rng = np.random.default_rng(0)
     samples = rng.uniform(1e9, 2e9, (4, hosts, hosts)).tolist()
-    made = cluster.parse(values(hosts=hosts, links={"alpha": 1e-5, "bandwidth": samples}, nics=2, name="lab"))
+    measured = (rng.uniform(0, 1, (hosts, hosts)) < 0.8).tolist()
+    links = {"alpha": 1e-5, "bandwidth": samples, "measured": measured}
+    made = cluster.parse(values(hosts=hosts, links=links, nics=2, name="lab"))
     cluster.save(made, tmp_path / "c.json")
     again = cluster.load(tmp_path / "c.json")
     np.testing.assert_array_equal(again.samples, made.samples)
     np.testing.assert_array_equal(again.alpha, made.alpha)
+    np.testing.assert_array_equal(again.measured, measured)
     assert (again.hosts, again.kinds, again.nics, again.name, again.named) == (made.hosts, made.kinds, 2, "lab", False)
-
-
-def test_reordered_hosts_keep_their_links():
-    rng = np.random.default_rng(0)
-    links = {"alpha": 0, "bandwidth": rng.uniform(1, 2, (3, 3)).tolist()}
-    made = cluster.parse(values(links=links, device=["a100-80gb", "h100", "h200"]))
-    other = cluster.reordered(made, np.array([2, 0, 1]))
-    assert other.hosts == ("host2", "host0", "host1") and other.kinds[0] == "h200"
-    assert other.bandwidth[0, 1] == made.bandwidth[2, 0]
 
 
 def test_merged_hosts_are_as_slow_as_their_slowest_pair():

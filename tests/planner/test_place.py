@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from paxtrain.errors import UserError
 from planner import anneal, exact
 from planner.bench_place import against_exhaustive
-from planner.cluster import reordered
 from planner.links import Fabric, fabric, rings
 from planner.place import amp_rule, gain, pipette_rule, place
 from planner.predict import Candidate, Problem, host_order
-from tests.planner.examples import MODEL, cluster
+from tests.planner.examples import MODEL, cluster, reordered
 
 
 def problem(nodes, data, pipe, tensor, schedule="1f1b", micro_batches=8, **changes):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import costs, links, predict
-from planner.cluster import Cluster, reordered
+from planner.cluster import Cluster
 from planner.predict import Candidate, Problem
-from tests.planner.examples import MODEL, cluster, placements
+from tests.planner.examples import MODEL, cluster, placements, reordered
 
 CANDIDATES = [
     Candidate(2, 4, 2, 2, 6, "eager_1f1b", (3, 3, 3, 3)),
