@@ -1,0 +1,89 @@
+"""Hosts as network namespaces, every pair joined by a link of its own whose rate is set per direction.
+
+Rates are token buckets (tc tbf). A bucket holds 32 kB, or a millisecond of the rate if that is more: a larger one lets
+whole messages pass above the rate after a pause.
+"""
+
+import subprocess
+
+_BUCKET = 32_000  # bytes
+_QUEUE = "400ms"
+UNLIMITED = 20_000.0  # Mbit/s, more than the machine copies
+
+
+class NetworkError(RuntimeError):
+    """A command of iproute2 failed."""
+
+
+def _run(command: list[str], lines: list[str] | None = None) -> None:
+    text = None if lines is None else "\n".join(lines) + "\n"
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+
+
+def address(host: int) -> str:
+    return f"10.77.{host // 250}.{host % 250 + 1}"
+
+
+def _device(peer: int) -> str:
+    return f"to{peer}"
+
+
+def _shape(peer: int, mbit: float, verb: str) -> str:
+    bucket = max(_BUCKET, round(mbit * 1e6 / 8 * 1e-3))
+    return f"qdisc {verb} dev {_device(peer)} root tbf rate {round(mbit * 1e6)}bit burst {bucket}b latency {_QUEUE}"
+
+
+class Network:
+    """The namespaces `{token}-{host}` and their links. Taking down is the janitor's work."""
+
+    def __init__(self, token: str, hosts: int) -> None:
+        self.token, self.hosts = token, hosts
+
+    def namespace(self, host: int) -> str:
+        return f"{self.token}-{host}"
+
+    def up(self, rates: list[list[float]]) -> None:
+        """Makes namespaces and links. Rates in Mbit/s, from row to column."""
+        everyone = range(self.hosts)
+        _run(["ip", "-batch", "-"], [f"netns add {self.namespace(a)}" for a in everyone])
+        pairs = [(a, b) for a in everyone for b in everyone if a < b]
+        links = [
+            f"link add {_device(b)} netns {self.namespace(a)} type veth peer name {_device(a)} netns {self.namespace(b)}"
+            for a, b in pairs
+        ]
+        if links:
+            _run(["ip", "-batch", "-"], links)
+        for a in everyone:
+            others = [b for b in everyone if b != a]
+            own = ["link set lo up", f"addr add {address(a)}/32 dev lo"]
+            own += [f"link set {_device(b)} up" for b in others] + [self._route(a, b) for b in others]
+            _run(["ip", "-n", self.namespace(a), "-batch", "-"], own)
+            if others:
+                self._tc(a, [_shape(b, rates[a][b], "add") for b in others])
+
+    def _route(self, a: int, b: int) -> str:
+        return f"route replace {address(b)}/32 dev {_device(b)} src {address(a)}"
+
+    def _tc(self, host: int, lines: list[str]) -> None:
+        _run(["tc", "-n", self.namespace(host), "-batch", "-"], lines)
+
+    def rate(self, a: int, b: int, mbit: float) -> None:
+        """Sets the rate of one direction."""
+        self._tc(a, [_shape(b, mbit, "change")])
+
+    def rates(self, rates: list[list[float]]) -> None:
+        """Sets all rates, Mbit/s."""
+        for a in range(self.hosts):
+            lines = [_shape(b, rates[a][b], "change") for b in range(self.hosts) if b != a]
+            if lines:
+                self._tc(a, lines)
+
+    def cut(self, a: int, b: int) -> None:
+        """Takes the link between two hosts down, in both directions."""
+        _run(["ip", "-n", self.namespace(a), "link", "set", _device(b), "down"])
+
+    def restore(self, a: int, b: int) -> None:
+        """Brings it up again; the kernel has dropped the route with it."""
+        _run(["ip", "-n", self.namespace(a), "-batch", "-"], [f"link set {_device(b)} up", self._route(a, b)])

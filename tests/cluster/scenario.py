@@ -1,0 +1,126 @@
+"""Scenarios: how fast the links of a cluster are. Each is a JSON file in scenarios/, or one of the user's own.
+
+    {"what": "a sentence", "devices_per_host": 1, "share": 0.2,     of one core for each host
+     "links": {...}, "shuffle": true}                                hosts in a random order that the plan does not know
+
+`links`, in Mbit/s:
+
+    {"all": 100}
+    {"inside": 200, "between": 40, "racks": 2}          racks of equal size
+    {"all": 100, "slow_host": 20}                       one host's links are slower, both ways
+    {"all": 100, "spread_of": "configs/clusters/a100_16x8_measured.json"}   each link by as much above or below the mean
+                                                        as a link of that measured cluster, drawn at random
+    {"rates": [[0, 50, ...], ...]}                      from row to column
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+
+from paxtrain.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parent / "scenarios"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_KEYS = {"what", "devices_per_host", "share", "links", "shuffle"}
+_KINDS = ({"all"}, {"inside", "between", "racks"}, {"all", "slow_host"}, {"all", "spread_of"}, {"rates"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scenario:
+    """Links of a cluster.
+
+    Attributes:
+        rates: [H, H] Mbit/s from row to column; the diagonal means nothing.
+        devices_per_host: virtual devices of each.
+        share: of one core for each host.
+    """
+
+    name: str
+    what: str
+    rates: np.ndarray
+    devices_per_host: int = 1
+    share: float | None = None
+
+    @property
+    def hosts(self) -> int:
+        return len(self.rates)
+
+    def scaled(self, factor: float) -> "Scenario":
+        """The same with all links faster by a factor."""
+        return dataclasses.replace(self, rates=self.rates * factor)
+
+
+def names() -> list[str]:
+    """The scenarios that come with the lab."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name: str, hosts: int, seed: int = 0) -> Scenario:
+    """A scenario by name, or from a JSON file.
+
+    Raises:
+        UserError: there is none, or it makes no sense for so many hosts.
+    """
+    path = pathlib.Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the scenario {name!r} ({error}); name one of {', '.join(names())} or a JSON file"
+        ) from error
+    try:
+        return _parse(values, path.stem, hosts, seed)
+    except UserError as error:
+        raise UserError(f"scenario {name}: {error}") from error
+
+
+def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
+    if not isinstance(values, dict) or set(values) - _KEYS or "links" not in values:
+        raise UserError(f"it must be a JSON object with links and maybe {', '.join(sorted(_KEYS - {'links'}))}")
+    rates = _rates(values["links"], hosts, np.random.default_rng(seed))
+    share, devices = values.get("share"), values.get("devices_per_host", 1)
+    if devices not in (1, 2, 4):
+        raise UserError(f"devices_per_host must be 1, 2 or 4, got {devices!r}")
+    if share is not None and not 0 < share <= 1:
+        raise UserError(f"share must be above 0 and at most 1 core, got {share!r}")
+    if values.get("shuffle"):
+        order = np.random.default_rng(seed + 1).permutation(hosts)
+        rates = rates[np.ix_(order, order)]
+    return Scenario(name, values.get("what", ""), rates, devices, share)
+
+
+def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
+    """[H, H] Mbit/s."""
+    if not isinstance(links, dict) or set(links) not in _KINDS:
+        kinds = "; ".join(", ".join(sorted(kind)) for kind in _KINDS)
+        raise UserError(f"links must have the keys of one of these: {kinds}; got {links!r}")
+    if "rates" in links:
+        rates = np.array(links["rates"], float)
+        if rates.shape != (hosts, hosts):
+            raise UserError(f"its rates are of shape {rates.shape}, but --hosts={hosts}")
+    elif "racks" in links:
+        if hosts % links["racks"]:
+            raise UserError(f"{hosts} hosts do not divide into {links['racks']} racks")
+        rack = np.arange(hosts) // (hosts // links["racks"])
+        rates = np.where(rack[:, None] == rack, float(links["inside"]), float(links["between"]))
+    else:
+        rates = np.full((hosts, hosts), float(links["all"]))
+        if "slow_host" in links:
+            slow = hosts // 2  # not the first one, where much happens anyway
+            rates[slow], rates[:, slow] = links["slow_host"], links["slow_host"]
+        if "spread_of" in links:
+            rates *= _spread(links["spread_of"], hosts, random)
+    if not (rates[~np.eye(hosts, dtype=bool)] > 0).all():
+        raise UserError("all rates must be above 0 Mbit/s")
+    return rates
+
+
+def _spread(name: str, hosts: int, random: np.random.Generator) -> np.ndarray:
+    """[H, H] factors around 1, drawn from the links of a measured cluster."""
+    from planner import cluster as clusters
+
+    measured = clusters.load(ROOT / name)
+    between = measured.bandwidth[clusters.between(measured)]
+    return random.choice(between / between.mean(), (hosts, hosts))
