@@ -27,8 +27,8 @@ from tests.cluster.network import UNLIMITED, Network, NetworkError, address
 
 # The control group is joined before the namespace: entering may hide the folder of control groups.
 _ENTER = """
-procs=$1 net=$2; shift 2
-echo $$ > "$procs" && exec nsenter --net="$net" unshare --uts --mount /bin/sh -c '
+procs=$1 net=$2 core=$3; shift 3
+echo $$ > "$procs" && exec taskset -c "$core" nsenter --net="$net" unshare --uts --mount /bin/sh -c '
 mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"' sh "$@"
 """
 
@@ -142,8 +142,12 @@ class Cluster:
             env: variables beside this process's own.
         """
         if self.shaped:
-            places = (self._quotas.procs(host), janitor.NETNS / self._network.namespace(host), self._folder / "hosts")
-            command = ["/bin/sh", "-c", _ENTER, "sh", *map(str, places), self.names[host], *command]
+            cores = sorted(os.sched_getaffinity(0))
+            # With a share of a core, one core: a host that spreads over several loses what its share leaves on each.
+            core = ",".join(map(str, cores if self._share is None else cores[host % len(cores) :][:1]))
+            where = (self._quotas.procs(host), janitor.NETNS / self._network.namespace(host), core)
+            inside = (self._folder / "hosts", self.names[host])
+            command = ["/bin/sh", "-c", _ENTER, "sh", *map(str, where + inside), *command]
         with contextlib.ExitStack() as files:
             errors = files.enter_context(log.open("ab")) if log else None
             popen = subprocess.Popen(

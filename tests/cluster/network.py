@@ -1,12 +1,13 @@
 """Hosts as network namespaces, every pair joined by a link of its own whose rate is set per direction.
 
-Rates are token buckets (tc tbf). A bucket holds 32 kB, or a millisecond of the rate if that is more: a larger one lets
-whole messages pass above the rate after a pause.
+Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 ms, 32 kB at 200 Mbit/s: a larger one lets
+whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
 """
 
 import subprocess
 
-_BUCKET = 32_000  # bytes
+_BUCKET_SECONDS, _LEAST_BUCKET = 1.28e-3, 4_000  # of the rate; bytes, more than a packet
+_HEADERS = 1514 / 1448  # bytes on the wire per byte of TCP's payload
 _QUEUE = "400ms"
 UNLIMITED = 20_000.0  # Mbit/s, more than the machine copies
 
@@ -31,8 +32,9 @@ def _device(peer: int) -> str:
 
 
 def _shape(peer: int, mbit: float, verb: str) -> str:
-    bucket = max(_BUCKET, round(mbit * 1e6 / 8 * 1e-3))
-    return f"qdisc {verb} dev {_device(peer)} root tbf rate {round(mbit * 1e6)}bit burst {bucket}b latency {_QUEUE}"
+    bucket = max(_LEAST_BUCKET, round(mbit * 1e6 / 8 * _BUCKET_SECONDS))
+    rate = round(mbit * 1e6 * _HEADERS)
+    return f"qdisc {verb} dev {_device(peer)} root tbf rate {rate}bit burst {bucket}b latency {_QUEUE}"
 
 
 class Network:
@@ -50,7 +52,8 @@ class Network:
         _run(["ip", "-batch", "-"], [f"netns add {self.namespace(a)}" for a in everyone])
         pairs = [(a, b) for a in everyone for b in everyone if a < b]
         links = [
-            f"link add {_device(b)} netns {self.namespace(a)} type veth peer name {_device(a)} netns {self.namespace(b)}"
+            f"link add {_device(b)} netns {self.namespace(a)} type veth "
+            f"peer name {_device(a)} netns {self.namespace(b)}"
             for a, b in pairs
         ]
         if links:
