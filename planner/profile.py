@@ -248,9 +248,11 @@ def measure_all_compute(
 # --- The whole --------------------------------------------------------------------------------------------------------
 
 
-def _all_reduces(meeting: Meeting, machines: Machines, filled: link_fit.Filled, nics: int) -> list[tuple[str, str]]:
+def _all_reduces(
+    meeting: Meeting, machines: Machines, filled: link_fit.Filled, nics: int, size: int
+) -> list[tuple[str, str]]:
     """All-reduces over the hosts and inside them beside what rings over the links should take."""
-    count, size = len(machines.hosts), 4 * MIB
+    count = len(machines.hosts)
     slowness = 1 / np.median(filled.samples, axis=0)
     here = np.arange(count)
     there = np.roll(here, -1)
@@ -296,7 +298,11 @@ def profile(
         values = [filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, book.nics()]
     alpha, samples, measured, error, nics = meeting.agree(values)
     filled = link_fit.Filled(np.array(alpha), np.array(samples), np.array(measured), error)
-    said = [] if len(machines.devices) == 1 else _all_reduces(meeting, machines, filled, nics)
+    said = (
+        []
+        if len(machines.devices) == 1
+        else _all_reduces(meeting, machines, filled, nics, min(4 * MIB, max(options.sizes)))
+    )
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
     if fitted:
         said.append(("links not measured", f"{fitted}, fitted from the others by sender, receiver and racks; median "
@@ -342,10 +348,13 @@ def define_flags() -> None:
     default = Options()
     flags.DEFINE_string("out", "cluster.json", "Where the cluster file goes; links of many hosts beside it.")
     flags.DEFINE_string("name", "cluster", "The cluster's name.")
-    flags.DEFINE_list("sizes", [f"{size // MIB}" for size in default.sizes], "MiB of the messages, from 1 on.")
+    flags.DEFINE_list(
+        "sizes", [f"{size // MIB}" for size in default.sizes], "MiB of the messages; less than 1 suits slow links."
+    )
     flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", lower_bound=1)
     flags.DEFINE_integer("rounds", default.rounds, "Rounds of pairs of hosts; beyond, a sample.", lower_bound=1)
     flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
+    flags.DEFINE_bool("links_only", False, "Leave the compute unmeasured: the planner then goes by the data sheet.")
     flags.DEFINE_list("tensor", [], "Tensor sizes; default: all that divide the devices of a host and the model.")
     flags.DEFINE_float("time_limit", None, "Seconds for all of it; what is measured by then is kept.", lower_bound=1)
     flags.DEFINE_string("rack", os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], "This host's rack.")
@@ -368,20 +377,35 @@ def _positive(flag: str, values: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted({int(value) for value in values}))
 
 
+def _sizes(values: Sequence[str]) -> tuple[int, ...]:
+    """Bytes, whole float32 numbers, rising.
+
+    Raises:
+        UserError: something else than positive numbers of MiB, or one below a kilobyte.
+    """
+    try:
+        sizes = sorted({round(float(value) * MIB / 4) * 4 for value in values})
+    except (ValueError, OverflowError):
+        sizes = [0]
+    if sizes and not 1024 <= sizes[0] <= sizes[-1] <= 1024 * MIB:
+        raise UserError(f"--sizes must be MiB from 0.001 to 1024 joined by commas, got {','.join(values)!r}")
+    return tuple(sizes)
+
+
 def main(argv: Sequence[str]) -> None:
     """Joins the other processes, measures, and writes the file."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     f = flags.FLAGS
     options = Options(
-        sizes=tuple(size * MIB for size in _positive("sizes", f.sizes)),
+        sizes=_sizes(f.sizes),
         repeats=f.repeats,
         rounds=f.rounds,
-        micro_batches=_positive("micro_batches", f.micro_batches),
+        micro_batches=() if f.links_only else _positive("micro_batches", f.micro_batches),
         tensor=_positive("tensor", f.tensor),
         time_limit=f.time_limit,
     )
-    if not options.sizes or not options.micro_batches:
+    if not options.sizes or not (options.micro_batches or f.links_only):
         raise UserError("--sizes and --micro_batches must name one size or more, got none")
     if f.time_limit is not None and not math.isfinite(f.time_limit):
         raise UserError(f"--time_limit must be a number of seconds, got {f.time_limit}")

@@ -1,7 +1,7 @@
 """Hosts as network namespaces, every pair joined by a link of its own whose rate is set per direction.
 
-Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 ms, 32 kB at 200 Mbit/s: a larger one lets
-whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
+Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 ms, 32 kB at 200 Mbit/s: a larger one
+lets whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
 """
 
 import subprocess

@@ -165,7 +165,8 @@ def run(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sizes=0"], "--sizes must be positive integers joined by commas, got '0'"),
+        (["--sizes=0"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '0'"),
+        (["--sizes=1,x"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '1,x'"),
         (["--out=/nowhere/at/all/cluster.json"], "which is no folder; make it first"),
     ],
 )

@@ -1,0 +1,88 @@
+"""Devices of a given speed: F, B and the loss are computed for real, and then take at least so long.
+
+Hosts that share two cores stretch each other's compute, and a quota evens that out only where compute is long beside
+the scheduler's tick (docs/results.md has the figures). A GPU leaves its host's cores alone while it computes, and so
+does this device: what is left of an op's time it sleeps. Everything else, above all what crosses the links, takes the
+time that it takes. A model has to be small enough that its real compute fits into that time with all hosts at once.
+
+The op is a custom call that XLA looks up by name, so that compiled programs can be kept and loaded by other processes.
+"""
+
+import ctypes
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paxtrain.config import SAVE_MODES
+from paxtrain.stage import Stage
+
+TOKENS = 128  # of a micro-batch, for which the times below are
+LAYER = 8e-3  # seconds of F of a layer
+HEAD = 8e-3  # of the loss and its gradient
+BACKWARD = {save: 2 if save in ("residuals", "dots") else 3 for save in SAVE_MODES}  # of F; recomputation included
+
+_NAME = "paxtrain_device"
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+_began: dict[int, float] = {}
+_enabled = True
+
+
+def enable(enabled: bool) -> None:
+    """Turns the speed limit on or off; off, ops are as fast as the machine."""
+    global _enabled
+    _enabled = enabled
+
+
+@_SIGNATURE
+def _hold(out: int, inputs: Any) -> None:
+    """Copies its input; with microseconds given it first waits until so long after the call without them."""
+    size, microseconds, device = ctypes.cast(inputs[1], ctypes.POINTER(ctypes.c_int32))[:3]
+    ctypes.memmove(out, inputs[0], size)
+    if not microseconds:
+        _began[device] = time.perf_counter()
+    elif _enabled:
+        rest = _began[device] + microseconds * 1e-6 - time.perf_counter()
+        if rest > 0:
+            time.sleep(rest)
+
+
+def _at(x: jax.Array, seconds: float) -> jax.Array:
+    """x, when the device's clock is started (0 seconds) or has run so long."""
+    device = lax.axis_index(("data", "pipe", "tensor"))
+    words = jnp.stack([jnp.int32(x.size * x.dtype.itemsize), jnp.int32(round(seconds * 1e6)), device])
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    # Without a side effect XLA would start the clock of a loop's turns once for all of them.
+    return jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)(x, words)
+
+
+def _layers(stage: Stage) -> int:
+    return sum(segment.count for segment in stage.program.segments)
+
+
+def install() -> None:
+    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on."""
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    capsule = make(ctypes.cast(_hold, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)
+    jax.ffi.register_ffi_target(_NAME, capsule, platform="cpu", api_version=0)
+    forward, backward, head = Stage.forward, Stage.backward, Stage.head
+
+    def timed_forward(self: Stage, chunk: int, mb: Any, x: jax.Array, *rest: Any) -> Any:
+        share = self.message.shape[0] * self.message.shape[1] / TOKENS
+        y, residuals = forward(self, chunk, mb, _at(x, 0.0), *rest)
+        return _at(y, _layers(self) * LAYER * share), residuals
+
+    def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
+        share = self.message.shape[0] * self.message.shape[1] / TOKENS
+        out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0), *rest)
+        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share), grads, scratch
+
+    def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
+        share = self.message.shape[0] * self.message.shape[1] / TOKENS
+        loss, g, *others = head(self, mb, _at(y, 0.0), *rest)
+        return loss, _at(g, HEAD * share), *others
+
+    Stage.forward, Stage.backward, Stage.head = timed_forward, timed_backward, timed_head

@@ -1,0 +1,117 @@
+"""What compression saves and costs: step time on links of several speeds, bytes, where the time goes, and the loss.
+
+Eight hosts of two devices: tensor groups inside hosts, pipeline and data across, the papers' 1F1B. At the first speed
+communication takes the share of a dense step that the planner predicts for the setting of Optimus-CC, 8.3B parameters
+on 16 hosts of 8 A100s, tensor 8, pipe 4, data 4; slower links follow. Losses do not depend on the links' speed, so they
+come from training the same programs with all limits lifted.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from configs import gpt_8b
+from paxtrain.config import ModelConfig
+from planner import cluster as clusters
+from planner.cluster import Cluster, between
+from planner.links import fabric
+from planner.predict import Candidate, Problem, host_order
+from tests.cluster import scenario as scenarios
+from tests.cluster.laboratory import Bench, Lab, summary
+from tests.cluster.models import Split
+from tests.cluster.records import Records
+
+_OFF = {"embedding": "unfused", "backward_rank": 8, "forward_rank": 8, "data_rank": 8, "data_start": 0.0}
+_CB = {"backward": "epilogue"}
+KINDS = {
+    "dense": {},
+    "CB": _CB,
+    "CB+FE": _CB | {"embedding": "fused"},
+    "CB+FE+SC": _CB | {"embedding": "fused", "data": "0,1"},
+    "everything": {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"},
+}
+SHARES = (None, 0.5, 0.7)  # of a dense step that communication takes; None: as in the paper's setting
+STEPS, EVALUATED = 200, 25
+
+
+def _split(changes: dict) -> Split:
+    compress = tuple((_OFF | changes).items())
+    return Split(
+        (2, 4, 2), "1f1b", global_batch=32, micro_batch=2, layers=4, sequence=64, compress=compress, zero1=False
+    )
+
+
+SPLITS = {kind: _split(changes) for kind, changes in KINDS.items()}
+
+
+def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
+    """Of a predicted step, what links between hosts take: what they would save if they took no time."""
+    order = host_order(candidate, cluster.devices_per_host)
+    inside = ~between(cluster)
+    instant = dataclasses.replace(
+        cluster, alpha=np.where(inside, cluster.alpha, 0.0), samples=np.where(inside, cluster.samples, 1e18)
+    )
+    slow, fast = (Problem(c, model, candidate).step(fabric(c), order).total[0] for c in (cluster, instant))
+    return float(1 - fast / slow)
+
+
+def paper_share() -> float:
+    """Of a step of 8.3B parameters on 128 A100s by the planner's figures: what communication between hosts takes."""
+    model = ModelConfig(**gpt_8b.get_config().model.to_dict())
+    candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
+    measured = clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json")
+    return _share(measured, model, candidate)
+
+
+def rate_for(cluster: Cluster, split: Split, share: float) -> float:
+    """Mbit/s at which communication takes that share of a step, by bisection on the profiled cluster."""
+    inside = ~between(cluster)
+
+    def at(rate: float) -> float:
+        samples = np.where(inside, cluster.samples, rate * 1e6 / 8)
+        return _share(dataclasses.replace(cluster, samples=samples), split.config.model, split.candidate)
+
+    low, high = 1.0, 10_000.0
+    for _ in range(40):
+        middle = float(np.sqrt(low * high))
+        low, high = (middle, high) if at(middle) > share else (low, middle)
+    return middle
+
+
+def run(lab: Lab) -> None:
+    """Measures step times, then losses."""
+    records = lab.records("compression")
+    if "losses done" in records:
+        return
+    scene = scenarios.load("paper_ratio", 8, lab.seed)
+    with lab.session(scene, "compression") as bench:
+        answers = bench.compile(list(SPLITS.values()), eval_batches=8)
+        bench.shape(scene.rates)
+        cluster = bench.profile("paper_ratio", SPLITS["dense"])
+        wire = {kind: answers[split.name]["wire"] for kind, split in SPLITS.items()}
+        for share in SHARES:
+            if f"share {share}" not in records:
+                _times(lab, bench, records, cluster, share, wire)
+        bench.free()
+        for kind, split in SPLITS.items():
+            if f"loss {kind}" not in records:
+                found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
+                records.add(f"loss {kind}", kind=kind, **found)
+                lab.say(f"{kind}: validation loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
+        records.add("losses done", samples=STEPS * SPLITS["dense"].global_batch)
+
+
+def _times(
+    lab: Lab, bench: Bench, records: Records, cluster: Cluster, share: float | None, wire: dict[str, dict[str, int]]
+) -> None:
+    wanted = paper_share() if share is None else share
+    rate = rate_for(cluster, SPLITS["dense"], wanted)
+    bench.shape(np.full((cluster.devices // 2,) * 2, rate))
+    seconds = bench.time([split.name for split in SPLITS.values()], lab.repeats)
+    named = {kind: seconds[split.name] for kind, split in SPLITS.items()}
+    parts = {}
+    if share is None:
+        parts = {kind: bench.session.ask("breakdown", name=split.name) for kind, split in SPLITS.items()}
+    records.add(f"share {share}", share=wanted, rate=rate, seconds=named, wire=wire, parts=parts)
+    said = ", ".join(f"{kind} {summary(times)['median']:.3f} s" for kind, times in named.items())
+    lab.say(f"links of {rate:.0f} Mbit/s, communication {wanted:.0%} of a dense step: {said}")

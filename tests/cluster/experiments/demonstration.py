@@ -1,0 +1,37 @@
+"""One cluster from its links to a trained model: profile it, plan for it, train under several plans, compare them."""
+
+import numpy as np
+
+from paxtrain import report
+from planner.decision import device_order
+from tests.cluster.experiments import joint
+from tests.cluster.laboratory import Lab
+from tests.cluster.scenario import Scenario
+
+
+def run(lab: Lab, scene: Scenario, steps: int) -> None:
+    """Trains so many steps under each way to choose a plan; prints what each took and reached."""
+    with lab.session(scene, scene.name) as bench:
+        bench.shape(scene.rates)
+        base = joint.base(scene.hosts, scene.devices_per_host)
+        cluster = bench.profile(scene.name, base)
+        chosen = joint.choices(base, cluster, lab.seed)
+        rows = []
+        for what, (split, hosts, predicted) in chosen.items():
+            order = device_order(hosts, scene.devices_per_host, split.mesh[2])
+            bench.free()
+            [name] = bench.compile([split], order=order, eval_batches=4)
+            bench.session.ask("speed", limited=True)
+            bench.shape(scene.rates)
+            seconds = bench.time([name], min(lab.repeats, steps))[name]
+            found = bench.session.ask("train", name=name, steps=steps, eval_every=steps)[0]
+            losses = found["losses"]
+            rows.append(
+                (
+                    what,
+                    f"{np.median(seconds):.3f} s a step, predicted {predicted:.3f} s, loss {losses[0]:.3f} to "
+                    f"{losses[-1]:.3f} in {steps} steps",
+                )
+            )
+        lab.say(f"{scene.name}: {scene.what}")
+        print(report.table(rows), flush=True)

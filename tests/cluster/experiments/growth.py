@@ -1,0 +1,47 @@
+"""The cost of growth: two, four and eight hosts, each with the same work: two stages, and ever more data ranks."""
+
+import numpy as np
+
+from planner.links import fabric
+from planner.predict import Problem, host_order
+from tests.cluster.laboratory import Bench, Lab
+from tests.cluster.models import Split
+from tests.cluster.scenario import Scenario
+
+RATE = 100.0  # Mbit/s
+SPLITS = {hosts: Split((hosts // 2, 2, 1), global_batch=8 * hosts) for hosts in (2, 4, 8)}
+
+
+def done(lab: Lab, hosts: int) -> bool:
+    """Whether that size has been measured."""
+    return f"{hosts} hosts" in lab.records("growth")
+
+
+def measure(lab: Lab, bench: Bench, hosts: int) -> None:
+    """Measures one size in a session of so many hosts, where its program has been compiled."""
+    records, split = lab.records("growth"), SPLITS[hosts]
+    if done(lab, hosts):
+        return
+    bench.shape(np.full((hosts, hosts), RATE))
+    cluster = bench.profile(f"growth {hosts}", split)
+    seconds = bench.time([split.name], lab.repeats)[split.name]
+    problem = Problem(cluster, split.config.model, split.candidate)
+    step = problem.step(fabric(cluster), host_order(split.candidate, 1))
+    records.add(
+        f"{hosts} hosts",
+        hosts=hosts,
+        seconds=seconds,
+        predicted=float(step.total[0]),
+        predicted_reduce=float(step.reduce.max()),
+        tokens=split.global_batch * split.config.model.sequence,
+    )
+    lab.say(f"growth: {hosts} hosts {np.median(seconds):.3f} s a step")
+
+
+def run(lab: Lab) -> None:
+    """Measures two hosts; the sessions of four and of eight measure theirs."""
+    if done(lab, 2):
+        return
+    with lab.session(Scenario("two hosts", "two hosts", np.full((2, 2), RATE)), "growth") as bench:
+        bench.compile([SPLITS[2]])
+        measure(lab, bench, 2)

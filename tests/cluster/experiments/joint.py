@@ -1,0 +1,117 @@
+"""The planner's joint choice of placement, schedule and compression beside each of them alone, on two racks.
+
+What a run without a planner would do is the baseline: 1F1B over hosts in order, nothing compressed. Each single choice
+is the planner's, too: of everything else it may choose nothing.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from planner.budget import Budget
+from planner.cluster import Cluster
+from planner.links import fabric
+from planner.place import place
+from planner.predict import Candidate, Problem, host_order
+from planner.search import Options, Search
+from planner.space import Choices
+from tests.cluster import models
+from tests.cluster.laboratory import Bench, Lab, summary
+from tests.cluster.models import Split, moved
+from tests.cluster.records import Records
+
+RANK = 8
+COMPRESSED = (("backward", "all"), ("backward_rank", RANK), ("data", "all"), ("data_rank", RANK), ("data_start", 0.0))
+
+
+def base(hosts: int, devices_per_host: int = 1) -> Split:
+    """What a run without a planner would take: tensor groups fill hosts, up to four stages, eight micro-batches."""
+    pipe = next(p for p in (4, 2, 1) if hosts % p == 0)
+    data = hosts // pipe
+    return Split((data, pipe, devices_per_host), "1f1b", global_batch=32 * data)
+
+
+BASE = base(8)
+
+
+def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
+    """The candidate as the lab runs it; compressed: bool [P], stages over data."""
+    c = candidate
+    stages = ",".join(map(str, np.flatnonzero(compressed)))
+    compress = dict(COMPRESSED) | {"backward": c.backward, "data": stages or "none"}
+    dense = c.backward == "none" and not stages
+    return dataclasses.replace(
+        base,
+        mesh=(c.data, c.pipe, c.tensor),
+        schedule=c.schedule,
+        chunks=c.chunks,
+        micro_batch=c.micro_batch,
+        zero1=c.zero1,
+        compress=() if dense else tuple(compress.items()),
+    )
+
+
+def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray, float]:
+    """The planner's choice among all it knows: the split, its hosts [D, P], and its predicted seconds."""
+    config = base.config
+    choices = Choices(
+        tensor=(base.mesh[2],),
+        micro_batch=(base.micro_batch,),
+        saves=(models.SAVE,),
+        zero1=(True,),
+        backward=("epilogue", "all"),
+        backward_ranks=(RANK,),
+        data_ranks=(RANK,),
+    )
+    searched = Search(
+        cluster, config.model, base.global_batch, choices, Budget(0.9, "lazy", "auto"), Options(uneven=False, seed=seed)
+    )
+    found = searched.run().ranked[0]
+    problem = Problem(cluster, config.model, found.candidate)
+    step = problem.step(fabric(cluster), found.placement.hosts[None])
+    return _split(base, found.candidate, step.compressed[0]), found.placement.hosts, found.seconds
+
+
+def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, np.ndarray, float]]:
+    """Each way to choose: the split, the hosts of its groups, and the predicted seconds."""
+    links, model = fabric(cluster), base.config.model
+
+    def seconds(split: Split, hosts: np.ndarray) -> float:
+        return float(Problem(cluster, model, split.candidate).step(links, hosts[None]).total[0])
+
+    order = host_order(base.candidate, cluster.devices_per_host)[0]
+    placed = place(Problem(cluster, model, base.candidate), links, seed=seed).hosts
+    schedules = [dataclasses.replace(base, schedule=name) for name in ("eager_1f1b", "gpipe", "1f1b")]
+    found = {
+        "nothing": (base, order),
+        "placement alone": (base, placed),
+        "schedule alone": (min(schedules, key=lambda split: seconds(split, order)), order),
+        "compression alone": (dataclasses.replace(base, compress=COMPRESSED), order),
+    }
+    singly = {what: (*chosen, seconds(*chosen)) for what, chosen in found.items()}
+    return singly | {"joint": search(base, cluster, seed)}
+
+
+def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: np.ndarray) -> None:
+    """Compiles what is chosen, and times all of it in turn."""
+    if "done" in records:
+        return
+    chosen = choices(BASE, cluster, lab.seed)
+    answers = bench.compile([split for split, _, _ in chosen.values()])
+    measured: dict[str, list[float]] = {what: [] for what in chosen}
+    for _ in range(lab.repeats):
+        for what, (split, hosts, _) in chosen.items():
+            bench.shape(moved(rates, hosts.ravel()))
+            measured[what] += bench.time([split.name], 1)[split.name]
+    for what, (split, hosts, predicted) in chosen.items():
+        records.add(
+            what,
+            what=what,
+            plan=split.name,
+            hosts=hosts.tolist(),
+            predicted=predicted,
+            seconds=measured[what],
+            wire=answers[split.name]["wire"],
+        )
+        lab.say(f"{what}: {summary(measured[what])['median']:.3f} s, predicted {predicted:.3f} s ({split.name})")
+    records.add("done")

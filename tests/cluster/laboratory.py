@@ -1,0 +1,160 @@
+"""What all experiments share: where results go, how often things are repeated, how much time there is."""
+
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from planner import cluster as clusters
+from planner.cluster import Cluster
+from tests.cluster import hosts
+from tests.cluster.models import Split
+from tests.cluster.records import Records
+from tests.cluster.scenario import Scenario
+from tests.cluster.session import Session
+
+# Of messages whose times say the links' rates, bytes: at 20 Mbit/s the longer takes a fifth of a second.
+SIZES = (131_072, 524_288)
+CHECKED = 0.10  # compute alone and beside all others may differ by so much, or nothing is predicted
+
+
+class LabError(RuntimeError):
+    """The lab cannot say what it should."""
+
+
+@dataclasses.dataclass
+class Lab:
+    """One run of the lab.
+
+    Attributes:
+        out: folder of records, logs and clusters. cache: of compiled programs. data: prefix folder of token files.
+        repeats: of every measured time, taken in turn; the first to be cut where time is short.
+        budget: seconds for all experiments.
+    """
+
+    out: pathlib.Path
+    data: str
+    repeats: int = 5
+    budget: float = 2400.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.cache = self.out / "cache"
+
+    # --- Words and time -----------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds since the beginning."""
+        print(f"{time.monotonic() - self.began:7.0f} s  {text}", flush=True)
+
+    @property
+    def left(self) -> float:
+        return self.budget - (time.monotonic() - self.began)
+
+    def plan_for(self, rest: float) -> None:
+        """Cuts the repeats if what is to come takes `rest` seconds and less is left of the budget."""
+        if self.left < rest:
+            self.repeats = int(np.clip(self.repeats * self.left / rest, 1, self.repeats))
+            self.say(f"{rest / 60:.0f} minutes are to come, {self.left / 60:.0f} are left: {self.repeats} repeats")
+
+    def records(self, name: str) -> Records:
+        return Records(self.out / f"{name}.jsonl")
+
+    # --- Measuring ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def session(self, scenario: Scenario, name: str) -> Iterator["Bench"]:
+        """Workers on a cluster with the scenario's links; which are fast before `Bench.shape`."""
+        with hosts.Cluster(scenario.rates.tolist(), share=scenario.share) as cluster:
+            cluster.set_rates(None)
+            with Session(cluster, scenario.devices_per_host, self.out / "logs" / name, self.cache) as session:
+                self.say(f"{name}: {cluster.hosts} hosts x {scenario.devices_per_host} devices are up")
+                yield Bench(self, scenario, cluster, session)
+
+
+class Bench:
+    """A session on a scenario: compiled programs, limits, and times."""
+
+    def __init__(self, lab: Lab, scenario: Scenario, cluster: hosts.Cluster, session: Session) -> None:
+        self.lab, self.scenario, self.cluster, self.session = lab, scenario, cluster, session
+        self.difference = 0.0
+        self._compute: tuple[dict[str, Any], ...] | None = None
+
+    def compile(self, splits: list[Split], order: Sequence[int] = (), **run: Any) -> dict[str, dict[str, Any]]:
+        """Compiles what is not yet, and connects those who will exchange messages; the first host's answers by name.
+
+        Args:
+            order: of the devices in the mesh, if not as they come; then names end in " ordered".
+        """
+        names = [split.name + (" ordered" if order else "") for split in splits]
+        tasks = [
+            {"do": "load", "name": name, "config": split.values(self.lab.data, **run), "order": list(order)}
+            for name, split in zip(names, splits)
+        ]
+        answers = [answer[0] for answer in self.session.ask_staggered(tasks)]
+        self.session.ask("warm", names=names)
+        self.lab.say(f"compiled {', '.join(names)}")
+        return dict(zip(names, answers))
+
+    def free(self) -> None:
+        """Lifts the limits of devices and links."""
+        self.session.ask("speed", limited=False)
+        self.cluster.set_rates(None)
+
+    def shape(self, rates: np.ndarray) -> None:
+        """Gives the links their rates, Mbit/s [H, H]."""
+        self.cluster.set_rates(rates.tolist())
+
+    def check(self, split: Split) -> float:
+        """By how much compute alone differs from compute beside all others (mean over some hosts)."""
+        task = {"config": split.values(self.lab.data), "repeats": 3}
+        self.session.ask_staggered([{"do": "compute", **task}])
+        some = range(0, self.cluster.hosts, max(1, self.cluster.hosts // 3))
+        alone = [self.session.ask_one(h, "compute", **task)[0] for h in some]
+        beside = [answer[0] for answer in self.session.ask("compute", **task)]
+        return statistics.fmean(alone) / statistics.fmean(beside) - 1
+
+    def profile(self, name: str, split: Split, repeats: int = 2) -> Cluster:
+        """The planner's profile of the cluster as it is now; compute is measured the first time, and does not change.
+
+        Raises:
+            LabError: compute alone and beside all others differ so much that nothing can be predicted from it.
+        """
+        if self._compute is None:
+            self.difference = self.check(split)
+            self.lab.say(f"compute alone against all hosts at once: {self.difference:+.1%}")
+            if abs(self.difference) > CHECKED:
+                raise LabError(
+                    f"compute alone takes {self.difference:+.1%} of compute beside all other hosts, more than "
+                    f"{CHECKED:.0%}, so nothing is predicted; leave this machine to the lab, or give it more cores"
+                )
+        path = self.lab.out / "clusters" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        measured = [] if self._compute else [split.micro_batch]
+        options = {"sizes": SIZES, "repeats": repeats, "micro_batches": measured, "tensor": [split.mesh[2]]}
+        [answer, *_] = self.session.ask(
+            "profile", config=split.values(self.lab.data), options=options, name=name, path=str(path)
+        )
+        self.lab.say(f"profiled {name} in {answer['seconds']:.0f} s")
+        cluster = clusters.load(path)
+        self._compute = self._compute or cluster.compute
+        cluster = dataclasses.replace(cluster, compute=self._compute)
+        clusters.save(cluster, path)
+        return cluster
+
+    def time(self, names: list[str], repeats: int, steps: int = 1) -> dict[str, list[float]]:
+        """Seconds per step, the slowest host's, of each program and repeat, in turn."""
+        answers = self.session.ask("time", names=names, repeats=repeats, steps=steps)
+        return {name: np.max([answer[name] for answer in answers], axis=0).tolist() for name in names}
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median and spread (half the distance between the quartiles) of repeats."""
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    return {"median": float(np.median(seconds)), "spread": float(high - low) / 2, "repeats": len(seconds)}

@@ -1,0 +1,106 @@
+"""What the lab trains: a GPT over bytes, small enough for a share of a core, split in many ways."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import Config, from_dict, to_dict
+from planner import layers
+from planner.predict import Candidate
+
+MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}
+# Nothing is kept but a layer's input: what is kept is copied on CPUs where a GPU leaves it in place.
+SAVE = "layer_inputs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A way to train the model.
+
+    Attributes:
+        mesh: data, pipe and tensor.
+        compress: the section of the configuration, but for its defaults.
+    """
+
+    mesh: tuple[int, int, int]
+    schedule: str = "eager_1f1b"
+    chunks: int = 1
+    global_batch: int = 64
+    micro_batch: int = 4
+    layers: int = 8
+    sequence: int = 32
+    zero1: bool = True
+    compress: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Short, and different for different splits."""
+        parts = [
+            "x".join(map(str, self.mesh)),
+            self.schedule,
+            f"b{self.global_batch}",
+            f"l{self.layers}",
+            f"s{self.sequence}",
+        ]
+        parts += [f"{key}={value}" for key, value in self.compress]
+        return " ".join(parts)
+
+    def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
+        """The configuration, nested."""
+        mesh = dict(zip(("data", "pipe", "tensor"), self.mesh)) | {"zero1": self.zero1}
+        return {
+            "model": MODEL | {"layers": self.layers, "sequence": self.sequence},
+            "mesh": mesh,
+            "pipeline": {
+                "schedule": self.schedule,
+                "save": SAVE,
+                "virtual_stages": self.chunks,
+                "scan_layers": "on",  # compiles faster; devices take their time in any case
+            },
+            "batch": {"global_batch": self.global_batch, "micro_batch": self.micro_batch},
+            "compress": dict(self.compress),
+            "data": {"train": f"{data}/train", "validation": f"{data}/validation"},
+            "optimizer": {"learning_rate": 2e-3, "warmup_steps": 20},
+            "run": run,
+        }
+
+    @property
+    def config(self) -> Config:
+        return from_dict(self.values())
+
+    @property
+    def candidate(self) -> Candidate:
+        """The same for the planner."""
+        c = self.config
+        stages = c.mesh.pipe * self.chunks
+        data = c.compress.data
+        return Candidate(
+            data=c.mesh.data,
+            pipe=c.mesh.pipe,
+            tensor=c.mesh.tensor,
+            micro_batch=self.micro_batch,
+            micro_batches=c.micro_batches,
+            schedule=self.schedule,
+            counts=layers.even(self.layers, stages),
+            chunks=self.chunks,
+            save=SAVE,
+            zero1=c.mesh.zero1,
+            backward=c.compress.backward,
+            backward_rank=c.compress.backward_rank,
+            data_rank=0 if data == "none" else c.compress.data_rank,
+        )
+
+
+def moved(rates: np.ndarray, hosts: np.ndarray) -> np.ndarray:
+    """The rates among running processes that put process i onto host hosts[i].
+
+    Hosts are alike but for their links, so a placement is made by giving the processes the links of the hosts on which
+    it puts them: all placements of a mesh run the same compiled program.
+    """
+    return rates[np.ix_(hosts, hosts)]
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """A configuration as JSON."""
+    return to_dict(config)

@@ -1,0 +1,45 @@
+"""What an experiment has measured, line by line as JSON, so that it goes on where it was interrupted."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+
+class Records:
+    """The lines of one file; each has a key, and only the last line of a key counts."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lines: dict[str, dict[str, Any]] = {}
+        text = path.read_text() if path.exists() else ""
+        if text and not text.endswith("\n"):
+            with path.open("a") as file:
+                file.write("\n")
+        for line in text.splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:  # cut off while it was written
+                continue
+            self._lines[values["key"]] = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._lines
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        return self._lines[key]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._lines.values())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def add(self, key: str, **values: Any) -> dict[str, Any]:
+        """Writes a line."""
+        line = {"key": key, **values}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._lines[key] = line
+        return line

@@ -1,0 +1,140 @@
+"""A measuring session: a worker process on every host of a cluster, and the tasks that they are given."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+from tests.cluster.hosts import Cluster
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_PORT = 9911
+# glibc gives a step's big buffers back to the system and faults them in again in the next one; a GPU's allocator keeps
+# its memory, and so these settings make glibc. One thread per device: a host's share of a core has no second one.
+ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_ARENA_MAX": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "1",
+}
+
+
+class SessionError(RuntimeError):
+    """A worker failed or ended; the message says which and where its log is."""
+
+
+class Session:
+    """Workers that serve until the `with` block ends. Compute is unlimited but where `measuring` limits it."""
+
+    def __init__(self, cluster: Cluster, devices_per_host: int, logs: pathlib.Path, cache: pathlib.Path) -> None:
+        """Args:
+        logs: folder for the workers' output.
+        cache: folder of compiled programs, which all workers and all sessions share.
+        """
+        self.cluster, self.logs = cluster, logs
+        logs.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        variables = {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "PYTHONPATH": str(ROOT),
+        }
+        self._variables = ENVIRONMENT | variables
+        self._devices = devices_per_host
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "Session":
+        hosts = self.cluster.hosts
+        flags = [f"--coordinator={self.cluster.addresses[0]}:{_PORT}", f"--num_processes={hosts}"]
+        flags.append(f"--cpu_devices={self._devices}")
+        command = [sys.executable, "-m", "tests.cluster.worker", *flags]
+        for host in range(hosts):
+            self._workers.append(
+                self.cluster.start(
+                    host,
+                    [*command, f"--process_id={host}"],
+                    log=self.logs / f"{self.cluster.names[host]}.log",
+                    env=self._variables,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+        self._answers()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stdin.close()
+        for worker in self._workers:
+            try:
+                worker.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+            worker.stdout.close()
+
+    # --- Tasks --------------------------------------------------------------------------------------------------------
+
+    def _send(self, host: int, do: str, **arguments: Any) -> None:
+        line = json.dumps({"do": do, **arguments}) + "\n"
+        try:
+            self._workers[host].stdin.write(line.encode())
+            self._workers[host].stdin.flush()
+        except OSError as error:
+            raise SessionError(self._where(host, "has ended")) from error
+
+    def _answer(self, host: int) -> Any:
+        line = self._workers[host].stdout.readline()
+        if not line:
+            raise SessionError(self._where(host, "has ended"))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise SessionError(self._where(host, f"failed: {answer['error']}"))
+        return answer["answer"]
+
+    def _where(self, host: int, what: str) -> str:
+        name = self.cluster.names[host]
+        return f"the worker on {name} {what}; its log is {self.logs / name}.log"
+
+    def _answers(self) -> list[Any]:
+        """All hosts' answers; a failure is told when all have answered."""
+        answers, failures = [], []
+        for host in range(self.cluster.hosts):
+            try:
+                answers.append(self._answer(host))
+            except SessionError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return answers
+
+    def ask(self, do: str, **arguments: Any) -> list[Any]:
+        """Gives all workers a task at once; their answers by host."""
+        for host in range(self.cluster.hosts):
+            self._send(host, do, **arguments)
+        return self._answers()
+
+    def ask_staggered(self, tasks: list[dict[str, Any]]) -> list[list[Any]]:
+        """Gives the first worker all tasks, and each to the others when it has done it: what it has compiled they find.
+
+        Nobody may have to wait for another in such a task. Returns the answers by task and host.
+        """
+        others = range(1, self.cluster.hosts)
+        for task in tasks:
+            self._send(0, **task)
+        answers = []
+        for task in tasks:
+            answers.append([self._answer(0)])
+            for host in others:
+                self._send(host, **task)
+        for got in answers:
+            got += [self._answer(host) for host in others]
+        return answers
+
+    def ask_one(self, host: int, do: str, **arguments: Any) -> Any:
+        """One worker's answer to a task in which the others have no part."""
+        self._send(host, do, **arguments)
+        return self._answer(host)

@@ -1,0 +1,99 @@
+"""What the experiments compute besides measuring: placements by moving links, others' forms, rates for a share."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from planner.cluster import Cluster, between
+from planner.links import fabric
+from planner.predict import Problem
+from tests.cluster.experiments import compression, joint, placements
+from tests.cluster.models import MODEL, Split, moved
+
+ROW = {name: MODEL[name] for name in ("hidden", "heads", "sequence", "dtype")}
+TIMES = {"forward": 8e-3, "backward": 24e-3, "head": 8e-3, "embedding": 1e-4, "optimizer": 1e-9}
+
+
+def cluster(hosts=8, devices=1, tensor=1, sequence=32, micro_batch=4, seed=0):
+    """Hosts whose links differ, with a compute profile as the lab's devices have it."""
+    rates = np.exp(np.random.default_rng(seed).uniform(np.log(20), np.log(200), (hosts, hosts)))
+    row = ROW | TIMES | {"sequence": sequence, "kind": "cpu", "tensor": tensor, "micro_batch": micro_batch}
+    row |= {"save": "layer_inputs", "vocab": 384}
+    return Cluster(
+        name="made up",
+        source="",
+        hosts=tuple(f"pax{i}" for i in range(hosts)),
+        devices_per_host=devices,
+        kinds=("cpu",) * hosts,
+        memory=np.full(hosts, 1e10),
+        nics=1,
+        alpha=np.full((hosts, hosts), 3e-4),
+        samples=rates[None] * 1e6 / 8,
+        compute=(row,),
+    )
+
+
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (4, 2, 1), (1, 8, 1)])
+def test_moving_links_is_placing(mesh):
+    found, split, random = cluster(), Split(mesh), np.random.default_rng(1)
+    problem = Problem(found, split.config.model, split.candidate)
+    still = np.arange(8).reshape(1, *mesh[:2])
+    seen = []
+    for _ in range(5):
+        hosts = random.permutation(8).reshape(still.shape[1:])
+        links = dataclasses.replace(found, samples=moved(found.samples[0], hosts.ravel())[None])
+        placed = float(problem.step(fabric(found), hosts[None]).total[0])
+        assert float(problem.step(fabric(links), still).total[0]) == pytest.approx(placed, rel=1e-12)
+        seen.append(placed)
+    assert np.ptp(seen) > 0.01 * np.mean(seen)  # else any order would do
+
+
+def test_others_forms_are_their_formulas():
+    found, split = cluster(), Split((2, 4, 1), "1f1b")
+    problem = Problem(found, split.config.model, split.candidate)
+    hosts = np.arange(8).reshape(2, 4)
+    f, b = 2 * TIMES["forward"], 2 * TIMES["backward"]
+    half = 0.5 * TIMES["embedding"]
+    stages = [f + b + 2 * half, f + b, f + b, f + b + TIMES["head"]]
+    message = 4 * 32 * 64 * 4
+    hop = lambda a, b: 3e-4 + message / found.bandwidth[a, b]  # noqa: E731
+    pipelines = [sum(hop(a, b) + hop(b, a) for a, b in zip(row, row[1:])) for row in hosts]
+    parameters = problem.layer_parameters * 4
+    ring = [2 * (1 / 2) * parameters / min(found.bandwidth[a, b], found.bandwidth[b, a]) for a, b in hosts.T]
+    seconds = placements.closed(problem, found, hosts)
+    m, pp = 8, 4
+    assert seconds["amp"] == pytest.approx((m - 1) * max(stages) + sum(stages) + max(pipelines) + max(ring))
+    assert seconds["pipette"] == pytest.approx((m + pp - 1) * max(stages) + (m // pp) * max(pipelines) + ring[0])
+
+
+def test_planned_placements_are_among_the_pairs_and_predicted_quickest():
+    found = cluster()
+    chosen = placements.pairs(found, random=3, seed=0)
+    assert len(chosen) == len(placements.SPLITS) * 6
+    for split in placements.SPLITS:
+        problem = Problem(found, split.config.model, split.candidate)
+        mine = [pair for pair in chosen if pair.split == split]
+        seconds = {pair.how: float(problem.step(fabric(found), pair.hosts[None]).total[0]) for pair in mine}
+        assert min(seconds, key=seconds.get) == "planned"
+        assert max(seconds, key=seconds.get) == "worst"
+        assert all(sorted(pair.hosts.ravel()) == list(range(8)) for pair in mine)
+
+
+def test_the_rate_for_a_share_gives_that_share():
+    found = cluster(devices=2, tensor=2, sequence=64, micro_batch=2)
+    split = compression.SPLITS["dense"]
+    rates = [compression.rate_for(found, split, share) for share in (0.3, 0.6)]
+    assert rates[0] > rates[1]
+    for rate, share in zip(rates, (0.3, 0.6)):
+        samples = np.where(between(found), rate * 1e6 / 8, found.samples)
+        at = dataclasses.replace(found, samples=samples)
+        assert compression._share(at, split.config.model, split.candidate) == pytest.approx(share, abs=0.01)
+
+
+def test_the_joint_choice_is_predicted_quickest():
+    chosen = joint.choices(joint.BASE, cluster(), seed=0)
+    seconds = {what: found[-1] for what, found in chosen.items()}
+    assert min(seconds, key=seconds.get) == "joint"
+    assert max(seconds, key=seconds.get) == "nothing"
+    assert chosen["joint"][0].global_batch == joint.BASE.global_batch

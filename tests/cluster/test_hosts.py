@@ -1,0 +1,162 @@
+"""The cluster on one machine: rates are kept, also after a pause; hosts are apart; all of it goes away."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.cluster import hosts, janitor, quota
+from tests.cluster.hosts import Cluster
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+needs_links = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "links can be shaped")
+
+# Receives so many messages of a size, each after a pause, and prints the seconds that each took, from the sender's word
+# that it begins to its last byte. Hosts of one machine have one clock.
+RECEIVE = """
+import socket, struct, sys, time
+size, count = int(sys.argv[1]), int(sys.argv[2])
+server = socket.create_server(("", 7000)); link, _ = server.accept()
+link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+def read(n):
+    parts = b""
+    while len(parts) < n: parts += link.recv(n - len(parts))
+    return parts
+for _ in range(count):
+    [began] = struct.unpack("d", read(8)); read(size)
+    print(time.monotonic() - began, flush=True)
+"""
+SEND = """
+import socket, struct, sys, time
+size, count = int(sys.argv[1]), int(sys.argv[2])
+for _ in range(100):
+    try: link = socket.create_connection((sys.argv[3], 7000)); break
+    except OSError: time.sleep(0.05)
+for _ in range(count):
+    time.sleep(0.3)
+    link.sendall(struct.pack("d", time.monotonic()) + bytes(size))
+time.sleep(2)
+"""
+
+
+def _seconds(cluster, sender, receiver, size, tmp_path, count=3):
+    """Median seconds of a message between two hosts."""
+    arguments = [str(size), str(count)]
+    receive = cluster.start(receiver, [sys.executable, "-c", RECEIVE, *arguments], stdout=subprocess.PIPE)
+    cluster.start(sender, [sys.executable, "-c", SEND, *arguments, cluster.addresses[receiver]])
+    lines = receive.stdout.read().decode().split()
+    receive.stdout.close()
+    assert receive.wait() == 0
+    return float(np.median([float(line) for line in lines]))
+
+
+def _left(token):
+    groups = list(quota.root().glob(f"{token}*")) if quota.root() else []
+    return janitor.namespaces(token) + groups
+
+
+@needs_links
+def test_each_direction_has_its_rate_also_after_a_pause(tmp_path):
+    with Cluster([[0, 40, 200], [100, 0, 200], [200, 200, 0]]) as cluster:
+        slow = _seconds(cluster, 0, 1, 65_536, tmp_path)
+        fast = _seconds(cluster, 1, 0, 65_536, tmp_path)
+        assert slow == pytest.approx(65_536 * 8 / 40e6, rel=0.25)
+        assert fast == pytest.approx(65_536 * 8 / 100e6, rel=0.35)
+        cluster.rate(0, 1, 20)
+        assert _seconds(cluster, 0, 1, 65_536, tmp_path) == pytest.approx(65_536 * 8 / 20e6, rel=0.25)
+
+
+@needs_links
+def test_hosts_have_names_of_their_own_and_know_each_other(tmp_path):
+    log = tmp_path / "log"
+    with Cluster([[0, 100], [100, 0]], share=0.5) as cluster:
+        script = "import socket; print(socket.gethostname(), socket.gethostbyname('pax0'))"
+        assert cluster.start(1, [sys.executable, "-c", script], log=log).wait() == 0
+        assert log.read_text() == "pax1 10.77.0.1\n"
+
+
+@needs_links
+def test_a_share_of_a_core_is_all_that_a_host_gets(tmp_path):
+    burn = "import time; t = time.process_time(); b = time.monotonic()\nwhile time.monotonic() < b + 1: pass\n"
+    burn += "print(time.process_time() - t)"
+    log = tmp_path / "log"
+    with Cluster([[0, 100], [100, 0]], share=0.2) as cluster:
+        assert cluster.start(0, [sys.executable, "-c", burn], log=log).wait() == 0
+        assert 0.1 < float(log.read_text()) < 0.35
+        cluster.limit(None, host=0)
+        assert cluster.start(0, [sys.executable, "-c", burn], log=log).wait() == 0
+        assert float(log.read_text().split()[1]) > 0.4
+
+
+@needs_links
+def test_a_cut_link_carries_nothing_until_it_is_restored():
+    ping = [sys.executable, "-c", "import socket, sys; socket.create_connection((sys.argv[1], 7001), timeout=0.5)"]
+    serve = [sys.executable, "-c", "import socket, time; s = socket.create_server(('', 7001)); time.sleep(60)"]
+    quiet = {"stdout": subprocess.DEVNULL}
+    with Cluster([[0, 100, 100], [100, 0, 100], [100, 100, 0]]) as cluster:
+        cluster.start(1, serve)
+
+        def reached(host):
+            silent = ["/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh", *ping, cluster.addresses[1]]
+            return cluster.start(host, silent, **quiet).wait() == 0
+
+        until = time.monotonic() + 20
+        while not reached(0):
+            assert time.monotonic() < until
+        cluster.cut(0, 1)
+        assert not reached(0)
+        assert reached(2)
+        cluster.restore(0, 1)
+        assert reached(0)
+
+
+@needs_links
+def test_two_clusters_are_up_at_once_and_leave_nothing_behind():
+    with Cluster([[0, 100], [100, 0]]) as one, Cluster([[0, 100], [100, 0]]) as other:
+        tokens = [one._token, other._token]
+        assert tokens[0] != tokens[1]
+        sleeping = one.start(0, ["sleep", "1000"])
+        assert all(len(janitor.namespaces(token)) == 2 for token in tokens)
+    assert sleeping.returncode == -signal.SIGKILL
+    assert not any(_left(token) for token in tokens)
+
+
+@needs_links
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_whoever_brought_it_up_may_die_in_any_way(how):
+    script = "import signal, time; from tests.cluster.hosts import Cluster\n"
+    script += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & leaves it ignored
+    script += "with Cluster([[0, 9], [9, 0]]) as c:\n c.start(0, ['sleep', '999']); print(c._token, flush=True)\n"
+    script += " time.sleep(60)"
+    popen = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    token = popen.stdout.readline().strip()
+    assert len(janitor.namespaces(token)) == 2
+    os.kill(popen.pid, how)
+    popen.wait()
+    popen.stdout.close()
+    until = time.monotonic() + 20
+    while _left(token):
+        assert time.monotonic() < until, _left(token)
+        time.sleep(0.1)
+
+
+def test_without_root_hosts_are_plain_processes(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "why_not", lambda: "it needs root")
+    with Cluster([[0, 1], [1, 0]], share=0.1) as cluster:
+        assert not cluster.shaped
+        assert cluster.addresses == ("127.0.0.1", "127.0.0.1")
+        cluster.rate(0, 1, 5)
+        cluster.set_rates(None)
+        cluster.limit(0.5)
+        assert cluster.start(1, ["echo", "here"], log=tmp_path / "log").wait() == 0
+        sleeping = cluster.start(0, ["sleep", "1000"])
+    assert (tmp_path / "log").read_text() == "here\n"
+    assert sleeping.returncode == -signal.SIGKILL

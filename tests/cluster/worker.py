@@ -1,0 +1,230 @@
+"""One host's process in a measuring session: it joins the others, and does what the session's controller asks of it.
+
+Tasks come as lines of JSON on standard input, {"do": ..., arguments}; each is answered by a line of JSON on standard
+output. All hosts get the same tasks in the same order. What a task runs is the trainer's and the planner's own code.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax._src import cache_key
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from paxtrain import breakdown, data, hlo
+from paxtrain.config import Config, from_dict
+from paxtrain.distributed import initialize
+from paxtrain.errors import run
+from paxtrain.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.step import Trainer
+from planner import cluster as clusters
+from planner import measure_compute, profile
+from planner.meeting import Meeting
+from tests.cluster import device
+
+
+def _share_programs() -> None:
+    """Lets all processes find a program that one of them has compiled, whatever the order of the devices.
+
+    On GPUs jax leaves out of a program's key in the persistent cache what differs from process to process, and the
+    order of the devices, both of which a loaded program is told anew. On CPUs it does not, so that eight processes
+    would compile each program eight times, and again for every placement.
+    """
+    whole = cache_key._hash_serialized_compile_options
+    cache_key._hash_accelerator_config = cache_key._hash_devices
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: whole(
+        hashed, options, strip_device_assignment=True
+    )
+
+
+class Program:
+    """A training step compiled for a mesh over some order of the devices, with a state to run it on."""
+
+    def __init__(self, config: Config, order: Sequence[int]) -> None:
+        self.config = config
+        self.trainer = Trainer(config, make_mesh(config.mesh, order or None))
+        began = time.perf_counter()
+        self.compiled = self.trainer.compile_step()
+        self.compile_seconds = time.perf_counter() - began
+        self.shape = self.trainer.abstract_batch().shape
+        self.rows = process_rows(self.trainer.batch_sharding, self.shape)
+        self.fresh()
+
+    def fresh(self) -> None:
+        """A new state, and the batches from their beginning."""
+        self.state = self.trainer.init(self.config.run.seed)
+        self._batches = self.batches("train")
+        self._batch = next(self._batches)
+
+    def batches(self, name: str) -> Any:
+        """Global batches of "train" or "validation", without end."""
+        c = self.config
+        file = data.load(getattr(c.data, name), vocab_size=c.model.vocab_size, sequence=c.model.sequence)
+        local = data.batches(
+            file,
+            sequence=c.model.sequence,
+            global_batch=c.batch.global_batch,
+            rows=self.rows,
+            seed=c.run.seed,
+            start_sample=0,
+            shuffle=name == "train",
+            prefetch=0,
+        )
+        for rows in local:
+            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
+
+    def step(self, batch: jax.Array | None = None) -> Any:
+        """One step, waited for; without a batch on always the same one."""
+        self.state, metrics = self.compiled(self.state, self._batch if batch is None else batch)
+        jax.block_until_ready((self.state, metrics))
+        return metrics
+
+
+class Worker:
+    """What the tasks work on."""
+
+    def __init__(self, limit: float) -> None:
+        self.meeting = Meeting(limit)
+        self.machines = profile.meet(self.meeting, "")
+        self.programs: dict[str, Program] = {}
+        mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
+        spec = PartitionSpec("all")
+        mapped = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+        self._ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=NamedSharding(mesh, spec))()
+        self._barrier = jax.jit(mapped)
+        self._turns: measure_compute.Turns | None = None
+
+    def _together(self) -> None:
+        jax.block_until_ready(self._barrier(self._ones))
+
+    def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
+        """The cluster's links and compute, written to `path`."""
+        options = profile.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+        began = time.perf_counter()
+        cluster, said = profile.profile(self.meeting, self.machines, from_dict(config), options, name)
+        if self.meeting.process == 0:
+            clusters.save(cluster, pathlib.Path(path))
+        return {"seconds": time.perf_counter() - began, "said": said}
+
+    def load(self, name: str, config: dict, order: list[int]) -> dict[str, Any]:
+        """Compiles a configuration's train step for a device order."""
+        if name not in self.programs:
+            self.programs[name] = Program(from_dict(config), order)
+        program = self.programs[name]
+        wire = hlo.collective_bytes(program.compiled.as_text())
+        return {"compile_seconds": program.compile_seconds, "wire": wire}
+
+    def speed(self, limited: bool) -> None:
+        """Whether the devices have their speed, or the machine's."""
+        device.enable(limited)
+
+    def forget(self, names: list[str]) -> None:
+        """Frees programs and their states."""
+        for name in names:
+            del self.programs[name]
+
+    def warm(self, names: list[str]) -> None:
+        """One step of each, which also connects those who will exchange messages."""
+        for name in names:
+            self.programs[name].step()
+
+    def time(self, names: list[str], repeats: int, steps: int) -> dict[str, list[float]]:
+        """Seconds per step of each program, `repeats` times in turn, each the mean of so many steps."""
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(repeats):
+            for name in names:
+                program = self.programs[name]
+                self._together()
+                began = time.perf_counter()
+                for _ in range(steps):
+                    program.step()
+                seconds[name].append((time.perf_counter() - began) / steps)
+        return seconds
+
+    def breakdown(self, name: str) -> dict[str, float]:
+        """Seconds of a step by what they are spent on, means over this host's devices."""
+        program = self.programs[name]
+        found = breakdown.breakdown(program.step, program.compiled, program.trainer.mesh, steps=2)
+        return {part: float(seconds.mean()) for part, seconds in found.seconds.items()}
+
+    def train(self, name: str, steps: int, eval_every: int) -> dict[str, Any]:
+        """Trains from a fresh state: the loss of every step, and validation losses as [step, loss]."""
+        program = self.programs[name]
+        program.fresh()
+        config, losses, validation = program.config, [], []
+        few = [batch for _, batch in zip(range(config.run.eval_batches), program.batches("validation"))]
+        evaluate = lambda: float(np.mean([float(program.trainer.evaluate(program.state.params, b)) for b in few]))  # noqa: E731
+        for step, batch in zip(range(steps + 1), program.batches("train")):
+            if step % eval_every == 0:
+                validation.append([step, evaluate()])
+            if step < steps:
+                losses.append(float(program.step(batch)["loss"]))
+        program.fresh()
+        return {"losses": losses, "validation": validation}
+
+    def compute(self, config: dict, repeats: int) -> list[float]:
+        """Seconds of a fixed piece of compute on this host, in which nobody communicates."""
+        if self._turns is None:
+            config = from_dict(config)
+            tensor = config.mesh.tensor
+            self._turns = measure_compute.Turns(config, tensor, config.batch.micro_batch, jax.local_devices())
+            measure_compute.Optimizer(config, tensor, jax.local_devices()).sample()  # compiled for the profile to come
+            self._turns.counts = dict.fromkeys(measure_compute.KINDS, 0)
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            self._turns._seconds("backward", 8)
+            seconds.append(time.perf_counter() - began)
+        return [statistics.median(seconds)]
+
+
+def _serve(worker: Worker, answers: Any) -> None:
+    for line in sys.stdin:
+        task = json.loads(line)
+        try:
+            answer = {"answer": getattr(worker, task.pop("do"))(**task)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Joins, says that it is there, and serves until its input ends."""
+    del argv
+    f = flags.FLAGS
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print belongs into the log
+    _share_programs()
+    device.install()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", f.cpu_devices)
+    with contextlib.ExitStack() as stack:
+        initialize(f.coordinator, f.num_processes, f.process_id, 120)
+        stack.callback(jax.distributed.shutdown)
+        worker = Worker(300)
+        print(json.dumps({"answer": "ready"}), file=answers, flush=True)
+        _serve(worker, answers)
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
+    flags.DEFINE_integer("num_processes", None, "How many there are.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is.")
+    flags.DEFINE_integer("cpu_devices", 1, "Virtual devices of this host.")
+
+
+if __name__ == "__main__":
+    run(main, define_flags)
