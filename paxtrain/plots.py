@@ -1,9 +1,10 @@
-"""Figures of a training run, drawn without a display and without pyplot's global state."""
+"""Figures of a training run, and what all figures share; drawn without a display and without pyplot's global state."""
 
 import math
 import pathlib
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -12,6 +13,20 @@ from paxtrain import metrics
 from paxtrain.errors import UserError
 
 _TRAIN, _VALIDATION, _SKIPPED, _RATE = "#2f6f9f", "#d9622b", "#b3261e", "#5c6670"
+
+
+def figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    made = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def style(axes: Axes) -> None:
+    """Two spines, and a light grid behind everything."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#e6e8ea", linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -89,13 +104,10 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     records = metrics.read(jsonl)
     if not any(record.get(name) is not None for record in records for name in ("loss", "validation_loss")):
         raise UserError(f"{jsonl} holds no loss yet; train for a step first")
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    page = figure(9, 5.6)
+    top, bottom = page.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(True, color="#e6e8ea", linewidth=0.8)
-        axes.set_axisbelow(True)
+        style(axes)
         axes.margins(x=0.02)
 
     _draw_losses(top, records)
@@ -114,4 +126,4 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     bottom.set_ylabel("learning rate")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     bottom.set_xlabel("optimizer step")
-    figure.savefig(png)
+    page.savefig(png)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from paxtrain import plots
 from paxtrain.config import Config
-from paxtrain.plots import smooth
 from paxtrain.study_report import KINDS, Outcome, by_run, differences
 
 _COLORS = {
@@ -27,22 +26,10 @@ _COLORS = {
 _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))
 _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22272e")
-_GRID, _BAND = "#e6e8ea", "#e9f2ea"
+_BAND = "#e9f2ea"
 _TITLE = {"fontsize": 10, "loc": "left"}
 
 Runs = dict[str, list[Outcome]]
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _style(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def _signed(percent: float, _: int) -> str:
@@ -107,10 +94,10 @@ def _bytes_by_kind(axes: Axes, runs: Runs) -> None:
 
 
 def _overview(runs: Runs) -> Figure:
-    figure = _figure(12, 5)
+    figure = plots.figure(12, 5)
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
-        _style(axes)
+        plots.style(axes)
     _loss_against_bytes(left, runs)
     _bytes_by_kind(right, runs)
     return figure
@@ -118,7 +105,7 @@ def _overview(runs: Runs) -> Figure:
 
 def _losses(runs: Runs) -> Figure:
     """Training losses, and below them how far each validation loss is from the dense run's."""
-    figure = _figure(9, 7)
+    figure = plots.figure(9, 7)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     bottom.axhspan(-1, 1, color=_BAND, zorder=0)
     bottom.axhline(0, color=_COLORS["dense"], linewidth=0.9)
@@ -127,7 +114,9 @@ def _losses(runs: Runs) -> Figure:
         group, color = runs[name], _color(name)
         curve = np.mean([o.losses for o in group], axis=0)
         window = 2 * min(25, len(curve) // 20) + 1
-        top.plot(range(1, len(curve) + 1), smooth(curve, window), color=color, linewidth=1.4, label=group[0].label)
+        top.plot(
+            range(1, len(curve) + 1), plots.smooth(curve, window), color=color, linewidth=1.4, label=group[0].label
+        )
         steps = list(group[0].validation)
         validation = np.array([list(o.validation.values()) for o in group])
         top.plot(steps, validation.mean(0), color=color, linestyle="none", marker="o", markersize=4)
@@ -137,7 +126,7 @@ def _losses(runs: Runs) -> Figure:
             if len(group) > 1:
                 bottom.fill_between(steps, above.min(0), above.max(0), color=color, alpha=0.12, linewidth=0)
     for axes in (top, bottom):
-        _style(axes)
+        plots.style(axes)
         axes.margins(x=0.01)
     top.set_ylabel("cross-entropy (nats per token)")
     lines = f"training (mean over {window} steps)" if window > 1 else "training"
@@ -162,10 +151,10 @@ def _errors(runs: Runs) -> Figure:
         if name in ("cb_naive", "cb", "cb_epilogue", "everything") and _rows(group, direction)
     ]
     lines = math.ceil(len(panels) / 3)
-    figure = _figure(12, 3.3 * lines)
+    figure = plots.figure(12, 3.3 * lines)
     grid = list(figure.subplots(lines, 3, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (group, direction) in zip(grid, panels):
-        _style(axes)
+        plots.style(axes)
         rows = _rows(group, direction)
         for link in sorted({row["link"] for row in rows}):
             own = [row for row in rows if row["link"] == link]
@@ -190,11 +179,11 @@ def _spectra(runs: Runs, rank: int) -> Figure:
     """Singular values of gradients in the dense run, at a few steps."""
     rows = runs["dense"][0].spectra
     steps = sorted({row["step"] for row in rows})
-    figure = _figure(4 * len(steps), 6.4)
+    figure = plots.figure(4 * len(steps), 6.4)
     grid = figure.subplots(2, len(steps), sharex="row", sharey=True, squeeze=False)
     for line, kind in zip(grid, ("activations", "weights")):
         for axes, step in zip(line, steps):
-            _style(axes)
+            plots.style(axes)
             some = [row for row in rows if row["gradients_of"] == kind and row["step"] == step]
             for color, matrix in zip(_LINKS, dict.fromkeys(row["matrix"] for row in some)):
                 values = [row["singular_value"] for row in some if row["matrix"] == matrix]
@@ -210,13 +199,13 @@ def _spectra(runs: Runs, rank: int) -> Figure:
 
 def _cosines(runs: Runs, elements: int) -> Figure:
     """Histograms of the cosines, and of the means, of CB's messages."""
-    figure = _figure(12, 3.8)
+    figure = plots.figure(12, 3.8)
     left, right = figure.subplots(1, 2)
     rows = [row for row in _rows(runs["cb"], "backward") if np.isfinite(row.get("cosine", np.nan))]
     chance = 2 / np.sqrt(elements)
     left.axvspan(-chance, chance, color=_BAND, zorder=0, label="95 % of random directions")
     for axes, column in ((left, "cosine"), (right, "change_mean")):
-        _style(axes)
+        plots.style(axes)
         widest = max((abs(row[column]) for row in rows), default=1.0)
         for link in sorted({row["link"] for row in rows}):
             values = [row[column] for row in rows if row["link"] == link]

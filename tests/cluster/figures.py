@@ -1,0 +1,65 @@
+"""What the figures of the lab's results share: colours, axes, a matrix of links, stacked bars."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import Normalize
+from matplotlib.image import AxesImage
+from matplotlib.ticker import LogLocator, NullLocator
+
+COLORS = ("#2f6f9f", "#d9622b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#5c6670")
+INK, MUTED, BAND = "#22272e", "#9aa3ab", "#e9f2ea"
+TITLE = {"fontsize": 10, "loc": "left"}
+LEGEND = {"frameon": False, "fontsize": 9}
+
+
+def plain_log(axis: Axis, ticks: Sequence[float] | None = None) -> None:
+    """Labels a logarithmic axis that has its limits with plain numbers, at round ones if not at given ticks."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
+    if ticks is not None:
+        axis.set_ticks(list(ticks))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def from_zero(axes: Axes, *values: Iterable[float]) -> None:
+    """Shows an axis from 0 to somewhat above the largest value."""
+    axes.set_ylim(0, 1.08 * max(value for some in values for value in some))
+
+
+def matrix(axes: Axes, values: np.ndarray, title: str, colors: str, norm: Normalize, show: Callable) -> AxesImage:
+    """Draws what holds from each host (row) to each other (column), float [H, H]; the diagonal says nothing."""
+    hosts = len(values)
+    shown = np.where(np.eye(hosts, dtype=bool), np.nan, values)
+    image = axes.imshow(shown, cmap=colors, norm=norm)
+    red, green, blue, _ = np.moveaxis(image.cmap(norm(np.nan_to_num(shown))), -1, 0)
+    dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+    for a, b in np.argwhere(np.isfinite(shown)):
+        color = "white" if dark[a, b] else INK
+        axes.text(b, a, show(shown[a, b]), ha="center", va="center", fontsize=7, color=color)
+    axes.set_xticks(range(hosts))
+    axes.set_yticks(range(hosts))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, **TITLE)
+    axes.set_xlabel("to host")
+    return image
+
+
+def bars_of_parts(axes: Axes, parts: dict[str, dict[str, float]], colors: dict[str, str]) -> None:
+    """Horizontal stacked bars, downwards in the order of `parts`: label -> part -> length; totals at their ends."""
+    left = np.zeros(len(parts))
+    for part, color in colors.items():
+        width = np.array([values.get(part, 0.0) for values in parts.values()])
+        axes.barh(list(parts), width, left=left, color=color, height=0.7, label=part)
+        left += width
+    for label, total in zip(parts, left):
+        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+        axes.annotate(f"{total:.3g}", (total, label), **place)
+    axes.set_ylim(len(parts) - 0.5, -0.5)
+    axes.margins(x=0.12)
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)

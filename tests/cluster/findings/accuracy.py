@@ -1,0 +1,153 @@
+"""Predicted beside measured step times, by the simulator and by the closed forms of Pipette and AMP."""
+
+import math
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from paxtrain import plots
+from tests.cluster import figures
+from tests.cluster.findings.pairs import FORMS, SOURCE, Pair, Scores, errors, grouped, pairs, score, short_names
+from tests.cluster.section import Drawing, Section, Target, lab, listed, percent, rank, signed, span, table
+
+TITLE = "Predicted against measured step time"
+OURS = next(iter(FORMS))
+NAMES = [name.removesuffix("'s form") for name in FORMS]
+COUNT = Target.at_least("Different (plan, placement) pairs predicted and measured", 40, lambda x: f"{x:.0f}")
+MAPE = Target.at_most("Predicted step time, mean error over all pairs (MAPE)", 0.08)
+POOLED = Target.at_least("Rank correlation (Spearman), all pairs together", 0.95, rank)
+INSIDE = Target.at_least("Rank correlation within a scenario, the lowest", 0.95, rank)
+REGRET = Target.at_most("Top-1 regret within a scenario, the largest", 0.03)
+
+
+class Form:
+    """How good one form's predictions are: all pairs together, and within each scenario."""
+
+    def __init__(self, found: list[Pair], form: str) -> None:
+        self.pooled = score(found, form)
+        self.each: dict[str, Scores] = {name: score(some, form) for name, some in grouped(found).items()}
+        self.regrets = [s.regret for s in self.each.values()]
+        # Of the scenarios in which there is something to rank.
+        self.ranks = [s.spearman for s in self.each.values() if not math.isnan(s.spearman)] or [math.nan]
+        self.mean_regret, self.mean_rank = float(np.mean(self.regrets)), float(np.mean(self.ranks))
+
+
+# What the forms are compared by: the value, whether more of it is better, and its words.
+_MEASURES = {
+    "MAPE": (lambda form: form.pooled.mape, False, percent),
+    "Rank correlation, mean within scenarios": (lambda form: form.mean_rank, True, rank),
+    "Top-1 regret, mean over scenarios": (lambda form: form.mean_regret, False, percent),
+}
+BETTER = tuple(
+    Target(f"{what}, beside Pipette's and AMP's forms on the same profile", "better than both") for what in _MEASURES
+)
+
+
+def _better(forms: dict[str, Form]) -> Iterator[Target]:
+    for target, (value, more, show) in zip(BETTER, _MEASURES.values()):
+        values = {name: value(form) for name, form in forms.items()}
+        ours, *others = values.values()
+        seen = f"{show(ours)}; " + ", ".join(f"{name} {show(x)}" for name, x in values.items() if name != OURS)
+        if any(map(math.isnan, values.values())):
+            yield target.said(seen, None)
+        else:
+            yield target.said(seen, ours > max(others) if more else ours < min(others))
+
+
+def _targets(found: list[Pair], forms: dict[str, Form]) -> tuple[Target, ...]:
+    ours = forms[OURS]
+    worst = [name for name, scores in ours.each.items() if scores.spearman == min(ours.ranks)]
+    most = max(ours.each, key=lambda name: ours.each[name].regret)
+    return (
+        COUNT.judged(len(found)),
+        MAPE.judged(ours.pooled.mape),
+        POOLED.judged(ours.pooled.spearman),
+        INSIDE.judged(min(ours.ranks), listed(worst)),
+        REGRET.judged(max(ours.regrets), most),
+        *_better(forms),
+    )
+
+
+def _draw(found: list[Pair], forms: dict[str, Form]) -> Figure:
+    figure = plots.figure(12, 4.5)
+    panels = figure.subplots(1, len(FORMS), sharex=True, sharey=True)
+    times = np.array([[pair.measured, *pair.predicted.values()] for pair in found])
+    line = np.array([times.min() / 1.15, times.max() * 1.15])
+    for axes, (name, form) in zip(panels, forms.items()):
+        plots.style(axes)
+        band = line * (1 - MAPE.limit), line * (1 + MAPE.limit)
+        axes.fill_between(line, *band, color=figures.BAND, zorder=0, label=f"within {MAPE.limit:.0%}")
+        axes.plot(line, line, color=figures.INK, linewidth=0.9, zorder=1)
+        for color, (scenario, some) in zip(figures.COLORS, grouped(found).items()):
+            x, y = [p.measured for p in some], [p.predicted[name] for p in some]
+            axes.scatter(x, y, 18, color, linewidths=0, alpha=0.75, zorder=3, label=scenario)
+        axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal")
+        for axis in (axes.xaxis, axes.yaxis):
+            figures.plain_log(axis)
+        axes.set_title(f"{name}: MAPE {percent(form.pooled.mape)}", **figures.TITLE)
+        axes.set_xlabel("measured seconds of a step")
+    panels[0].set_ylabel("predicted seconds")
+    panels[0].legend(**figures.LEGEND, loc="upper left")
+    return figure
+
+
+def _scores(forms: dict[str, Form]) -> str:
+    rows = [
+        (name, percent(f.pooled.mape), percent(f.pooled.median), rank(f.pooled.spearman), rank(f.mean_rank),
+         rank(min(f.ranks)), percent(f.mean_regret), percent(max(f.regrets)))
+        for name, f in forms.items()
+    ]  # fmt: skip
+    headings = ("", "MAPE", "median error", "Spearman, all pairs", "within a scenario, mean", "lowest",
+                "top-1 regret, mean", "worst")  # fmt: skip
+    return table(headings, rows)
+
+
+def _scenarios(found: list[Pair], forms: dict[str, Form]) -> str:
+    rows = []
+    for scenario, some in grouped(found).items():
+        each = [form.each[scenario] for form in forms.values()]
+        row = [scenario, f"{len(some)}", *(percent(s.mape) for s in each), *(rank(s.spearman) for s in each)]
+        rows.append([*row, *(percent(s.regret) for s in each)])
+    headings = [f"{what}, {name}" for what in ("MAPE", "Spearman", "regret") for name in NAMES]
+    return table(["scenario", "pairs", *headings], rows)
+
+
+def _plans(found: list[Pair]) -> str:
+    rows = []
+    for plan, short in short_names([pair.plan for pair in found]).items():
+        some = [pair for pair in found if pair.plan == plan]
+        measured = np.array([pair.measured for pair in some])
+        off = [errors(np.array([pair.predicted[form] for pair in some]), measured) for form in FORMS]
+        worst = off[0][np.abs(off[0]).argmax()]
+        rows.append([short, f"{len(some)}", *(signed(float(e.mean())) for e in off), signed(worst)])
+    return table(["plan", "pairs", *(f"mean error, {name}" for name in NAMES), f"{OURS}, worst"], rows)
+
+
+def _repeats(found: list[Pair]) -> str:
+    spreads = [pair.spread for pair in found]
+    return f"""A pair's measured time is the median of {span(pair.repeats for pair in found)} repeats, taken in turn
+    with all other pairs'. The spread is {percent(float(np.median(spreads)))} of the median for the middle pair and
+    {percent(max(spreads))} for the worst. Placements that were chosen in several ways are one pair."""
+
+
+def section(folder: pathlib.Path) -> Section:
+    """Scores of all forms, pooled, by scenario and by plan."""
+    if not (found := pairs(folder)):
+        return Section(TITLE, lab("placements"), (SOURCE,), (COUNT, MAPE, POOLED, INSIDE, REGRET, *BETTER))
+    forms = {form: Form(found, form) for form in FORMS}
+    blocks = (
+        _repeats(found),
+        """Top-1 regret is the measured time of the pair that is predicted best over that of the best, less 1, within a
+        scenario: what somebody loses who trusts the prediction. **A rank correlation of all pairs together flatters**:
+        slow and fast scenarios are easily told apart, but nobody chooses among scenarios. The one within a scenario is
+        what counts. Where a plan's placements are equally fast, as on `uniform`, their ranks are noise.""",
+        _scores(forms),
+        _scenarios(found, forms),
+        Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),
+        """Where the error sits, by plan: predicted over measured, less 1. Pipette's and AMP's forms do not know the
+        schedule, the embedding's exchange and the optimizer. Head and embedding are in their stages' F and B here.""",
+        _plans(found),
+    )
+    return Section(TITLE, lab("placements"), (SOURCE,), _targets(found, forms), blocks)

@@ -1,0 +1,182 @@
+"""What compression saves on links of several speeds, where a step's time goes, and what it costs in loss."""
+
+import pathlib
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from paxtrain import plots
+from tests.cluster import figures
+from tests.cluster.experiments import compression as experiment
+from tests.cluster.findings import losses
+from tests.cluster.laboratory import summary
+from tests.cluster.records import Records
+from tests.cluster.section import Drawing, Section, Target, factor, lab, percent, seconds, span, table
+
+TITLE, SOURCE = "Compression", "compression.jsonl"
+DENSE, PAPER, ALL = "dense", "CB+FE+SC", "everything"
+AT = "share None"  # the key of the line at the paper's share of communication
+COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#8e5aa8")))
+FASTER = Target.at_least(
+    f"Speed-up of {PAPER} over dense, at the share of communication of Optimus-CC's setting", 1.3, factor
+)
+FASTEST = Target.at_least(f'Speed-up of "{ALL}" over dense, there', 2.0, factor)
+CLOSE = Target.at_most(f"Validation loss of {PAPER} against dense after equal steps", 0.01, losses.signed)
+_PARTS = {
+    "forward": "#2f6f9f", "backward": "#8fb3cf", "head": "#3c9d8f", "compression": "#8e5aa8", "optimizer": "#8aa83a",
+    "pipeline": "#d9822b", "data": "#c0392b", "embedding": "#e0b040", "tensor": "#b58a6a", "sync": "#5c6670",
+    "other": "#b9c0c6", "idle": "#e6e8ea",
+}  # fmt: skip
+
+
+def speedups(line: dict) -> dict[str, tuple[float, float]]:
+    """Of every kind over dense: the ratio of medians, and the spread of the ratios of each repeat by itself."""
+    dense = line["seconds"][DENSE]
+    return {
+        kind: (
+            summary(dense)["median"] / summary(times)["median"],
+            summary((np.array(dense) / np.array(times)).tolist())["spread"],
+        )
+        for kind, times in line["seconds"].items()
+    }
+
+
+def parts(line: dict) -> dict[str, dict[str, float]]:
+    """Seconds by kind and part, means over the hosts (and their devices)."""
+    found = {}
+    for kind, hosts in line.get("parts", {}).items():
+        names = dict.fromkeys(name for host in hosts for name in host)
+        found[kind] = {name: float(np.mean([np.mean(host.get(name, 0.0)) for host in hosts])) for name in names}
+    return found
+
+
+def _links(line: dict) -> str:
+    return f"{line['share']:.0%} ({line['rate']:.0f} Mbit/s)"
+
+
+# --- Figures ----------------------------------------------------------------------------------------------------------
+
+
+def _draw_speedups(lines: list[dict]) -> Figure:
+    figure = plots.figure(9, 4.2)
+    axes = figure.subplots()
+    plots.style(axes)
+    shares = [100 * line["share"] for line in lines]
+    for kind in lines[0]["seconds"]:
+        values, spreads = zip(*(speedups(line)[kind] for line in lines))
+        axes.errorbar(shares, values, None if kind == DENSE else spreads, color=COLORS.get(kind, figures.MUTED),
+                      marker="o", markersize=6, linewidth=1.5, capsize=3, elinewidth=1.1, label=kind)  # fmt: skip
+    axes.set_xticks(shares, [f"{line['share']:.0%}\n{line['rate']:.0f} Mbit/s" for line in lines])
+    axes.set_xlabel("of a dense step that communication takes, as predicted")
+    axes.set_ylabel("speed-up over dense")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.legend(**figures.LEGEND)
+    return figure
+
+
+def _draw_parts(lines: list[dict]) -> Figure:
+    found = [parts(line) for line in lines]
+    known = dict.fromkeys(part for kinds in found for values in kinds.values() for part in values)
+    spare = iter(figures.COLORS * 2)
+    order = [*(part for part in _PARTS if part in known), *(part for part in known if part not in _PARTS)]
+    colors = {part: _PARTS.get(part) or next(spare) for part in order}
+    figure = plots.figure(12, 1.5 + 0.34 * len(found[0]))
+    panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
+    for axes, line, kinds in zip(panels, lines, found):
+        plots.style(axes)
+        figures.bars_of_parts(axes, kinds, colors)
+        axes.set_title(f"communication {_links(line)}", **figures.TITLE)
+        axes.set_xlabel("seconds of a step, mean over hosts")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(labels), loc="outside upper center", **(figures.LEGEND | {"fontsize": 8}))
+    return figure
+
+
+# --- Words and tables -------------------------------------------------------------------------------------------------
+
+
+def _words(lines: list[dict], paper: dict | None) -> str:
+    split = experiment.SPLITS[ALL]
+    rank, width = dict(split.compress)["backward_rank"], split.config.model.hidden
+    repeats = span(len(times) for line in lines for times in line["seconds"].values())
+    where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
+    return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, ranks {rank} of
+    {width}. CB compresses the gradients between stages that nothing hides, FE fuses the tied embedding's
+    synchronisation, SC compresses the gradients over data of stages 0 and 1; "everything" compresses every message
+    between stages, activations too, and all gradients over data. The links are set so that communication takes a given
+    share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
+    Optimus-CC, by the planner's figures. {repeats} repeats of each, taken in turn; the spread of a speed-up is that of
+    each repeat's own ratio."""
+
+
+def _times(lines: list[dict]) -> str:
+    rows = []
+    for kind in lines[0]["seconds"]:
+        row = [kind]
+        for line in lines:
+            time, (gain, spread) = summary(line["seconds"][kind]), speedups(line)[kind]
+            row.append(f"{seconds(time['median'])} ± {percent(time['spread'] / time['median'])}")
+            row.append("" if kind == DENSE else f"{factor(gain)} ± {spread:.3f}")
+        rows.append(row)
+    return table(["", *(heading for line in lines for heading in (_links(line), "speed-up"))], rows)
+
+
+def _wire(line: dict) -> str:
+    collectives = sorted({name for sent in line["wire"].values() for name in sent})
+    dense = sum(line["wire"][DENSE].values())
+    rows = [
+        (kind, *(f"{sent.get(name, 0) / 1e3:.1f}" for name in collectives), f"{sum(sent.values()) / 1e3:.1f}",
+         percent(sum(sent.values()) / dense))
+        for kind, sent in line["wire"].items()
+    ]  # fmt: skip
+    return table(["kB a step", *collectives, "all", "of dense"], rows)
+
+
+def _breakdown(line: dict) -> str:
+    found = parts(line)
+    names = dict.fromkeys(name for values in found.values() for name in values)
+    rows = [(kind, *(f"{1e3 * values.get(name, 0):.0f}" for name in names)) for kind, values in found.items()]
+    return table(["ms of a step", *names], rows)
+
+
+def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
+    caption = "Speed-up over dense against the share of a dense step that communication takes."
+    blocks: list[str | Drawing] = [
+        _words(lines, paper),
+        _times(lines),
+        Drawing("speedups", caption, _draw_speedups(lines)),
+        """Bytes on the wire: those of one device's operands in a step, by collective, counted in the compiled program.
+        They do not depend on the links.""",
+        _wire(lines[0]),
+    ]
+    if traced := [line for line in lines if parts(line)]:
+        caption = "Parts of a step, by kind of compression."
+        blocks += [
+            f"""Where a step's time goes with communication at {_links(traced[0])}, mean over hosts;
+            `paxtrain/breakdown.py` says what each part is. Waiting for the other end of a transfer counts as that
+            transfer.""",
+            _breakdown(traced[0]),
+            Drawing("breakdown", caption, _draw_parts(traced)),
+        ]
+    return blocks
+
+
+def section(folder: pathlib.Path) -> Section:
+    """Step times, bytes, breakdown and losses of every kind of compression."""
+    records = Records(folder / SOURCE)
+    lines = sorted((line for line in records if "share" in line), key=lambda line: line["share"])
+    curves = {line["kind"]: losses.Curve.of(line) for line in records if "validation" in line}
+    faster, fastest, close = FASTER, FASTEST, CLOSE
+    paper = next((line for line in lines if line["key"] == AT), None)
+    if paper:
+        gains, note = speedups(paper), f"communication takes {paper['share']:.0%} of a dense step; spread "
+        faster = FASTER.judged(gains[PAPER][0], f"{note}{gains[PAPER][1]:.3f}")
+        fastest = FASTEST.judged(gains[ALL][0], f"{note}{gains[ALL][1]:.3f}")
+    if DENSE in curves and PAPER in curves:
+        last = curves[PAPER].last / curves[DENSE].last - 1
+        close = CLOSE.judged(last, f"{curves[PAPER].steps[-1]:.0f} steps, one seed")
+    blocks = _blocks(lines, paper) if lines else []
+    if DENSE in curves:
+        times = {_links(line): {k: summary(t)["median"] for k, t in line["seconds"].items()} for line in lines}
+        blocks += losses.blocks(curves, times, DENSE, COLORS)
+    return Section(TITLE, lab("compression"), (SOURCE,), (faster, close, fastest), tuple(blocks))

@@ -1,0 +1,105 @@
+"""Validation losses of compressed runs beside a dense one, after equal steps and after equal time."""
+
+import dataclasses
+import math
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from paxtrain import plots
+from tests.cluster import figures
+from tests.cluster.section import Drawing, factor, table
+
+NEAR = 1.01  # of the dense run's last loss
+WORDS = """Validation losses. They do not depend on the links' speed, so every kind was trained once, with all limits
+lifted, from the same state and on the same samples. **Time here is steps times the measured median seconds of a step**
+at each share, not a clock that ran beside the training. Losses are compared after equal steps, and after the time in
+which the first run is through. "Sooner" is in how much less time than dense a kind is within 1% of dense's last loss.
+Between evaluations a straight line counts. One seed: differences of a few tenths of a percent say little."""
+
+
+def signed(x: float) -> str:
+    """A difference of losses: +0.34%."""
+    return f"{100 * x:+.2f}%"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Validation losses [n] after so many steps [n]."""
+
+    steps: np.ndarray
+    losses: np.ndarray
+
+    @classmethod
+    def of(cls, line: dict) -> "Curve":
+        return cls(*np.array(line["validation"], float).T)
+
+    @property
+    def last(self) -> float:
+        return float(self.losses[-1])
+
+    def at(self, step: float) -> float:
+        """The loss after so many steps, which need not be whole."""
+        return float(np.interp(step, self.steps, self.losses))
+
+    def reaches(self, loss: float) -> float:
+        """Steps after which it first is as low; NaN if never."""
+        below = np.flatnonzero(self.losses <= loss)
+        if not below.size:
+            return math.nan
+        i = int(below[0])
+        if i == 0:
+            return float(self.steps[0])
+        part = (self.losses[i - 1] - loss) / (self.losses[i - 1] - self.losses[i])
+        return float(self.steps[i - 1] + part * (self.steps[i] - self.steps[i - 1]))
+
+
+def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: dict[str, str]) -> Figure:
+    figure = plots.figure(12, 4)
+    panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
+    for axes, (links, seconds) in zip(panels, times.items()):
+        plots.style(axes)
+        for kind, curve in curves.items():
+            wall, color = curve.steps[1:] * seconds[kind], colors.get(kind, figures.MUTED)
+            axes.plot(wall, curve.losses[1:], color=color, linewidth=1.5, marker="o", markersize=3.5, label=kind)
+        axes.set_title(f"communication {links}", **figures.TITLE)
+        axes.set_xlabel("seconds of training")
+        axes.set_xlim(left=0)
+    panels[0].set_ylabel("validation loss, nats per token")
+    panels[0].legend(**figures.LEGEND)
+    return figure
+
+
+def _compared(curve: Curve, seconds: float, dense: Curve, dense_seconds: float, until: float) -> tuple[str, str]:
+    """The loss against dense's after so much time, and how much sooner it is near dense's last."""
+    near = NEAR * dense.last
+    against = curve.at(until / seconds) / dense.at(until / dense_seconds) - 1
+    sooner = dense.reaches(near) * dense_seconds / (curve.reaches(near) * seconds)
+    return signed(against), "never" if math.isnan(sooner) else factor(sooner)
+
+
+def blocks(
+    curves: dict[str, Curve], times: dict[str, dict[str, float]], dense: str, colors: dict[str, str]
+) -> list[str | Drawing]:
+    """Paragraphs, a table and a figure.
+
+    Args:
+        curves: by kind of compression; `dense` is the one that the others are compared with.
+        times: median seconds of a step by kind, by the words for the links; may be empty.
+    """
+    first = {links: min(c.steps[-1] * each[kind] for kind, c in curves.items()) for links, each in times.items()}
+    rows = []
+    for kind, curve in curves.items():
+        row = [kind, f"{curve.last:.4f}", "" if kind == dense else signed(curve.last / curves[dense].last - 1)]
+        for links, each in times.items():
+            compared = _compared(curve, each[kind], curves[dense], each[dense], first[links])
+            row += ["", ""] if kind == dense else compared
+        rows.append(row)
+    headings = ["", f"loss after {curves[dense].steps[-1]:.0f} steps", "against dense"]
+    for links in times:
+        headings += [f"{links}: against dense after {first[links]:.0f} s", "sooner"]
+    found: list[str | Drawing] = [WORDS, table(headings, rows)]
+    if times:
+        caption = "Validation loss against time, at each share of communication."
+        found.append(Drawing("losses", caption, _draw(curves, times, colors)))
+    return found

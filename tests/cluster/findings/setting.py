@@ -1,0 +1,46 @@
+"""What was run, and on what."""
+
+import json
+import pathlib
+from typing import Any
+
+from tests.cluster import device, models, scenario
+from tests.cluster.experiments import compression
+from tests.cluster.section import Section, listed, table
+
+TITLE, SOURCE = "What was run, on what", "environment.json"
+LINKS = """**Links.** Every host is a network namespace, every pair of hosts has a link of its own (veth), and each
+direction of it a token bucket (tc tbf) that carries the rate of TCP payload. Messages are those of jax's own
+collectives, over gloo and TCP, between processes that jax.distributed joins. A placement is made by giving the
+processes the links of the hosts onto which it puts them, so that all placements of a mesh run the same compiled
+program."""
+
+
+def _devices() -> str:
+    model, layers = models.MODEL, compression.SPLITS["dense"].layers
+    return f"""**Devices.** Every device is a process on this machine's cores, and its speed is emulated. Forward,
+    backward and loss are computed for real, and then take at least so long: {1e3 * device.LAYER:g} ms for F of a layer
+    on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
+    {1e3 * device.HEAD:g} ms for the loss. What is left of an op's time the process sleeps, as a GPU leaves its host's
+    cores alone; everything else takes the time that it takes. The model is a GPT of {model["layers"]} layers ({layers}
+    for compression) of width {model["hidden"]}, sequence {model["sequence"]}, {model["dtype"]}: so small that its real
+    compute fits into that time with all hosts at once. A plan's name has the sizes of its axes, data x pipe x tensor,
+    and its schedule."""
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found = {}
+    for name, value in values.items():
+        words = f"{prefix}{name}".replace("_", " ")
+        found |= _flat(value, f"{words}: ") if isinstance(value, dict) else {words: str(value)}
+    return found
+
+
+def section(folder: pathlib.Path) -> Section:
+    """The machine, the emulated devices and links, and the scenarios."""
+    scenes = [f"`{name}` ({scenario.load(name, 8).what})" for name in scenario.names()]
+    path, machine = folder / SOURCE, "Nothing says on which machine this was run."
+    if path.exists():
+        machine = table(["", "this run"], _flat(json.loads(path.read_text())).items(), words=2)
+    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", machine)
+    return Section(TITLE, "python -m tests.cluster.lab", (SOURCE,), (), blocks)

@@ -1,0 +1,133 @@
+"""The lab's raw records as a page with figures: what was wanted, what was seen, and what falls short.
+
+    python -m tests.cluster.results
+
+writes the page again from the records that there are, and measures nothing.
+"""
+
+import pathlib
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+
+from paxtrain.errors import UserError, run
+from tests.cluster.findings import (
+    accuracy,
+    compression,
+    faults,
+    growth,
+    joint,
+    links,
+    placement,
+    schedules,
+    setting,
+)
+from tests.cluster.section import NOT_RUN, Drawing, Section, Target, table
+
+WIDTH = 120  # columns of a paragraph
+PARTS = (setting, links, accuracy, placement, compression, schedules, joint, growth, faults)
+INTRODUCTION = """All of this is computed from the raw records that `make lab` leaves in `runs/lab`; no figure is typed
+in, and `python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and
+a spread is half the distance between the quartiles."""
+CAVEATS = (
+    """**Devices are emulated.** Their speed is a number in `tests/cluster/device.py`. So these figures say how well
+    step times are predicted from profiled compute and links, and what placement and compression gain at a given ratio
+    of compute to communication. They say nothing of how fast a GPU is, nor of compute that varies.""",
+    """**The CPU backend waits for its transfers.** What overlaps on GPUs does not overlap here. The simulator's
+    blocking model is tested, the overlapping one is only shown.""",
+    """**Placements are made by moving links under processes** that stay where they are. Hosts are alike but for their
+    links, so it should come to the same; one placement was made both ways.""",
+    """**One machine.** All hosts share its cores, its memory and its clock. Links have rates, but there are no
+    switches, no other traffic and next to no latency.""",
+    """**A small model.** Its messages take as long on these links as large ones do on fast links, but what a message
+    costs whatever its size weighs more.""",
+    """**One seed** of rates, placements and training. The spread is that of repeats within one run.""",
+)
+_MET = {True: "yes", False: "**no**", None: "open"}
+
+
+def _filled(text: str, begin: str = "") -> str:
+    words = " ".join(text.split())
+    return textwrap.fill(
+        begin + words, WIDTH, subsequent_indent=" " * len(begin), break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _targets(targets: list[Target]) -> str:
+    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else _MET[t.met]) for t in targets]
+    return table(["what", "target", "seen", "met?"], rows, words=4)
+
+
+def _shortfalls(sections: list[Section]) -> Iterator[str]:
+    """What was missed, what cannot be said, and what has not been run, in words."""
+    targets = [target for section in sections for target in section.targets]
+    for t in targets:
+        if t.met is False:
+            yield f"**Missed:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+    for t in targets:
+        if t.met is None and t.seen != NOT_RUN:
+            yield f"**Open:** {t.what}. Wanted: {t.wanted}. Seen: {t.seen}."
+    for section in sections:
+        if not section.blocks:
+            yield f"**Not run:** {section.title}; `{section.command}` does."
+        for t in section.targets if section.blocks else ():
+            if t.seen == NOT_RUN:
+                yield f"**Not run:** {t.what}; `{section.command}` does."
+
+
+def _blocks(section: Section, folder: str) -> Iterator[str]:
+    sources = ", ".join(f"`{source}`" for source in section.sources)
+    yield f"## {section.title}"
+    yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
+    for block in section.blocks or ("Not run yet.",):
+        if isinstance(block, Drawing):
+            yield f"![{block.name}]({folder}/{block.name}.png)"
+            yield _filled(block.caption)
+        else:
+            yield block if block.startswith("|") else _filled(block)
+
+
+def write(records: pathlib.Path, page: pathlib.Path) -> None:
+    """Writes the page, with its figures in a folder of its name beside it, from the records that there are."""
+    sections = [part.section(records) for part in PARTS]
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    for drawing in (drawing for section in sections for drawing in section.drawings):
+        drawing.figure.savefig(folder / f"{drawing.name}.png")
+    shortfalls = [_filled(text, "- ") for text in _shortfalls(sections)]
+    text = [
+        "# Results on the test cluster",
+        _filled(INTRODUCTION),
+        _targets([target for section in sections for target in section.targets]),
+        "## What falls short",
+        "\n".join(shortfalls) or "Every target was met.",
+        "What these figures cannot say:",
+        "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
+        *(block for section in sections for block in _blocks(section, folder.name)),
+    ]
+    page.write_text("\n\n".join(text) + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the page from a folder of records."""
+    f = flags.FLAGS
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; the folder of records is named with --out=FOLDER")
+    records = pathlib.Path(f.out)
+    if not any(records.glob("*.jsonl")):
+        raise UserError(f"there are no records in --out={f.out}; `make lab` makes some")
+    write(records, pathlib.Path(f.page))
+    print(f"wrote {f.page}")
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_string("out", "runs/lab", "The lab's folder of records.")
+    flags.DEFINE_string(
+        "page", "docs/results.md", "The page that is written, figures in a folder of its name beside it."
+    )
+
+
+if __name__ == "__main__":
+    run(main, define_flags)
