@@ -47,7 +47,8 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
         run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
         if names(path)[-1] != "token":
             return run(x)
-        return _on_edges(layout, run, x, tuple(n * (data if i == dim else 1) for i, n in enumerate(x.shape)))
+        with jax.named_scope("embedding"):
+            return _on_edges(layout, run, x, tuple(n * (data if i == dim else 1) for i, n in enumerate(x.shape)))
 
     def rows(key: str, take: int | slice) -> Params:
         """Some rows of shards[key], in compute dtype and whole; a single row loses its dim."""
@@ -102,6 +103,7 @@ def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index("data") * size, size, axis=dim)
 
 
+@jax.named_scope("embedding")
 def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     """The tied embedding's gradient [V/T, H]: the mean over data, summed over the first and the last stage.
 
@@ -163,6 +165,7 @@ def _packed_rest(layout: Layout, rest: dict[Place, jax.Array], dims: Params) -> 
     return dict(zip(shards, (x / data for x in sums))) | dict(zip(whole, means))
 
 
+@jax.named_scope("compression")
 def _low_rank_layers(
     compression: Compression, layers: list[Params], state: PowerState, rank: int
 ) -> tuple[list[Params], PowerState, jax.Array]:

@@ -14,6 +14,8 @@ import math
 import re
 from collections.abc import Iterator
 
+import numpy as np
+
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -24,9 +26,11 @@ _CALLEE = re.compile(r"(condition|body|to_apply|calls|true_computation|false_com
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
-_GROUPS_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_GROUPS_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_GROUPS_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
+_GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? *\{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cudnn)')
 _CALLERS = ("while", "conditional", "call", "fusion", "async-start", "call-start", "fusion-start")
 _KERNELS = ("fusion", "custom-call", "dot", "convolution")
@@ -54,6 +58,28 @@ class Collective:
     group_size: int
     executions: int
     computation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction that runs by itself: a kernel, a collective, a loop; none of those inside a fusion.
+
+    Attributes:
+        opcode: as HLO spells it; of an asynchronous pair that of its start, and of a wrapper what it wraps.
+        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"); of what XLA has added,
+            and gives no name, that of the loop around it; "" outside of loops.
+        groups: of a collective: partition ids that exchange values with one another, of a collective-permute its pairs;
+            empty where all do. A partition id is a position in `mesh.devices.flat`.
+    """
+
+    opcode: str
+    op_name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def kind(self) -> str | None:
+        """The collective that it runs or starts, one of COLLECTIVES."""
+        return _kind(self.opcode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +158,7 @@ class _Program:
                 root, name, shape, opcode, operands, attributes = match.groups()
                 names = tuple(_NAME.findall(operands))
                 instructions[name] = _Instruction(name, shape, opcode, names, attributes, bool(root))
+        self.entry = entry
         if not entry:
             raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
         self.executions: collections.Counter[str] = collections.Counter()
@@ -212,15 +239,39 @@ def _pairs(attributes: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed[1])) if listed else ()
 
 
-def _group_size(attributes: str) -> int:
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Partition ids in the order that HLO writes as [dims]T(order)."""
+    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective in any of HLO's spellings; empty where all partitions are one."""
     if listed := _GROUPS_LISTED.search(attributes):
-        return len(listed[1].split(","))
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"[\d,]+", listed[1]) if group != ",")
     if iota := _GROUPS_IOTA.search(attributes):
-        return int(iota[1])
-    if mesh := _GROUPS_MESH.search(attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
-    return 0
+        ids = _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
+    elif mesh := _GROUPS_MESH.search(attributes):
+        axes, chosen = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1])), re.findall(r"'([^']+)'", mesh[3])
+        if ":" in mesh[3]:
+            raise ValueError(f"groups over a part of an axis are not understood: {mesh[0]}")
+        sizes = [int(size) for size in axes.values()]
+        if not mesh[2]:
+            ids = np.arange(math.prod(sizes))
+        elif order := _IOTA.fullmatch(mesh[2]):
+            ids = _iota(*order.groups())
+        else:
+            ids = np.array(_numbers(mesh[2]))
+        last = [list(axes).index(name) for name in chosen]
+        ids = np.moveaxis(ids.reshape(sizes), last, range(-len(last), 0))
+        ids = ids.reshape(-1, math.prod(sizes[i] for i in last))
+    else:
+        return ()
+    return tuple(tuple(group) for group in ids.tolist())
 
 
 def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
@@ -229,18 +280,40 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
     found = []
     for computation, times, op in program.executed():
         if kind := _kind(op.opcode):
-            operands = program.operand_shapes(computation, op)
+            operands, groups = program.operand_shapes(computation, op), _groups(op.attributes)
             found.append(
                 Collective(
                     kind=kind,
                     dtype=_arrays(operands[0])[0][0],
                     bytes=sum(map(_bytes, operands)),
                     pairs=_pairs(op.attributes),
-                    group_size=_group_size(op.attributes),
+                    group_size=len(groups[0]) if groups else 0,
                     executions=times,
                     computation=computation,
                 )
             )
+    return found
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """Every instruction that can run, by its name: the name that a profiler's events carry."""
+    program = _Program(text, unknown_trip_count=1)
+    found: dict[str, Instruction] = {}
+
+    def visit(computation: str, around: str) -> None:
+        for op in program.computations[computation].values():
+            does = op
+            if op.opcode == "async-start":
+                does = next(i for _, callee in op.callees() for i in program.computations[callee].values() if i.root)
+            named = _OP_NAME.search(op.attributes) or _OP_NAME.search(does.attributes)
+            op_name = named[1] if named else around
+            groups = _pairs(does.attributes) or _groups(does.attributes)
+            found[op.name] = Instruction(does.opcode, op_name, groups)
+            for _, callee in op.callees():
+                if callee not in program.fused | program.wrapped:
+                    visit(callee, op_name)
+
+    visit(program.entry, "")
     return found
 
 

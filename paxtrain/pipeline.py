@@ -10,6 +10,8 @@ Two ways for a stage that is idle in a row:
                         conditional that returned rings or gradient accumulators would copy them whole.
 
 Rows of equal kind are one scan; in the rest each transfer names only the pairs that carry something.
+
+The named scopes are the parts of paxtrain.breakdown; they change no program.
 """
 
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ class Rows:
             carry |= {"gradient_out": message, "grads": grads}
         return carry
 
+    @jax.named_scope("forward")
     def _forward(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
         stage, train = self.stage, self.train
         active = (cell["forward_valid"] == 1) & (cell["forward_chunk"] == chunk)
@@ -84,6 +87,7 @@ class Rows:
             carry = carry | self._head(carry, cell, active & self.last)
         return carry
 
+    @jax.named_scope("head")
     def _head(self, carry: Carry, cell: Cell, active: jax.Array) -> Carry:
         stage, y = self.stage, carry["output"]
         if not self.train:
@@ -101,6 +105,7 @@ class Rows:
         grads = grads._replace(embedding=embedding, final_norm=final_norm)
         return {"loss": loss, "gradients": gradients, "grads": grads}
 
+    @jax.named_scope("backward")
     def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
         stage = self.stage
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
@@ -134,6 +139,7 @@ class Rows:
         )
         return carry | {"links": states | {direction: write(states[direction], slot, state)}}, wire
 
+    @jax.named_scope("compression")
     def _decode(self, direction: str, wire: Any) -> jax.Array:
         return getattr(self.links, direction).codec.decode(wire, self.stage.message)
 
@@ -199,15 +205,19 @@ def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
 
     def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
         loss, grads = carry
-        y, residuals = stage.forward_once(0, mb, stage.embed(mb))
-        loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
+        with jax.named_scope("forward"):
+            y, residuals = stage.forward_once(0, mb, stage.embed(mb))
+        with jax.named_scope("head"):
+            loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
         grads = grads._replace(embedding=embedding, final_norm=final_norm)
-        g, grads, _ = stage.backward(0, mb, residuals, (), g, grads, ())
-        return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
+        with jax.named_scope("backward"):
+            g, grads, _ = stage.backward(0, mb, residuals, (), g, grads, ())
+            return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
 
     return lax.scan(body, (jnp.float32(0), grads), jnp.arange(stage.micro_batches))[0]
 
 
+@jax.named_scope("backward")
 def zeros_like(weights: Weights) -> Weights:
     """Float32 gradient accumulators. Each has a zero of its own: XLA would copy one shared array of zeros into each."""
     leaves, structure = jax.tree.flatten(weights)

@@ -230,6 +230,7 @@ class Trainer:
         weights = gradients.gather_weights(self.layout, params)
         return Stage(self.layout.program, weights, tokens, key, first_sample)
 
+    @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
         return lax.pmean(lax.psum(loss, "pipe"), "data")
 
@@ -270,6 +271,7 @@ class Trainer:
         )
         return run(params, tokens, key, codec)
 
+    @jax.named_scope("optimizer")
     def update(
         self, state: TrainState, loss: jax.Array, grads: Params, codec: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:

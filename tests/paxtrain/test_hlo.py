@@ -77,6 +77,53 @@ def test_arrays_reduced_together_are_added_up():
     assert hlo.collective_bytes(text) == {"all-reduce": MESSAGE + 4 * COLUMNS * 4}
 
 
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("{{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['data'=2,'pipe'=4] {'pipe'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", ((0, 2), (1, 3))),
+        ("{}, dimensions={0}", ()),
+    ],
+)
+def test_groups_are_read_in_all_their_spellings(written, groups):
+    text = GPU.replace("replica_groups=[2,2]<=[4]", f"replica_groups={written}")
+    assert hlo.instructions(text)["ag-start"].groups == groups
+    assert only(text, "all-gather").group_size == (len(groups[0]) if groups else 0)
+
+
+def test_groups_over_a_part_of_an_axis_are_refused():
+    with pytest.raises(ValueError, match="part of an axis"):
+        hlo.instructions(GPU.replace("[2,2]<=[4]", "mesh['a'=4] {'a':(2)2}"))
+
+
+def test_instructions_have_their_scopes_and_those_without_a_name_their_loops():
+    def body(x, _):
+        with jax.named_scope("inner"):
+            return jnp.tanh(lax.ppermute(x, "pipe", CHAIN)), None
+
+    def both(x):
+        with jax.named_scope("outer"):
+            return lax.scan(body, jnp.cos(x), None, length=3)[0]
+
+    text = compiled_text(both)
+    found = hlo.instructions(text)
+    [loop] = [i for i in found.values() if i.opcode == "while"]
+    [permute] = [i for i in found.values() if i.kind]
+    assert "/outer/" in loop.op_name and loop.groups == ()
+    assert "/outer/" in permute.op_name and permute.op_name.endswith("/inner/ppermute")
+    assert permute.groups == ((0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7))
+    bare = hlo.instructions(text.replace(f'op_name="{permute.op_name}"', ""))
+    assert [i.op_name for i in bare.values() if i.kind] == [loop.op_name]
+    wrapped = hlo.instructions(GPU)["wrapped-start"]
+    assert (wrapped.opcode, wrapped.kind, wrapped.groups) == ("collective-permute", "collective-permute", ((2, 1),))
+    assert not {"dot", "copy.1", "negate"} & set(hlo.instructions(GPU))  # inside of fusions
+
+
 def test_a_conditional_counts_its_branches_once_and_as_often_as_it_runs():
     def body(x, _):
         last = lax.axis_index("pipe") == 3

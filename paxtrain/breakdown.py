@@ -1,0 +1,172 @@
+"""Where the seconds of a training step go, from a profiler trace of a few steps and the compiled step's text.
+
+The trace says when each instruction of the program ran on each local device; the text says from which named scope it
+comes, and between which devices a collective goes. The parts:
+
+    forward, backward   F and B of the layers and the embedding's lookup; recomputing is B's. On masked schedules (see
+                        pipeline.py) idle stages compute on scrap, and that is in here: the bubble is no wait there.
+    head                final norm, logits and loss, forward and backward
+    pipeline            transfers between stages, and waiting there for the other end
+    tensor              collectives over the tensor axis
+    data                collectives over the data axis, but for the embedding's
+    embedding           the tied table: its collectives over data, and the exchange between first and last stage
+    compression         encoding and decoding
+    optimizer           clipping and update
+    sync                collectives for loss, gradient norm and metrics: the first place where all wait for the slowest
+    other               all other instructions: casts of the weights, the rows' bookkeeping, copies that XLA added
+    idle                nothing ran: dispatch, the host, a core that is busy with something else
+
+Each instant of a device counts once. Work goes before collectives, so that a collective counts where nothing hides it;
+how much is hidden is told apart. Parts that run at the same time share it.
+"""
+
+import collections
+import dataclasses
+import pathlib
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+from jax.sharding import Mesh
+
+from paxtrain import hlo
+from paxtrain.trace import OTHER, STEP, Part, Span, read
+
+SCOPES = ("forward", "backward", "head", "embedding", "compression", "optimizer", "sync")
+LINKS = ("pipeline", "tensor", "data", "embedding", "sync")
+PARTS = (
+    "forward", "backward", "head", "pipeline", "tensor", "data", "embedding", "compression", "optimizer", "sync",
+    "other", "idle",
+)  # fmt: skip
+
+# On CPUs these have events of their own, around those of what they run.
+_CONTAINERS = ("while", "call", "conditional")
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a step on this process's devices, means over the traced steps.
+
+    Attributes:
+        devices: of the mesh and this process, in the mesh's order.
+        total: of a traced step, from its call until its results are there.
+        untraced: the same without the profiler, measured just before.
+        seconds: of each of PARTS, float64 [devices]; on every device they add up to the total.
+        hidden: of each of LINKS, float64 [devices]: seconds in which its collectives were in flight under work, and
+            which count as that work.
+    """
+
+    devices: tuple[jax.Device, ...]
+    total: float
+    untraced: float
+    seconds: dict[str, np.ndarray]
+    hidden: dict[str, np.ndarray]
+
+
+def axes(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> frozenset[str]:
+    """The mesh axes along which the partitions of a group differ; no groups: all partitions are one."""
+    found = set()
+    for group in groups or [range(mesh.size)]:
+        places = np.unravel_index(list(group), mesh.devices.shape)
+        found |= {axis for axis, place in zip(mesh.axis_names, places) if len(set(place.tolist())) > 1}
+    return frozenset(found)
+
+
+def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
+    """What an instruction of the step counts as: a collective by its axis, all else by its innermost named scope."""
+    scopes = [word for word in re.split(r"[/()]", instruction.op_name) if word in SCOPES]
+    scope = scopes[-1] if scopes else "other"
+    if not instruction.kind:
+        return Part(scope, link=False)
+    if scope in ("embedding", "sync", "optimizer"):
+        return Part("embedding" if scope == "embedding" else "sync", link=True)
+    over = axes(instruction.groups, mesh)
+    if over == {"pipe"} and instruction.kind == "collective-permute":
+        return Part("pipeline", link=True)
+    if over == {"tensor"}:
+        return Part("tensor", link=True)
+    if over == {"data"}:
+        return Part("data", link=True)
+    return Part("sync", link=True)
+
+
+def parts(text: str, mesh: Mesh) -> dict[str, Part | None]:
+    """What each instruction of a compiled step's text counts as; None for those that only run others."""
+    return {
+        name: None if instruction.opcode in _CONTAINERS else part(instruction, mesh)
+        for name, instruction in hlo.instructions(text).items()
+    }
+
+
+def attribute(spans: Iterable[Span], start: float, end: float) -> tuple[collections.Counter, collections.Counter]:
+    """Seconds from start to end by part, idle included, and seconds of collectives under work by part."""
+    edges = [(end, 0, OTHER)]
+    for span in spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if last > first:
+            edges += [(first, 1, span.part), (last, -1, span.part)]
+    seconds: collections.Counter[str] = collections.Counter()
+    hidden: collections.Counter[str] = collections.Counter()
+    flying: collections.Counter[Part] = collections.Counter()
+    now = start
+    for then, change, what in sorted(edges):
+        work = {p: n for p, n in flying.items() if n and not p.link}
+        links = {p: n for p, n in flying.items() if n and p.link}
+        counted = work or links or {Part("idle", link=False): 1}
+        for p, n in counted.items():
+            seconds[p.name] += (then - now) * n / sum(counted.values())
+        if work:
+            hidden.update({p.name: then - now for p in links})
+        now = then
+        flying[what] += change
+    return seconds, hidden
+
+
+def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh, steps: int = 3) -> Breakdown:
+    """Traces a few steps of this process. All processes of the mesh call it together.
+
+    Args:
+        run: runs `compiled` once and returns (some of) its results. Called 2 * steps + 1 times.
+        compiled: the train step, as Trainer.compile_step makes it.
+        mesh: its mesh.
+        steps: to trace.
+
+    Raises:
+        ValueError: nothing of the program is in the trace: run runs another one, or the backend tells nothing.
+    """
+    text, options = compiled.as_text(), jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.enable_hlo_proto = 0, False
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    for _ in range(steps):
+        jax.block_until_ready(run())
+    untraced = (time.perf_counter() - began) / steps
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(steps):
+                with jax.profiler.TraceAnnotation(STEP):
+                    jax.block_until_ready(run())
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        module = text.split(maxsplit=2)[1].rstrip(",")
+        windows, spans = read(ProfileData.from_file(str(path)), module, parts(text, mesh))
+    devices = tuple(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    numbers = [d.id if d.platform == "cpu" else d.local_hardware_id for d in devices]
+    if missing := set(numbers) - {n for n, found in spans.items() if any(span.part != OTHER for span in found)}:
+        raise ValueError(f"the trace has no instruction of the program on device {min(missing)}; does run execute it?")
+    each = [[attribute(spans[number], *window) for window in windows] for number in numbers]
+
+    def mean(which: int, name: str) -> np.ndarray:
+        return np.array([sum(found[which][name] for found in device) / steps for device in each])
+
+    return Breakdown(
+        devices=devices,
+        total=sum(end - start for start, end in windows) / steps,
+        untraced=untraced,
+        seconds={name: mean(0, name) for name in PARTS},
+        hidden={name: mean(1, name) for name in LINKS},
+    )

@@ -1,0 +1,101 @@
+"""Shows where the seconds of a training step go: srun python -m paxtrain.profile --config=... [--plan=plan.json].
+
+Takes the flags of paxtrain.train, but neither data nor checkpoints: it runs a few steps from fresh weights on random
+tokens, with compression on where the configuration has it. `paxtrain/breakdown.py` says what the parts are.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from absl import flags
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from paxtrain import distributed, plan, selective, train
+from paxtrain.breakdown import LINKS, PARTS, Breakdown, breakdown
+from paxtrain.config import Config, from_dict
+from paxtrain.errors import UserError, run
+from paxtrain.mesh import host_major, make_mesh
+from paxtrain.step import Trainer
+
+
+def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
+    """The breakdown of a configuration's step on this process's devices."""
+    trainer = Trainer(config, mesh)
+    trainer.compression.check()
+    state = trainer.init(config.run.seed)
+    if config.compress.data == "selective":
+        chosen = selective.choose(trainer, state)[0].chosen()
+        ranks = tuple(config.compress.data_rank if s in chosen else 0 for s in range(config.mesh.pipe))
+        trainer = dataclasses.replace(trainer, stage_ranks=ranks)
+    shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
+    draw = functools.partial(jax.random.randint, shape=shape, minval=0, maxval=config.model.vocab_size)
+    tokens, step = jax.jit(draw, out_shardings=sharding)(jax.random.key(0)), trainer.compile_step()
+
+    def one() -> dict[str, jax.Array]:
+        nonlocal state
+        state, metrics = step(state, tokens)
+        return metrics
+
+    return breakdown(one, step, mesh, steps)
+
+
+def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Seconds and hidden seconds of every part by stage, [P]: means over the devices of all processes."""
+    stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
+    mine = np.array([[*(found.seconds[p][i] for p in PARTS), *(found.hidden[p][i] for p in LINKS)]
+                     for i in range(len(found.devices))])  # fmt: skip
+    stages, values = multihost_utils.process_allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
+    means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[1])], axis=1)
+    return dict(zip(PARTS, means)), dict(zip(LINKS, means[len(PARTS) :]))
+
+
+def table(seconds: dict[str, np.ndarray], hidden: dict[str, np.ndarray]) -> str:
+    """Parts by stage in seconds, and the share of each in the step, those that are nowhere left out."""
+    total = sum(seconds.values())
+    heads = [f"stage {s}" for s in range(len(total))]
+    lines = [f"  {'seconds of a step':<18}" + "".join(f"{head:>10}" for head in heads) + f"{'share':>9}"]
+    row = lambda name, values: f"  {name:<18}" + "".join(f"{value:>10.4f}" for value in values)  # noqa: E731
+    for name, values in [*seconds.items(), ("together", total)]:
+        if values.any():
+            lines.append(row(name, values) + f"{values.mean() / total.mean():>9.1%}")
+    under = [row(name, values) for name, values in hidden.items() if values.round(4).any()]
+    return "\n".join([*lines, *(["  in flight under work, and counted as that:"] if under else []), *under])
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    train.define_flags()
+    flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Reads the configuration, joins the other processes, measures and prints."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
+    f = flags.FLAGS
+    chosen = plan.load(f.plan) if f.plan else None
+    config = chosen.apply(f.config) if chosen else from_dict(f.config)
+    processes = f.num_processes or distributed.expected_processes(os.environ)
+    jax.config.update("jax_num_cpu_devices", f.cpu_devices or max(1, config.mesh.devices // processes))
+    distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout)
+    mesh, problem = None, None
+    try:
+        devices = host_major(chosen.hosts, distributed.host_names()) if chosen and chosen.hosts else None
+        mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
+    except UserError as error:
+        problem = error
+    distributed.agree(problem)
+    found = profile(config, mesh, f.steps)
+    seconds, hidden = by_stage(found, mesh)
+    if jax.process_index() == 0:
+        print(table(seconds, hidden))
+        print(f"  {f.steps} steps of {found.total:.4f} s; without the profiler {found.untraced:.4f} s", flush=True)
+
+
+if __name__ == "__main__":
+    run(main, define_flags)
