@@ -91,10 +91,17 @@ class Bench:
 
         Args:
             order: of the devices in the mesh, if not as they come; then names end in " ordered".
+            run: that section of the configuration; with eval_batches the programs can evaluate.
         """
         names = [split.name + (" ordered" if order else "") for split in splits]
         tasks = [
-            {"do": "load", "name": name, "config": split.values(self.lab.data, **run), "order": list(order)}
+            {
+                "do": "load",
+                "name": name,
+                "config": split.values(self.lab.data, **run),
+                "order": list(order),
+                "evaluates": "eval_batches" in run,
+            }
             for name, split in zip(names, splits)
         ]
         answers = [answer[0] for answer in self.session.ask_staggered(tasks)]

@@ -9,6 +9,7 @@ from typing import Any
 from tests.cluster.hosts import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+_WORKER = pathlib.Path(__file__).with_name("worker.py")
 _PORT = 9911
 # glibc gives a step's big buffers back to the system and faults them in again in the next one; a GPU's allocator keeps
 # its memory, and so these settings make glibc. One thread per device: a host's share of a core has no second one.
@@ -51,7 +52,7 @@ class Session:
         hosts = self.cluster.hosts
         flags = [f"--coordinator={self.cluster.addresses[0]}:{_PORT}", f"--num_processes={hosts}"]
         flags.append(f"--cpu_devices={self._devices}")
-        command = [sys.executable, "-m", "tests.cluster.worker", *flags]
+        command = [sys.executable, str(_WORKER), *flags]
         for host in range(hosts):
             self._workers.append(
                 self.cluster.start(

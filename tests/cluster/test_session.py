@@ -41,7 +41,7 @@ def session(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(session, text):
-    task = {"do": "load", "config": SPLIT.values(text, eval_batches=1)}
+    task = {"do": "load", "config": SPLIT.values(text, eval_batches=1), "evaluates": True}
     return session.ask_staggered([task | {"name": "plain", "order": []}, task | {"name": "turned", "order": [1, 0]}])
 
 

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,15 +48,43 @@ def _share_programs() -> None:
     )
 
 
+def _kept(compile_it: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, float]:
+    """A program as it comes from the persistent cache, and the seconds that it took.
+
+    One that has just been compiled is loaded all the same, as the other processes will: loaded programs may have their
+    collectives in another order than those fresh from the compiler, and gloo aborts where orders differ.
+    """
+    hits: list[str] = []
+
+    def heard(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(heard)
+    try:
+        began = time.perf_counter()
+        program = compile_it()
+        seconds = time.perf_counter() - began
+        if not hits:
+            jax.clear_caches()
+            program = compile_it()
+        if not hits:
+            raise RuntimeError("a program that was compiled is not in the cache of compiled programs")
+    finally:
+        jax.monitoring.unregister_event_listener(heard)
+    return program, seconds
+
+
 class Program:
     """A training step compiled for a mesh over some order of the devices, with a state to run it on."""
 
-    def __init__(self, config: Config, order: Sequence[int]) -> None:
+    def __init__(self, config: Config, order: Sequence[int], evaluates: bool) -> None:
         self.config = config
         self.trainer = Trainer(config, make_mesh(config.mesh, order or None))
-        began = time.perf_counter()
-        self.compiled = self.trainer.compile_step()
-        self.compile_seconds = time.perf_counter() - began
+        self.compiled, self.compile_seconds = _kept(self.trainer.compile_step)
+        if evaluates:
+            state, batch = self.trainer.abstract_state(), self.trainer.abstract_batch()
+            self.evaluate, _ = _kept(lambda: self.trainer.evaluate.lower(state.params, batch).compile())
         self.shape = self.trainer.abstract_batch().shape
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.fresh()
@@ -117,10 +145,10 @@ class Worker:
             clusters.save(cluster, pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}
 
-    def load(self, name: str, config: dict, order: list[int]) -> dict[str, Any]:
-        """Compiles a configuration's train step for a device order."""
+    def load(self, name: str, config: dict, order: list[int], evaluates: bool = False) -> dict[str, Any]:
+        """Compiles a configuration's train step for a device order, and its evaluation if it `evaluates`."""
         if name not in self.programs:
-            self.programs[name] = Program(from_dict(config), order)
+            self.programs[name] = Program(from_dict(config), order, evaluates)
         program = self.programs[name]
         wire = hlo.collective_bytes(program.compiled.as_text())
         return {"compile_seconds": program.compile_seconds, "wire": wire}
@@ -164,7 +192,7 @@ class Worker:
         program.fresh()
         config, losses, validation = program.config, [], []
         few = [batch for _, batch in zip(range(config.run.eval_batches), program.batches("validation"))]
-        evaluate = lambda: float(np.mean([float(program.trainer.evaluate(program.state.params, b)) for b in few]))  # noqa: E731
+        evaluate = lambda: float(np.mean([float(program.evaluate(program.state.params, b)) for b in few]))  # noqa: E731
         for step, batch in zip(range(steps + 1), program.batches("train")):
             if step % eval_every == 0:
                 validation.append([step, evaluate()])

@@ -25,9 +25,9 @@ COMPRESSED = (("backward", "all"), ("backward_rank", RANK), ("data", "all"), ("d
 
 
 def base(hosts: int, devices_per_host: int = 1) -> Split:
-    """What a run without a planner would take: tensor groups fill hosts, up to four stages, eight micro-batches."""
-    pipe = next(p for p in (4, 2, 1) if hosts % p == 0)
-    data = hosts // pipe
+    """What a run without a planner would take: tensor groups fill hosts, two data ranks, eight micro-batches each."""
+    data = 2 if hosts > 2 and hosts % 2 == 0 else 1
+    pipe = hosts // data
     return Split((data, pipe, devices_per_host), "1f1b", global_batch=32 * data)
 
 
@@ -53,9 +53,10 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
 
 def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray, float]:
     """The planner's choice among all it knows: the split, its hosts [D, P], and its predicted seconds."""
-    config = base.config
+    config, hosts = base.config, len(cluster.hosts)
     choices = Choices(
         tensor=(base.mesh[2],),
+        pipe=(hosts, max(1, hosts // 2)),  # at most two data ranks, see growth.py
         micro_batch=(base.micro_batch,),
         saves=(models.SAVE,),
         zero1=(True,),

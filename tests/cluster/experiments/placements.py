@@ -19,14 +19,14 @@ from tests.cluster.laboratory import Bench, Lab
 from tests.cluster.models import Split, moved
 from tests.cluster.records import Records
 
-SCENARIOS = ("two_racks", "one_slow_nic", "noisy", "uniform")
+SCENARIOS = ("two_racks", "one_slow_nic", "noisy")
 SPLITS = (
     Split((2, 4, 1)),
     Split((2, 4, 1), "1f1b"),
-    Split((4, 2, 1)),
+    Split((2, 4, 1), "gpipe"),
     Split((1, 8, 1)),
 )
-RANDOM = {"two_racks": 4, "one_slow_nic": 1, "noisy": 0, "uniform": 0}
+RANDOM = {"two_racks": 3, "one_slow_nic": 0, "noisy": 0}
 
 
 def closed(problem: Problem, cluster: Cluster, hosts: np.ndarray) -> dict[str, float]:
