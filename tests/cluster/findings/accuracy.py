@@ -142,7 +142,7 @@ def section(folder: pathlib.Path) -> Section:
         """Top-1 regret is the measured time of the pair that is predicted best over that of the best, less 1, within a
         scenario: what somebody loses who trusts the prediction. **A rank correlation of all pairs together flatters**:
         slow and fast scenarios are easily told apart, but nobody chooses among scenarios. The one within a scenario is
-        what counts. Where a plan's placements are equally fast, as on `uniform`, their ranks are noise.""",
+        what counts. Where a plan's placements are equally fast their ranks are noise.""",
         _scores(forms),
         _scenarios(found, forms),
         Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),

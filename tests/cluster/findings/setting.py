@@ -17,15 +17,15 @@ program."""
 
 
 def _devices() -> str:
-    model, layers = models.MODEL, compression.SPLITS["dense"].layers
+    model, other = models.MODEL, compression.SPLITS["dense"]
     return f"""**Devices.** Every device is a process on this machine's cores, and its speed is emulated. Forward,
     backward and loss are computed for real, and then take at least so long: {1e3 * device.LAYER:g} ms for F of a layer
     on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
     {1e3 * device.HEAD:g} ms for the loss. What is left of an op's time the process sleeps, as a GPU leaves its host's
-    cores alone; everything else takes the time that it takes. The model is a GPT of {model["layers"]} layers ({layers}
-    for compression) of width {model["hidden"]}, sequence {model["sequence"]}, {model["dtype"]}: so small that its real
-    compute fits into that time with all hosts at once. A plan's name has the sizes of its axes, data x pipe x tensor,
-    and its schedule."""
+    cores alone; everything else takes the time that it takes. The model is a GPT over bytes of {model["layers"]} layers
+    ({other.layers} for compression), width {model["hidden"]}, sequence {model["sequence"]} ({other.sequence} for
+    compression), in {model["dtype"]}: so small that its real compute fits into that time with all hosts at once. A
+    plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
