@@ -357,6 +357,11 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
         self._manager.save(step, args=args, force=True)
 
+    def check(self) -> None:
+        """Raises what went wrong with the last save, if that is known by now: each step without it would be lost."""
+        if self._manager is not None:
+            self._manager.check_for_errors()
+
     def wait(self) -> None:
         """Returns when everything saved is on disk; raises what went wrong there."""
         if self._manager is not None:

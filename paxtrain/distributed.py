@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from jax._src import distributed as runtime
 from jax.experimental import multihost_utils
 
 from paxtrain.errors import UserError
+
+_BARRIER = 3_600_000  # milliseconds
 
 # Variables that say: this is one of several processes of a launch. jax.distributed reads the rest itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
@@ -79,6 +82,17 @@ def agree(error: UserError | None) -> None:
         raise error
 
 
+def wait_for_all(what: str) -> None:
+    """Returns when all processes have come here, each once for every `what`.
+
+    No collective, whose time limit may be shorter than what keeps the others (compiling), since a collective's is there
+    to notice what has broken.
+    """
+    client = runtime.global_state.client
+    if client is not None and jax.process_count() > 1:
+        client.wait_at_barrier(f"paxtrain/{what}", _BARRIER)
+
+
 @contextlib.contextmanager
 def _limit(seconds: float, message: str) -> Iterator[None]:
     """Ends the process with a sentence if the block takes longer: the runtime's own limit ends in a C++ abort."""
@@ -101,12 +115,15 @@ def _check_address(coordinator: str) -> None:
         raise UserError(f"--coordinator must be HOST:PORT with a port from 1 to 65535, got {coordinator!r}")
 
 
-def initialize(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> None:
+def initialize(
+    coordinator: str | None, processes: int | None, process: int | None, timeout: float, heartbeat: int | None = None
+) -> None:
     """Joins the processes of a launch; without flags and launcher this process stays alone.
 
     Args:
         coordinator: HOST:PORT of process 0; processes, process: their number and this one's. All three or none.
         timeout: seconds to wait for the coordinator and for the other processes.
+        heartbeat: seconds after which a process that has not been heard ends all others; None: as jax has it.
 
     Raises:
         UserError: only some of the flags are given, or they make no sense.
@@ -137,6 +154,7 @@ def initialize(coordinator: str | None, processes: int | None, process: int | No
                 local_device_ids=_local_devices(os.environ),
                 cluster_detection_method=None if missing else "deactivate",
                 initialization_timeout=int(timeout) + 60,
+                **({"heartbeat_timeout_seconds": heartbeat} if heartbeat else {}),
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error

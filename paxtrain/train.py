@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample, selective
+from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample, selective, supervised
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, host_major, make_mesh, process_rows
@@ -40,8 +40,10 @@ class Run:
     Everything that can be wrong with the input is found while this is made, before anything is compiled.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, progress: supervised.Progress | None = None) -> None:
+        """`progress` is told of steps and of what happens between them; None: nobody is."""
         self.config = config
+        self.progress = progress or supervised.Progress({})
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.trainer = Trainer(config, mesh)
@@ -89,7 +91,8 @@ class Run:
     def validate(self, state: TrainState) -> float:
         """Mean loss over the first eval_batches global batches of the validation data."""
         some = zip(range(self.config.run.eval_batches), self.batches("validation"))
-        return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+        with self.progress.doing("evaluating"):
+            return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +100,8 @@ class Run:
         """The state of the newest good checkpoint, or a fresh one."""
         if self.config.checkpoint.resume:
             abstract = self.trainer.abstract_canonical()
-            restored = checkpoints.restore(abstract, sample.architecture(self.config.model), self._wanted(abstract))
+            with self.progress.doing("restoring a checkpoint"):
+                restored = checkpoints.restore(abstract, sample.architecture(self.config.model), self._wanted(abstract))
             for problem in checkpoints.problems:
                 self.say(problem)
             if restored is not None:
@@ -158,7 +162,9 @@ class Run:
         """The compiled train step of that number."""
         ranks = self.ranks.at(number)
         if ranks not in self._steps:
-            self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
+            with self.progress.doing("compiling"):
+                self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
+                distributed.wait_for_all(f"step {number} is compiled")
         return self._steps[ranks]
 
     def _data_identity(self) -> dict[str, Any]:
@@ -186,7 +192,8 @@ class Run:
             },
             "jax": jax.__version__,
         }
-        checkpoints.save(step, self.trainer.canonical(state), meta)
+        with self.progress.doing("saving a checkpoint"):
+            checkpoints.save(step, self.trainer.canonical(state), meta)
 
     # --- Stopping -----------------------------------------------------------------------------------------------------
 
@@ -233,6 +240,7 @@ class Run:
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
                 untrained = self._untrained(state, writer)
                 state, speed = self._loop(state, first, checkpoints, writer)
+                self.progress.now("finishing")
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
                 if validation is not None and self._recorded_validation(done) is None:
@@ -272,6 +280,7 @@ class Run:
             def handle(n: int, values: dict[str, jax.Array]) -> None:
                 nonlocal last_time
                 values = jax.device_get(values)
+                self.progress.finished(n)
                 now = time.perf_counter()
                 seconds, last_time = now - last_time, now
                 speed = self.tokens_per_step / seconds
@@ -295,6 +304,7 @@ class Run:
                 progress.update(n, float(values["loss"]), speed, seconds)
 
             for number in range(first + 1, c.run.steps + 1):
+                checkpoints.check()
                 if number == self.ranks.start + 1 and number > 1:
                     ranks = ", ".join(map(str, self.ranks.current))
                     progress.say(f"step {number}: compression over data starts, ranks by stage {ranks}")
@@ -377,16 +387,24 @@ def main(argv: Sequence[str]) -> None:
     # Only the CPU backend reads this; on GPU clusters it changes nothing.
     processes = options.num_processes or distributed.expected_processes(os.environ)
     jax.config.update("jax_num_cpu_devices", options.cpu_devices or max(1, config.mesh.devices // processes))
-    distributed.initialize(options.coordinator, options.num_processes, options.process_id, options.coordinator_timeout)
-    training, problem = None, None
-    try:
-        hosts = chosen.hosts if chosen else ()
-        devices = host_major(hosts, distributed.host_names()) if hosts else None
-        training = Run(config, make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices))
-    except UserError as error:
-        problem = error
-    distributed.agree(problem)
-    training.train()
+    with supervised.Progress(os.environ) as progress:
+        distributed.initialize(
+            options.coordinator,
+            options.num_processes,
+            options.process_id,
+            options.coordinator_timeout,
+            supervised.heartbeat(os.environ),
+        )
+        training, problem = None, None
+        try:
+            hosts = chosen.hosts if chosen else ()
+            devices = host_major(hosts, distributed.host_names()) if hosts else None
+            mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
+            training = Run(config, mesh, progress)
+        except UserError as error:
+            problem = error
+        distributed.agree(problem)
+        training.train()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import json
 import pathlib
 import zipfile
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,36 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         samples=join(cluster.samples, np.min),
         measured=None,
         parts=cluster,
+    )
+
+
+def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """The cluster as it is when these hosts are gone.
+
+    Raises:
+        UserError: there is no such host, or none would be left.
+        ValueError: the hosts are taken several at a time already; `merged` comes after this.
+    """
+    if cluster.parts is not None:
+        raise ValueError("leave hosts out before they are merged")
+    for name in names:
+        if name not in cluster.hosts:
+            known = ", ".join(cluster.hosts[:8]) + (", ..." if len(cluster.hosts) > 8 else "")
+            raise UserError(f"there is no host {name!r} to leave out; the cluster has {known}")
+    left = [i for i, name in enumerate(cluster.hosts) if name not in names]
+    if not left:
+        raise UserError(f"all {len(cluster.hosts)} hosts are left out; leave one at least")
+    kinds = tuple(cluster.kinds[i] for i in left)
+    grid = np.ix_(left, left)
+    return dataclasses.replace(
+        cluster,
+        hosts=tuple(cluster.hosts[i] for i in left),
+        kinds=kinds,
+        memory=cluster.memory[left],
+        alpha=cluster.alpha[grid],
+        samples=cluster.samples[:, grid[0], grid[1]],
+        measured=None if cluster.measured is None else cluster.measured[grid],
+        compute=tuple(row for row in cluster.compute if row["kind"] in kinds),
     )
 
 

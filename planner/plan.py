@@ -119,6 +119,8 @@ def main(argv: Sequence[str]) -> None:
         cluster = recalibrated(cluster, f.constants, f.constants_of)
     elif f.constants_of:
         raise UserError(f"--constants_of={f.constants_of} needs --constants, the file that has them")
+    if f.without:
+        cluster = clusters.without(cluster, f.without)
     if f.tensor_hosts > 1:
         cluster = clusters.merged(cluster, f.tensor_hosts)
     out = pathlib.Path(f.out)
@@ -175,6 +177,7 @@ def define_flags() -> None:
     # A file that could not be loaded raises when it is first used: here, while flags are parsed.
     flags.register_validator("model", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
     flags.DEFINE_string("cluster", None, "The cluster's file, see planner/cluster.py.")
+    flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
     flags.DEFINE_string("constants", None, "Constants fitted to measured runs: constants.json of planner.validate.")
     flags.DEFINE_string("constants_of", "", "The cluster in it, where it has several.")
     flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)

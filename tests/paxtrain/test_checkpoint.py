@@ -1,10 +1,12 @@
 """Checkpoints: bit-exact on any mesh, and damage of every kind is found and survived."""
 
 import pathlib
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +105,27 @@ def test_a_save_survives_donation_of_the_state(tmp_path):
         )
         jax.block_until_ready(overwrite(state))
     assert restore(tmp_path) == (3, [])
+
+
+def test_a_save_that_fails_is_told_before_the_next_one(tmp_path):
+    """As a full disk is: here files may not grow."""
+    checkpoints, limits = Checkpoints(tmp_path, CheckpointConfig()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints.check()
+    checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+    checkpoints.wait()
+    checkpoints.check()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+        with pytest.raises((OSError, ValueError), match="File too large"):
+            for _ in range(1000):
+                time.sleep(0.01)
+                checkpoints.check()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises((OSError, ValueError), match="File too large"):
+            checkpoints.close()
+    assert restore(tmp_path) == (1, [f"checkpoint 2 in {tmp_path} was never finished and is left out"])
 
 
 def test_nothing_saved_restores_to_none(tmp_path):

@@ -90,6 +90,25 @@ def test_flags_that_make_no_sense(joined, flags, words):
     assert joined == []
 
 
+def test_the_heartbeat_reaches_the_runtime(joined):
+    distributed.initialize("localhost:1234", 4, 3, 10)
+    distributed.initialize("localhost:1234", 4, 3, 10, heartbeat=260)
+    [(_, usual), (_, asked)] = joined
+    assert "heartbeat_timeout_seconds" not in usual and asked["heartbeat_timeout_seconds"] == 260
+
+
+def test_waiting_for_all_is_no_collective(monkeypatch):
+    distributed.wait_for_all("nobody else")  # alone
+    waited = []
+    client = type("Client", (), {"wait_at_barrier": lambda self, *what: waited.append(what)})()
+    monkeypatch.setattr(distributed.runtime.global_state, "client", client)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    distributed.wait_for_all("still alone")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    distributed.wait_for_all("step 1 is compiled")
+    assert waited == [("paxtrain/step 1 is compiled", distributed._BARRIER)]
+
+
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("where", ["garbage", ":1234", "localhost:", "localhost:http", "localhost:0", "host:65536", ""])
 def test_what_is_no_address(joined, where, process):

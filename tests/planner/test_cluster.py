@@ -1,5 +1,6 @@
 """Cluster files: all three ways to give links, and a sentence for whatever is wrong."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -84,6 +85,54 @@ def test_merged_hosts_are_as_slow_as_their_slowest_pair():
         cluster.merged(made, 3)
     with pytest.raises(UserError, match="differ in kind"):
         cluster.merged(cluster.parse(values(hosts=2, device=["h100", "h200"])), 2)
+
+
+def test_without_some_hosts_nothing_else_changes():
+    rng = np.random.default_rng(0)
+    links = {
+        "alpha": rng.uniform(1e-6, 1e-5, (4, 4)).tolist(),
+        "bandwidth": rng.uniform(1e9, 2e9, (3, 4, 4)).tolist(),
+        "measured": (rng.uniform(size=(4, 4)) < 0.5).tolist(),
+    }
+    kinds = ["h100", "a100-80gb", "h100", "a100-80gb"]
+    compute = [ROW, ROW | {"kind": "h100"}, ROW | {"save": "layer_inputs"}]
+    made = cluster.parse(
+        values(hosts=["a", "b", "c", "d"], device=kinds, memory=[1e9, 2e9, 3e9, 4e9], links=links, compute=compute,
+               nics=3, name="lab", source="here")
+    )  # fmt: skip
+    left = cluster.without(made, ["c", "a"])
+    assert (left.hosts, left.kinds, left.memory.tolist()) == (("b", "d"), ("a100-80gb",) * 2, [2e9, 4e9])
+    for one, i in enumerate((1, 3)):
+        for other, j in enumerate((1, 3)):
+            assert left.alpha[one, other] == made.alpha[i, j]
+            assert left.measured[one, other] == made.measured[i, j]
+            assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
+            assert left.bandwidth[one, other] == made.bandwidth[i, j]
+    assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # no device of the other kind is left
+    kept = ("name", "source", "devices_per_host", "nics", "named", "shares", "parts")
+    assert all(getattr(left, name) == getattr(made, name) for name in kept)
+    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
+    assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # none is forgotten
+    assert cluster.without(made, []).hosts == made.hosts
+    assert cluster.without(cluster.parse(values()), ["host1"]).measured is None
+
+
+def test_hosts_to_leave_out_must_be_there():
+    made = cluster.parse(values())
+    with pytest.raises(UserError, match="there is no host 'pax3' to leave out; the cluster has host0, host1, host2"):
+        cluster.without(made, ["host0", "pax3"])
+    with pytest.raises(UserError, match="all 3 hosts are left out; leave one at least"):
+        cluster.without(made, made.hosts)
+    with pytest.raises(ValueError, match="before they are merged"):
+        cluster.without(cluster.merged(cluster.parse(values(hosts=4)), 2), ["host0+host1"])
+
+
+def test_a_smaller_cluster_can_be_saved(tmp_path):
+    left = cluster.without(cluster.parse(values(hosts=["a", "b", "c"])), ["b"])
+    cluster.save(left, tmp_path / "c.json")
+    again = cluster.load(tmp_path / "c.json")
+    assert again.hosts == ("a", "c") and again.named
+    np.testing.assert_array_equal(again.samples, left.samples)
 
 
 def test_1024_hosts_load_in_under_a_second():

@@ -1,5 +1,6 @@
 """The main: a dry run leaves a plan that the trainer takes and a page; bad input ends in a sentence and exit code 2."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -51,6 +52,19 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     )
 
 
+def test_a_plan_for_the_hosts_that_are_left(tmp_path):
+    from planner import cluster as clusters
+
+    file, out = tmp_path / "cluster.json", tmp_path / "plan"
+    clusters.save(dataclasses.replace(cluster(3, 4), hosts=("a", "b", "c"), named=True), file)
+    run = planned(
+        *MODEL, f"--cluster={file}", "--without=b", f"--out={out}", "--top=1", "--placed=1", "--compress=none"
+    )
+    assert run.returncode == 0, run.stderr
+    plan = plans.load(out / "plan.json")
+    assert sorted(plan.hosts) == ["a", "c"] and sorted(plan.device_order) == list(range(8))
+
+
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
     broken = tmp_path / "broken.json"
     values = json.loads(cluster_file.read_text())
@@ -71,6 +85,8 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
+        "there is no host 'pax3' to leave out": [cluster_flag, "--without=host0,pax3"],
+        "all 2 hosts are left out": [cluster_flag, "--without=host0,host1"],
     }
     for sentence, arguments in cases.items():
         run = planned(*MODEL, f"--out={tmp_path / 'plan'}", *arguments)

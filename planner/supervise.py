@@ -1,0 +1,133 @@
+"""Runs a command beside its likes on other hosts: python -m planner.supervise --host=I --hosts=a,b,c -- COMMAND.
+
+Start it once per host (or per process, where a host has several). When one of the commands fails, or a host or a link
+is gone, all of them end within a bounded time with one sentence that names the first cause; see docs/faults.md.
+"""
+
+import asyncio
+import hashlib
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from paxtrain.errors import UserError, run
+from planner.side_channel import SideChannel
+from planner.supervisor import Limits, Supervisor, environment
+from planner.worker_process import Worker
+
+PORT = 9100
+# Where launchers tell a process its number.
+_NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+def addresses(hosts: str, port: int) -> list[tuple[str, int]]:
+    """Host and port of every supervisor.
+
+    Args:
+        hosts: HOST or HOST:PORT, joined by commas, or @FILE with one a line.
+        port: where none is given.
+
+    Raises:
+        UserError: the file cannot be read, one makes no sense, or one comes twice.
+    """
+    if hosts.startswith("@"):
+        try:
+            hosts = ",".join(pathlib.Path(hosts[1:]).read_text().split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot read --hosts={hosts} ({error}); name a file with one HOST or HOST:PORT a line"
+            ) from error
+    found = []
+    for item in hosts.split(","):
+        bracket = item.endswith("]")  # an IPv6 address without a port
+        host, colon, number = (item, "", "") if bracket or ":" not in item else item.rpartition(":")
+        if not host or (colon and not (number.isdecimal() and 0 < int(number) < 1 << 16)):
+            raise UserError(
+                f"--hosts must be HOST or HOST:PORT joined by commas, or @FILE with one a line, got {item!r}"
+            )
+        found.append((host.strip("[]"), int(number) if colon else port))
+    if len(set(found)) < len(found):
+        host, number = next(each for each in found if found.count(each) > 1)
+        raise UserError(f"--hosts has {host}:{number} twice; give processes of one host different ports")
+    return found
+
+
+def names(found: Sequence[tuple[str, int]]) -> list[str]:
+    """What the hosts are called in messages: their names, with the port where several are on one host."""
+    hosts = [host for host, _ in found]
+    return [host if hosts.count(host) == 1 else f"{host}:{port}" for host, port in found]
+
+
+def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:
+    """This host's number: as given, or as the launcher tells it.
+
+    Raises:
+        UserError: nobody says it, or there is no such host.
+    """
+    if given is None:
+        told = next((variables[name] for name in _NUMBERS if variables.get(name, "").isdecimal()), None)
+        if told is None and count > 1:
+            raise UserError("--host is missing; give this host's place in --hosts, from 0 on")
+        given = int(told or 0)
+    if not 0 <= given < count:
+        raise UserError(f"--host must be in [0, {count}), the places in --hosts, got {given}")
+    return given
+
+
+def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
+    """What supervisors of this run have in common, and those of other runs of the same hosts mostly not."""
+    job = [variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return hashlib.sha256("/".join([hosts, *job]).encode()).hexdigest()[:16]
+
+
+async def _supervise(supervisor: Supervisor) -> int:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, supervisor.stop)
+    return await supervisor.run()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the command under a supervisor and leaves with its code."""
+    f, command = flags.FLAGS, list(argv[1:])
+    if not command:
+        raise UserError("there is no command; write it after --, as in -- python -m paxtrain.train --config=...")
+    if command[0].startswith("-"):
+        raise UserError(f"the command begins with {command[0]!r}; write it after --")
+    if not f.hosts:
+        raise UserError("--hosts is missing; name all hosts, in the order of their numbers")
+    found = addresses(f.hosts, f.port)
+    me = number(f.host, len(found), os.environ)
+    limits = Limits(f.link_timeout, f.hang_timeout, f.phase_timeout, f.start_timeout, f.settle, f.grace)
+    log = pathlib.Path(f.log or f"runs/supervise/host{me}.log")
+    worker = Worker(command, environment(os.environ, limits), log)
+    run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
+    report = pathlib.Path(f.report) if f.report else None
+    supervisor = Supervisor(me, names(found), SideChannel(me, found, run_id), worker, limits, report)
+    code = asyncio.run(_supervise(supervisor))
+    if code:
+        print(f"log     {log}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_string("hosts", None, "All hosts, HOST or HOST:PORT joined by commas, or @FILE with one a line.")
+    flags.DEFINE_integer("host", None, "This one's place among them, from 0 on; launchers tell it themselves.")
+    flags.DEFINE_integer("port", PORT, "The port of supervisors where --hosts says none.", 1, (1 << 16) - 1)
+    flags.DEFINE_float("link_timeout", 60.0, "Seconds for which a link or a host may be silent.", 1.0)
+    flags.DEFINE_float("hang_timeout", 0.0, "Seconds without a finished step; 0: 20 steps, at least link_timeout.", 0.0)
+    flags.DEFINE_float("phase_timeout", 1800.0, "Seconds that compiling, saving or evaluating may take.", 1.0)
+    flags.DEFINE_float("start_timeout", 300.0, "Seconds to wait for the other hosts.", 1.0)
+    flags.DEFINE_float("settle", 5.0, "Seconds for the hosts' reports on a fault.", 1.0)
+    flags.DEFINE_float("grace", 5.0, "Seconds between SIGTERM and SIGKILL to a worker.", 0.0)
+    flags.DEFINE_string("log", None, "File that takes all of the command's output; runs/supervise/host<I>.log if none.")
+    flags.DEFINE_string("report", None, "JSON file that takes the first cause and all reports, if there is a fault.")
+
+
+if __name__ == "__main__":
+    run(main, define_flags)

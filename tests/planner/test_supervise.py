@@ -1,0 +1,289 @@
+"""Supervisors as processes, one per host of this machine: however a worker ends, all end with the one right sentence.
+
+The workers are scripts of a few lines that do what training does: they tell of their steps, and stand still when
+another one does not go on (a file that all look at stands for the collective).
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paxtrain import supervised
+from planner import supervise
+from planner.supervisor import FAULT, Limits, environment
+from tests.planner.ports import free_ports
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOSTS = 3
+LIMITS = Limits(link=1.0, hang=2.0, settle=2.0, grace=0.5, start=20.0)
+FATAL = "F1121 22:19:30.478666 6661 client.h:80] Terminating process because the JAX distributed service failed"
+ABORT = f"print({FATAL!r}, file=sys.stderr, flush=True); os.abort()"
+GLOO = "raise RuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')"
+# What a worker does at step 5, where it is the one on host 1; the others then lose it and fail, or wait for ever.
+WORKER = """
+import os, pathlib, signal, sys, time
+from paxtrain import supervised
+
+host, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+print(f"host {host} begins", flush=True)
+with supervised.Progress(os.environ) as p:
+    for step in range(1, STEPS + 1):
+        time.sleep(0.05)
+        p.finished(step)
+        (folder / f"{host}.{step}").touch()
+        if "EVENT" != "pass" and step == 5 and host == 1:
+            (folder / "broken").touch()
+            time.sleep(0.2)  # the others fail first
+            EVENT
+        while not all((folder / f"{other}.{step}").exists() for other in range(3)) or (
+            host != 1 and (folder / "broken").exists()
+        ):
+            if (folder / "broken").exists():
+                OTHERS
+            time.sleep(0.01)
+"""
+
+
+@contextlib.contextmanager
+def supervisors(folder: pathlib.Path, event: str = "pass", others: str = "pass", hosts=range(HOSTS), steps: int = 40,
+                limits: Limits = LIMITS):  # fmt: skip
+    """One per host, by its number."""
+    script = WORKER.replace("EVENT", event).replace("OTHERS", others).replace("STEPS", str(steps))
+    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
+    flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace")]
+    flags += [f"--{name}_timeout={getattr(limits, name)}" for name in ("link", "hang", "start")]
+    started = {}
+    try:
+        for host in hosts:
+            files = [f"--log={folder}/log{host}", f"--report={folder}/report{host}.json"]
+            command = [
+                sys.executable,
+                "-m",
+                "planner.supervise",
+                f"--hosts={addresses}",
+                f"--host={host}",
+                *flags,
+                *files,
+            ]
+            worker = [sys.executable, "-c", script, str(host), str(folder)]
+            with (folder / f"out{host}").open("w") as out, (folder / f"err{host}").open("w") as err:
+                started[host] = subprocess.Popen(
+                    [*command, "--", *worker],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=out,
+                    stderr=err,
+                )
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
+def wait(folder, started, limit: float = 30.0) -> list[int]:
+    deadline = time.monotonic() + limit
+    try:
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in started.values()]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join((folder / f"err{host}").read_text() for host in started))
+
+
+def sentence(folder, hosts=range(HOSTS)) -> str:
+    """The one that all of them say; each host says no other line but where its log is."""
+    said = {host: (folder / f"err{host}").read_text().splitlines() for host in hosts}
+    said = {host: [line for line in lines if not line.startswith("note: ")] for host, lines in said.items()}
+    for host, lines in said.items():
+        assert lines == [lines[0], f"log     {folder}/log{host}"], said
+    assert len({lines[0] for lines in said.values()}) == 1, said
+    return said[hosts[0]][0]
+
+
+def wait_for(folder, name: str) -> None:
+    deadline = time.monotonic() + 20
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, "\n".join(path.read_text() for path in folder.glob("err*"))
+        time.sleep(0.01)
+
+
+def test_where_nothing_happens_nothing_is_said(tmp_path):
+    with supervisors(tmp_path) as started:
+        assert wait(tmp_path, started) == [0] * HOSTS
+    for host in range(HOSTS):
+        assert (tmp_path / f"out{host}").read_text() == f"host {host} begins\n"
+        assert (tmp_path / f"err{host}").read_text() == ""
+        assert not (tmp_path / f"report{host}.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("event", "others", "code", "kind", "words"),
+    [
+        ("os.kill(os.getpid(), 9)", GLOO, FAULT, "killed", "the worker was killed by SIGKILL, after step 5"),
+        ("raise OSError(28, 'No space left on device')", GLOO, FAULT, "disk full", "the worker found its disk full"),
+        ("raise KeyError('x')", ABORT, FAULT, "exception", "the worker failed, after step 5"),
+        ("print('error: no such data', file=sys.stderr); sys.exit(2)", GLOO, 2, "bad input", "(no such data)"),
+        ("time.sleep(600)", "time.sleep(600)", FAULT, "stalled", "no worker has finished a step for "),
+        ("p.now('saving a checkpoint'); time.sleep(600)", GLOO.replace("raise", "time.sleep(6); raise"), FAULT, "busy",
+         "the worker has been saving a checkpoint for"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", GLOO.replace("raise", "time.sleep(6); raise"), FAULT, "frozen",
+         "the worker has been stopped by a signal for"),
+    ],
+    ids=["killed", "disk", "exception", "bad input", "hang", "busy", "stopped"],
+)  # fmt: skip
+def test_all_say_who_was_first(tmp_path, event, others, code, kind, words):
+    limits = LIMITS if kind == "stalled" else Limits(**{**vars(LIMITS), "hang": 60.0})
+    with supervisors(tmp_path, event, others, limits=limits) as started:
+        wait_for(tmp_path, "broken")
+        broken = time.monotonic()
+        assert wait(tmp_path, started) == [code] * HOSTS
+        seconds = time.monotonic() - broken
+    assert seconds < (6.2 if kind in ("busy", "frozen") else LIMITS.hang) + LIMITS.settle + LIMITS.grace + 3
+    said = sentence(tmp_path)
+    assert words in said and (kind == "stalled" or "127.0.0.1:" in said)
+    written = [json.loads((tmp_path / f"report{host}.json").read_text()) for host in range(HOSTS)]
+    assert all(each["cause"] == written[0]["cause"] for each in written)
+    assert written[0]["cause"]["kind"] == kind and len(written[0]["reports"]) == HOSTS
+    assert written[0]["cause"]["step"] == 5
+    [cascades] = {(tmp_path / f"log{host}").read_text().count("Gloo") > 0 for host in (0, 2)}
+    assert cascades == ("Gloo" in others)  # in the log alone
+
+
+def test_a_host_of_which_nothing_is_left(tmp_path):
+    with supervisors(tmp_path, others=GLOO) as started:
+        wait_for(tmp_path, "2.3")
+        began = time.monotonic()
+        started[1].kill()  # its worker goes with it
+        (tmp_path / "broken").touch()
+        codes = wait(tmp_path, {host: started[host] for host in (0, 2)})
+        assert codes == [FAULT] * 2 and time.monotonic() - began < LIMITS.settle + LIMITS.grace + 3
+    said = sentence(tmp_path, (0, 2))
+    assert "is gone: its worker and its supervisor have ended without a word" in said
+    cause = json.loads((tmp_path / "report2.json").read_text())["cause"]
+    assert cause["kind"] == "lost" and cause["leave_out"] == cause["hosts"] and f"--without={cause['hosts'][0]}" in said
+
+
+def test_a_host_from_which_nothing_comes(tmp_path):
+    """As one whose power or network is gone: no connection is refused, none is ended."""
+    limits = Limits(**{**vars(LIMITS), "hang": 60.0})
+    with supervisors(tmp_path, limits=limits, steps=4000) as started:
+        wait_for(tmp_path, "2.3")
+        began = time.monotonic()
+        started[1].send_signal(signal.SIGSTOP)
+        (tmp_path / "broken").touch()
+        codes = wait(tmp_path, {host: started[host] for host in (0, 2)})
+        assert codes == [FAULT] * 2 and time.monotonic() - began < 3 + LIMITS.settle + LIMITS.grace + 6
+        said = sentence(tmp_path, (0, 2))
+        assert "has not been heard by any other host for" in said
+        started[1].send_signal(signal.SIGCONT)  # it ends, too: the others are gone
+        assert wait(tmp_path, {1: started[1]}) == [FAULT]
+
+
+def test_sigterm_reaches_the_worker_which_may_end_well(tmp_path):
+    event = "pass"
+    with supervisors(tmp_path, event, steps=4000) as started:
+        for host in range(HOSTS):
+            wait_for(tmp_path, f"{host}.3")
+        for process in started.values():
+            process.send_signal(signal.SIGTERM)
+        assert wait(tmp_path, started) == [FAULT] * HOSTS
+    assert "the worker was told to end and ended by SIGTERM" in sentence(tmp_path)
+
+
+def test_a_worker_that_saves_when_it_is_told_to_end(tmp_path):
+    polite = "signal.signal(15, lambda *_: sys.exit(0))\n    for step in"
+    script = WORKER.replace("    for step in", f"    {polite}", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "WORKER", script)
+        with supervisors(tmp_path, steps=4000) as started:
+            for host in range(HOSTS):
+                wait_for(tmp_path, f"{host}.3")
+            for process in started.values():
+                process.send_signal(signal.SIGTERM)
+            assert wait(tmp_path, started) == [0] * HOSTS
+
+
+def test_a_host_that_does_not_come_is_named(tmp_path):
+    limits = Limits(**{**vars(LIMITS), "start": 2.0})
+    with supervisors(tmp_path, hosts=(0, 2), limits=limits) as started:
+        assert wait(tmp_path, started) == [FAULT] * 2
+    assert "has not come: no supervisor there has been heard" in sentence(tmp_path, (0, 2))
+    assert not (tmp_path / "0.1").exists()  # nobody has begun
+
+
+# --- Limits, flags ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [1.0, 6.0, 60.0, 600.0])
+def test_collectives_give_up_after_links_and_before_heartbeats(link):
+    limits = Limits(link=link)
+    variables = environment({"HOME": "/root", "XLA_FLAGS": "--xla_dump_to=x"}, limits)
+    flags = dict(flag.removeprefix("--").split("=") for flag in variables["XLA_FLAGS"].split())
+    assert flags.pop("xla_dump_to") == "x" and variables["HOME"] == "/root"
+    assert set(flags.values()) == {str(limits.collective)}
+    # TCP tries again after pauses that double: what is sent at the end of a cut may wait for as long as it lasted.
+    assert 2 * link < limits.collective < limits.collective + limits.settle + limits.grace < limits.heartbeat
+    assert supervised.heartbeat(variables) == limits.heartbeat
+    assert limits.bound < limits.heartbeat
+
+
+def test_flags_of_the_users_own_stay():
+    variables = environment({"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7"}, Limits())
+    assert variables["XLA_FLAGS"].count("xla_cpu_collective_timeout_seconds") == 1
+    assert "--xla_cpu_collective_timeout_seconds=7" in variables["XLA_FLAGS"]
+
+
+def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
+    """XLA ends a process whose flags it does not know; a supervisor must be up at once, and need no devices."""
+    variables = environment({**os.environ, "JAX_PLATFORMS": "cpu"}, Limits())
+    code = "import jax; print(len(jax.devices()))"
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    code = "import sys, planner.supervise; print(sorted({'jax', 'numpy', 'orbax'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_addresses_and_numbers(tmp_path):
+    assert supervise.addresses("a,b:9200,[::1]:5,[fe80::1]", 9100) == [
+        ("a", 9100), ("b", 9200), ("::1", 5), ("fe80::1", 9100)]  # fmt: skip
+    (tmp_path / "hosts").write_text("a\nb:7\n")
+    assert supervise.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
+    assert supervise.names([("a", 1), ("b", 1), ("b", 2)]) == ["a", "b:1", "b:2"]
+    assert supervise.number(None, 4, {"SLURM_PROCID": "3"}) == 3
+    assert supervise.number(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
+    assert supervise.number(1, 4, {"SLURM_PROCID": "3"}) == 1
+    assert supervise.number(None, 1, {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts=a,b", "--host=0"], "there is no command"),
+        (["--hosts=a,b", "--host=0", "--", "--config=x"], "the command begins with '--config=x'"),
+        (["--host=0", "--", "true"], "--hosts is missing"),
+        (["--hosts=a,b", "--", "true"], "--host is missing"),
+        (["--hosts=a,b", "--host=2", "--", "true"], "--host must be in [0, 2), the places in --hosts, got 2"),
+        (["--hosts=a,,b", "--host=0", "--", "true"], "--hosts must be HOST or HOST:PORT joined by commas"),
+        (["--hosts=a:x,b", "--host=0", "--", "true"], "got 'a:x'"),
+        (["--hosts=a,a", "--host=0", "--", "true"], "--hosts has a:9100 twice"),
+        (["--hosts=@none", "--host=0", "--", "true"], "cannot read --hosts=@none"),
+        (["--hosts=127.0.0.1", "--link_timeout=0", "--", "true"], "link_timeout"),
+        (["--hosts=127.0.0.1:PORT", "--", "no-such-command"], "there is no command 'no-such-command'"),
+        (["--hosts=127.0.0.1:PORT", "--log=/proc/none", "--", "true"], "cannot write to --log=/proc/none"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
+    [port] = free_ports(1)
+    arguments = [argument.replace("PORT", str(port)) for argument in arguments]
+    variables = {name: value for name, value in os.environ.items() if name not in supervise._NUMBERS}
+    command = [sys.executable, "-m", "planner.supervise", f"--log={tmp_path}/log", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
