@@ -144,8 +144,9 @@ class Cluster:
         """
         if self.shaped:
             cores = sorted(os.sched_getaffinity(0))
-            # With a share of a core, one core: a host that spreads over several loses what its share leaves on each.
-            core = ",".join(map(str, cores if self._share is None else cores[host % len(cores) :][:1]))
+            # One core each: a host that spreads over several loses what its share leaves on each, and with one thread
+            # XLA runs the collectives of a program in the same order on all hosts.
+            core = str(cores[host % len(cores)])
             where = (self._quotas.procs(host), janitor.NETNS / self._network.namespace(host), core)
             inside = (self._folder / "hosts", self.names[host])
             command = ["/bin/sh", "-c", _ENTER, "sh", *map(str, where + inside), *command]

@@ -1,7 +1,6 @@
 """The cost of growth: two, four and eight hosts, each with the same work: two layers, eight micro-batches.
 
-Growth is by data ranks, then by stages. More than two data ranks would be in the way: gloo's reduce-scatter of four
-ranks mixes up the messages of one with those of the next, and ends the process.
+Growth is by data ranks, then by stages.
 """
 
 import numpy as np
