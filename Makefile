@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench test test-slow lint clean
+.PHONY: help train plan study bench lab test test-slow lint clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -25,6 +25,9 @@ study: runs/data/train.idx  ## what compression does to training, as a page; ARG
 bench: $(VENV)/run.txt  ## measure the training step and the planner
 	$(RUN) -m paxtrain.bench
 	$(RUN) -m planner.bench
+
+lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, 45 minutes)
+	$(RUN) -m tests.cluster.lab $(ARGS)
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
 	$(RUN) -m pytest $(ARGS)

@@ -29,7 +29,7 @@ _CHECK = 0.2  # seconds between two looks at the worker
 _AT_LEAST = 1.0  # seconds that reports may take to come, even if all seem to be there
 _SLACK = 2.0  # seconds that a judgement may take to come round
 _SLOW, _SLOW_AGAIN = 3.0, 2.0  # times as long as the median of the neighbours: from here a host is slow; no more
-_SAMPLES = 8  # of the pace
+_SAMPLES, _PACE = 12, 0.5  # of the pace, and seconds between two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +308,7 @@ class Supervisor:
             else:
                 self._paces.append(_pace())
             self._channel.aside = statistics.mean(self._paces) if len(self._paces) == _SAMPLES else None
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_PACE)
 
     def _tell_of_slowness(self) -> None:
         mine, others = self._channel.aside, [pace for pace in self._channel.asides.values() if pace]

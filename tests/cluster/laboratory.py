@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paxtrain.errors import UserError
 from planner import cluster as clusters
 from planner.cluster import Cluster
 from tests.cluster import hosts
@@ -23,7 +24,7 @@ SIZES = (131_072, 524_288)
 CHECKED = 0.10  # compute alone and beside all others may differ by so much, or nothing is predicted
 
 
-class LabError(RuntimeError):
+class LabError(UserError):
     """The lab cannot say what it should."""
 
 
@@ -83,7 +84,6 @@ class Bench:
 
     def __init__(self, lab: Lab, scenario: Scenario, cluster: hosts.Cluster, session: Session) -> None:
         self.lab, self.scenario, self.cluster, self.session = lab, scenario, cluster, session
-        self.difference = 0.0
         self._compute: tuple[dict[str, Any], ...] | None = None
 
     def compile(self, splits: list[Split], order: Sequence[int] = (), **run: Any) -> dict[str, dict[str, Any]]:
@@ -134,11 +134,12 @@ class Bench:
             LabError: compute alone and beside all others differ so much that nothing can be predicted from it.
         """
         if self._compute is None:
-            self.difference = self.check(split)
-            self.lab.say(f"compute alone against all hosts at once: {self.difference:+.1%}")
-            if abs(self.difference) > CHECKED:
+            difference = self.check(split)
+            self.lab.records("checks").add(name, alone_over_beside=1 + difference)
+            self.lab.say(f"compute alone against all hosts at once: {difference:+.1%}")
+            if abs(difference) > CHECKED:
                 raise LabError(
-                    f"compute alone takes {self.difference:+.1%} of compute beside all other hosts, more than "
+                    f"compute alone differs by {difference:+.1%} from compute beside all other hosts, more than "
                     f"{CHECKED:.0%}, so nothing is predicted; leave this machine to the lab, or give it more cores"
                 )
         path = self.lab.out / "clusters" / f"{name}.json"

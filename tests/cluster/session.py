@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+from paxtrain.errors import UserError
 from tests.cluster.hosts import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ ENVIRONMENT = {
 }
 
 
-class SessionError(RuntimeError):
+class SessionError(UserError):
     """A worker failed or ended; the message says which and where its log is."""
 
 

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax._src import cache_key
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from paxtrain import breakdown, data, hlo
@@ -32,20 +31,7 @@ from planner import cluster as clusters
 from planner import measure_compute, profile
 from planner.meeting import Meeting
 from tests.cluster import device
-
-
-def _share_programs() -> None:
-    """Lets all processes find a program that one of them has compiled, whatever the order of the devices.
-
-    On GPUs jax leaves out of a program's key in the persistent cache what differs from process to process, and the
-    order of the devices, both of which a loaded program is told anew. On CPUs it does not, so that eight processes
-    would compile each program eight times, and again for every placement.
-    """
-    whole = cache_key._hash_serialized_compile_options
-    cache_key._hash_accelerator_config = cache_key._hash_devices
-    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: whole(
-        hashed, options, strip_device_assignment=True
-    )
+from tests.cluster.programs import share_programs
 
 
 def _kept(compile_it: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, float]:
@@ -234,7 +220,7 @@ def main(argv: Sequence[str]) -> None:
     f = flags.FLAGS
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print belongs into the log
-    _share_programs()
+    share_programs()
     device.install()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)

@@ -37,6 +37,7 @@ def measure(lab: Lab, bench: Bench, hosts: int) -> None:
     records.add(
         f"{hosts} hosts",
         hosts=hosts,
+        plan=split.name,
         seconds=seconds,
         predicted=float(step.total[0]),
         predicted_reduce=float(step.reduce.max()),

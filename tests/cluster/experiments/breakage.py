@@ -1,0 +1,14 @@
+"""Faults, one after another, and how training survives them: what tests.cluster.faults does, kept for the page."""
+
+from tests.cluster import faults
+from tests.cluster.laboratory import Lab
+
+
+def run(lab: Lab) -> None:
+    """Breaks what can break, once."""
+    records = lab.records("faults")
+    if "done" in records:
+        return
+    for figures in faults.run(lab.out / "faults", lab.say):
+        records.add(figures["fault"], **figures)
+    records.add("done")

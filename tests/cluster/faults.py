@@ -1,0 +1,241 @@
+"""Breaks supervised training on the shaped cluster, in every way that docs/faults.md promises to survive.
+
+One run of a small GPT on four hosts goes through all of it: each experiment breaks something, measures how it ends and
+with which sentence, starts again from the last checkpoint, and leaves the run going for the next one. At the end the
+whole curve is compared with that of a run that nothing happened to: no sample was lost and none came twice.
+
+    python -m tests.cluster.faults      # as root; a few minutes on two cores
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from paxtrain import metrics, sample
+from paxtrain.checkpoint import read_meta
+from tests.cluster.hosts import Cluster, why_not
+from tests.cluster.supervised_run import BATCH, EVERY, HOSTS, LIMITS, MBIT, ROOT, Figures, Lab, plan_without, require
+
+SHORT_CUT = 4.0  # seconds, below LIMITS.link
+SLOW = 0.1  # of a core, of the slow host
+
+# --- What breaks ------------------------------------------------------------------------------------------------------
+
+
+def _figures(name: str, broken: float, ended: float, sentence: str, **more: Any) -> Figures:
+    return {"fault": name, "end_seconds": ended - broken, "bound_seconds": LIMITS.bound, "sentence": sentence, **more}
+
+
+def _go_on(lab: Lab, steps: int) -> int:
+    """Lets it train for so many steps, and until there is a checkpoint; the last one."""
+    if lab.running is None or any(popen.poll() is not None for popen in lab.running.supervisors.values()):
+        lab.start()
+    lab.running.wait_for_step(max(lab.last_step() + steps, EVERY + 2))
+    return lab.last_step()
+
+
+def killed_worker(lab: Lab) -> Figures:
+    """SIGKILL to one worker in the midst of a step; all come again."""
+    _go_on(lab, 3)
+    run = lab.running
+    [worker] = _children(run.supervisors[2].pid)
+    broken = time.monotonic()
+    os.kill(worker, signal.SIGKILL)
+    ended, sentence = run.wait_for_end()
+    require("pax2: the worker was killed by SIGKILL" in sentence, sentence)
+    return _figures("a worker is killed", broken, ended, sentence, **lab.start())
+
+
+def killed_host(lab: Lab) -> Figures:
+    """SIGKILL to all that runs on a host; the planner plans for those that are left, and training goes on there."""
+    _go_on(lab, 3)
+    run, lost = lab.running, 3
+    broken = time.monotonic()
+    lab.cluster.kill(lost)
+    ended, sentence = run.wait_for_end(dead=[lost])
+    require(sentence.startswith("pax3 is gone"), sentence)
+    cause = run.report(0)["cause"]
+    require(cause["kind"] == "lost" and cause["leave_out"] == ["pax3"], str(cause))
+    plan, seconds = plan_without(lab, cause["leave_out"])
+    left = [host for host in range(HOSTS) if host != lost]
+    more = {"plan_seconds": seconds, "hosts_left": len(left)}
+    return _figures("a host is killed", broken, ended, sentence, **more, **lab.start(left, plan))
+
+
+def short_cut(lab: Lab) -> Figures:
+    """A link is down for less than the limit: training waits and goes on."""
+    _go_on(lab, 3)
+    run, last = lab.running, lab.last_step()
+    broken = time.monotonic()
+    lab.cluster.cut(1, 2)
+    time.sleep(SHORT_CUT)
+    lab.cluster.restore(1, 2)
+    run.wait_for_step(last + 3, LIMITS.collective)
+    stood = time.monotonic() - broken
+    run.wait_for_words(1, "pax1 hears pax2 again")
+    [note] = [line for line in run.said(1).splitlines() if "hears pax2 again" in line]
+    return {"fault": "a link is cut for less than the limit", "cut_seconds": SHORT_CUT, "stood_seconds": stood,
+            "sentence": note.removeprefix("note: "), "lost_steps": 0}  # fmt: skip
+
+
+def long_cut(lab: Lab) -> Figures:
+    """A link is down for longer than the limit, and mended before the run is started again."""
+    _go_on(lab, 3)
+    run = lab.running
+    broken = time.monotonic()
+    lab.cluster.cut(1, 2)
+    ended, sentence = run.wait_for_end()
+    require(sentence.startswith("the link between pax1 and pax2 carries nothing"), sentence)
+    lab.cluster.restore(1, 2)
+    return _figures("a link is cut for longer than the limit", broken, ended, sentence, **lab.start())
+
+
+def slow_host(lab: Lab) -> Figures:
+    """A host gets less of its CPU: training goes on, at its pace, and it is named."""
+    last = _go_on(lab, 3)
+    run, began = lab.running, time.monotonic()
+    lab.cluster.limit(SLOW, 2)
+    words = "pax2's CPU takes"
+    run.wait_for_words(0, words)
+    named = time.monotonic() - began
+    require(lab.last_step() > last, "training stood still")
+    lab.cluster.limit(None, 2)
+    note, *_ = [line for line in run.said(0).splitlines() if words in line]
+    return {"fault": "a host is slow", "named_seconds": named, "sentence": note.removeprefix("note: "), "lost_steps": 0}
+
+
+def full_disk(lab: Lab) -> Figures:
+    """The disk fills up while training saves checkpoints; space is made and it goes on."""
+    _go_on(lab, EVERY + 1)
+    run, filler = lab.running, lab.out / sample.CHECKPOINTS / "filler"
+    broken = time.monotonic()
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+    ended, sentence = run.wait_for_end(limit=LIMITS.bound + 30)
+    require("the worker found its disk full" in sentence, sentence)
+    filler.unlink()
+    return _figures("the disk is full", broken, ended, sentence, **lab.start())
+
+
+def corrupted_checkpoint(lab: Lab) -> Figures:
+    """The newest checkpoint's bytes change on disk: the one before it is used."""
+    _go_on(lab, EVERY + 1)
+    lab.running.stop()
+    *_, older, newest = lab.checkpoints()
+    files = [path for path in (lab.out / sample.CHECKPOINTS / str(newest)).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 0xFF
+    largest.write_bytes(damaged)
+    began = time.monotonic()
+    figures = lab.start()
+    require(figures["resumed_from"] == older, f"resumed from {figures['resumed_from']}, not {older}")
+    [line] = [line for line in lab.running.said(0).splitlines() if line.startswith(f"checkpoint {newest} in ")]
+    return _figures("the newest checkpoint is damaged", began, began, line, **figures)
+
+
+def _children(process: int) -> list[int]:
+    listed = pathlib.Path(f"/proc/{process}/task/{process}/children").read_text()
+    return [int(word) for word in listed.split()]
+
+
+# --- No sample lost or repeated ---------------------------------------------------------------------------------------
+
+# The command itself, but that it believes to have consumed one more batch than it has.
+_SHIFTED = """
+from paxtrain import errors, train
+
+class Shifted(train.Run):
+    def start(self, checkpoints):
+        state = super().start(checkpoints)
+        self.samples += self.config.batch.global_batch
+        return state
+
+train.Run = Shifted
+errors.run(train.main, train.define_flags)
+"""
+
+
+def alone(lab: Lab, steps: int, out: pathlib.Path, program: Sequence[str] = ("-m", "paxtrain.train")) -> pathlib.Path:
+    """A run of the same settings on this machine alone, to which nothing happens; its folder."""
+    settings = lab.settings(**{"run.out": out, "run.steps": steps})
+    variables = {**os.environ, **lab.environment}
+    command = [sys.executable, *program, *settings, "--cpu_devices=4"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    require(done.returncode == 0, done.stderr)
+    return out
+
+
+def losses(out: pathlib.Path) -> dict[int, float]:
+    """Loss by step, as the metrics have it; each step must be there once."""
+    found = [(record["step"], record["loss"]) for record in metrics.read(out / metrics.FILE) if "loss" in record]
+    require([step for step, _ in found] == list(range(1, len(found) + 1)), "steps are missing, or there twice")
+    return dict(found)
+
+
+def difference(there: dict[int, float], here: dict[int, float]) -> float:
+    """The largest relative difference between two curves, over the steps of both."""
+    return max(abs(here[step] / there[step] - 1) for step in there.keys() & here.keys())
+
+
+def whole_curve(lab: Lab) -> Figures:
+    """Ends the run and compares all of it with one to which nothing happened, and that one with itself a batch late."""
+    lab.running.stop()
+    here, newest = losses(lab.out), max(lab.checkpoints())
+    consumed = read_meta(lab.out / sample.CHECKPOINTS, newest)["samples"]
+    require(consumed == newest * BATCH, f"{consumed} samples after {newest} steps of {BATCH}")
+    quiet = alone(lab, newest, lab.home / "alone")
+    late = shutil.copytree(quiet, lab.home / "late")
+    alone(lab, newest + EVERY, late, ("-c", _SHIFTED))
+    alone(lab, newest + EVERY, quiet)
+    figures = {"fault": "all of these, one after another", "steps": newest, "samples": consumed}
+    figures |= {"loss": here[newest], "difference": difference(losses(quiet), here)}
+    return figures | {"difference_a_batch_late": difference(losses(quiet), losses(late))}
+
+
+ALL = (killed_worker, short_cut, slow_host, killed_host, long_cut, full_disk, corrupted_checkpoint, whole_curve)
+
+
+@contextlib.contextmanager
+def lab(home: pathlib.Path, cache: pathlib.Path) -> Iterator[Lab]:
+    """The hosts, with the run going on them.
+
+    Args:
+        home: folder for everything; must not exist. cache: folder of compiled programs.
+    """
+    with Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as cluster:
+        yield Lab(cluster, home, cache)
+
+
+def run(out: pathlib.Path, say: Callable[[str], None]) -> list[Figures]:
+    """All experiments, in the folder `out`; the figures of each.
+
+    Raises:
+        FaultError: something did not go as promised.
+    """
+    found = []
+    shutil.rmtree(out / "run", ignore_errors=True)
+    with lab(out / "run", out / "cache") as made:
+        for experiment in ALL:
+            say(f"faults: {' '.join(experiment.__doc__.split())}")
+            found.append(experiment(made))
+            say(f"faults: {json.dumps(found[-1])}")
+    return found
+
+
+if __name__ == "__main__":
+    if why_not():
+        sys.exit(f"error: there is no shaped cluster here: {why_not()}")
+    with tempfile.TemporaryDirectory(prefix="paxtrain-faults-") as folder:
+        run(pathlib.Path(folder), print)

@@ -1,0 +1,109 @@
+"""The lab: python -m tests.cluster.lab [--experiments=placements,...] [--scenario=two_racks --hosts=8 --steps=20].
+
+Without --scenario all experiments run, one after another, each into a file of raw records; what has been measured
+already is not measured again (--fresh forgets it). Then docs/results.md is written. With --scenario one cluster is
+brought up, profiled, planned for and trained on, plan after plan, and the plans are compared.
+"""
+
+import json
+import os
+import pathlib
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+
+import jax
+from absl import flags
+
+from paxtrain.errors import UserError, run
+from tests.cluster import hosts, results, scenario
+from tests.cluster.experiments import breakage, compression, demonstration, growth, links, placements, schedules
+from tests.cluster.laboratory import Lab
+
+# In the order in which they run, with about how many seconds each takes.
+EXPERIMENTS = {
+    "links": (links.run, 90),
+    "growth": (growth.run, 60),
+    "schedules": (schedules.run, 480),
+    "placements": (placements.run, 900),
+    "compression": (compression.run, 780),
+    "faults": (breakage.run, 240),
+}
+
+
+def _environment(lab: Lab) -> None:
+    values = {
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "repeats": lab.repeats,
+        "seed": lab.seed,
+        "budget": lab.budget,
+    }
+    (lab.out / "environment.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _data(prefix: str) -> None:
+    if not pathlib.Path(f"{prefix}/train.idx").exists():
+        raise UserError(
+            f"there is no text in --data={prefix}; make some: python -m paxtrain.prepare --input=stdlib --out={prefix}"
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs what is asked for, and writes the page."""
+    f = flags.FLAGS
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; experiments are named with --experiments=NAME,...")
+    unknown = [name for name in f.experiments if name not in EXPERIMENTS]
+    if unknown:
+        raise UserError(f"--experiments={unknown[0]} is unknown; known are {', '.join(EXPERIMENTS)}")
+    _data(f.data)
+    out = pathlib.Path(f.out)
+    lab = Lab(out, f.data, f.repeats, f.budget, f.seed)
+    if reason := hosts.why_not():
+        print(f"this machine cannot be a cluster with slow links: {reason}; hosts are plain processes", flush=True)
+    if f.scenario:
+        demonstration.run(lab, scenario.load(f.scenario, f.hosts, f.seed), f.steps)
+        return
+    if reason:
+        raise UserError(f"the experiments need links of chosen rates, and {reason}; --scenario=uniform runs without")
+    if f.fresh:
+        for path in out.glob("*.jsonl"):
+            path.unlink()
+        shutil.rmtree(out / "logs", ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    _environment(lab)
+    chosen = {name: EXPERIMENTS[name] for name in (f.experiments or EXPERIMENTS)}
+    rest = sum(seconds for _, seconds in chosen.values())
+    lab.say(f"{', '.join(chosen)}: about {rest / 60:.0f} minutes of a budget of {lab.budget / 60:.0f}")
+    for name, (experiment, seconds) in chosen.items():
+        lab.plan_for(rest)
+        rest -= seconds
+        lab.say(f"{name}: {lab.repeats} repeats, about {seconds / 60:.0f} minutes")
+        experiment(lab)
+    results.write(out, pathlib.Path(f.page))
+    lab.say(f"wrote {f.page}")
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_list("experiments", [], f"Some of {', '.join(EXPERIMENTS)}; all if empty.")
+    flags.DEFINE_string("scenario", None, "One cluster instead: a scenario by name, or a JSON file.")
+    flags.DEFINE_integer("hosts", 8, "With --scenario: how many.", lower_bound=2, upper_bound=16)
+    flags.DEFINE_integer("steps", 20, "With --scenario: of training under each plan.", lower_bound=2)
+    flags.DEFINE_string("out", "runs/lab", "Folder of records, logs and compiled programs.")
+    flags.DEFINE_string("page", "docs/results.md", "The page that is written, figures beside it.")
+    flags.DEFINE_string("data", "runs/data", "Folder of paxtrain.prepare's token files.")
+    flags.DEFINE_integer("repeats", 5, "Of every measured time; cut first where time is short.", lower_bound=1)
+    flags.DEFINE_float("budget", 2640, "Seconds for all of it.", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of rates, orders and data.", lower_bound=0)
+    flags.DEFINE_bool("fresh", False, "Measure anew what has been measured.")
+
+
+if __name__ == "__main__":
+    run(main, define_flags)

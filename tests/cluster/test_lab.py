@@ -1,0 +1,42 @@
+"""The lab's command: wrong input is one sentence, and repeats are cut before anything else where time is short."""
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cluster.laboratory import Lab
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--experiments=placement"], "--experiments=placement is unknown; known are links, growth, schedules"),
+        (["--data=nowhere"], "there is no text in --data=nowhere; make some: python -m paxtrain.prepare"),
+        (["placements"], "unexpected argument 'placements'"),
+    ],
+)
+def test_wrong_input_is_one_sentence(arguments, words, tmp_path):
+    command = [sys.executable, "-m", "tests.cluster.lab", f"--out={tmp_path}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_repeats_are_cut_where_time_is_short(tmp_path, capsys):
+    lab = Lab(tmp_path, "", repeats=5, budget=1000)
+    lab.plan_for(900)
+    assert lab.repeats == 5
+    lab.began = time.monotonic() - 590
+    lab.plan_for(500)
+    assert lab.repeats == 4
+    assert "8 minutes are to come, 7 are left: 4 repeats" in capsys.readouterr().out
+    lab.began = time.monotonic() - 5000
+    lab.plan_for(500)
+    assert lab.repeats == 1
