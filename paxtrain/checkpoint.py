@@ -358,9 +358,16 @@ class Checkpoints:
         self._manager.save(step, args=args, force=True)
 
     def check(self) -> None:
-        """Raises what went wrong with the last save, if that is known by now: each step without it would be lost."""
+        """Raises if it is known by now that the last save went wrong: steps that are not saved may be lost.
+
+        Raises:
+            RuntimeError: it could not be written, and why.
+        """
         if self._manager is not None:
-            self._manager.check_for_errors()
+            try:
+                self._manager.check_for_errors()
+            except Exception as error:  # orbax and tensorstore have many
+                raise RuntimeError(f"a checkpoint could not be written to {self._directory}: {error}") from error
 
     def wait(self) -> None:
         """Returns when everything saved is on disk; raises what went wrong there."""

@@ -28,16 +28,15 @@ from paxtrain.virtual import permute
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """run(x) on the first and the last stage, the only ones with an embedding; zeros on those between.
 
-    On CPUs all stages run it, those between on their zeros: a collective inside of a loop may run before or beside
-    those outside, in another order on each process, and gloo aborts where orders differ.
+    Where processes meet over gloo all stages run it, those between on their zeros: a collective inside of a loop may
+    run before or beside those outside, in another order on each process, and gloo aborts where orders differ.
     """
     if layout.stages <= 2:
         return run(x)
     stage = lax.axis_index("pipe")
     edge = (stage == 0) | (stage == layout.stages - 1)
-    return lax.platform_dependent(
-        x, cpu=run, default=lambda x: only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))
-    )
+    skip = lambda x: only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))  # noqa: E731
+    return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
 def gather_weights(layout: Layout, shards: Params) -> Weights:

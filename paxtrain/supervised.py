@@ -21,7 +21,7 @@ _TEXT = 600  # characters of an error at most; JSON makes up to six bytes of one
 
 
 class Progress:
-    """The line, while the process lives. As a context manager it also tells of the exception that ends its block."""
+    """The line, while the process lives. As a context manager, also again inside, it tells of what ends its block."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = environment.get(VARIABLE)
@@ -58,7 +58,8 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, SystemExit):  # whose code the parent sees
+        # Of several, one after another on the way out, the first; an exit's code is what the parent sees.
+        if error is not None and not isinstance(error, SystemExit) and not self._said["failed"]:
             text = " ".join(str(error).split())[:_TEXT]
             self._tell(failed=f"{type(error).__name__}: {text}" if text else type(error).__name__)
 

@@ -226,8 +226,12 @@ class Run:
     def train(self) -> None:
         """Trains, reports, and leaves a checkpoint, the metrics and a figure."""
         home = self.out / sample.CHECKPOINTS
-        # SIGTERM is caught until the last checkpoint is on disk.
-        with self._catch_sigterm(), checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints:
+        # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
+        with (
+            self._catch_sigterm(),
+            checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
+            self.progress,
+        ):
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)

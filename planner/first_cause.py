@@ -7,7 +7,8 @@ takes what explains the others before what others explain:
 2. a host of which nobody hears;
 3. a link that carries nothing between two hosts that others hear;
 4. a worker for which the others wait (stopped, waiting for a disk, long in something that is no step, slow, behind);
-5. a worker whose collective failed, though every host answers and every link carries.
+5. a worker that ended well before the others, or whose collective failed though every host answers and every link
+   carries.
 
 Among equals the earliest is the first. Clocks of hosts differ, so reports say how long ago things were.
 """
@@ -167,6 +168,14 @@ def _ended(rank: int, worker: Status) -> _Candidate | None:
     return own("collective", "is ending, and has not said why", order=5)
 
 
+def _left(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
+    """Workers that ended well while others had still to work with them."""
+    for rank, report in reports.items():
+        if report.worker and report.worker.good:
+            what = "the worker ended with exit code 0 while others were at work"
+            yield _Candidate(5, "exit", (rank,), what, report.worker.ended_age)
+
+
 def _silence(reports: Mapping[int, Report], rank: int) -> float:
     """Seconds for which its neighbours have not heard a host."""
     spans = [report.silences[rank] for report in reports.values() if rank in report.silences]
@@ -179,25 +188,24 @@ def _lost(reports: Mapping[int, Report], names: Sequence[str], joined: bool) -> 
     if not gone:
         return None
     refused = [i for i in gone if any(report.unreachable.get(i) == REFUSED for report in reports.values())]
-    many = len(refused or gone) > 1
+    if refused:
+        gone = refused
+    elif joined and (len(reports) < len(gone) or (len(reports) == len(gone) and 0 in gone)):
+        # Who hears less than half of the hosts is cut off himself; of two halves that with the first host goes on.
+        gone = sorted(reports)
+    many = len(gone) > 1
+    them, without = "them" if many else "it", ",".join(names[i] for i in gone[:8])
+    advice = f"bring {them} back or plan without {them} (planner.plan --without={without}), and start again"
     if not joined:
         what = f"{'have' if many else 'has'} not come: no supervisor there has been heard since this one was started"
-        gone = refused or gone
-        return _Candidate(2, "lost", tuple(gone), what, None, advice="start one there, too", leave_out=tuple(gone))
-    if refused:
+        advice = "start one there, too"
+    elif refused:
         what = "are gone: their workers and supervisors" if many else "is gone: its worker and its supervisor"
         what += " have ended without a word (killed, or the host has restarted)"
-        gone = refused
     else:
-        # Who hears less than half of the hosts is cut off himself; of two halves that with the first host goes on.
-        if len(reports) < len(gone) or (len(reports) == len(gone) and 0 in gone):
-            gone = sorted(reports)
         seconds = max(_silence(reports, i) for i in range(len(names)))
         what = f"{'have' if many else 'has'} not been heard by any other host for {_seconds(seconds)}"
         what += ": down, or without a network"
-    them = "them" if len(gone) > 1 else "it"
-    without = ",".join(names[i] for i in gone[:8])
-    advice = f"bring {them} back or plan without {them} (planner.plan --without={without}), and start again"
     return _Candidate(2, "lost", tuple(gone), what, None, advice=advice, leave_out=tuple(gone))
 
 
@@ -272,7 +280,7 @@ def first(reports: Mapping[int, Report], names: Sequence[str], joined: bool = Tr
     """
     candidates = [found for rank, r in reports.items() if r.worker and (found := _ended(rank, r.worker))]
     candidates += [found for found in (_lost(reports, names, joined), _links(reports, names)) if found]
-    candidates += _standing(reports)
+    candidates += [*_left(reports), *_standing(reports)]
     if not candidates:
         candidates = [_Candidate(7, "stalled", (), "a worker ended, and no host says why", None)]
     chosen = min(candidates, key=lambda c: (c.order, -(c.age or 0.0), c.ranks))

@@ -46,6 +46,10 @@ class Entry:
         return time.monotonic() - self.made
 
 
+def _line(message: Any) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
 class _Connection:
     """Lines of JSON to and from one host."""
 
@@ -54,10 +58,13 @@ class _Connection:
         self.trip = 0.0  # seconds there and back
 
     def send(self, message: Any) -> None:
+        self.write(_line(message))
+
+    def write(self, line: bytes) -> None:
         if self._writer.transport.get_write_buffer_size() > _LINE:
             self.close()
         if not self._writer.is_closing():
-            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            self._writer.write(line)
 
     async def receive(self) -> dict[str, Any] | None:
         """The next message; None when there will be no more."""
@@ -103,7 +110,7 @@ class SideChannel:
         self.aside: Any = None
         self.asides: dict[int, Any] = {}
         self.refused: set[int] = set()
-        self._connections: dict[int, list[_Connection]] = {rank: [] for rank in range(len(self._addresses))}
+        self._connections: dict[int, list[_Connection]] = {}  # of a neighbour maybe one from each side
         self._heard: dict[int, float] = {}
         self._silences: dict[int, tuple[float, float]] = {}  # how long, and when it ended
         self._listeners: list[Callable[[str], None]] = []
@@ -126,9 +133,10 @@ class SideChannel:
         if name in self.board and self.board[name].version >= entry.version:
             return
         self.board[name] = entry
+        line = _line(self._message(name))
         for connection in self._open():
             if connection is not source:
-                connection.send(self._message(name))
+                connection.write(line)
         for listener in self._listeners:
             listener(name)
 
@@ -226,9 +234,9 @@ class SideChannel:
     async def _converse(self, rank: int, connection: _Connection) -> None:
         """Tells a neighbour all there is and listens to it, until the connection ends."""
         if self.silent(rank) > QUIET:  # those before carry nothing
-            for before in self._connections[rank]:
+            for before in self._connections.get(rank, []):
                 before.close()
-        self._connections[rank].append(connection)
+        self._connections.setdefault(rank, []).append(connection)
         self._hear(rank)
         for name in self.board:
             connection.send(self._message(name))
@@ -248,7 +256,7 @@ class SideChannel:
     async def _watch(self, rank: int) -> None:
         """Keeps a connection to a neighbour."""
         while not self._closed:
-            if self._connections[rank] and self.silent(rank) < QUIET:
+            if self._connections.get(rank) and self.silent(rank) < QUIET:
                 await asyncio.sleep(TICK / 5)
                 continue
             try:

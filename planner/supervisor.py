@@ -113,7 +113,7 @@ class Supervisor:
         self._fault = ""  # how a fault was noticed here; empty: none was
         self._slow = 0.0
         self._paces: deque[float] = deque(maxlen=_SAMPLES)
-        self._told: dict[str, int] = {}  # versions of the entries that a line has been said about
+        self._told: dict[int, int] = {}  # by slow host the version of the entry that a line has been said about
         self._silent: set[int] = set()
         self._stopped = False
         channel.listen(lambda name: self._news.set())
@@ -163,9 +163,9 @@ class Supervisor:
     async def _gather(self) -> bool:
         """Whether all hosts came in time."""
         until = time.monotonic() + self._limits.start
-        while self._channel.missing and time.monotonic() < until and not self._reports() and not self._stopped:
+        while self._channel.missing and time.monotonic() < until and not self._alarm and not self._stopped:
             await self._wait(_CHECK)
-        return not self._channel.missing and not self._reports()
+        return not self._channel.missing and not self._alarm
 
     async def _watch(self) -> bool:
         """Until all workers have ended well (True) or a fault is noticed here or elsewhere (False)."""
@@ -176,7 +176,7 @@ class Supervisor:
             if all(f"done/{rank}" in self._channel.board for rank in range(len(self._names))):
                 return True
             self._fault = self._fault_here()
-            if self._fault or self._reports():
+            if self._fault or self._alarm:
                 return False
             self._tell_of_slowness()
             self._tell_of_silence()
@@ -207,13 +207,19 @@ class Supervisor:
 
     # --- The first cause ----------------------------------------------------------------------------------------------
 
+    @property
+    def _alarm(self) -> bool:
+        """Whether a host has noticed a fault."""
+        return bool(self._numbers("report/"))
+
+    def _numbers(self, kind: str) -> list[int]:
+        """Hosts that have put an entry of this kind on the board."""
+        return [int(name.removeprefix(kind)) for name in self._channel.board if name.startswith(kind)]
+
     def _reports(self) -> dict[int, Report]:
         """What is on the board, with all ages as of now."""
-        found = {}
-        for name, entry in self._channel.board.items():
-            if name.startswith("report/"):
-                found[int(name.removeprefix("report/"))] = Report.from_json(entry.value).older(entry.age)
-        return found
+        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._numbers("report/")}
+        return {rank: Report.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
 
     def _report(self, unreachable: Mapping[int, str], final: bool) -> None:
         spans = self._channel.silences.items()
@@ -240,12 +246,13 @@ class Supervisor:
                 if asking.done() and self._worker.over != over:  # it ended after all else was known
                     over = self._worker.over
                     self._report(asking.result(), final=True)
-                now, reports = time.monotonic(), self._reports()
+                now = time.monotonic()
                 if now > until + _SLACK:
                     break
-                if min(reports) == self._me and (now > until or (now > began + _AT_LEAST and self._complete(reports))):
+                first = min(self._numbers("report/")) == self._me
+                if first and (now > until or (now > began + _AT_LEAST and self._complete(self._reports()))):
                     break
-                await self._wait(_CHECK)
+                await asyncio.sleep(_CHECK / 2)
         finally:
             asking.cancel()
         if verdict is None:
@@ -270,12 +277,12 @@ class Supervisor:
 
     def _verdict(self) -> tuple[Cause, str] | None:
         """Of all that there are the one of the first host."""
-        ranks = [int(name.removeprefix("verdict/")) for name in self._channel.board if name.startswith("verdict/")]
-        if not ranks:
+        judges = self._numbers("verdict/")
+        if not judges:
             return None
-        values = self._channel.board[f"verdict/{min(ranks)}"].value
+        values = self._channel.board[f"verdict/{min(judges)}"].value
         tuples = {key: tuple(values[key]) for key in ("hosts", "leave_out")}
-        return Cause(**{**values, **tuples}), self._names[min(ranks)]
+        return Cause(**{**values, **tuples}), self._names[min(judges)]
 
     def _write(self, cause: Cause, judge: str) -> None:
         if self._file is None:
@@ -318,12 +325,10 @@ class Supervisor:
             if bool(slow) != bool(self._slow):
                 self._channel.put(f"slow/{self._me}", slow)
             self._slow = slow
-        for name, entry in self._channel.board.items():
-            if name.startswith("slow/") and self._told.get(name) != entry.version:
-                self._told[name] = entry.version
-                rank = int(name.removeprefix("slow/"))
-                if self._me not in (0, rank):
-                    continue
+        for rank in self._numbers("slow/"):
+            entry = self._channel.board[f"slow/{rank}"]
+            if self._me in (0, rank) and self._told.get(rank) != entry.version:
+                self._told[rank] = entry.version
                 much = f"takes {entry.value:.1f} times as long as the others' for the same work; they may wait for it"
                 self._say(
                     f"note: {self._names[rank]}'s CPU {much if entry.value else 'is as fast as the others again'}"

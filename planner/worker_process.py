@@ -176,7 +176,9 @@ class Worker:
             rest = rest[-(1 << 16) :]
             for line in lines:
                 self._remember(line)
-                self._tracing = self._tracing or _TRACE.match(line) is not None
+                if not self._tracing and _TRACE.match(line):
+                    self._look()  # steps before it do not end it
+                    self._tracing = True
                 # A sentence may be about another process's fault: the supervisors say whose it is.
                 if not self._tracing and not line.startswith(b"error: "):
                     self._show(sys.stderr, line + b"\n")

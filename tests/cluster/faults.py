@@ -23,7 +23,19 @@ from typing import Any
 from paxtrain import metrics, sample
 from paxtrain.checkpoint import read_meta
 from tests.cluster.hosts import Cluster, why_not
-from tests.cluster.supervised_run import BATCH, EVERY, HOSTS, LIMITS, MBIT, ROOT, Figures, Lab, plan_without, require
+from tests.cluster.supervised_run import (
+    BATCH,
+    EVERY,
+    HOSTS,
+    LIMITS,
+    MBIT,
+    ROOT,
+    Figures,
+    Lab,
+    checkpoints,
+    plan_without,
+    require,
+)
 
 SHORT_CUT = 4.0  # seconds, below LIMITS.link
 SLOW = 0.1  # of a core, of the slow host
@@ -67,8 +79,11 @@ def killed_host(lab: Lab) -> Figures:
     require(cause["kind"] == "lost" and cause["leave_out"] == ["pax3"], str(cause))
     plan, seconds = plan_without(lab, cause["leave_out"])
     left = [host for host in range(HOSTS) if host != lost]
-    more = {"plan_seconds": seconds, "hosts_left": len(left)}
-    return _figures("a host is killed", broken, ended, sentence, **more, **lab.start(left, plan))
+    started = lab.start(left, plan)
+    on_the_rest = 2 * EVERY  # steps that count: up to a checkpoint
+    lab.running.wait_for("a checkpoint", lambda: max(checkpoints(lab.out)) >= started["resumed_from"] + on_the_rest, 90)
+    more = {"plan_seconds": seconds, "hosts_left": len(left), "steps_on_the_rest": on_the_rest}
+    return _figures("a host is killed", broken, ended, sentence, **more, **started)
 
 
 def short_cut(lab: Lab) -> Figures:
@@ -123,7 +138,7 @@ def full_disk(lab: Lab) -> Figures:
             file.write(bytes(1 << 16))
             file.flush()
     ended, sentence = run.wait_for_end(limit=LIMITS.bound + 30)
-    require("the worker found its disk full" in sentence, sentence)
+    require("the worker found its disk full" in sentence and "a checkpoint could not be written" in sentence, sentence)
     filler.unlink()
     return _figures("the disk is full", broken, ended, sentence, **lab.start())
 
@@ -132,7 +147,7 @@ def corrupted_checkpoint(lab: Lab) -> Figures:
     """The newest checkpoint's bytes change on disk: the one before it is used."""
     _go_on(lab, EVERY + 1)
     lab.running.stop()
-    *_, older, newest = lab.checkpoints()
+    *_, older, newest = checkpoints(lab.out)
     files = [path for path in (lab.out / sample.CHECKPOINTS / str(newest)).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     damaged = bytearray(largest.read_bytes())
@@ -192,13 +207,14 @@ def difference(there: dict[int, float], here: dict[int, float]) -> float:
 def whole_curve(lab: Lab) -> Figures:
     """Ends the run and compares all of it with one to which nothing happened, and that one with itself a batch late."""
     lab.running.stop()
-    here, newest = losses(lab.out), max(lab.checkpoints())
+    here, newest = losses(lab.out), max(checkpoints(lab.out))
     consumed = read_meta(lab.out / sample.CHECKPOINTS, newest)["samples"]
     require(consumed == newest * BATCH, f"{consumed} samples after {newest} steps of {BATCH}")
     quiet = alone(lab, newest, lab.home / "alone")
     late = shutil.copytree(quiet, lab.home / "late")
-    alone(lab, newest + EVERY, late, ("-c", _SHIFTED))
-    alone(lab, newest + EVERY, quiet)
+    for step in [step for step in checkpoints(late) if step > newest - EVERY]:
+        shutil.rmtree(late / sample.CHECKPOINTS / str(step))
+    alone(lab, newest, late, ("-c", _SHIFTED))
     figures = {"fault": "all of these, one after another", "steps": newest, "samples": consumed}
     figures |= {"loss": here[newest], "difference": difference(losses(quiet), here)}
     return figures | {"difference_a_batch_late": difference(losses(quiet), losses(late))}

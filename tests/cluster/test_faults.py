@@ -42,7 +42,7 @@ def test_a_slow_host(lab):
 def test_a_killed_host_without_which_training_goes_on(lab):
     found = faults.killed_host(lab)
     assert_ended(found, AT_ONCE)
-    assert found["hosts_left"] == 3
+    assert found["hosts_left"] == 3 and found["steps_on_the_rest"] > 0
 
 
 def test_a_link_that_is_cut_for_longer_than_the_limit(lab):
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint(lab):
 
 
 def test_no_sample_is_lost_and_none_comes_twice(lab):
-    """To rounding; and a batch that is left out shows a hundred times as much."""
+    """To rounding; and a batch that is left out shows a hundred times as much, and more."""
     found = faults.whole_curve(lab)
     assert found["samples"] == faults.BATCH * found["steps"]
-    assert found["difference"] < 1e-4 < 1e-2 < found["difference_a_batch_late"]
+    assert found["difference"] < 3e-5 < 3e-3 < found["difference_a_batch_late"]

@@ -62,6 +62,17 @@ def test_the_exception_that_ends_a_process_and_where(path, progress, error, told
     assert read(path)["failed"] == told and read(path)["doing"] == "saving a checkpoint"
 
 
+def test_of_several_exceptions_the_first_is_told(path, progress):
+    """What is cleaned up on the way out often fails for the same reason, and says less."""
+    with pytest.raises(OSError, match="No space"), progress:
+        try:
+            with progress:
+                raise RuntimeError("the reason")
+        finally:
+            raise OSError(28, "No space left on device")
+    assert read(path)["failed"] == "RuntimeError: the reason"
+
+
 @pytest.mark.parametrize("code", [0, 2, None])
 def test_an_exit_is_no_exception(path, progress, code):
     with pytest.raises(SystemExit), progress:

@@ -216,4 +216,13 @@ def test_what_is_a_cascade(worker, cascade):
 def test_a_worker_that_ended_well_is_no_cause():
     done = ended(code=0)
     assert judged(reports(done, ended(signal="SIGKILL"), done, done)).hosts == ("pax1",)
-    assert judged(reports(done, done, done, CASCADES[0])).kind == "collective"
+    waiting = dataclasses.replace(RUNNING, doing="finishing", told_age=90.0)
+    assert judged(reports(done, done, waiting, done, pax2={"hung": True})).hosts == ("pax2",)
+
+
+def test_a_worker_that_ended_well_too_early():
+    cause = judged(
+        reports(CASCADES[0], CASCADES[1], dataclasses.replace(ended(code=0, step=30), ended_age=1.2), CASCADES[2])
+    )
+    assert (cause.kind, cause.hosts, cause.step) == ("exit", ("pax2",), 30)
+    assert "ended with exit code 0 while others were at work, after step 30" in cause.sentence

@@ -1,0 +1,66 @@
+"""Supervisors on a network that breaks: all sides end in time, and with the same sentence. Workers are a few lines."""
+
+import itertools
+import pathlib
+import sys
+import time
+
+import pytest
+
+from planner.supervise import PORT
+from planner.supervisor import FAULT, Limits
+from tests.cluster import hosts
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIMITS = Limits(link=4.0, settle=2.0, grace=0.5, start=20.0)
+HOSTS = 4
+# It steps until the file is there, and then waits as one does whose collective gets no answer.
+WORKER = """
+import os, pathlib, sys, time
+from paxtrain import supervised
+
+p, step, stop = supervised.Progress(os.environ), 0, pathlib.Path(sys.argv[1])
+while True:
+    time.sleep(0.05)
+    if not stop.exists():
+        step += 1
+        p.finished(step)
+"""
+
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
+
+
+@pytest.mark.parametrize(
+    ("cut", "sentence"),
+    [
+        ([(3, 0), (3, 1), (3, 2)], "error: pax3 has not been heard by any other host for "),
+        (list(itertools.product((0, 1), (2, 3))), "error: pax2 and pax3 have not been heard by any other host for "),
+        ([(0, 1), (1, 2)], "error: each of the links pax0 - pax1 and pax1 - pax2 carries nothing for "),
+    ],
+    ids=["one alone", "two halves", "two links"],
+)
+def test_all_sides_end_with_one_sentence(tmp_path, cut, sentence):
+    """Also those who hear nobody any more, and those who hear of the others only through others."""
+    with hosts.Cluster([[100.0] * HOSTS] * HOSTS) as cluster:
+        addresses = ",".join(f"{name}:{PORT}" for name in cluster.names)
+        started = []
+        for host in range(HOSTS):
+            command = [sys.executable, "-m", "planner.supervise", f"--hosts={addresses}", f"--host={host}"]
+            command += [f"--link_timeout={LIMITS.link}", f"--settle={LIMITS.settle}", f"--grace={LIMITS.grace}"]
+            command += [f"--log={tmp_path}/log{host}", "--", sys.executable, "-c", WORKER, str(tmp_path / "stop")]
+            variables = {"PYTHONPATH": str(ROOT)}
+            started.append(cluster.start(host, command, log=tmp_path / f"said{host}", env=variables))
+        deadline = time.monotonic() + 20
+        while not all((tmp_path / f"log{host}").exists() for host in range(HOSTS)):
+            assert time.monotonic() < deadline and all(popen.poll() is None for popen in started)
+            time.sleep(0.02)
+        time.sleep(2.0)  # they have met
+        for a, b in cut:
+            cluster.cut(a, b)
+        (tmp_path / "stop").touch()
+        broken = time.monotonic()
+        assert [popen.wait(LIMITS.bound) for popen in started] == [FAULT] * HOSTS
+        assert time.monotonic() - broken < LIMITS.link + LIMITS.settle + LIMITS.grace + 6
+    said = [(tmp_path / f"said{host}").read_text().splitlines() for host in range(HOSTS)]
+    errors = [[line for line in lines if line.startswith("error: ")] for lines in said]
+    assert all(len(each) == 1 and each[0].startswith(sentence) for each in errors), said
