@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; set before anything makes jax start its backend."""
+"""Eight virtual CPU devices for every test, and programs that LLVM does not optimize; set before jax's backend starts."""
 
 import os
 
@@ -6,6 +6,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+# Half the time of the tests is compiling. The HLO is the same; processes that tests start get it, too.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the tests that do not import it
 
 jax.config.update("jax_num_cpu_devices", 8)
