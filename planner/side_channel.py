@@ -223,7 +223,7 @@ class SideChannel:
             connection.send(self._hello(rank, what))
             answer = await asyncio.wait_for(connection.receive(), _DIAL)
             if answer is None:
-                raise OSError("it hung up")
+                raise ConnectionResetError("it hung up")
             if answer.get("what") != "welcome" or not self._ours(answer):
                 raise ConnectionRefusedError
         except BaseException:
@@ -312,10 +312,18 @@ class SideChannel:
         """Of those hosts, the ones that do not answer, and why: REFUSED, or what the network says."""
         slots, why = asyncio.Semaphore(_AT_ONCE), {}
 
+        async def dial(rank: int) -> None:
+            for _ in range(3):  # one that is being killed still accepts, and hangs up; a moment later it refuses
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    (await self._dial(rank, "probe")).close()
+                    return
+                await asyncio.sleep(TICK / 2)
+            (await self._dial(rank, "probe")).close()
+
         async def ask(rank: int) -> None:
             async with slots:
                 try:
-                    (await self._dial(rank, "probe")).close()
+                    await dial(rank)
                 except ConnectionRefusedError:
                     why[rank] = REFUSED
                 except TimeoutError:

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test, and programs that LLVM does not optimize; set before jax's backend starts."""
+"""Eight virtual CPU devices for every test, and no LLVM optimizations; set before anything starts the backend."""
 
 import os
 

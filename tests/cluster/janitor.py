@@ -48,16 +48,23 @@ def kill(groups: list[pathlib.Path], token: str, leaders: set[int] = frozenset()
         time.sleep(0.05)
 
 
+def _remove(groups: list[pathlib.Path], limit: float = 10.0) -> None:
+    """Removes control groups; one whose last process is on its way out is busy for a moment longer."""
+    until = time.monotonic() + limit
+    while (left := [top for top in groups if top.exists()]) and time.monotonic() < until:
+        for top in left:
+            for path in (*sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True), top):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+        time.sleep(0.05)
+
+
 def take_down(token: str, groups: list[pathlib.Path], folder: pathlib.Path, leaders: set[int] = frozenset()) -> None:
     """Ends all processes, then removes namespaces (and with them their links), control groups and the folder."""
     kill(groups, token, leaders)
     for name in namespaces(token):
         subprocess.run(["ip", "netns", "del", name], check=False)
-    for top in groups:
-        inner = sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True)
-        for path in (*inner, top):
-            with contextlib.suppress(OSError):
-                path.rmdir()
+    _remove(groups)
     shutil.rmtree(folder, ignore_errors=True)
 
 
