@@ -62,8 +62,12 @@ def _layers(stage: Stage) -> int:
     return sum(segment.count for segment in stage.program.segments)
 
 
-def install() -> None:
-    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on."""
+def install(devices: int) -> None:
+    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on.
+
+    Args:
+        devices: of this process, which share its speed, as they share its core: two take twice as long.
+    """
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = make(ctypes.cast(_hold, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)
@@ -73,16 +77,16 @@ def install() -> None:
     def timed_forward(self: Stage, chunk: int, mb: Any, x: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         y, residuals = forward(self, chunk, mb, _at(x, 0.0), *rest)
-        return _at(y, _layers(self) * LAYER * share), residuals
+        return _at(y, _layers(self) * LAYER * devices * share), residuals
 
     def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0), *rest)
-        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share), grads, scratch
+        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * devices * share), grads, scratch
 
     def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         loss, g, *others = head(self, mb, _at(y, 0.0), *rest)
-        return loss, _at(g, HEAD * share), *others
+        return loss, _at(g, HEAD * devices * share), *others
 
     Stage.forward, Stage.backward, Stage.head = timed_forward, timed_backward, timed_head

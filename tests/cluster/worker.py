@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print belongs into the log
     share_programs()
-    device.install()
+    device.install(f.cpu_devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     with contextlib.ExitStack() as stack:
