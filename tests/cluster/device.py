@@ -27,13 +27,13 @@ BACKWARD = {save: 2 if save in ("residuals", "dots") else 3 for save in SAVE_MOD
 _NAME = "paxtrain_device"
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _began: dict[int, float] = {}
-_enabled = True
+_slowness = 1.0  # times as long as said above; 0: as fast as the machine
 
 
-def enable(enabled: bool) -> None:
-    """Turns the speed limit on or off; off, ops are as fast as the machine."""
-    global _enabled
-    _enabled = enabled
+def slow_down(factor: float) -> None:
+    """Makes ops take so many times as long as said above; 0: no longer than they need."""
+    global _slowness
+    _slowness = factor
 
 
 @_SIGNATURE
@@ -43,8 +43,8 @@ def _hold(out: int, inputs: Any) -> None:
     ctypes.memmove(out, inputs[0], size)
     if not microseconds:
         _began[device] = time.perf_counter()
-    elif _enabled:
-        rest = _began[device] + microseconds * 1e-6 - time.perf_counter()
+    else:
+        rest = _began[device] + _slowness * microseconds * 1e-6 - time.perf_counter()
         if rest > 0:
             time.sleep(rest)
 
@@ -62,12 +62,8 @@ def _layers(stage: Stage) -> int:
     return sum(segment.count for segment in stage.program.segments)
 
 
-def install(devices: int) -> None:
-    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on.
-
-    Args:
-        devices: of this process, which share its speed, as they share its core: two take twice as long.
-    """
+def install() -> None:
+    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = make(ctypes.cast(_hold, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)
@@ -77,16 +73,16 @@ def install(devices: int) -> None:
     def timed_forward(self: Stage, chunk: int, mb: Any, x: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         y, residuals = forward(self, chunk, mb, _at(x, 0.0), *rest)
-        return _at(y, _layers(self) * LAYER * devices * share), residuals
+        return _at(y, _layers(self) * LAYER * share), residuals
 
     def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0), *rest)
-        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * devices * share), grads, scratch
+        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share), grads, scratch
 
     def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
         share = self.message.shape[0] * self.message.shape[1] / TOKENS
         loss, g, *others = head(self, mb, _at(y, 0.0), *rest)
-        return loss, _at(g, HEAD * devices * share), *others
+        return loss, _at(g, HEAD * share), *others
 
     Stage.forward, Stage.backward, Stage.head = timed_forward, timed_backward, timed_head

@@ -76,6 +76,7 @@ class Lab:
             cluster.set_rates(None)
             with Session(cluster, scenario.devices_per_host, self.out / "logs" / name, self.cache) as session:
                 self.say(f"{name}: {cluster.hosts} hosts x {scenario.devices_per_host} devices are up")
+                session.ask("speed", slowness=scenario.slowness)
                 yield Bench(self, scenario, cluster, session)
 
 
@@ -111,7 +112,7 @@ class Bench:
 
     def free(self) -> None:
         """Lifts the limits of devices and links."""
-        self.session.ask("speed", limited=False)
+        self.session.ask("speed", slowness=0)
         self.cluster.set_rates(None)
 
     def shape(self, rates: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """Scenarios: how fast the links of a cluster are. Each is a JSON file in scenarios/, or one of the user's own.
 
     {"what": "a sentence", "devices_per_host": 1, "share": 0.2,     of one core for each host
+     "slowness": 1,                                   devices take so many times as long as tests/cluster/device.py says
      "links": {...}, "shuffle": true}                                hosts in a random order that the plan does not know
 
 `links`, in Mbit/s:
@@ -23,7 +24,7 @@ from paxtrain.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parent / "scenarios"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_KEYS = {"what", "devices_per_host", "share", "links", "shuffle"}
+_KEYS = {"what", "devices_per_host", "share", "slowness", "links", "shuffle"}
 _KINDS = ({"all"}, {"inside", "between", "racks"}, {"all", "slow_host"}, {"all", "spread_of"}, {"rates"})
 
 
@@ -35,6 +36,7 @@ class Scenario:
         rates: [H, H] Mbit/s from row to column; the diagonal means nothing.
         devices_per_host: virtual devices of each.
         share: of one core for each host.
+        slowness: of the devices, times as long as in other scenarios: several on a host need more of its core.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Scenario:
     rates: np.ndarray
     devices_per_host: int = 1
     share: float | None = None
+    slowness: float = 1.0
 
     @property
     def hosts(self) -> int:
@@ -85,10 +88,13 @@ def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
         raise UserError(f"devices_per_host must be 1, 2 or 4, got {devices!r}")
     if share is not None and not 0 < share <= 1:
         raise UserError(f"share must be above 0 and at most 1 core, got {share!r}")
+    slowness = values.get("slowness", 1.0)
+    if not isinstance(slowness, int | float) or not slowness > 0:
+        raise UserError(f"slowness must be a number above 0, got {slowness!r}")
     if values.get("shuffle"):
         order = np.random.default_rng(seed + 1).permutation(hosts)
         rates = rates[np.ix_(order, order)]
-    return Scenario(name, values.get("what", ""), rates, devices, share)
+    return Scenario(name, values.get("what", ""), rates, devices, share, float(slowness))
 
 
 def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:

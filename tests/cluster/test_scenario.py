@@ -50,6 +50,7 @@ def test_noise_is_drawn_from_the_measured_cluster():
     [
         ([], "must be a JSON object with links"),
         ({"links": {"all": 5}, "speed": 1}, "must be a JSON object with links"),
+        ({"links": {"all": 5}, "slowness": 0}, "slowness must be a number above 0, got 0"),
         ({"links": {"everything": 5}}, "links must have the keys of one of these"),
         ({"links": {"all": 0}}, "all rates must be above 0"),
         ({"links": {"inside": 9, "between": 3, "racks": 3}}, "8 hosts do not divide into 3 racks"),

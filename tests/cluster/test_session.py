@@ -90,9 +90,9 @@ def test_devices_take_their_time_alone_and_together(session, loaded):
     session.ask("warm", names=["plain"])
     limited = np.max([answer["plain"] for answer in session.ask("time", names=["plain"], repeats=3, steps=1)], axis=0)
     assert limited.min() >= least
-    session.ask("speed", limited=False)
+    session.ask("speed", slowness=0)
     free = np.max([answer["plain"] for answer in session.ask("time", names=["plain"], repeats=3, steps=1)], axis=0)
-    session.ask("speed", limited=True)
+    session.ask("speed", slowness=1)
     assert free.min() < least  # else the limit shows nothing
 
 
@@ -108,4 +108,4 @@ def test_a_step_is_broken_down_into_parts_that_add_up(session, loaded):
 def test_a_task_that_fails_names_the_host_and_its_log(session):
     with pytest.raises(SessionError, match=r"the worker on pax0 failed: KeyError: 'nothing'; its log is .*pax0\.log"):
         session.ask("warm", names=["nothing"])
-    assert session.ask("speed", limited=True) == [None, None]  # and both serve on
+    assert session.ask("speed", slowness=1) == [None, None]  # and both serve on

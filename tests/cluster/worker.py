@@ -139,9 +139,9 @@ class Worker:
         wire = hlo.collective_bytes(program.compiled.as_text())
         return {"compile_seconds": program.compile_seconds, "wire": wire}
 
-    def speed(self, limited: bool) -> None:
-        """Whether the devices have their speed, or the machine's."""
-        device.enable(limited)
+    def speed(self, slowness: float) -> None:
+        """How many times as long as usual devices take; 0: no longer than they need."""
+        device.slow_down(slowness)
 
     def forget(self, names: list[str]) -> None:
         """Frees programs and their states."""
@@ -221,7 +221,7 @@ def main(argv: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print belongs into the log
     share_programs()
-    device.install(f.cpu_devices)
+    device.install()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     with contextlib.ExitStack() as stack:

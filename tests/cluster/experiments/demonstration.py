@@ -21,7 +21,7 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
             order = device_order(hosts, scene.devices_per_host, split.mesh[2])
             bench.free()
             [name] = bench.compile([split], order=order, eval_batches=4)
-            bench.session.ask("speed", limited=True)
+            bench.session.ask("speed", slowness=scene.slowness)
             bench.shape(scene.rates)
             seconds = bench.time([name], min(lab.repeats, steps))[name]
             found = bench.session.ask("train", name=name, steps=steps, eval_every=steps)[0]
