@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from absl import flags
 from jax._src import distributed as runtime
 from jax.experimental import multihost_utils
 
@@ -19,6 +20,16 @@ _BARRIER = 3_600_000  # milliseconds
 
 # Variables that say: this is one of several processes of a launch. jax.distributed reads the rest itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
+
+
+def define_flags() -> None:
+    """Defines the flags that `initialize` takes."""
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0; SLURM, Open MPI and Kubernetes tell it themselves."
+    )
+    flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
+    flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
+    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
 
 
 def detect(environment: Mapping[str, str]) -> str | None:

@@ -66,10 +66,14 @@ class Plan:
         return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
 
 
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    return json.loads(json.dumps({"version": VERSION, **dataclasses.asdict(plan)}))
+
+
 def save(plan: Plan, path: str | pathlib.Path) -> None:
     """Writes a plan as JSON."""
-    values = {"version": VERSION, **dataclasses.asdict(plan)}
-    pathlib.Path(path).write_text(json.dumps(values, indent=2) + "\n")
+    pathlib.Path(path).write_text(json.dumps(to_json(plan), indent=2) + "\n")
 
 
 def load(path: str | pathlib.Path) -> Plan:
@@ -84,12 +88,17 @@ def load(path: str | pathlib.Path) -> Plan:
         message = f"cannot read the plan {path} ({error}); name a plan.json as paxtrain/plan.py describes it"
         raise UserError(message) from error
     try:
-        return _parse(values)
+        return from_json(values)
     except UserError as error:
         raise UserError(f"plan {path}: {error}") from error
 
 
-def _parse(values: Any) -> Plan:
+def from_json(values: Any) -> Plan:
+    """The plan of JSON values.
+
+    Raises:
+        UserError: no JSON object, unknown or missing keys, or values that do not fit.
+    """
     if not isinstance(values, dict):
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
     if values.get("version") != VERSION:

@@ -223,8 +223,8 @@ class Run:
         if self.primary:
             print(text, flush=True)
 
-    def train(self) -> None:
-        """Trains, reports, and leaves a checkpoint, the metrics and a figure."""
+    def train(self) -> bool:
+        """Trains, reports, and leaves a checkpoint, the metrics and a figure; returns whether all steps are done."""
         home = self.out / sample.CHECKPOINTS
         # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
         with (
@@ -254,8 +254,9 @@ class Run:
             plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
         if validation is None:
             self.say(f"stopped by SIGTERM after step {done}; the same command continues from its checkpoint")
-            return
+            return False
         self._summary(untrained, validation, speed, int(state.skipped))
+        return True
 
     def _untrained(self, state: TrainState, writer: metrics.Metrics) -> float:
         """The validation loss before the first step: measured now, or read back after a resume."""
@@ -363,16 +364,33 @@ class Run:
             self.say(f"a sample:\n{text}")
 
 
+def train(config: Config, chosen: plan.Plan | None, names: Sequence[str], progress: supervised.Progress) -> bool:
+    """Trains with all processes, which have joined; returns whether all steps are done.
+
+    Args:
+        config: with the plan's sections, if there is one.
+        chosen: the plan that says which device is where in the mesh; None: they are taken in order.
+        names: the host name of every process, for a plan that names hosts.
+
+    Raises:
+        UserError: on every process, if one of them has found bad input.
+    """
+    training, problem = None, None
+    try:
+        devices = host_major(chosen.hosts, names) if chosen and chosen.hosts else None
+        mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
+        training = Run(config, mesh, progress)
+    except UserError as error:
+        problem = error
+    distributed.agree(problem)
+    return training.train()
+
+
 def define_flags() -> None:
     """Defines this main's flags."""
     flags.DEFINE_string("plan", None, "A plan.json that overrides mesh, pipeline, batch and compress.")
     flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0; SLURM, Open MPI and Kubernetes tell it themselves."
-    )
-    flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
-    flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
-    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+    distributed.define_flags()
     # Unknown keys are let through: from_dict says which there are.
     config_flags.DEFINE_config_file(
         "config", "configs/tiny.py", "The configuration file.", lock_config=False, accept_new_attributes=True
@@ -399,16 +417,7 @@ def main(argv: Sequence[str]) -> None:
             options.coordinator_timeout,
             supervised.heartbeat(os.environ),
         )
-        training, problem = None, None
-        try:
-            hosts = chosen.hosts if chosen else ()
-            devices = host_major(hosts, distributed.host_names()) if hosts else None
-            mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
-            training = Run(config, mesh, progress)
-        except UserError as error:
-            problem = error
-        distributed.agree(problem)
-        training.train()
+        train(config, chosen, distributed.host_names() if chosen and chosen.hosts else [], progress)
 
 
 if __name__ == "__main__":

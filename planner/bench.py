@@ -88,7 +88,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     initialize(coordinator, 2, process, 60)
     meeting = Meeting(120)
     with meeting.ends_together():
-        machines = profile.meet(meeting, "", by_process=True)
+        machines = profile.meet(meeting, "", f"process{meeting.process}")
         configs = {schedule: _executed(schedule, chunks) for schedule, chunks in EXECUTED}
         config = configs[EXECUTED[0][0]]
         links = profile.Options(sizes=(profile.MIB, 4 * profile.MIB), repeats=repeats, micro_batches=())

@@ -178,16 +178,22 @@ def without(cluster: Cluster, names: Sequence[str]) -> Cluster:
         if name not in cluster.hosts:
             known = ", ".join(cluster.hosts[:8]) + (", ..." if len(cluster.hosts) > 8 else "")
             raise UserError(f"there is no host {name!r} to leave out; the cluster has {known}")
-    left = [i for i, name in enumerate(cluster.hosts) if name not in names]
+    left = [name for name in cluster.hosts if name not in names]
     if not left:
         raise UserError(f"all {len(cluster.hosts)} hosts are left out; leave one at least")
-    kinds = tuple(cluster.kinds[i] for i in left)
-    grid = np.ix_(left, left)
+    return of_hosts(cluster, left)
+
+
+def of_hosts(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """The cluster of some of its hosts, in the order of their names here."""
+    where = [cluster.hosts.index(name) for name in names]
+    kinds = tuple(cluster.kinds[i] for i in where)
+    grid = np.ix_(where, where)
     return dataclasses.replace(
         cluster,
-        hosts=tuple(cluster.hosts[i] for i in left),
+        hosts=tuple(names),
         kinds=kinds,
-        memory=cluster.memory[left],
+        memory=cluster.memory[where],
         alpha=cluster.alpha[grid],
         samples=cluster.samples[:, grid[0], grid[1]],
         measured=None if cluster.measured is None else cluster.measured[grid],

@@ -25,7 +25,7 @@ Pairs = list[tuple[int, int]]
 _AXIS = "device"
 _TINY = 8  # bytes
 _ECHOES = 16  # tiny messages to and fro per measurement
-_BACK_TO_BACK = 4  # big ones per measurement
+BACK_TO_BACK = 4  # big ones per measurement
 
 
 def tournament(count: int) -> list[Pairs]:
@@ -101,7 +101,7 @@ class Exchange:
         pairs = [r.devices for r in rounds]
         self._echo = _program(mesh, [(p, flip(p)) for p in pairs], _ECHOES, _TINY)
         both = [(p,) for p in pairs] + [(flip(p),) for p in pairs]
-        self._send = [_program(mesh, both, _BACK_TO_BACK, size) for size in self.sizes]
+        self._send = [_program(mesh, both, BACK_TO_BACK, size) for size in self.sizes]
 
     def __call__(self, number: int) -> Times:
         """Runs one round. Before each timed call the pairs exchange tiny messages, so that both ends start together."""
@@ -111,7 +111,7 @@ class Exchange:
             seconds = []
             for send in self._send:
                 self._echo(number)
-                seconds.append(_seconds(send, number + offset) / _BACK_TO_BACK)
+                seconds.append(_seconds(send, number + offset) / BACK_TO_BACK)
             directions.append(seconds)
         return Times(echo, *directions)
 

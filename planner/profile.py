@@ -39,11 +39,13 @@ class Options:
     """What is measured.
 
     Attributes:
-        sizes: bytes of the big messages.
+        sizes: bytes of the big messages; empty: as large as the links can send in the time.
         repeats: samples of every link, and of every compute time.
         rounds: of pairs of hosts at most, beyond which a random choice is measured.
         micro_batches, tensor: sizes whose compute is measured; tensor empty: what divides the devices of a host.
         time_limit: seconds for all of it; None: no limit.
+        least: sizes whose compute is measured however late it is.
+        all_reduces: whether all-reduces are timed, to be shown beside what the links say.
     """
 
     sizes: tuple[int, ...] = (MIB, 4 * MIB, 16 * MIB)
@@ -52,6 +54,8 @@ class Options:
     micro_batches: tuple[int, ...] = (1, 2, 4)
     tensor: tuple[int, ...] = ()
     time_limit: float | None = None
+    least: int = 0
+    all_reduces: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +92,11 @@ def _kind() -> tuple[str, float]:
     )
 
 
-def meet(meeting: Meeting, rack: str, by_process: bool = False) -> Machines:
+def meet(meeting: Meeting, rack: str, name: str = "") -> Machines:
     """Learns who is there, and names the processes after their hosts.
 
     Args:
-        by_process: take each process for a host of its own, whatever its name.
+        name: of this process's host; empty: as the host calls itself.
 
     Raises:
         UserError: hosts that differ in their number of devices, an unknown device, or one that cannot be reached.
@@ -102,7 +106,7 @@ def meet(meeting: Meeting, rack: str, by_process: bool = False) -> Machines:
         kind, memory = _kind()
     except UserError as error:
         kind, memory, problem = "", 0.0, str(error)
-    name = f"process{meeting.process}" if by_process else socket.gethostname()
+    name = name or socket.gethostname()
 
     def verdict(values: list[Any]) -> list[Any]:
         if problem := next((value[-1] for value in values if value[-1]), ""):
@@ -134,19 +138,50 @@ def meet(meeting: Meeting, rack: str, by_process: bool = False) -> Machines:
 
 # --- Links ------------------------------------------------------------------------------------------------------------
 
+_PROBE = 16 * 1024  # bytes
+_LARGEST = 16 * MIB
+
+
+def _affordable(
+    meeting: Meeting, machines: Machines, rounds: list[measure_links.Round], repeats: int, until: float
+) -> tuple[int, int]:
+    """Two sizes of messages, one four times the other, as large as half of the time that is left allows.
+
+    Every pair sends a small message first, which says how slow the links are.
+    """
+    me = machines.hosts[machines.of_process[meeting.process]]
+    with meeting.watch(me, "the other hosts in the first round of links"):
+        exchange = measure_links.Exchange(machines.devices, rounds, (_PROBE,))
+        times = [exchange(number) for number in range(len(rounds))]
+
+    def verdict(values: list[list[list[Any]]]) -> int:
+        # Of each round what its slowest pair takes, in both directions.
+        slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
+        seconds = sum(slowest) * repeats * measure_links.BACK_TO_BACK / _PROBE  # per byte
+        size = _PROBE
+        while size < _LARGEST and 4 * size * 1.25 * seconds < (until - time.monotonic()) / 2:
+            size *= 4
+        return size
+
+    size = meeting.gather([dataclasses.astuple(t) for t in times], verdict)
+    return size // 4, size
+
 
 def measure_all_links(
     meeting: Meeting, machines: Machines, options: Options, until: float
 ) -> tuple[measure_links.Book, str]:
     """Runs the rounds, repeat after repeat, until all are done or the time is up; also what was left out."""
     rounds = measure_links.plan(len(machines.hosts), machines.per_host, options.rounds)
-    book = measure_links.Book(rounds, len(machines.hosts), machines.per_host, options.sizes, options.repeats)
+    sizes = options.sizes
+    if rounds and not sizes:
+        sizes = _affordable(meeting, machines, rounds, options.repeats, until)
+    book = measure_links.Book(rounds, len(machines.hosts), machines.per_host, sizes, options.repeats)
     if not rounds:
         return book, ""
     mine = machines.of_process[meeting.process]
     me = machines.hosts[mine]
     with meeting.watch(me, "the other hosts while the links' programs were set up"):
-        exchange = measure_links.Exchange(machines.devices, rounds, options.sizes)
+        exchange = measure_links.Exchange(machines.devices, rounds, sizes)
     total = options.repeats * len(rounds)
     with tqdm(total=total, desc="links", unit="round", disable=meeting.process > 0) as progress:
         for done in range(total):
@@ -220,7 +255,7 @@ def measure_all_compute(
     optimizer: dict[int, float] = {}
     with tqdm(total=len(cases), desc="compute", unit="size", disable=meeting.process > 0) as progress:
         for done, (tensor, micro_batch) in enumerate(cases):
-            if not meeting.gather(None, lambda _: time.monotonic() < until):
+            if not meeting.gather(None, lambda _, done=done: done < options.least or time.monotonic() < until):
                 left_out += [f"compute of tensor={t}, micro_batch={b}: the time limit came" for t, b in cases[done:]]
                 break
             turns, problem = None, ""
@@ -298,11 +333,9 @@ def profile(
         values = [filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, book.nics()]
     alpha, samples, measured, error, nics = meeting.agree(values)
     filled = link_fit.Filled(np.array(alpha), np.array(samples), np.array(measured), error)
-    said = (
-        []
-        if len(machines.devices) == 1
-        else _all_reduces(meeting, machines, filled, nics, min(4 * MIB, max(options.sizes)))
-    )
+    said = []
+    if options.all_reduces and len(machines.devices) > 1:
+        said = _all_reduces(meeting, machines, filled, nics, min(4 * MIB, int(book.sizes.max())))
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
     if fitted:
         said.append(("links not measured", f"{fitted}, fitted from the others by sender, receiver and racks; median "
@@ -343,6 +376,11 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
     return said
 
 
+def rack_of_launcher() -> str:
+    """The rack of this host as SLURM has it, or an empty string."""
+    return os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+
+
 def define_flags() -> None:
     """Defines this main's flags."""
     default = Options()
@@ -357,13 +395,10 @@ def define_flags() -> None:
     flags.DEFINE_bool("links_only", False, "Leave the compute unmeasured: the planner then goes by the data sheet.")
     flags.DEFINE_list("tensor", [], "Tensor sizes; default: all that divide the devices of a host and the model.")
     flags.DEFINE_float("time_limit", None, "Seconds for all of it; what is measured by then is kept.", lower_bound=1)
-    flags.DEFINE_string("rack", os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], "This host's rack.")
+    flags.DEFINE_string("rack", rack_of_launcher(), "This host's rack.")
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; launchers tell it themselves.")
-    flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
-    flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
-    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+    distributed.define_flags()
     # Unknown keys are let through: from_dict says which there are.
     config_flags.DEFINE_config_file(
         "config", "configs/tiny.py", "The model to measure.", lock_config=False, accept_new_attributes=True

@@ -1,0 +1,168 @@
+"""A job's own main, which plans for the nodes that it got, and trains: python -m planner.run --config=... --out=RUN.
+
+Start it as training is started, one process per node or per device, best under planner.supervise. With --plan=auto it
+takes the plan of an earlier start on the same nodes; else it measures their links, unless it has done so lately, and
+plans. With --plan=FILE hosts are matched by name, whatever order they come in.
+"""
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from paxtrain import data, distributed, supervised, train
+from paxtrain import plan as plans
+from paxtrain.config import Config, to_dict
+from paxtrain.errors import UserError, run
+from planner import allocation, auto_plan, environment, profile, rollcall, search_flags
+from planner.auto_plan import Decision, Request
+from planner.meeting import Meeting
+from planner.profile import Machines
+
+AUTO = "auto"
+FINISHED = "finished"
+# Where a launcher tells a process its number, also where it started one alone.
+_LAUNCHED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+
+
+def _launch(environment: Mapping[str, str]) -> tuple[str | None, int | None, int | None, float]:
+    """Flags as distributed.initialize takes them.
+
+    Raises:
+        UserError: nothing says which processes take part.
+    """
+    f = flags.FLAGS
+    given = (f.coordinator, f.num_processes, f.process_id)
+    if given == (None, 1, None):
+        given = (None, None, None)
+    elif given == (None, None, None) and not any(name in environment for name in _LAUNCHED):
+        raise UserError(
+            "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no "
+            "flags; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N --process_id=I, or "
+            "--num_processes=1 for this process alone"
+        )
+    return *given, f.coordinator_timeout
+
+
+def _check_data(meeting: Meeting, config: Config) -> None:
+    """Finds out on every process whether it can read the data, before anything is measured."""
+    problem, model = "", config.model
+    try:
+        for name in ("train", "validation"):
+            data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
+    except UserError as error:
+        problem = str(error)
+
+    def verdict(problems: list[str]) -> None:
+        for name, each in zip(meeting.names, problems):
+            if each:
+                raise UserError(each if all(problems) else f"{name}: {each}")
+
+    meeting.gather(problem, verdict)
+
+
+def _decide(meeting: Meeting, machines: Machines, request: Request, progress: supervised.Progress) -> Decision:
+    """The plan that --plan and --replan ask for, the same on every process."""
+    f, began = flags.FLAGS, time.monotonic()
+    if f.plan == AUTO:
+        return auto_plan.decide(meeting, machines, request, "", progress)
+
+    def read(_: object) -> tuple[Any, str]:
+        plan = plans.load(f.plan)
+        reason = allocation.why_not(plan, machines)
+        if reason and not f.replan:
+            raise UserError(
+                f"the plan {f.plan} is not for these nodes: {reason}; start on its nodes, or plan anew with --replan"
+            )
+        return plans.to_json(plan), reason
+
+    given, reason = meeting.gather(None, read)
+    if reason:
+        why = f"made anew (--replan): {f.plan} is not for these nodes: {reason}"
+        return auto_plan.decide(meeting, machines, request, why, progress)
+    return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began)
+
+
+def _record(decision: Decision, machines: Machines, config: Config, processes: int) -> None:
+    plan = {name: value for name, value in plans.to_json(decision.plan).items() if name != "predicted"}
+    start = environment.describe(
+        flags=environment.flag_values(),
+        config=to_dict(config),
+        nodes={"hosts": machines.hosts, "devices_per_host": machines.per_host, "kinds": machines.kinds},
+        processes=processes,
+        plan={"source": decision.source, **plan},
+    )
+    out = pathlib.Path(config.run.out)
+    try:
+        environment.record(out, start)
+    except OSError as error:
+        raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
+
+
+def main(argv: Sequence[str]) -> None:
+    """Joins the other processes, plans, trains."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
+    f = flags.FLAGS
+    values = f.config.to_dict()
+    if f.out:
+        values["run"] = {**values.get("run", {}), "out": f.out}
+    for name in ("profile_seconds", "profile_age", "answer_timeout"):
+        if not math.isfinite(getattr(f, name)):
+            raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
+    if f.plan == AUTO or f.replan:
+        auto_plan.check(values)
+    neutral = auto_plan.measurable(values)
+    out = pathlib.Path(neutral.run.out)
+    launched = _launch(os.environ)
+    jax.config.update("jax_num_cpu_devices", f.cpu_devices)
+    with supervised.Progress(os.environ) as progress:
+        rollcall.call(*launched)
+        distributed.initialize(*launched, supervised.heartbeat(os.environ))
+        meeting = Meeting(f.answer_timeout)
+        with meeting.ends_together():
+            machines = profile.meet(meeting, f.rack, f.host_name)
+            allocation.check_shared(meeting, out)
+            _check_data(meeting, neutral)
+            decision = _decide(meeting, machines, Request(values, out, f.profile_seconds, f.profile_age), progress)
+            if meeting.process == 0:
+                print(auto_plan.describe(decision, machines), flush=True)
+            config = decision.plan.apply(values)
+            meeting.gather(None, lambda _: _record(decision, machines, config, meeting.count))
+        finished = out / FINISHED
+        if meeting.process == 0:
+            finished.unlink(missing_ok=True)
+        names = [machines.hosts[host] for host in machines.of_process]
+        if train.train(config, decision.plan, names, progress) and meeting.process == 0:
+            finished.write_text(json.dumps({"steps": config.run.steps}) + "\n")
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_string("plan", AUTO, f"A plan.json; {AUTO}: the one for these nodes, made at the start.")
+    flags.DEFINE_bool("replan", False, "Plan anew where --plan=FILE is for other nodes.")
+    flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
+    flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
+    flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
+    flags.DEFINE_string("rack", profile.rack_of_launcher(), "This host's rack.")
+    flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
+    flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
+    flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
+    distributed.define_flags()
+    search_flags.define_flags()
+    # Unknown keys are let through: from_dict says which there are.
+    config_flags.DEFINE_config_file(
+        "config", "configs/tiny.py", "The configuration file.", lock_config=False, accept_new_attributes=True
+    )
+    flags.register_validator("config", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
+
+
+if __name__ == "__main__":
+    run(main, define_flags)
