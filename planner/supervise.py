@@ -16,7 +16,7 @@ from absl import flags
 
 from paxtrain.errors import UserError, run
 from planner.side_channel import SideChannel
-from planner.supervisor import Limits, Supervisor, environment
+from planner.supervisor import STOPPED, Limits, Supervisor, environment
 from planner.worker_process import Worker
 
 PORT = 9100
@@ -24,12 +24,13 @@ PORT = 9100
 _NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
-def addresses(hosts: str, port: int) -> list[tuple[str, int]]:
+def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]:
     """Host and port of every supervisor.
 
     Args:
         hosts: HOST or HOST:PORT, joined by commas, or @FILE with one a line.
         port: where none is given.
+        per_host: supervisors of each host named, on this port and those after it.
 
     Raises:
         UserError: the file cannot be read, one makes no sense, or one comes twice.
@@ -49,7 +50,8 @@ def addresses(hosts: str, port: int) -> list[tuple[str, int]]:
             raise UserError(
                 f"--hosts must be HOST or HOST:PORT joined by commas, or @FILE with one a line, got {item!r}"
             )
-        found.append((host.strip("[]"), int(number) if colon else port))
+        first = int(number) if colon else port
+        found += [(host.strip("[]"), first + i) for i in range(per_host)]
     if len(set(found)) < len(found):
         host, number = next(each for each in found if found.count(each) > 1)
         raise UserError(f"--hosts has {host}:{number} twice; give processes of one host different ports")
@@ -80,7 +82,7 @@ def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:
 
 def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
     """What supervisors of this run have in common, and those of other runs of the same hosts mostly not."""
-    job = [variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job = [variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     return hashlib.sha256("/".join([hosts, *job]).encode()).hexdigest()[:16]
 
 
@@ -100,15 +102,19 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"the command begins with {command[0]!r}; write it after --")
     if not f.hosts:
         raise UserError("--hosts is missing; name all hosts, in the order of their numbers")
-    found = addresses(f.hosts, f.port)
+    found = addresses(f.hosts, f.port, f.per_host)
     me = number(f.host, len(found), os.environ)
     limits = Limits(f.link_timeout, f.hang_timeout, f.phase_timeout, f.start_timeout, f.settle, f.grace)
-    log = pathlib.Path(f.log or f"runs/supervise/host{me}.log")
+    log = pathlib.Path(f.log or (f"{f.logs}/rank{me}.log" if f.logs else f"runs/supervise/host{me}.log"))
+    report = f.report or (f"{f.logs}/rank{me}.json" if f.logs else None)
     worker = Worker(command, environment(os.environ, limits), log)
     run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
-    report = pathlib.Path(f.report) if f.report else None
-    supervisor = Supervisor(me, names(found), SideChannel(me, found, run_id), worker, limits, report)
+    channel = SideChannel(me, found, run_id)
+    supervisor = Supervisor(me, names(found), channel, worker, limits, pathlib.Path(report) if report else None)
     code = asyncio.run(_supervise(supervisor))
+    # Of the first host alone: on the others a shared folder may not show yet what is new in it.
+    if code == 0 and me == 0 and f.finished and not pathlib.Path(f.finished).exists():
+        sys.exit(STOPPED)
     if code:
         print(f"log     {log}", file=sys.stderr, flush=True)
     sys.exit(code)
@@ -119,6 +125,7 @@ def define_flags() -> None:
     flags.DEFINE_string("hosts", None, "All hosts, HOST or HOST:PORT joined by commas, or @FILE with one a line.")
     flags.DEFINE_integer("host", None, "This one's place among them, from 0 on; launchers tell it themselves.")
     flags.DEFINE_integer("port", PORT, "The port of supervisors where --hosts says none.", 1, (1 << 16) - 1)
+    flags.DEFINE_integer("per_host", 1, "Supervisors of each host in --hosts, on ports that follow each other.", 1)
     flags.DEFINE_float("link_timeout", 60.0, "Seconds for which a link or a host may be silent.", 1.0)
     flags.DEFINE_float("hang_timeout", 0.0, "Seconds without a finished step; 0: 20 steps, at least link_timeout.", 0.0)
     flags.DEFINE_float("phase_timeout", 1800.0, "Seconds that compiling, saving or evaluating may take.", 1.0)
@@ -126,6 +133,8 @@ def define_flags() -> None:
     flags.DEFINE_float("settle", 5.0, "Seconds for the hosts' reports on a fault.", 1.0)
     flags.DEFINE_float("grace", 5.0, "Seconds between SIGTERM and SIGKILL to a worker.", 0.0)
     flags.DEFINE_string("log", None, "File that takes all of the command's output; runs/supervise/host<I>.log if none.")
+    flags.DEFINE_string("logs", None, "Folder for log and report of every host, rank<I>.log and rank<I>.json.")
+    flags.DEFINE_string("finished", None, "File that the command leaves when all is done; without it the code is 143.")
     flags.DEFINE_string("report", None, "JSON file that takes the first cause and all reports, if there is a fault.")
 
 

@@ -24,7 +24,7 @@ from planner.side_channel import SideChannel
 from planner.worker_process import Worker
 
 FAULT = 3  # exit code
-_STOPPED = 143  # exit code of a process that SIGTERM has ended
+STOPPED = 143  # exit code of a process that SIGTERM has ended, and of supervisors that it has stopped before the end
 _CHECK = 0.2  # seconds between two looks at the worker
 _AT_LEAST = 1.0  # seconds that reports may take to come, even if all seem to be there
 _SLACK = 2.0  # seconds that a judgement may take to come round
@@ -132,7 +132,7 @@ class Supervisor:
         try:
             self._joined = await self._gather()
             if self._stopped and not self._joined:
-                return _STOPPED
+                return STOPPED
             if self._joined:
                 await self._worker.start()
                 pacing = asyncio.create_task(self._keep_pace())

@@ -35,6 +35,11 @@ _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|
 _FATAL = re.compile(r"^F\d{4} [\d:.]+ +\d+ \S+\] (.*)")
 
 
+def following(command: Sequence[str]) -> list[str]:
+    """The command, which the kernel is to kill when its parent has ended in whatever way."""
+    return [sys.executable, "-I", "-S", "-c", _FOLLOW, *command]
+
+
 @dataclasses.dataclass(frozen=True)
 class Status:
     """A worker at a moment. Ages are seconds before that moment.
@@ -137,7 +142,7 @@ class Worker:
         self._environment[supervised.VARIABLE] = str(self._progress)
         self._write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self._command)}\n".encode())
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _FOLLOW, *self._command),
+            *following(self._command),
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

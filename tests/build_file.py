@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("compress", "paxtrain", "planner", "configs")
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}  # Those that are not named like their module.
+# Those that are not named like their module.
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
 HEADER = """\
 # Written by `python tests/build_file.py` from the files and their imports.
 

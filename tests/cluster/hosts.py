@@ -164,6 +164,20 @@ class Cluster:
         print(popen.pid, file=self._janitor.stdin, flush=True)
         return popen
 
+    def networked(self, host: int, command: Sequence[str]) -> list[str]:
+        """A command that sees a host's network, and is otherwise a process of this machine: for asking, not work."""
+        if not self.shaped:
+            return list(command)
+        return ["nsenter", f"--net={janitor.NETNS / self._network.namespace(host)}", *command]
+
+    def processes(self, host: int) -> dict[int, list[str]]:
+        """What runs on a host: commands by process number."""
+        found = {}
+        for line in self._quotas.procs(host).read_text().split() if self.shaped else ():
+            with contextlib.suppress(OSError):  # it has ended
+                found[int(line)] = pathlib.Path(f"/proc/{line}/cmdline").read_bytes().decode().split("\0")[:-1]
+        return found
+
     def kill(self, host: int) -> None:
         """SIGKILL to everything that runs on a host."""
         for popen in self._started[host]:

@@ -1,0 +1,354 @@
+"""What planner.launch writes and runs. The batch script runs here in bash, over stand-ins for SLURM's commands."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from absl import flags
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+from paxtrain import errors
+from planner import job as jobs
+from planner import jobset, slurm
+from planner import launch as main
+from planner.job import Job
+from planner.supervisor import FAULT, STOPPED
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ODD = "a b'c\"$HOME`id`"
+JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
+POD = jobset.Kubernetes("tiny", "registry/paxtrain:1", "claim")
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
+
+# Stand-ins: srun says what it was given, what SAYS has, and ends as CODES says of this start; scontrol and scancel say
+# what they were asked, in a file.
+SRUN = """#!{python}
+import json, os, pathlib, signal, sys, time
+here = pathlib.Path({here!r})
+with (here / "srun").open("a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+print(os.environ.get("SAYS", ""), flush=True)
+print(os.environ.get("SAYS", ""), file=sys.stderr, flush=True)
+codes = os.environ["CODES"].split(",")
+starts = len((here / "srun").read_text().splitlines())
+if codes[starts - 1] == "wait":
+    until = time.monotonic() + 20
+    while "--signal=TERM" not in (here / "asked").read_text() and time.monotonic() < until:
+        time.sleep(0.02)
+    sys.exit({stopped})
+sys.exit(int(codes[starts - 1]))
+"""
+ASKED = """#!/bin/bash
+echo "${{0##*/}} $*" >>{here}/asked
+[[ $1 == show && $2 == hostnames ]] && printf 'n1\\nn2\\nn3\\n'
+[[ $1 == show && $2 == job ]] && echo "JobId=$3 PreemptTime=$PREEMPTED SuspendTime=None"
+true
+"""
+
+
+class Batch:
+    """A batch script and stand-ins for SLURM's commands, in a folder."""
+
+    def __init__(self, folder, job=JOB, own=slurm.Slurm()):  # noqa: B008
+        self.folder, self.job = folder, dataclasses.replace(job, out=str(folder / "run"))
+        commands = folder / "bin"
+        commands.mkdir()
+        (folder / "asked").touch()
+        (commands / "srun").write_text(SRUN.format(python=sys.executable, here=str(folder), stopped=STOPPED))
+        for name in ("scontrol", "scancel"):
+            (commands / name).write_text(ASKED.format(here=folder))
+        for file in commands.iterdir():
+            file.chmod(0o755)
+        self.script = folder / "job.sbatch"
+        self.script.write_text(slurm.script(self.job, own))
+        self.environment = os.environ | {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n[1-3]",
+            "SLURM_JOB_NUM_NODES": "3",
+            "PREEMPTED": "None",
+        }
+
+    def start(self, codes, **variables):
+        command = ["bash", str(self.script)]
+        environment = self.environment | {"CODES": codes} | variables
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, codes, **variables):
+        popen = self.start(codes, **variables)
+        said, _ = popen.communicate(timeout=30)
+        return popen.returncode, said
+
+    @property
+    def given(self):
+        return [json.loads(line) for line in (self.folder / "srun").read_text().splitlines()]
+
+    @property
+    def requeued(self):
+        return (self.folder / "asked").read_text().count("scontrol requeue 7")
+
+
+@pytest.fixture
+def batch(tmp_path):
+    return Batch(tmp_path)
+
+
+def test_the_script_starts_a_supervisor_and_a_run_on_every_node(tmp_path):
+    job = dataclasses.replace(JOB, arguments=(f"--config.data.train={ODD}", "--compress=none"))
+    batch = Batch(tmp_path, job)
+    code, said = batch.run("0")
+    assert code == 0 and "finished" in said and batch.requeued == 0
+    [given] = batch.given
+    srun, supervise, run = [], [], []
+    for argument in given:
+        if argument == "python":
+            into = supervise if not supervise else run
+        elif argument == "--":
+            continue
+        elif not supervise and not run:
+            into = srun
+        into.append(argument)
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--kill-on-bad-exit=0"} <= set(srun)
+    assert {"--hosts=n1,n2,n3", f"--port={20_000 + 7 * 16}", "--per_host=1", f"--logs={batch.job.logs}"} <= set(
+        supervise
+    )
+    assert run[:3] == ["python", "-m", "planner.run"]
+    assert {"--plan=auto", f"--out={batch.job.out}", f"--config.data.train={ODD}", "--compress=none"} <= set(run)
+    assert (tmp_path / "run" / "logs").is_dir()
+
+
+def test_one_process_per_gpu(tmp_path):
+    batch = Batch(tmp_path, dataclasses.replace(JOB, per_gpu=True))
+    assert batch.run("0")[0] == 0
+    assert {"--ntasks=24", "--ntasks-per-node=8", "--distribution=block", "--per_host=8"} <= set(batch.given[0])
+
+
+def test_a_fault_is_tried_again_and_only_so_often(batch):
+    sentence = "error: n2: the worker was killed by SIGKILL, after step 9; start again"
+    for start in (1, 2):
+        code, said = batch.run("3,137,3", SAYS=sentence)
+        assert code == 0 and f"fault {start} of 2; the job is requeued" in said and batch.requeued == start
+        assert said.count(sentence) == 1  # it came on stdout and on stderr, as from two nodes
+    code, said = batch.run("3,137,3")
+    assert code == FAULT and batch.requeued == 2 and "--max_restarts" in said
+
+
+def test_bad_input_is_not_tried_again(batch):
+    code, said = batch.run("2", SAYS="error: no such file")
+    assert code == 2 and batch.requeued == 0 and "error: no such file" in said
+
+
+def test_where_faults_cannot_be_counted_it_ends(batch):
+    logs = pathlib.Path(batch.job.logs)
+    logs.mkdir(parents=True)
+    (logs / "faults.7").mkdir()
+    code, said = batch.run("3")
+    assert code == FAULT and batch.requeued == 0 and "cannot write" in said
+
+
+def test_stopped_by_the_user_it_stays_so_and_preempted_it_comes_back(batch):
+    code, said = batch.run(f"{STOPPED},{STOPPED}")
+    assert code == 0 and batch.requeued == 0 and "scontrol requeue 7 continues" in said
+    code, said = batch.run(f"{STOPPED},{STOPPED}", PREEMPTED="2026-01-02T03:04:05")
+    assert code == 0 and batch.requeued == 1 and "preempted" in said
+
+
+def test_ahead_of_the_time_limit_the_step_is_stopped_and_the_job_requeued(batch):
+    popen = batch.start("wait")
+    until = time.monotonic() + 20
+    while not (batch.folder / "srun").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    popen.send_signal(signal.SIGUSR1)
+    said, _ = popen.communicate(timeout=30)
+    assert popen.returncode == 0 and batch.requeued == 1 and "ahead of the time limit" in said
+    assert "scancel --signal=TERM 7" in (batch.folder / "asked").read_text()
+    assert not list(pathlib.Path(batch.job.logs).iterdir())  # it counts as no fault
+
+
+def test_options_of_sbatch():
+    own = slurm.Slurm("gpt", "2-00:00:00", "big", "me", ("--qos=high", "--exclude=n9"), ("source env/activate",))
+    lines = slurm.script(dataclasses.replace(JOB, signal_ahead=600), own).splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    wanted = {"--nodes=2-4", "--gpus-per-node=8", "--time=2-00:00:00", "--partition=big", "--account=me", "--requeue",
+              "--qos=high", "--exclude=n9", "--signal=B:USR1@600", "--open-mode=append"}  # fmt: skip
+    assert wanted <= set(options)
+    assert not [option for option in options if "ntasks" in option]  # SLURM would give two nodes, though four are idle
+    # SLURM reads no option behind the first command.
+    commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
+    assert max(number for number, line in enumerate(lines) if line.startswith("#SBATCH")) < commands[0]
+    assert lines.index("source env/activate") < lines.index("step &")
+    on_cpus = slurm.script(dataclasses.replace(JOB, gpus_per_node=0, min_nodes=4), own)
+    assert "--nodes=4\n" in on_cpus and "gpus" not in on_cpus and "NCCL" not in on_cpus
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_shellcheck_finds_nothing(tmp_path, gpus):
+    job = dataclasses.replace(JOB, out="a run", gpus_per_node=gpus, per_gpu=gpus > 0, arguments=("--saves=a b",))
+    file = tmp_path / "job.sbatch"
+    file.write_text(slurm.script(job, slurm.Slurm()))
+    found = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+    file.write_text(file.read_text() + "echo $out\n")  # a control: unquoted
+    assert subprocess.run(["shellcheck", str(file)], capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.parametrize(
+    "time, seconds",
+    [("90", 5400), ("1:30", 90), ("12:00:00", 43_200), ("2-00:00:00", 172_800), ("1-2", 93_600), ("1-2:30", 95_400),
+     ("soon", None), ("1h", None), ("", None), ("1:2:3:4", None)],
+)  # fmt: skip
+def test_times_as_slurm_writes_them(time, seconds):
+    assert jobs.seconds(time) == seconds
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def assert_valid(manifest):
+    """By the JobSet API's own types: all fields are known, have the right type and an allowed value."""
+    read = JobsetV1alpha2JobSet.from_dict(manifest)
+    assert read.to_dict() == manifest  # unknown fields are left out there
+
+
+def test_the_manifest_is_a_jobset():
+    manifest = yaml.safe_load(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
+    assert_valid(manifest)
+    spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = spec["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == 4 and spec["completionMode"] == "Indexed"
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 2
+    assert pod["terminationGracePeriodSeconds"] == JOB.signal_ahead
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounted == {"out": "/data", "shared-memory": "/dev/shm"}
+
+
+def _at(manifest, *path):
+    for key in path:
+        manifest = manifest[key]
+    return manifest
+
+
+_JOB = ("spec", "replicatedJobs", 0, "template", "spec")
+_POD = (*_JOB, "template", "spec")
+
+
+@pytest.mark.parametrize(
+    "where, key, value",
+    [
+        (("spec",), "failurepolicy", {"maxRestarts": 1}),
+        (("spec", "failurePolicy"), "maxRestarts", "many"),
+        (("spec", "network"), "enableDNSHostnames", "yes please"),
+        (_JOB, "paralellism", 4),
+        (_JOB, "completions", "4"),
+        ((*_JOB, "podFailurePolicy", "rules", 0), "action", "GiveUp"),
+        ((*_JOB, "podFailurePolicy", "rules", 0, "onExitCodes"), "values", ["two"]),
+        (_POD, "containers", {}),
+        (_POD, "terminationGracePeriod", 30),
+        ((*_POD, "volumes", 0), "name", 3),
+    ],
+)
+def test_a_broken_manifest_is_refused(where, key, value):
+    manifest = yaml.safe_load(jobset.text(JOB, POD))
+    assert_valid(manifest)
+    _at(manifest, *where)[key] = value
+    with pytest.raises((ValueError, AssertionError, TypeError)):
+        assert_valid(manifest)
+
+
+def test_what_a_pod_runs(tmp_path):
+    """Its command in sh, with a `python` that says what it is given."""
+    job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}",))
+    pod = dataclasses.replace(POD, setup=("export FROM_SETUP=1",))
+    manifest = yaml.safe_load(jobset.text(job, pod))
+    [container] = _at(manifest, *_POD)["containers"]
+    (tmp_path / "python").write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    (tmp_path / "python").chmod(0o755)
+    given = {"JOB_COMPLETION_INDEX": "3", "NODE_NAME": "gpu-17", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(container["command"], env=given, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    supervise, run = said[: said.index("--")], said[said.index("--") + 1 :]
+    hosts = ",".join(f"tiny-node-0-{i}.tiny" for i in range(4))
+    assert supervise[:2] == ["-m", "planner.supervise"] and {f"--hosts={hosts}", "--host=3"} <= set(supervise)
+    assert run[:3] == ["python", "-m", "planner.run"]
+    assert {"--coordinator=tiny-node-0-0.tiny:9101", "--num_processes=4", "--process_id=3"} <= set(run)
+    assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}"} <= set(run)
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+_SLURM = ("slurm", "--config=configs/tiny.py", "--nodes=4")
+_PODS = ("kubernetes", "--config=configs/tiny.py", "--nodes=4", "--image=registry/paxtrain:1")
+
+
+@pytest.fixture
+def launch(monkeypatch, capsys):
+    """Runs the main inside this process: its exit code, stdout and stderr."""
+    monkeypatch.chdir(ROOT)
+    # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
+    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        before, code = set(flags.FLAGS), 0
+        try:
+            errors.run(main.main, main.define_flags)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            for name in set(flags.FLAGS) - before:
+                delattr(flags.FLAGS, name)
+            flags.FLAGS.unparse_flags()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ((), "the first argument must be slurm, kubernetes or local, got none"),
+        (("pbs",), "got 'pbs'"),
+        (("slurm", "--nodes=4"), "--config is missing"),
+        (("slurm", "--config=configs/tiny.py"), "--nodes is missing"),
+        (("slurm", "--config=configs/none.py", "--nodes=4"), "there is no file --config=configs/none.py"),
+        ((*_SLURM, "--plan=none.json"), "there is no file --plan=none.json"),
+        ((*_SLURM, "--min_nodes=5"), "--min_nodes=5 is above --nodes=4"),
+        ((*_SLURM, "--image=x"), "--image is for kubernetes, not for slurm"),
+        ((*_SLURM, "--time=soon"), "--time must be as SLURM writes it"),
+        ((*_SLURM, "--time=5"), "leaves nothing beside --signal_ahead=300"),
+        ((*_SLURM, "--sbatch=qos=high"), "--sbatch must be an option of sbatch"),
+        ((*_SLURM, "--gpus_per_node=0", "--per_gpu"), "--per_gpu needs --gpus_per_node"),
+        ((*_SLURM, "extra"), "unexpected argument 'extra'"),
+        ((*_SLURM, "--", "--out=elsewhere"), "--out=elsewhere comes before the --"),
+        ((*_PODS[:-1],), "--image is missing"),
+        ((*_PODS, "--out=run"), "--out=run must lie in the volume"),
+        ((*_PODS, "--min_nodes=2"), "--min_nodes is for slurm, not for kubernetes"),
+        ((*_PODS, "--name=My_Job"), "--name must be"),
+        (("local", "--config=configs/tiny.py", "--nodes=4"), "--nodes is for slurm and kubernetes, not for local"),
+    ],
+)
+def test_bad_input_is_one_sentence(launch, arguments, sentence):
+    code, out, said = launch(*arguments)
+    assert code == 2 and out == "" and said.count("\n") == 1 and said.startswith("error: ") and sentence in said
+
+
+def test_what_the_readme_says_works(launch):
+    code, out, said = launch(*_SLURM, "--gpus_per_node=8", "--plan=auto", "--out=run/", "--", "--config.run.steps=9")
+    assert (code, said) == (0, "") and out.startswith("#!/bin/bash\n") and "--config.run.steps=9" in out
+    assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
+    code, out, said = launch(*_PODS, "--plan=auto")
+    assert (code, said) == (0, "")
+    assert_valid(yaml.safe_load(out))
