@@ -30,6 +30,7 @@ class Split:
     micro_batch: int = 4
     layers: int = 8
     sequence: int = 32
+    hidden: int = 64
     zero1: bool = True
     compress: tuple[tuple[str, Any], ...] = ()
 
@@ -42,6 +43,7 @@ class Split:
             f"b{self.global_batch}",
             f"l{self.layers}",
             f"s{self.sequence}",
+            f"h{self.hidden}",
         ]
         parts += [f"{key}={value}" for key, value in self.compress]
         return " ".join(parts)
@@ -50,7 +52,7 @@ class Split:
         """The configuration, nested."""
         mesh = dict(zip(("data", "pipe", "tensor"), self.mesh)) | {"zero1": self.zero1}
         return {
-            "model": MODEL | {"layers": self.layers, "sequence": self.sequence},
+            "model": MODEL | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden},
             "mesh": mesh,
             "pipeline": {
                 "schedule": self.schedule,

@@ -21,11 +21,10 @@ def _devices() -> str:
     return f"""**Devices.** Every device is a process on this machine's cores, and its speed is emulated. Forward,
     backward and loss are computed for real, and then take at least so long: {1e3 * device.LAYER:g} ms for F of a layer
     on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
-    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, three times as long). What is
+    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). What is
     left of an op's time the process sleeps, as a GPU leaves its host's cores alone; everything else takes the time that
     it takes. The model is a GPT over bytes of {model["layers"]} layers ({other.layers} for compression), width
-    {model["hidden"]}, sequence {model["sequence"]} ({other.sequence} for
-    compression), in {model["dtype"]}: so small that its real compute fits into that time with all hosts at once. A
+    {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that its real compute fits into that time with all hosts at once. A
     plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
 
 
