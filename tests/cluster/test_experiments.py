@@ -15,10 +15,10 @@ ROW = {name: MODEL[name] for name in ("hidden", "heads", "sequence", "dtype")}
 TIMES = {"forward": 8e-3, "backward": 24e-3, "head": 8e-3, "embedding": 1e-4, "optimizer": 1e-9}
 
 
-def cluster(hosts=8, devices=1, tensor=1, sequence=32, micro_batch=4, seed=0):
+def cluster(hosts=8, devices=1, tensor=1, hidden=64, micro_batch=4, seed=0):
     """Hosts whose links differ, with a compute profile as the lab's devices have it."""
     rates = np.exp(np.random.default_rng(seed).uniform(np.log(20), np.log(200), (hosts, hosts)))
-    row = ROW | TIMES | {"sequence": sequence, "kind": "cpu", "tensor": tensor, "micro_batch": micro_batch}
+    row = ROW | TIMES | {"sequence": 32, "hidden": hidden, "kind": "cpu", "tensor": tensor, "micro_batch": micro_batch}
     row |= {"save": "layer_inputs", "vocab": 384}
     return Cluster(
         name="made up",
@@ -81,7 +81,7 @@ def test_planned_placements_are_among_the_pairs_and_predicted_quickest():
 
 
 def test_the_rate_for_a_share_gives_that_share():
-    found = cluster(devices=2, tensor=2, sequence=64, micro_batch=2)
+    found = cluster(devices=2, tensor=2, hidden=128, micro_batch=2)
     split = compression.SPLITS["dense"]
     rates = [compression.rate_for(found, split, share) for share in (0.3, 0.6)]
     assert rates[0] > rates[1]

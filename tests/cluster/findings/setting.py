@@ -24,7 +24,8 @@ def _devices() -> str:
     {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). What is
     left of an op's time the process sleeps, as a GPU leaves its host's cores alone; everything else takes the time that
     it takes. The model is a GPT over bytes of {model["layers"]} layers ({other.layers} for compression), width
-    {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that its real compute fits into that time with all hosts at once. A
+    {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that
+    its real compute fits into that time with all hosts at once. A
     plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
 
 
