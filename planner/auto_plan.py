@@ -5,18 +5,20 @@ profile in profile/.
 """
 
 import dataclasses
+import gc
 import json
 import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from paxtrain import plan as plans
 from paxtrain import report as words
 from paxtrain import supervised
-from paxtrain.config import Config, PipelineConfig, from_dict
+from paxtrain.config import Config, PipelineConfig, from_dict, read_section
 from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 from planner import allocation, page, profile, search_flags
@@ -38,12 +40,14 @@ class Request:
     Attributes:
         values: the whole configuration, nested.
         seconds: that profiling may take. age: seconds after which a kept profile is measured again.
+        compute_hosts: as profile.Options has it.
     """
 
     values: dict[str, Any]
     out: pathlib.Path
     seconds: float
     age: float
+    compute_hosts: int = 0
 
     def asked(self) -> dict[str, Any]:
         """What a plan depends on besides the nodes, as JSON values."""
@@ -77,8 +81,8 @@ def check(values: dict[str, Any]) -> None:
 
 def measurable(values: dict[str, Any]) -> Config:
     """The configuration without what a plan decides: as it is measured, whatever its own mesh is."""
-    pipeline = {"save": values.get("pipeline", {}).get("save", PipelineConfig.save)}
-    return from_dict({**values, "mesh": {}, "pipeline": pipeline, "batch": {}, "compress": {}})
+    save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
+    return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}})
 
 
 def decide(meeting: Meeting, machines: Machines, request: Request, why: str, progress: supervised.Progress) -> Decision:
@@ -91,7 +95,7 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
         UserError: on every process: nothing fits, or a process was lost.
     """
     began, config = time.monotonic(), measurable(request.values)
-    kept: list[allocation.Kept] = []
+    kept: list[allocation.Kept] = []  # on process 0
 
     def look(_: object) -> tuple[Any, str, bool]:
         plan, reason = _former(machines, request)
@@ -102,22 +106,21 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
     former, reason, profiled = meeting.gather(None, look)
     if former:
         return Decision(plans.from_json(former), reason, time.monotonic() - began)
-    cluster, source, measured = None, "", time.time()
+    cluster, missing = None, ""
     if not profiled:
         with progress.doing("measuring the nodes' links and compute"):
-            cluster, said = _profile(meeting, machines, config, request.seconds)
-        left_out = "".join(f"; {text}" for what, text in said if what == "left out" and "links" in text)
-        source = f"measured now, in {time.monotonic() - began:.0f} s{left_out}"
+            cluster, missing = _profile(meeting, machines, config, request)
+    seconds = time.monotonic() - began
 
     def search(_: object) -> Any:
-        nonlocal cluster, source, measured
         if kept:
-            cluster, measured = kept[0].cluster, kept[0].measured
-            others = kept[0].hosts - len(machines.hosts)
-            source = f"{kept[0].path}" + (f", which has {others} other host(s), too" if others else "")
-        else:
-            allocation.keep_profile(cluster, request.out / PROFILES)
-        return plans.to_json(_search(cluster, request, {"source": source, "measured": measured, **_ends(cluster)}))
+            [found] = kept
+            more = found.hosts - len(machines.hosts)
+            links = {"source": f"{found.path}" + f", which has {more} other hosts" * (more > 0)}
+            return _search(found.cluster, request, links | {"measured": found.measured})
+        allocation.keep_profile(cluster, request.out / PROFILES)
+        links = {"source": f"measured in {seconds:.0f} s{missing}", "measured": time.time()}
+        return _search(cluster, request, links)
 
     with progress.doing("planning"):
         plan = plans.from_json(meeting.gather(None, _told(search, request.out)))
@@ -156,9 +159,8 @@ def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
     return plan, f"{path} again: same nodes, configuration and search flags"
 
 
-def _profile(
-    meeting: Meeting, machines: Machines, config: Any, seconds: float
-) -> tuple[Cluster, list[tuple[str, str]]]:
+def _profile(meeting: Meeting, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
+    """The cluster as measured, and which links there was no time for."""
     allowed = search_flags.integers("tensor")
     tensor = tuple(t for t in profile.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed)
     options = profile.Options(
@@ -166,11 +168,16 @@ def _profile(
         repeats=_REPEATS,
         micro_batches=tuple(sorted(search_flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
         tensor=tensor,
-        time_limit=seconds,
+        time_limit=request.seconds,
         least="cpu" in machines.kinds,  # of which there is no data sheet
+        compute_hosts=request.compute_hosts,
         all_reduces=False,
     )
-    return profile.profile(meeting, machines, config, options, "job")
+    cluster, said = profile.profile(meeting, machines, config, options, "job")
+    # Training needs the memory of what was measured with.
+    gc.collect()
+    jax.clear_caches()
+    return cluster, "".join(f"; {text}" for what, text in said if what == "left out" and "links" in text)
 
 
 def _ends(cluster: Cluster) -> dict[str, Any]:
@@ -187,8 +194,13 @@ def _ends(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Plan:
-    """Searches, and writes plan and report."""
+def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Any:
+    """Searches, and writes plan and report; the plan as JSON values.
+
+    Args:
+        links: where their figures are from.
+    """
+    links = links | _ends(cluster)
     model, pipeline, batch, compress = search_flags.sections(request.values)
     if search_flags.tensor_hosts() > 1:
         cluster = clusters.merged(cluster, search_flags.tensor_hosts())
@@ -201,17 +213,17 @@ def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Plan:
     beside = request.out / f".{PLAN}.new"
     plans.save(plan, beside)
     beside.replace(request.out / PLAN)
-    return plan
+    return plans.to_json(plan)
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
 
 
-def _age(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+def _ago(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit} ago"
+    return "just now"
 
 
 def describe(decision: Decision, machines: Machines) -> str:
@@ -221,7 +233,7 @@ def describe(decision: Decision, machines: Machines) -> str:
     kinds = ", ".join(dict.fromkeys(machines.kinds))
     rows = [("nodes", f"{len(machines.hosts)} x {machines.per_host} {kinds}: {names}"), ("plan", decision.source)]
     if links := told.get("links"):
-        rows.append(("links", f"{links['source']}; {_age(time.time() - links['measured'])} old"))
+        rows.append(("links", f"{links['source']}, {_ago(time.time() - links['measured'])}"))
         for name in ("slowest", "fastest"):
             if name in links:
                 a, b, rate, alpha = links[name]

@@ -150,6 +150,16 @@ class Turns:
         return seconds
 
 
+class Bystander(Turns):
+    """In place of Turns on a process that measures nothing: it takes part in the decisions, which are process 0's."""
+
+    def __init__(self) -> None:
+        self.layers, self.counts = 1, {}
+
+    def _seconds(self, kind: str, count: int) -> float:
+        return 0.0
+
+
 class Optimizer:
     """The optimizer's part of a train step, by itself."""
 

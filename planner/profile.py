@@ -45,6 +45,7 @@ class Options:
         micro_batches, tensor: sizes whose compute is measured; tensor empty: what divides the devices of a host.
         time_limit: seconds for all of it; None: no limit.
         least: sizes whose compute is measured however late it is.
+        compute_hosts: of each device kind, on which compute is measured; 0: all.
         all_reduces: whether all-reduces are timed, to be shown beside what the links say.
     """
 
@@ -55,6 +56,7 @@ class Options:
     tensor: tuple[int, ...] = ()
     time_limit: float | None = None
     least: int = 0
+    compute_hosts: int = 0
     all_reduces: bool = True
 
 
@@ -230,12 +232,12 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
 
 
 def compute_rows(
-    machines: Machines, config: Config, tensor: int, micro_batch: int, values: list[dict[str, float]]
+    machines: Machines, config: Config, tensor: int, micro_batch: int, values: list[dict[str, float] | None]
 ) -> list[dict[str, Any]]:
-    """Rows of the compute profile, one per device kind: the median over its processes."""
+    """Rows of the compute profile, one per device kind: the median over its processes, but those that give None."""
     model, rows = config.model, []
     for kind in dict.fromkeys(machines.kinds):
-        of_kind = [v for p, v in enumerate(values) if machines.kinds[machines.of_process[p]] == kind]
+        of_kind = [v for p, v in enumerate(values) if v and machines.kinds[machines.of_process[p]] == kind]
         row = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
         row |= {"hidden": model.hidden, "heads": model.heads, "sequence": model.sequence}
         row |= {"vocab": model.padded_vocab, "dtype": model.dtype}
@@ -249,22 +251,30 @@ def measure_all_compute(
     """Rows of the compute profile, smallest sizes first, until the time is up; and what was left out, and why."""
     mine = machines.of_process[meeting.process]
     devices = machines.devices[mine * machines.per_host : (mine + 1) * machines.per_host]
+    alike = [host for host, kind in enumerate(machines.kinds) if kind == machines.kinds[mine]]
+    measures = mine in alike[: options.compute_hosts or None]
     cases = [(t, b) for t in tensor_sizes(config, machines.per_host, options.tensor) for b in options.micro_batches]
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     optimizer: dict[int, float] = {}
+    began = time.monotonic()
     with tqdm(total=len(cases), desc="compute", unit="size", disable=meeting.process > 0) as progress:
         for done, (tensor, micro_batch) in enumerate(cases):
-            if not meeting.gather(None, lambda _, done=done: done < options.least or time.monotonic() < until):
+            began, last = time.monotonic(), time.monotonic() - began
+            # The next size takes as long as the last one at least.
+            time_left = done < options.least or began + last < until
+            if not meeting.agree(time_left):
                 left_out += [f"compute of tensor={t}, micro_batch={b}: the time limit came" for t, b in cases[done:]]
                 break
             turns, problem = None, ""
             try:
-                if tensor not in optimizer:
+                if not measures:
+                    turns = measure_compute.Bystander()
+                elif tensor not in optimizer:
                     steps = measure_compute.Optimizer(config, tensor, devices)
                     steps.sample()
                     optimizer[tensor] = statistics.median(steps.sample() for _ in range(options.repeats))
-                turns = measure_compute.Turns(config, tensor, micro_batch, devices)
+                turns = turns or measure_compute.Turns(config, tensor, micro_batch, devices)
             except jax.errors.JaxRuntimeError as error:
                 problem = str(error).splitlines()[0]
             problem = meeting.gather(problem, lambda values: next(filter(None, values), ""))
@@ -275,7 +285,7 @@ def measure_all_compute(
             turns.settle(meeting.agree)
             samples = [turns.sample() for _ in range(options.repeats)]
             value = {kind: statistics.median(s[kind] for s in samples) for kind in measure_compute.KINDS}
-            values = meeting.gather(value | {"optimizer": optimizer[tensor]})
+            values = meeting.gather(value | {"optimizer": optimizer[tensor]} if measures else None)
             rows += compute_rows(machines, config, tensor, micro_batch, values)
     return rows, left_out
 
@@ -376,6 +386,13 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
     return said
 
 
+def define_compute_hosts() -> None:
+    """Defines --compute_hosts."""
+    flags.DEFINE_integer(
+        "compute_hosts", 0, "Hosts of each device kind whose compute is measured; 0: all.", lower_bound=0
+    )
+
+
 def rack_of_launcher() -> str:
     """The rack of this host as SLURM has it, or an empty string."""
     return os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
@@ -393,6 +410,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", default.rounds, "Rounds of pairs of hosts; beyond, a sample.", lower_bound=1)
     flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
     flags.DEFINE_bool("links_only", False, "Leave the compute unmeasured: the planner then goes by the data sheet.")
+    define_compute_hosts()
     flags.DEFINE_list("tensor", [], "Tensor sizes; default: all that divide the devices of a host and the model.")
     flags.DEFINE_float("time_limit", None, "Seconds for all of it; what is measured by then is kept.", lower_bound=1)
     flags.DEFINE_string("rack", rack_of_launcher(), "This host's rack.")
@@ -439,6 +457,7 @@ def main(argv: Sequence[str]) -> None:
         micro_batches=() if f.links_only else _positive("micro_batches", f.micro_batches),
         tensor=_positive("tensor", f.tensor),
         time_limit=f.time_limit,
+        compute_hosts=f.compute_hosts,
     )
     if not options.sizes or not (options.micro_batches or f.links_only):
         raise UserError("--sizes and --micro_batches must name one size or more, got none")

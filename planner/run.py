@@ -131,9 +131,13 @@ def main(argv: Sequence[str]) -> None:
             machines = profile.meet(meeting, f.rack, f.host_name)
             allocation.check_shared(meeting, out)
             _check_data(meeting, neutral)
-            decision = _decide(meeting, machines, Request(values, out, f.profile_seconds, f.profile_age), progress)
+            request = Request(values, out, f.profile_seconds, f.profile_age, f.compute_hosts)
+            decision = _decide(meeting, machines, request, progress)
             if meeting.process == 0:
                 print(auto_plan.describe(decision, machines), flush=True)
+            if f.plan == AUTO or f.replan:
+                # A plan made anew may compress something else: its state then starts afresh, which is said.
+                values["checkpoint"] = {**values.get("checkpoint", {}), "reset_codec": True}
             config = decision.plan.apply(values)
             meeting.gather(None, lambda _: _record(decision, machines, config, meeting.count))
         finished = out / FINISHED
@@ -151,6 +155,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
     flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
     flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
+    profile.define_compute_hosts()
     flags.DEFINE_string("rack", profile.rack_of_launcher(), "This host's rack.")
     flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)

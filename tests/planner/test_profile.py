@@ -14,7 +14,7 @@ import pytest
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from planner import cluster as clusters
-from planner import costs, measure_compute, profile
+from planner import costs, measure_compute, measure_links, profile
 from planner.meeting import Meeting
 from planner.profile import MIB, Machines, Options
 
@@ -109,6 +109,38 @@ def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
     values = [{"forward": f} for f in (1.0, 7.0, 2.0, 9.0)]
     rows = profile.compute_rows(machines, config, 1, 4, values)
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 2.0), ("h100", 7.0)]
+    rows = profile.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
+    assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 1.0), ("h100", 7.0)]
+
+
+@pytest.mark.parametrize(("rate", "size"), [(1.5e6, 64 * 1024), (25e9, 16 * MIB), (1e4, 16 * 1024)])
+def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeypatch, meeting, rate, size):
+    class Exchange:
+        def __init__(self, devices, rounds, sizes):
+            [self.size] = sizes
+
+        def __call__(self, number):
+            return measure_links.Times(1e-4, [self.size / rate], [self.size / rate])
+
+    monkeypatch.setattr(measure_links, "Exchange", Exchange)
+    hosts = tuple("abcdefgh")
+    machines = Machines(hosts, (0,), (), 1, ("cpu",) * 8, (1.0,) * 8, ("",) * 8)
+    rounds, repeats, seconds = measure_links.plan(8, 1, 63), 3, 22.5
+    smaller, larger = profile._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
+    assert (smaller, larger) == (size // 4, size)
+    takes = lambda largest: len(rounds) * repeats * 2 * measure_links.BACK_TO_BACK * 1.25 * largest / rate  # noqa: E731
+    assert takes(size) < seconds / 2 or size == profile._PROBE
+    assert takes(4 * size) > seconds / 2 or size == profile._LARGEST
+
+
+def test_who_measures_nothing_takes_part_in_the_decisions():
+    """However many turns process 0 wants, both ask each other as often: else they would wait for ever."""
+    turns = measure_compute.Bystander()
+    asked = iter(x * measure_compute._LEAST for x in (0.02, 0.4, 1.2, 4, 0.2, 1.1, 6))
+    turns.settle(lambda mine: next(asked) + mine)
+    assert next(asked, None) is None
+    assert turns.counts["forward"] > turns.counts["backward"] == 1
+    assert set(turns.sample().values()) == {0.0}
 
 
 # --- What is timed ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,257 @@
+"""The job's main as processes: it plans for the nodes it got and trains, and says in one sentence what is wrong."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+from absl import flags
+
+from paxtrain import errors, metrics
+from paxtrain import plan as plans
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.errors import UserError
+from paxtrain.prepare import prepare
+from planner import run
+from planner.environment import FILE
+from tests.planner.ports import free_ports
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+MODEL = {"vocab_size": 257, "layers": 2, "hidden": 16, "heads": 2, "sequence": 16, "dtype": "float32"}
+SETTINGS = {
+    **{f"model.{name}": value for name, value in MODEL.items()},
+    "batch.global_batch": 8,
+    "pipeline.scan_layers": "on",  # a smaller program, sooner compiled
+    "optimizer.warmup_steps": 1,
+    "optimizer.schedule": "constant",
+    "run.eval_every": 0,
+    "run.eval_batches": 1,
+    "run.sample_tokens": 0,
+}
+# Short measurements; what is tested is not how exact they are.
+MAIN = """
+from paxtrain import errors
+from planner import measure_compute, run
+measure_compute._LEAST = 0.002
+errors.run(run.main, run.define_flags)
+"""
+# The same, but that it says which host is where in the mesh, and trains nothing.
+MESH = """
+from paxtrain import train
+from planner import run
+
+class Run:
+    def __init__(self, config, mesh, progress):
+        self.mesh = mesh
+    def train(self):
+        print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
+        return True
+
+train.Run = Run
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> list[str]:
+    home = tmp_path_factory.mktemp("data")
+    (home / "corpus.txt").write_text(" ".join(map(str, range(5000))))
+    prepare([str(home / "corpus.txt")], home / "data")
+    data = {f"data.{name}": home / "data" / name for name in ("train", "validation")}
+    return ["--config=" + str(ROOT / "configs/tiny.py")] + [
+        f"--config.{name}={value}" for name, value in {**SETTINGS, **data}.items()
+    ]
+
+
+def variables() -> dict[str, str]:
+    """This process's, without a launcher's."""
+    kept = {name: value for name, value in os.environ.items() if name not in run._LAUNCHED}
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
+
+
+def job(names: str, *arguments: str, script: str = MAIN, folders=(), limit: float = 150) -> list:
+    """A process for each letter of `names`, which is its host's name; (code, output, errors) of each."""
+    [port] = free_ports(1)
+    among = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={len(names)}", "--coordinator_timeout=60"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments, *among, f"--process_id={i}", f"--host_name={name}"],
+            cwd=folders[i] if folders else ROOT,
+            env=variables(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, name in enumerate(names)
+    ]
+    try:
+        said = [process.communicate(timeout=limit) for process in started]
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, said)]
+
+
+def codes(done) -> list[int]:
+    assert all(code in (0, 2) for code, _, _ in done), "\n".join(said for _, _, said in done)
+    return [code for code, _, _ in done]
+
+
+def placed(done, names: str) -> list[str]:
+    """The hosts of the mesh, of which all processes must say the same."""
+    [line] = {line for _, said, _ in done for line in said.splitlines() if line.startswith("mesh ")}
+    return [names[i] for i in json.loads(line.removeprefix("mesh "))]
+
+
+def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(settings, tmp_path):
+    out = tmp_path / "run"
+    quick = ["--profile_seconds=4", "--compute_hosts=1", "--micro_batch=1", "--compress=none"]
+    arguments = [*settings, f"--out={out}", *quick]
+    done = job("ab", *arguments, "--config.run.steps=2", "--pipe=2")
+    assert codes(done) == [0, 0], done[0][2]
+    assert "  nodes       2 x 1 cpu: a, b" in done[0][1] and "made now, the first one of this run" in done[0][1]
+    assert "nodes" not in done[1][1]  # one process says it
+    plan = plans.load(out / "plan.json")
+    assert sorted(plan.hosts) == ["a", "b"] and plan.mesh.pipe == 2
+    steps = [record["step"] for record in metrics.read(out / metrics.FILE) if "loss" in record]
+    assert steps == [1, 2] and json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
+    # Nodes in another order, more steps: the plan is taken again.
+    done = job("ba", *arguments, "--config.run.steps=3", "--pipe=2", script=MESH + MAIN)
+    assert codes(done) == [0, 0], done[0][2]
+    assert "plan.json again: same nodes" in done[0][1]
+    assert placed(done, "ba") == [plan.hosts[i] for i in plan.device_order]
+    first, second = json.loads((out / FILE).read_text())
+    assert first["nodes"]["hosts"] == ["a", "b"] and second["nodes"]["hosts"] == ["b", "a"]
+    assert first["plan"]["mesh"] == second["plan"]["mesh"] and second["config"]["run"]["steps"] == 3
+    assert first["packages"]["jax"] and first["flags"]["micro_batch"] == ["1"]
+    # One of them is gone: the profile of both still says all about the other.
+    done = job("b", *arguments, script=MESH + MAIN)
+    assert codes(done) == [0], done[0][2]
+    assert "made anew: the former one is for other nodes: a of it is not here" in done[0][1]
+    assert "which has 1 other hosts" in done[0][1] and placed(done, "b") == ["b"]
+    assert not list(out.glob(".shared*"))
+
+
+def given_plan(path: pathlib.Path, *hosts: str) -> None:
+    """Stages on the hosts b, c, a, whatever order they come in."""
+    pipeline = PipelineConfig(pipe_layers="1,1,2")
+    mesh, batch = MeshConfig(pipe=3), BatchConfig(global_batch=8, micro_batch=1)
+    plan = plans.Plan(mesh, pipeline, batch, CompressConfig(), hosts, 1, (1, 2, 0))
+    plans.save(plan, path)
+
+
+def test_nodes_in_another_order_give_the_same_placement(settings, tmp_path):
+    given_plan(tmp_path / "plan.json", "a", "b", "c")
+    arguments = [*settings, "--config.model.layers=4", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]
+    for names in ("abc", "cab"):
+        done = job(names, *arguments, script=MESH + MAIN)
+        assert codes(done) == [0, 0, 0], done[0][2]
+        assert placed(done, names) == ["b", "c", "a"]
+
+
+def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
+    given_plan(tmp_path / "plan.json", "a", "b", "x")
+    arguments = [*settings, f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]
+    reason = "is not for these nodes: c is not in it, and x of it is not here"
+    sentence = f"error: the plan {tmp_path / 'plan.json'} {reason}; start on its nodes, or plan anew with --replan"
+    for code, _, said in job("abc", *arguments):
+        assert code == 2
+        assert said.splitlines()[0] == sentence
+    # With --replan: as without a plan, and it says why. One process, which is soon measured.
+    quick = ["--replan", "--profile_seconds=2", "--micro_batch=1", "--compress=none"]
+    [(code, said, wrong)] = job("a", *arguments, *quick, script=MESH + MAIN)
+    assert code == 0, wrong
+    assert f"made anew (--replan): {tmp_path / 'plan.json'} is not for these nodes: b, x of it are not here" in said
+
+
+def test_a_folder_that_the_nodes_do_not_share(settings, tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    began = time.monotonic()
+    done = job("ab", *settings, "--out=run", folders=folders)
+    assert time.monotonic() - began < 60
+    for code, _, said in done:
+        assert code == 2
+        assert said.startswith("error: --out=run is not the same folder on all nodes: what a writes there is not ")
+        assert "seen on b; name a folder on a file system that they share" in said
+
+
+def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(settings, tmp_path):
+    """These are found once the processes have met; here each is one alone, and all run at a time."""
+    cases = {
+        "--config.data.train=/no/such/data": "/no/such/data",
+        "--plan=/no/such/plan.json": "cannot read the plan /no/such/plan.json",
+        "--out=/proc/run": "cannot write to /proc/run",
+        "--coordinator=nowhere": "--num_processes, --process_id missing; ",
+    }
+    command = [sys.executable, "-m", "planner.run", *settings, f"--out={tmp_path / 'run'}", "--num_processes=1"]
+    started = {}
+    for case, words in cases.items():
+        among = [command[:-1], command]["missing" not in words]
+        started[words] = subprocess.Popen(
+            [*among, case], cwd=ROOT, env=variables(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    for words, process in started.items():
+        _, said = process.communicate(timeout=100)
+        assert process.returncode == 2 and said.startswith("error: ") and words in said, said
+        assert len(said.splitlines()) == 1, said
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """Runs the main in this process, which it must not get far enough to join others; its code."""
+
+    def run_it(*arguments: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["planner.run", f"--config={ROOT / 'configs/tiny.py'}", *arguments])
+        before, code = set(flags.FLAGS), 0
+        try:
+            errors.run(run.main, run.define_flags)
+        except SystemExit as end:
+            code = end.code
+        finally:
+            for name in set(flags.FLAGS) - before:
+                delattr(flags.FLAGS, name)
+            flags.FLAGS.unparse_flags()
+        return code
+
+    for variable in run._LAUNCHED:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
+    monkeypatch.setattr(run.distributed, "initialize", lambda *_: pytest.fail("joined the others"))
+    return run_it
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # ml_collections uses it
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no"),
+        (["--num_processes=1", "--tensor=two"], "--tensor must be positive integers"),
+        (["--num_processes=1", "--schedules=zigzag"], "--schedules must be some of"),
+        (["--num_processes=1", "--profile_seconds=nan"], "--profile_seconds must be a number of seconds, got nan"),
+        (["--num_processes=1", "--config.compress.forward=all"], "compress.forward=all is not planned for"),
+        (["--num_processes=1", "--config.model.layers=0"], "model.layers must be positive"),
+        (["--num_processes=1", "run"], "unexpected argument 'run'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(main, capsys, arguments, words):
+    assert main(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said and len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize("variable", run._LAUNCHED)
+def test_a_launcher_may_start_one_process_alone(variable, monkeypatch):
+    given = types.SimpleNamespace(coordinator=None, num_processes=None, process_id=None, coordinator_timeout=9.0)
+    monkeypatch.setattr(run.flags, "FLAGS", given)
+    assert run._launch({variable: "0"}) == (None, None, None, 9.0)
+    with pytest.raises(UserError):
+        run._launch({})
+    given.num_processes = 1
+    assert run._launch({}) == (None, None, None, 9.0)
