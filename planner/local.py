@@ -14,6 +14,7 @@ from planner.job import Job
 from planner.supervisor import FAULT, STOPPED
 from planner.worker_process import following
 
+_PROFILE = 20  # seconds for measuring links that are all the same
 _ONCE = ("error: ", "note: ")  # what all supervisors say alike
 
 
@@ -78,7 +79,7 @@ class Local:
         for host in range(count):
             mine = f"--hosts={hosts}", f"--host={host}", f"--logs={job.logs}"
             among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
-            own = f"--host_name=host{host}", f"--cpu_devices={self._devices}"
+            own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
             limit = ",".join(map(str, pipes(count * self._devices)))
             run = [sys.executable, *job.run(*among, *own, f"--pipe={limit}")]
             popen = subprocess.Popen(

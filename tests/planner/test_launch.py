@@ -219,6 +219,10 @@ def assert_valid(manifest):
     """By the JobSet API's own types: all fields are known, have the right type and an allowed value."""
     read = JobsetV1alpha2JobSet.from_dict(manifest)
     assert read.to_dict() == manifest  # unknown fields are left out there
+    policy = manifest["spec"]["failurePolicy"]  # whose values the types leave open, and the CRD's schema does not
+    assert policy["restartStrategy"] in ("Recreate", "BlockingRecreate")
+    for rule in policy["rules"]:
+        assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
 
 
 def test_the_manifest_is_a_jobset():
@@ -250,6 +254,8 @@ _POD = (*_JOB, "template", "spec")
     [
         (("spec",), "failurepolicy", {"maxRestarts": 1}),
         (("spec", "failurePolicy"), "maxRestarts", "many"),
+        (("spec", "failurePolicy"), "restartStrategy", "Again"),
+        (("spec", "failurePolicy", "rules", 0), "action", "GiveUp"),
         (("spec", "network"), "enableDNSHostnames", "yes please"),
         (_JOB, "paralellism", 4),
         (_JOB, "completions", "4"),

@@ -255,6 +255,7 @@ def test_addresses_and_numbers(tmp_path):
         ("a", 9100), ("b", 9200), ("::1", 5), ("fe80::1", 9100)]  # fmt: skip
     (tmp_path / "hosts").write_text("a\nb:7\n")
     assert supervise.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
+    assert supervise.addresses("a,b:5", 9100, 2) == [("a", 9100), ("a", 9101), ("b", 5), ("b", 6)]
     assert supervise.names([("a", 1), ("b", 1), ("b", 2)]) == ["a", "b:1", "b:2"]
     assert supervise.number(None, 4, {"SLURM_PROCID": "3"}) == 3
     assert supervise.number(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
