@@ -248,11 +248,11 @@ def describe(decision: Decision, machines: Machines) -> str:
     over = f"gradients over data of stages {compress.data} at rank {compress.data_rank}"
     parts = [between] * (compress.backward != "none") + [over] * (compress.data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))
-    if "memory_bytes" in told:
+    if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:
         used, limit = (words.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))
         rows.append(("memory", f"{used} of {limit} per device ({told['memory_source']})"))
     took = f"decided in {decision.seconds:.1f} s"
-    if "step_seconds" in told:
+    if told.keys() >= {"step_seconds", "host_order_seconds"}:
         step, order = told["step_seconds"], told["host_order_seconds"]
         took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
     rows.append(("step", took))

@@ -32,7 +32,7 @@ FINISHED = "finished"
 _LAUNCHED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
-def _launch(environment: Mapping[str, str]) -> tuple[str | None, int | None, int | None, float]:
+def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int | None, float]:
     """Flags as distributed.initialize takes them.
 
     Raises:
@@ -42,7 +42,7 @@ def _launch(environment: Mapping[str, str]) -> tuple[str | None, int | None, int
     given = (f.coordinator, f.num_processes, f.process_id)
     if given == (None, 1, None):
         given = (None, None, None)
-    elif given == (None, None, None) and not any(name in environment for name in _LAUNCHED):
+    elif given == (None, None, None) and not any(name in variables for name in _LAUNCHED):
         raise UserError(
             "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no "
             "flags; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N --process_id=I, or "

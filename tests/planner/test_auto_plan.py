@@ -125,6 +125,13 @@ def test_the_decision_is_told_in_ten_lines(out):
     assert all(len(line) <= 240 for line in lines)
 
 
+def test_of_a_plan_without_figures_the_rest_is_told(out):
+    found = decide(request(out), *HOSTS)
+    bare = dataclasses.replace(found, plan=dataclasses.replace(found.plan, predicted={"step_seconds": 1.0}))
+    heads = [line.split()[0] for line in auto_plan.describe(bare, machines(*HOSTS)).splitlines()]
+    assert heads == ["nodes", "plan", "mesh", "schedule", "compressed", "step"]
+
+
 def test_a_folder_in_the_way_is_one_sentence(out):
     (out / REPORT).mkdir()
     with pytest.raises(UserError, match=r"report.html is a folder, which is in the plan's way"):
