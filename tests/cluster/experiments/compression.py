@@ -21,7 +21,7 @@ from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split
 from tests.cluster.records import Records
 
-_OFF = {"embedding": "unfused", "backward_rank": 8, "forward_rank": 8, "data_rank": 8, "data_start": 0.0}
+_OFF = {"embedding": "unfused", "backward_rank": 16, "forward_rank": 16, "data_rank": 8, "data_start": 0.0}
 _CB = {"backward": "epilogue"}
 KINDS = {
     "dense": {},
@@ -38,7 +38,7 @@ def _split(changes: dict) -> Split:
     compress = tuple((_OFF | changes).items())
     # Wide and with few tokens: weights are as large beside messages between stages as in that setting.
     return Split(
-        (2, 4, 2), "1f1b", global_batch=16, micro_batch=2, layers=4, hidden=128, compress=compress, zero1=False
+        (2, 4, 2), "1f1b", global_batch=32, micro_batch=2, layers=4, hidden=128, compress=compress, zero1=False
     )
 
 
