@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
+from paxtrain.supervised import Place
 
 AXES = ("data", "pipe", "tensor")
 
@@ -51,6 +52,25 @@ def make_mesh(
         devices = [devices[i] for i in order]
     grid = np.array(devices).reshape(config.data, config.pipe, config.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def place(mesh: Mesh, process: int | None = None) -> Place:
+    """Where a process is in a mesh; this one if none is given.
+
+    Neighbours are the processes of the devices that come next along any axis, both ways round.
+    """
+    me = jax.process_index() if process is None else process
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    mine = processes == me
+    words = []
+    for axis, name in enumerate(("data", "stage", "tensor")):
+        held = sorted({int(i) for i in np.nonzero(mine)[axis]})
+        if 0 < len(held) < mine.shape[axis]:
+            words.append(f"{name}{'s' if len(held) > 1 and name == 'stage' else ''} {', '.join(map(str, held))}")
+    shifted = [np.roll(processes, by, axis)[mine] for axis in range(processes.ndim) for by in (1, -1)]
+    neighbours = {int(i) for i in np.concatenate(shifted)} - {me}
+    # The stage first: it is what a process is known by.
+    return Place(me, ", ".join(sorted(words, key=lambda word: not word.startswith("stage"))), tuple(sorted(neighbours)))
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:

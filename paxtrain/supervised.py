@@ -7,6 +7,7 @@ would wait for the other processes at the coordination service's barrier.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,8 +17,23 @@ from typing import Any, Self
 VARIABLE = "PAXTRAIN_PROGRESS"
 # Seconds after which jax's coordination service ends all processes because it has not heard one of them.
 HEARTBEAT = "PAXTRAIN_HEARTBEAT_SECONDS"
-_LENGTH = 4096  # bytes of the line: always as many, so that a short one covers all of a longer one
+_LENGTH = 8192  # bytes of the line: always as many, so that a short one covers all of a longer one
 _TEXT = 600  # characters of an error at most; JSON makes up to six bytes of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process in the mesh.
+
+    Attributes:
+        process: its number.
+        role: what its devices are, as in "stage 2, data 0"; "" where it has all of them.
+        neighbours: numbers of the processes that it sends to or receives from.
+    """
+
+    process: int
+    role: str
+    neighbours: tuple[int, ...]
 
 
 class Progress:
@@ -28,6 +44,10 @@ class Progress:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
         self._said: dict[str, Any] = {"count": 0, "step": None, "doing": "starting", "failed": ""}
         self._tell()
+
+    def placed(self, place: Place) -> None:
+        """Where in the mesh this process is."""
+        self._tell(place=dataclasses.asdict(place))
 
     def finished(self, step: int) -> None:
         """All of this step is done."""
@@ -76,3 +96,9 @@ def read(path: str | pathlib.Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # none yet, or read while it was written
         return None
     return said if isinstance(said, dict) and said.keys() >= {"count", "step", "doing", "failed"} else None
+
+
+def place(said: Mapping[str, Any]) -> Place | None:
+    """Where the process is that told this; None: it has not told."""
+    values = said.get("place")
+    return Place(values["process"], values["role"], tuple(values["neighbours"])) if values else None

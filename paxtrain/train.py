@@ -22,7 +22,7 @@ from ml_collections import config_flags
 from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample, selective, supervised
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import from_process_rows, host_major, make_mesh, process_rows
+from paxtrain.mesh import from_process_rows, host_major, make_mesh, place, process_rows
 from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
 
@@ -47,6 +47,7 @@ class Run:
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.trainer = Trainer(config, mesh)
+        self.progress.placed(place(mesh))
         model = config.model
         self.files = {
             name: data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)

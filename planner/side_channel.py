@@ -26,6 +26,9 @@ REFUSED = "refused"  # nobody listens there, or a supervisor that is not of this
 _DIAL = 2.0  # seconds that a connection may take
 _AT_ONCE = 128  # probes
 _LINE = 1 << 22  # bytes of a message at most; more than this unsent ends a connection
+_CHUNK = bytes(1 << 16)
+# Bytes of the smallest and the largest parcel that measures a rate, seconds that are enough for one, and how many do.
+_SMALLEST, _LARGEST, _ENOUGH, _TIMES = 1 << 17, 1 << 23, 0.05, 3
 
 
 @dataclasses.dataclass
@@ -74,6 +77,19 @@ class _Connection:
         except (OSError, ValueError):
             return None
         return message if isinstance(message, dict) else None
+
+    async def pour(self, count: int) -> None:
+        """Sends a parcel of so many bytes, no faster than they leave."""
+        self.send({"parcel": count})
+        for start in range(0, count, len(_CHUNK)):
+            self._writer.write(_CHUNK[: count - start])
+            await self._writer.drain()
+
+    async def swallow(self, count: int) -> None:
+        """Takes so many bytes, or what comes of them."""
+        with contextlib.suppress(OSError):
+            while count > 0 and (data := await self._reader.read(min(count, len(_CHUNK)))):
+                count -= len(data)
 
     async def drain(self) -> None:
         """Returns when all that was sent has left, or never will."""
@@ -140,6 +156,10 @@ class SideChannel:
         for listener in self._listeners:
             listener(name)
 
+    def numbers(self, kind: str) -> list[int]:
+        """Hosts that have put an entry of this kind, `kind` and their number."""
+        return [int(name.removeprefix(kind)) for name in self.board if name.startswith(kind)]
+
     def _message(self, name: str) -> dict[str, Any]:
         entry = self.board[name]
         return {"name": name, "value": entry.value, "version": entry.version, "age": entry.age}
@@ -204,6 +224,9 @@ class SideChannel:
                 connection.send(self._hello(hello["rank"], "welcome" if ours else "no") if hello else {})
                 if ours and hello["what"] == "watch":
                     await self._converse(hello["rank"], connection)
+                while ours and hello["what"] == "parcels" and (message := await connection.receive()):
+                    await connection.swallow(message.get("parcel", 0))
+                    connection.send({"took": message.get("parcel")})
         except asyncio.CancelledError:
             pass  # the server is being closed
         finally:
@@ -333,6 +356,31 @@ class SideChannel:
 
         await asyncio.gather(*(ask(rank) for rank in ranks if rank != self._me))
         return why
+
+    async def rate(self, rank: int, limit: float) -> float:
+        """Bytes per second that the way to a host carries now; 0: not even a small parcel in `limit` seconds.
+
+        Larger parcels follow as long as they take next to no time. Beyond some GB/s this measures Python.
+        """
+        rates, size, long = [0.0], _SMALLEST, 0
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(limit):
+                connection = await self._dial(rank, "parcels")
+                try:
+                    while size <= _LARGEST and long < _TIMES:
+                        began = time.monotonic()
+                        await connection.pour(size)
+                        if await connection.receive() is None:
+                            break
+                        took = time.monotonic() - began
+                        rates.append(size / took)
+                        if took < _ENOUGH:
+                            size *= 4
+                        else:
+                            long += 1
+                finally:
+                    connection.close()
+        return max(rates[-_TIMES:])  # small ones may pass faster than the link; one may have waited for a CPU
 
     async def close(self) -> None:
         """Sends what is unsent, as far as it goes, and ends."""

@@ -11,16 +11,16 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from paxtrain import supervised
 from planner import first_cause
 from planner.first_cause import Cause, Report
+from planner.pace import Pace
 from planner.side_channel import SideChannel
+from planner.watchdog import Watchdog
 from planner.worker_process import Worker
 
 FAULT = 3  # exit code
@@ -28,8 +28,6 @@ STOPPED = 143  # exit code of a process that SIGTERM has ended, and of superviso
 _CHECK = 0.2  # seconds between two looks at the worker
 _AT_LEAST = 1.0  # seconds that reports may take to come, even if all seem to be there
 _SLACK = 2.0  # seconds that a judgement may take to come round
-_SLOW, _SLOW_AGAIN = 3.0, 2.0  # times as long as the median of the neighbours: from here a host is slow; no more
-_SAMPLES, _PACE = 12, 0.5  # of the pace, and seconds between two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Limits:
         start: until all hosts have come.
         settle: for the hosts' reports.
         grace: between SIGTERM and SIGKILL.
+        slow_step: no seconds, but times the run's median step: a step that takes longer is worth a note.
     """
 
     link: float = 60.0
@@ -51,6 +50,7 @@ class Limits:
     start: float = 300.0
     settle: float = 5.0
     grace: float = 5.0
+    slow_step: float = 3.0
 
     @property
     def collective(self) -> int:
@@ -82,14 +82,6 @@ def environment(variables: Mapping[str, str], limits: Limits) -> dict[str, str]:
     return {**variables, "XLA_FLAGS": flags.strip(), supervised.HEARTBEAT: str(limits.heartbeat)}
 
 
-def _pace() -> float:
-    """Seconds that a fixed piece of work takes here now, about a millisecond if nothing is in its way."""
-    began = time.perf_counter()
-    for _ in range(40_000):
-        pass
-    return time.perf_counter() - began
-
-
 class Supervisor:
     """Runs one worker to its end."""
 
@@ -111,9 +103,8 @@ class Supervisor:
         self._joined = False
         self._news = asyncio.Event()
         self._fault = ""  # how a fault was noticed here; empty: none was
-        self._slow = 0.0
-        self._paces: deque[float] = deque(maxlen=_SAMPLES)
-        self._told: dict[int, int] = {}  # by slow host the version of the entry that a line has been said about
+        self._pace = Pace(me, self._names, channel, worker, self._say)
+        self._watchdog = Watchdog(me, self._names, channel, worker, limits.slow_step, self._say)
         self._silent: set[int] = set()
         self._stopped = False
         channel.listen(lambda name: self._news.set())
@@ -135,11 +126,12 @@ class Supervisor:
                 return STOPPED
             if self._joined:
                 await self._worker.start()
-                pacing = asyncio.create_task(self._keep_pace())
+                beside = [asyncio.create_task(work) for work in (self._pace.keep(), self._watchdog.run())]
                 try:
                     done = await self._watch()
                 finally:
-                    pacing.cancel()
+                    for task in beside:
+                        task.cancel()
                 if done:
                     return 0
             cause, judge = await self._agree()
@@ -178,7 +170,7 @@ class Supervisor:
             self._fault = self._fault_here()
             if self._fault or self._alarm:
                 return False
-            self._tell_of_slowness()
+            self._pace.tell()
             self._tell_of_silence()
             await self._wait(_CHECK)
 
@@ -210,15 +202,11 @@ class Supervisor:
     @property
     def _alarm(self) -> bool:
         """Whether a host has noticed a fault."""
-        return bool(self._numbers("report/"))
-
-    def _numbers(self, kind: str) -> list[int]:
-        """Hosts that have put an entry of this kind on the board."""
-        return [int(name.removeprefix(kind)) for name in self._channel.board if name.startswith(kind)]
+        return bool(self._channel.numbers("report/"))
 
     def _reports(self) -> dict[int, Report]:
         """What is on the board, with all ages as of now."""
-        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._numbers("report/")}
+        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._channel.numbers("report/")}
         return {rank: Report.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
 
     def _report(self, unreachable: Mapping[int, str], final: bool) -> None:
@@ -230,7 +218,7 @@ class Supervisor:
             hung=self._joined and self._hung,
             unreachable=unreachable,
             silences=silences,
-            slow=self._slow,
+            slow=self._pace.slow,
             final=final,
         )
         self._channel.put(f"report/{self._me}", report.to_json())
@@ -249,7 +237,7 @@ class Supervisor:
                 now = time.monotonic()
                 if now > until + _SLACK:
                     break
-                first = min(self._numbers("report/")) == self._me
+                first = min(self._channel.numbers("report/")) == self._me
                 if first and (now > until or (now > began + _AT_LEAST and self._complete(self._reports()))):
                     break
                 await asyncio.sleep(_CHECK / 2)
@@ -277,7 +265,7 @@ class Supervisor:
 
     def _verdict(self) -> tuple[Cause, str] | None:
         """Of all that there are the one of the first host."""
-        judges = self._numbers("verdict/")
+        judges = self._channel.numbers("verdict/")
         if not judges:
             return None
         values = self._channel.board[f"verdict/{min(judges)}"].value
@@ -305,34 +293,6 @@ class Supervisor:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads any more
             print(text, file=sys.stderr, flush=True)
-
-    async def _keep_pace(self) -> None:
-        """Tells the neighbours how fast this host's CPU is while it trains; between steps hosts differ rightly."""
-        while True:
-            status = self._worker.status()
-            if status.doing or status.step_seconds is None:
-                self._paces.clear()
-            else:
-                self._paces.append(_pace())
-            self._channel.aside = statistics.mean(self._paces) if len(self._paces) == _SAMPLES else None
-            await asyncio.sleep(_PACE)
-
-    def _tell_of_slowness(self) -> None:
-        mine, others = self._channel.aside, [pace for pace in self._channel.asides.values() if pace]
-        if mine and others:
-            times = mine / statistics.median(others)
-            slow = times if times > (_SLOW_AGAIN if self._slow else _SLOW) else 0.0
-            if bool(slow) != bool(self._slow):
-                self._channel.put(f"slow/{self._me}", slow)
-            self._slow = slow
-        for rank in self._numbers("slow/"):
-            entry = self._channel.board[f"slow/{rank}"]
-            if self._me in (0, rank) and self._told.get(rank) != entry.version:
-                self._told[rank] = entry.version
-                much = f"takes {entry.value:.1f} times as long as the others' for the same work; they may wait for it"
-                self._say(
-                    f"note: {self._names[rank]}'s CPU {much if entry.value else 'is as fast as the others again'}"
-                )
 
     def _tell_of_silence(self) -> None:
         for rank, (seconds, ended) in self._channel.silences.items():

@@ -157,6 +157,11 @@ class Worker:
         ]
         self._tasks.append(asyncio.create_task(self._wait()))
 
+    def note(self, text: str) -> None:
+        """Writes a line of the supervisor's into the log."""
+        if not self._log.closed:
+            self._write(f"{text}\n".encode())
+
     # --- Listening ----------------------------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
@@ -239,6 +244,11 @@ class Worker:
         except OSError:
             return []
         return text.rpartition(")")[2].split()
+
+    @property
+    def place(self) -> supervised.Place | None:
+        """Its place in the mesh, as far as it has told."""
+        return supervised.place(self._said)
 
     @property
     def over(self) -> bool:

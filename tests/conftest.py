@@ -12,7 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the 
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-TIMED = {"test_supervise", "test_side_channel", "test_worker_process", "test_rollcall", "test_meeting"}
+TIMED = {"test_supervise", "test_side_channel", "test_worker_process", "test_rollcall", "test_meeting", "test_watchdog"}
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,10 @@ class Cluster:
         """Takes the link between two hosts down."""
         self._network.cut(a, b)
 
+    def hang(self, a: int, b: int) -> None:
+        """Lets the link between two hosts stay up and carry nothing."""
+        self._network.hang(a, b)
+
     def restore(self, a: int, b: int) -> None:
         """Brings it up again."""
         self._network.restore(a, b)

@@ -73,8 +73,11 @@ class Network:
         _run(["tc", "-n", self.namespace(host), "-batch", "-"], lines)
 
     def rate(self, a: int, b: int, mbit: float) -> None:
-        """Sets the rate of one direction."""
-        self._tc(a, [_shape(b, mbit, "change")])
+        """Sets the rate of one direction, also while it carries something.
+
+        What waits there is lost: a packet larger than the bucket of a slower link would block it for good.
+        """
+        self._tc(a, [f"qdisc del dev {_device(b)} root", _shape(b, mbit, "add")])
 
     def rates(self, rates: list[list[float]]) -> None:
         """Sets all rates, Mbit/s."""
@@ -86,6 +89,12 @@ class Network:
     def cut(self, a: int, b: int) -> None:
         """Takes the link between two hosts down, in both directions."""
         _run(["ip", "-n", self.namespace(a), "link", "set", _device(b), "down"])
+
+    def hang(self, a: int, b: int) -> None:
+        """Lets all that goes between two hosts vanish without a word: it is sent to somebody else."""
+        for here, there in ((a, b), (b, a)):
+            nobody = ["neigh", "replace", address(there), "lladdr", "02:00:00:00:00:01", "dev", _device(there)]
+            _run(["ip", "-n", self.namespace(here), *nobody])
 
     def restore(self, a: int, b: int) -> None:
         """Brings it up again; the kernel has dropped the route with it."""

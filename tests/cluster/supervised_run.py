@@ -119,8 +119,9 @@ def checkpoints(out: pathlib.Path) -> list[int]:
 class Lab:
     """The run that everything happens to: its hosts, its data, its folder."""
 
-    def __init__(self, cluster: Cluster, home: pathlib.Path, cache: pathlib.Path) -> None:
-        self.cluster, self.home = cluster, home
+    def __init__(self, cluster: Cluster, home: pathlib.Path, cache: pathlib.Path, **settings: Any) -> None:
+        """`settings` as `section.name`, beside or instead of those that are the same for all."""
+        self.cluster, self.home, self._settings = cluster, home, {**_SETTINGS, **settings}
         self.running: Running | None = None
         self._starts = 0
         self.environment = {
@@ -157,7 +158,7 @@ class Lab:
 
     def settings(self, **changes: Any) -> list[str]:
         data = {"data.train": self.home / "data/train", "data.validation": self.home / "data/validation"}
-        values = {**_SETTINGS, **data, "run.out": self.out, **changes}
+        values = {**self._settings, **data, "run.out": self.out, **changes}
         return [f"--config.{name}={value}" for name, value in values.items()]
 
     def last_step(self) -> int:

@@ -31,15 +31,20 @@ pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shap
 
 
 @pytest.mark.parametrize(
-    ("cut", "sentence"),
+    ("how", "links", "sentence"),
     [
-        ([(3, 0), (3, 1), (3, 2)], "error: pax3 has not been heard by any other host for "),
-        (list(itertools.product((0, 1), (2, 3))), "error: pax2 and pax3 have not been heard by any other host for "),
-        ([(0, 1), (1, 2)], "error: each of the links pax0 - pax1 and pax1 - pax2 carries nothing for "),
+        ("cut", [(3, 0), (3, 1), (3, 2)], "error: pax3 has not been heard by any other host for "),
+        (
+            "cut",
+            list(itertools.product((0, 1), (2, 3))),
+            "error: pax2 and pax3 have not been heard by any other host for ",
+        ),
+        ("cut", [(0, 1), (1, 2)], "error: each of the links pax0 - pax1 and pax1 - pax2 carries nothing for "),
+        ("hang", [(0, 2)], "error: the link between pax0 and pax2 carries nothing for "),
     ],
-    ids=["one alone", "two halves", "two links"],
+    ids=["one alone", "two halves", "two links", "a link that hangs"],
 )
-def test_all_sides_end_with_one_sentence(tmp_path, cut, sentence):
+def test_all_sides_end_with_one_sentence(tmp_path, how, links, sentence):
     """Also those who hear nobody any more, and those who hear of the others only through others."""
     with hosts.Cluster([[100.0] * HOSTS] * HOSTS) as cluster:
         addresses = ",".join(f"{name}:{PORT}" for name in cluster.names)
@@ -55,8 +60,8 @@ def test_all_sides_end_with_one_sentence(tmp_path, cut, sentence):
             assert time.monotonic() < deadline and all(popen.poll() is None for popen in started)
             time.sleep(0.02)
         time.sleep(2.0)  # they have met
-        for a, b in cut:
-            cluster.cut(a, b)
+        for a, b in links:
+            getattr(cluster, how)(a, b)
         (tmp_path / "stop").touch()
         broken = time.monotonic()
         assert [popen.wait(LIMITS.bound) for popen in started] == [FAULT] * HOSTS

@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
-from paxtrain.mesh import AXES, from_process_rows, host_major, make_mesh, process_rows
+from paxtrain.mesh import AXES, from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.supervised import Place
 
 
 def ids(mesh):
@@ -89,3 +90,21 @@ def test_a_global_array_of_a_processs_rows(sizes):
     np.testing.assert_array_equal(from_process_rows(sharding, values.shape, backwards, values[backwards]), values)
     for shard in array.addressable_shards:
         np.testing.assert_array_equal(shard.data, values[shard.index])
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_process", "process", "expected"),
+    [
+        ((2, 2, 1), 1, 3, Place(3, "stage 1, data 1", (1, 2))),
+        ((1, 4, 1), 1, 2, Place(2, "stage 2", (1, 3))),  # a ring, so that 0 and 3 are neighbours, too
+        ((1, 4, 1), 1, 0, Place(0, "stage 0", (1, 3))),
+        ((2, 4, 2), 2, 5, Place(5, "stage 1, data 1", (1, 4, 6))),  # all of tensor, which says nothing
+        ((2, 4, 2), 4, 1, Place(1, "stages 2, 3, data 0", (0, 3))),
+        ((1, 2, 2), 1, 1, Place(1, "stage 0, tensor 1", (0, 3))),
+        ((2, 2, 2), 8, 0, Place(0, "", ())),
+    ],
+)
+def test_the_place_of_a_process(shape, per_process, process, expected):
+    devices = [SimpleNamespace(process_index=i // per_process) for i in range(np.prod(shape))]
+    mesh = SimpleNamespace(devices=np.array(devices, dtype=object).reshape(shape))
+    assert place(mesh, process) == expected

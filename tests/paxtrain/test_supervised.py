@@ -38,6 +38,15 @@ def test_steps_phases_and_the_end(path, progress):
     assert said() == (7, "finishing", "")
 
 
+def test_the_place_in_the_mesh_is_told_once_and_stays(path, progress):
+    assert supervised.place(read(path)) is None
+    place = supervised.Place(3, "stage 2, data 0", tuple(range(48)))
+    progress.placed(place)
+    with pytest.raises(RuntimeError), progress:
+        raise RuntimeError("ü\\" * 5000)
+    assert supervised.place(read(path)) == place
+
+
 def test_every_word_counts(path, progress):
     counts = [read(path)["count"]]
     for _ in range(3):

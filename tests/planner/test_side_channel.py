@@ -149,6 +149,27 @@ def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
     asyncio.run(main())
 
 
+def test_what_a_link_carries_is_measured(monkeypatch):
+    """As fast as the other end takes it; 0 of who does not take a parcel in time, or has ended."""
+    whole = side_channel._Connection.swallow
+
+    async def slowly(connection, count):
+        for _ in range(0, count, 1 << 16):
+            await whole(connection, 1 << 16)
+            await asyncio.sleep(0.1)
+
+    async def main():
+        async with channels(2) as [first, second]:
+            assert await first.rate(1, 5.0) > 1e7
+            monkeypatch.setattr(side_channel._Connection, "swallow", slowly)
+            assert 1e5 < await first.rate(1, 5.0) < 0.7e6  # 128 KiB in two pauses
+            assert await first.rate(1, 0.1) == 0.0
+            await second.close()
+            assert await first.rate(1, 5.0) == 0.0
+
+    asyncio.run(main())
+
+
 def test_strangers_and_late_comers_are_turned_away():
     async def main():
         async with channels(2) as [first, _]:

@@ -4,7 +4,6 @@ The workers are scripts of a few lines that do what training does: they tell of 
 another one does not go on (a file that all look at stands for the collective).
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -19,9 +18,8 @@ from paxtrain import supervised
 from planner import supervise
 from planner.supervisor import FAULT, Limits, environment
 from tests.planner.ports import free_ports
+from tests.planner.supervisors import HOSTS, ROOT, start, wait, wait_for
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-HOSTS = 3
 LIMITS = Limits(link=1.0, hang=2.0, settle=2.0, grace=0.5, start=20.0)
 FATAL = "F1121 22:19:30.478666 6661 client.h:80] Terminating process because the JAX distributed service failed"
 ABORT = f"print({FATAL!r}, file=sys.stderr, flush=True); os.abort()"
@@ -51,49 +49,11 @@ with supervised.Progress(os.environ) as p:
 """
 
 
-@contextlib.contextmanager
 def supervisors(folder: pathlib.Path, event: str = "pass", others: str = "pass", hosts=range(HOSTS), steps: int = 40,
-                limits: Limits = LIMITS):  # fmt: skip
+                limits: Limits = LIMITS, worker: str = WORKER):  # fmt: skip
     """One per host, by its number."""
-    script = WORKER.replace("EVENT", event).replace("OTHERS", others).replace("STEPS", str(steps))
-    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
-    flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace")]
-    flags += [f"--{name}_timeout={getattr(limits, name)}" for name in ("link", "hang", "start")]
-    started = {}
-    try:
-        for host in hosts:
-            files = [f"--log={folder}/log{host}", f"--report={folder}/report{host}.json"]
-            command = [
-                sys.executable,
-                "-m",
-                "planner.supervise",
-                f"--hosts={addresses}",
-                f"--host={host}",
-                *flags,
-                *files,
-            ]
-            worker = [sys.executable, "-c", script, str(host), str(folder)]
-            with (folder / f"out{host}").open("w") as out, (folder / f"err{host}").open("w") as err:
-                started[host] = subprocess.Popen(
-                    [*command, "--", *worker],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    stdout=out,
-                    stderr=err,
-                )
-        yield started
-    finally:
-        for process in started.values():
-            process.kill()
-            process.wait()
-
-
-def wait(folder, started, limit: float = 30.0) -> list[int]:
-    deadline = time.monotonic() + limit
-    try:
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in started.values()]
-    except subprocess.TimeoutExpired:
-        pytest.fail("\n".join((folder / f"err{host}").read_text() for host in started))
+    script = worker.replace("EVENT", event).replace("OTHERS", others).replace("STEPS", str(steps))
+    return start(folder, script, limits, hosts)
 
 
 def sentence(folder, hosts=range(HOSTS)) -> str:
@@ -104,13 +64,6 @@ def sentence(folder, hosts=range(HOSTS)) -> str:
         assert lines == [lines[0], f"log     {folder}/log{host}"], said
     assert len({lines[0] for lines in said.values()}) == 1, said
     return said[hosts[0]][0]
-
-
-def wait_for(folder, name: str) -> None:
-    deadline = time.monotonic() + 20
-    while not (folder / name).exists():
-        assert time.monotonic() < deadline, "\n".join(path.read_text() for path in folder.glob("err*"))
-        time.sleep(0.01)
 
 
 def test_where_nothing_happens_nothing_is_said(tmp_path):
@@ -199,14 +152,12 @@ def test_sigterm_reaches_the_worker_which_may_end_well(tmp_path):
 def test_a_worker_that_saves_when_it_is_told_to_end(tmp_path):
     polite = "signal.signal(15, lambda *_: sys.exit(0))\n    for step in"
     script = WORKER.replace("    for step in", f"    {polite}", 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "WORKER", script)
-        with supervisors(tmp_path, steps=4000) as started:
-            for host in range(HOSTS):
-                wait_for(tmp_path, f"{host}.3")
-            for process in started.values():
-                process.send_signal(signal.SIGTERM)
-            assert wait(tmp_path, started) == [0] * HOSTS
+    with supervisors(tmp_path, steps=4000, worker=script) as started:
+        for host in range(HOSTS):
+            wait_for(tmp_path, f"{host}.3")
+        for process in started.values():
+            process.send_signal(signal.SIGTERM)
+        assert wait(tmp_path, started) == [0] * HOSTS
 
 
 def test_a_host_that_does_not_come_is_named(tmp_path):

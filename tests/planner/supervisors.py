@@ -1,0 +1,76 @@
+"""Supervisors as processes, one per host of this machine, each with a worker that is a script."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from planner.supervisor import Limits
+from tests.planner.ports import free_ports
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOSTS = 3
+
+
+@contextlib.contextmanager
+def start(
+    folder: pathlib.Path, script: str, limits: Limits, hosts: Iterable[int] = range(HOSTS)
+) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """Those of some of the hosts, by number, inside a `with` block.
+
+    Args:
+        folder: takes log, report and output of each: log0, report0.json, out0, err0.
+        script: of Python, with its host's number and the folder as arguments.
+    """
+    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
+    flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace")]
+    flags += [f"--{name}_timeout={getattr(limits, name)}" for name in ("link", "hang", "start")]
+    started = {}
+    try:
+        for host in hosts:
+            files = [f"--log={folder}/log{host}", f"--report={folder}/report{host}.json"]
+            command = [
+                sys.executable,
+                "-m",
+                "planner.supervise",
+                f"--hosts={addresses}",
+                f"--host={host}",
+                *flags,
+                *files,
+            ]
+            run = [sys.executable, "-c", script, str(host), str(folder)]
+            with (folder / f"out{host}").open("w") as out, (folder / f"err{host}").open("w") as err:
+                started[host] = subprocess.Popen(
+                    [*command, "--", *run],
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=out,
+                    stderr=err,
+                )
+        yield started
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
+def wait(folder: pathlib.Path, started: dict[int, subprocess.Popen[bytes]], limit: float = 30.0) -> list[int]:
+    """Exit codes, when all have ended."""
+    deadline = time.monotonic() + limit
+    try:
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in started.values()]
+    except subprocess.TimeoutExpired:
+        pytest.fail("\n".join((folder / f"err{host}").read_text() for host in started))
+
+
+def wait_for(folder: pathlib.Path, name: str, holds: Callable[[pathlib.Path], bool] = pathlib.Path.exists) -> None:
+    """Until the file is there, or else `holds`."""
+    deadline = time.monotonic() + 20
+    while not holds(folder / name):
+        assert time.monotonic() < deadline, "\n".join(path.read_text() for path in folder.glob("err*"))
+        time.sleep(0.01)
