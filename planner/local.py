@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from planner.job import Job
 from planner.supervisor import FAULT, STOPPED
 from planner.worker_process import following
 
 _PROFILE = 20  # seconds for measuring links that are all the same
-_ONCE = ("error: ", "note: ")  # what all supervisors say alike
+_ALIKE = (b"error: ", b"note: ")  # how lines begin that all supervisors say alike
 
 
 def _free_ports(count: int) -> list[int]:
@@ -93,7 +94,7 @@ class Local:
             self._running.append(popen)
         if self._asked:  # while they were started
             self._tell(signal.SIGTERM)
-        copying = [threading.Thread(target=self._copy, args=(popen,)) for popen in self._running]
+        copying = [threading.Thread(target=self._copy, args=(popen.stdout,)) for popen in self._running]
         for thread in copying:
             thread.start()
         codes = [popen.wait() for popen in self._running]
@@ -104,17 +105,18 @@ class Local:
 
     # --- Output -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, popen: subprocess.Popen[bytes]) -> None:
-        for line in popen.stdout:
-            with self._lock:
-                if line.startswith(tuple(map(str.encode, _ONCE))):
-                    if line in self._said:
-                        continue
-                    self._said.add(line)
-                if not line.startswith(b"log     "):
-                    with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-                        sys.stdout.buffer.write(line)
-                        sys.stdout.flush()
+    def _copy(self, output: IO[bytes]) -> None:
+        """All that a supervisor says, but for what another has said before."""
+        with output:
+            for line in output:
+                with self._lock:
+                    again = line in self._said
+                    if line.startswith(_ALIKE):
+                        self._said.add(line)
+                    if not again and not line.startswith(b"log     "):
+                        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+                            sys.stdout.buffer.write(line)
+                            sys.stdout.flush()
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -1,0 +1,179 @@
+"""The job as processes of this machine: scripts of a few lines stand for planner.run; and once the job itself."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paxtrain import metrics
+from paxtrain.prepare import prepare
+from planner import local
+from planner.job import Job
+from planner.supervisor import FAULT, STOPPED
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOSTS = 2
+# A run that tells of ten steps, and in between does EVENT; on SIGTERM it saves, in a manner of speaking, and ends well.
+RUN = """
+import os, pathlib, signal, sys, time
+from paxtrain import supervised
+
+options = dict(each[2:].split("=", 1) for each in sys.argv[1:])
+host, folder = options["host_name"], pathlib.Path(options["out"])
+start = len(list(folder.glob(f"{host}.start*")))
+(folder / f"{host}.start{start}").write_text(" ".join(sys.argv[1:]))
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+with supervised.Progress(os.environ) as p:
+    for step in range(1, 11):
+        time.sleep(0.02)
+        p.finished(step)
+        if step == 5:
+            (folder / f"{host}.there{start}").touch()
+            EVENT
+        if stop:
+            print(f"{host} has saved", flush=True)
+            sys.exit(0)
+(folder / "finished").touch()
+print(f"{host} is done", flush=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Script(Job):
+    """A job whose run is the script, with what happens in it."""
+
+    event: str = "pass"
+
+    def run(self, *more):
+        return ["-c", RUN.replace("EVENT", self.event), f"--out={self.out}", *more]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Script("config", "auto", str(tmp_path), HOSTS, HOSTS, max_restarts=2)
+
+
+def starts(job):
+    return len(list(pathlib.Path(job.out).glob("host0.start*")))
+
+
+def test_it_starts_every_host_with_a_name_of_its_own(job, capfd):
+    assert local.Local(job, devices=3).run() == 0
+    said = capfd.readouterr().out
+    assert "host0 is done" in said and "host1 is done" in said and starts(job) == 1
+    for host in range(HOSTS):
+        given = (pathlib.Path(job.out) / f"host{host}.start0").read_text().split()
+        assert {f"--process_id={host}", f"--num_processes={HOSTS}", "--cpu_devices=3", "--pipe=3,6"} <= set(given)
+        assert (pathlib.Path(job.logs) / f"rank{host}.log").exists()
+
+
+def test_after_a_fault_it_starts_again_and_says_why_once(job, capfd):
+    kill = 'host == "host1" and start == 0 and os.kill(os.getpid(), signal.SIGKILL)\n            time.sleep(0.5)'
+    assert local.Local(dataclasses.replace(job, event=kill), 1).run() == 0
+    said = capfd.readouterr().out
+    assert said.count("the worker was killed by SIGKILL") == 1 and "starting again, 1 of 2 times" in said
+    assert starts(job) == 2
+
+
+def test_it_starts_again_only_so_often(job, capfd):
+    assert local.Local(dataclasses.replace(job, event="raise ValueError('always')"), 1).run() == FAULT
+    said = capfd.readouterr().out
+    assert starts(job) == 3 and said.count("ValueError: always") == 3 and job.logs in said
+
+
+def test_bad_input_is_not_tried_again(job, capfd):
+    event = "print('error: no such data', file=sys.stderr); sys.exit(2)"
+    assert local.Local(dataclasses.replace(job, event=event), 1).run() == 2
+    assert "no such data" in capfd.readouterr().out and starts(job) == 1
+
+
+# The launcher as its own process, so that it can be signalled.
+LAUNCHER = """
+import sys
+sys.path.insert(0, {root!r})
+from planner.local import Local
+from tests.planner.test_launch_local import Script
+sys.exit(Local(Script("config", "auto", sys.argv[1], 2, 2, event=sys.argv[2]), 1).run())
+"""
+
+
+@pytest.fixture
+def launched(job):
+    """A job whose runs wait for SIGTERM, in a process of its own, when both are waiting."""
+    event = "[time.sleep(0.05) for _ in range(600) if not stop]"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LAUNCHER.format(root=str(ROOT)), job.out, event]
+    folder, until = pathlib.Path(job.out), time.monotonic() + 30
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as popen:
+        while len(list(folder.glob("*.there0"))) < HOSTS:
+            assert time.monotonic() < until and popen.poll() is None
+            time.sleep(0.02)
+        yield popen
+        popen.kill()
+
+
+def processes(folder):
+    """Commands that have the folder in them, and are not this one."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command and int(path.parent.name) != os.getpid():
+            found.append(command)
+    return found
+
+
+def test_ctrl_c_lets_all_save(launched, job):
+    launched.send_signal(signal.SIGINT)
+    said, _ = launched.communicate(timeout=30)
+    assert launched.returncode == 0 and "host0 has saved" in said and "host1 has saved" in said
+    assert "the same command continues" in said and not processes(job.out)
+
+
+def test_nothing_is_left_of_a_launcher_that_is_killed(launched, job):
+    assert processes(job.out)
+    launched.kill()
+    launched.wait()
+    until = time.monotonic() + 20
+    while processes(job.out):
+        assert time.monotonic() < until, processes(job.out)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "codes, asked, code",
+    [([0, 0], False, 0), ([3, 0], False, FAULT), ([2, 3], False, 2), ([STOPPED, 0], True, STOPPED),
+     ([STOPPED, -15], True, STOPPED), ([STOPPED, -15], False, FAULT), ([-9, 0], True, FAULT), ([1, 0], False, FAULT)],
+)  # fmt: skip
+def test_one_code_of_all(codes, asked, code):
+    assert local._of_all(codes, asked) == code
+
+
+@pytest.mark.parametrize("devices, pipe", [(1, (1,)), (2, (1, 2)), (4, (2, 4)), (6, (3, 6))])
+def test_two_data_ranks_at_most(devices, pipe):
+    assert local.pipes(devices) == pipe
+
+
+@pytest.mark.slow
+def test_the_job_itself(tmp_path):
+    """As docs/launch.md says it, on data of its own."""
+    (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
+    prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "planner.launch", "local", "--hosts=4", "--config=configs/tiny.py", f"--out={out}"]
+    data = [f"--config.data.{name}={tmp_path / 'data' / name}" for name in ("train", "validation")]
+    options = [*data, "--config.run.steps=8", "--config.run.sample_tokens=0", "--config.run.eval_batches=1"]
+    done = subprocess.run(
+        [*command, "--", *options], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "4 x 1 cpu: host0, host1, host2, host3" in done.stdout and (out / "finished").exists()
+    assert max(record["step"] for record in metrics.read(out / metrics.FILE) if "loss" in record) == 8
