@@ -145,8 +145,8 @@ class Cluster:
         if self.shaped:
             cores = sorted(os.sched_getaffinity(0))
             # One core each: a host that spreads over several loses what its share leaves on each, and with one thread
-            # XLA runs the collectives of a program in the same order on all hosts.
-            core = str(cores[host % len(cores)])
+            # XLA runs the collectives of a program in the same order on all hosts. A host that is alone has them all.
+            core = str(cores[host % len(cores)]) if self.hosts > 1 else ",".join(map(str, cores))
             where = (self._quotas.procs(host), janitor.NETNS / self._network.namespace(host), core)
             inside = (self._folder / "hosts", self.names[host])
             command = ["/bin/sh", "-c", _ENTER, "sh", *map(str, where + inside), *command]
