@@ -1,0 +1,257 @@
+"""The generated batch script on a real SLURM of four hosts: what it survives, how long that takes, and the curve of it.
+
+One job goes through the tests in their order (the slow ones make one of their own); it is compared with a run to which
+nothing happened. With -s the times are printed.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paxtrain import metrics
+from paxtrain import plan as plans
+from paxtrain.checkpoint import read_meta
+from paxtrain.prepare import prepare
+from tests.cluster.hosts import Cluster
+from tests.cluster.slurm_cluster import HOLD, SILENT, Slurm, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"there is no SLURM here: {why_not()}")
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOSTS, MBIT = 4, 200.0
+BATCH, EVERY, STEPS = 12, 20, 200  # samples of a step; steps between two checkpoints; steps in all
+SEARCH = ["--pipe=2,3,4", "--micro_batch=3", "--schedules=eager_1f1b", "--compress=none", "--memory=analytic"]
+SEARCH += ["--profile_seconds=5"]
+# The job's `python`, but that processes of planner.run share what one of them has compiled: a fourth of the time.
+PYTHON = """#!/bin/sh
+if [ "$2" = planner.run ]; then
+  shift 2
+  set -- {folder}/run.py "$@"
+fi
+exec {python} "$@"
+"""
+RUN = """
+from paxtrain import errors
+from planner import run
+from tests.cluster.programs import share_programs
+
+share_programs()
+errors.run(run.main, run.define_flags)
+"""
+SETTINGS = {
+    "model.vocab_size": 257,
+    "model.layers": 4,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.sequence": 32,
+    "model.dtype": "float32",
+    "batch.global_batch": BATCH,
+    "batch.micro_batch": 3,
+    "pipeline.scan_layers": "on",  # a smaller program, sooner compiled
+    "optimizer.schedule": "constant",
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 10,
+    "checkpoint.every": EVERY,
+    "run.steps": STEPS,
+    "run.eval_every": 0,
+    "run.eval_batches": 1,
+    "run.sample_tokens": 0,
+}
+
+
+def losses(out):
+    """Loss by step of a run; each step is there once."""
+    found = [(record["step"], record["loss"]) for record in metrics.read(out / metrics.FILE) if "loss" in record]
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    return dict(found)
+
+
+class Lab:
+    """The job that everything happens to."""
+
+    def __init__(self, home: pathlib.Path, cluster: Cluster, slurm: Slurm):
+        self.home, self.cluster, self.slurm, self.out = home, cluster, slurm, home / "run"
+        (home / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
+        prepare([str(home / "corpus.txt")], home / "data")
+        self.environment = {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(home / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
+            "JAX_SHARE_BINARY_BETWEEN_HOSTS_TIMEOUT_MS": "120000",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def settings(self, **changes):
+        data = {f"data.{name}": self.home / "data" / name for name in ("train", "validation")}
+        return [f"--config.{name}={value}" for name, value in {**SETTINGS, **data, **changes}.items()]
+
+    def submit(self):
+        """Generates the job as a user does, and submits it."""
+        commands = self.home / "bin"
+        commands.mkdir()
+        (commands / "run.py").write_text(RUN)
+        (commands / "python").write_text(PYTHON.format(python=sys.executable, folder=commands))
+        (commands / "python").chmod(0o755)
+        path = f"export PATH={commands}:$PATH"
+        command = [sys.executable, "-m", "planner.launch", "slurm", f"--nodes={HOSTS}", "--min_nodes=2", "--plan=auto"]
+        command += ["--gpus_per_node=0", "--config=configs/tiny.py", f"--out={self.out}", f"--setup={path}"]
+        command += ["--link_timeout=10", f"--sbatch=--output={self.home}/job.log", "--", *self.settings(), *SEARCH]
+        script = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (self.home / "job.sbatch").write_text(script)
+        self.job = self.slurm.submit(self.home / "job.sbatch", self.environment)
+
+    # --- What is seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def said(self):
+        log = self.home / "job.log"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    @property
+    def curve(self):
+        """Loss by step; each step is there once."""
+        return losses(self.out) if (self.out / metrics.FILE).exists() else {}
+
+    @property
+    def checkpoints(self):
+        return sorted(int(path.name) for path in (self.out / "checkpoints").iterdir() if path.name.isdecimal())
+
+    def wait_for_step(self, step, limit=150.0):
+        until = time.monotonic() + limit
+        while max(self.curve, default=0) < step:
+            assert time.monotonic() < until, f"no step {step} within {limit:g} s:\n{self.said}"
+            assert self.slurm.job(self.job).state in ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING"), self.said
+            time.sleep(0.2)
+
+    def wait_for_state(self, what, holds, limit=60.0):
+        return self.slurm.wait_for(self.job, what, holds, limit)
+
+    def started_again(self, broken, restarts, limit=90.0):
+        """Waits until the job runs again: when it was allowed to, and when it did, seconds after it was broken."""
+        job = self.wait_for_state("a restart", lambda j: j.restarts == restarts and j.state == "RUNNING", limit)
+        return {"allowed": job.eligible - broken, "started": job.started - broken, "nodes": job.nodes}
+
+    def keep_plan(self):
+        """Keeps the plan as it is now, for any four devices."""
+        plan = plans.load(self.out / "plan.json")
+        plans.save(dataclasses.replace(plan, hosts=(), device_order=()), self.home / "first.json")
+
+    def undisturbed(self, steps):
+        """Loss by step of a run on this machine alone, by the job's first plan, to which nothing happens."""
+        if not (self.home / "first.json").exists():
+            self.keep_plan()
+        out, plan = self.home / f"quiet{steps}", f"--plan={self.home / 'first.json'}"
+        command = [sys.executable, "-m", "paxtrain.train", "--config=configs/tiny.py", plan, f"--cpu_devices={HOSTS}"]
+        command += self.settings(**{"run.out": out, "run.steps": steps})
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return losses(out)
+
+    def tell(self, what, broken, figures, last):
+        """Prints the time from an event to the step after the last one before it, SLURM's part apart."""
+        until = time.time() - broken
+        slurm = f"SLURM let it start after {figures['allowed']:.0f} s, and started it after {figures['started']:.0f} s"
+        print(
+            f"\n{what}: {until:.1f} s to step {last + 1}. {slurm}; of that its hold {HOLD} s, a silent node {SILENT} s"
+        )
+
+    def resumed(self):
+        """The step that the last start went on from."""
+        return int(re.findall(r"resumed from step (\d+), ", self.said)[-1])
+
+    def worker(self, host):
+        """The process of planner.run on a host."""
+        commands = self.cluster.processes(host)
+        run = str(self.home / "bin/run.py")
+        [found] = [number for number, words in commands.items() if words[1:2] == [run]]
+        return found
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    home = tmp_path_factory.mktemp("slurm")
+    with Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as cluster, Slurm(cluster, home / "slurm") as slurm:
+        made = Lab(home, cluster, slurm)
+        made.submit()
+        yield made
+
+
+def test_it_measures_its_nodes_plans_and_trains(lab):
+    lab.wait_for_step(EVERY + 5)
+    job = lab.slurm.job(lab.job)
+    assert job.state == "RUNNING" and job.nodes == lab.cluster.names
+    assert "the first one of this run" in lab.said and "measured in " in lab.said
+    assert set(plans.load(lab.out / "plan.json").hosts) == set(lab.cluster.names)
+    assert sorted(path.name for path in (lab.out / "logs").glob("rank*.log")) == [f"rank{i}.log" for i in range(HOSTS)]
+
+
+def test_stopped_by_sigterm_it_saves_and_a_requeue_goes_on_to_the_bit(lab):
+    lab.wait_for_step(EVERY + 5)
+    lab.slurm.ask("scancel", "--signal=TERM", str(lab.job))
+    lab.wait_for_state("its end", lambda job: job.state == "COMPLETED")
+    last = max(lab.curve)
+    assert "stopped by SIGTERM" in lab.said and lab.checkpoints[-1] == last
+    broken = time.time()
+    lab.slurm.ask("scontrol", "requeue", str(lab.job))
+    figures = lab.started_again(broken, restarts=1)
+    assert figures["nodes"] == lab.cluster.names
+    lab.wait_for_step(last + 5)
+    lab.tell("stopped, and requeued", broken, figures, last)
+    assert lab.resumed() == last and "again: same nodes" in lab.said
+    here, there = lab.curve, lab.undisturbed(last + 5)
+    assert [here[step] for step in there] == list(there.values())
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_told_once_and_the_script_starts_all_again(lab):
+    lab.wait_for_step(max(lab.curve, default=0) + EVERY + 5)
+    lab.keep_plan()
+    last, restarts, broken = max(lab.curve), lab.slurm.job(lab.job).restarts, time.time()
+    os.kill(lab.worker(2), signal.SIGKILL)
+    figures = lab.started_again(broken, restarts + 1)
+    lab.wait_for_step(last + 5)
+    lab.tell("a rank killed", broken, figures, last)
+    errors = [line for line in lab.said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "pax2: the worker was killed by SIGKILL" in errors[0]
+    assert "fault 1 of 10; the job is requeued" in lab.said
+    assert last - 2 * EVERY <= lab.resumed() <= last + EVERY
+
+
+@pytest.mark.slow
+def test_without_a_lost_node_it_finishes_on_the_rest(lab):
+    lab.wait_for_step(max(lab.curve) + EVERY)
+    last, restarts, broken = max(lab.curve), lab.slurm.job(lab.job).restarts, time.time()
+    lab.cluster.kill(3)
+    figures = lab.started_again(broken, restarts + 1)
+    assert figures["nodes"] == lab.cluster.names[:3]
+    lab.wait_for_step(last + 5)
+    lab.before_the_loss = lab.resumed()
+    lab.tell("a node lost", broken, figures, last)
+    assert "made anew: the former one is for other nodes: pax3 of it is not here" in lab.said
+    assert lab.slurm.nodes()["pax3"].startswith("down")
+    lab.wait_for_state("the end of training", lambda job: job.state == "COMPLETED", 180)
+    assert lab.said.splitlines()[-1].endswith("finished")
+
+
+@pytest.mark.slow
+def test_no_sample_is_lost_and_none_comes_twice(lab):
+    """To the bit where the nodes were the same, to rounding on the rest; a step left out shows a hundred times that."""
+    meta = read_meta(lab.out / "checkpoints", lab.checkpoints[-1])
+    assert (meta["step"], meta["samples"]) == (STEPS, STEPS * BATCH)
+    here, there = lab.curve, lab.undisturbed(STEPS)
+    same, steps = lab.before_the_loss, range(1, STEPS + 1)
+    assert [step for step in steps[:same] if here[step] != there[step]] == []
+    assert max(abs(here[step] / there[step] - 1) for step in steps) < 3e-5
+    assert max(abs(here[step] / there[step + 1] - 1) for step in steps[:-1]) > 3e-3
