@@ -115,8 +115,8 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
     def search(_: object) -> Any:
         if kept:
             [found] = kept
-            more = found.hosts - len(machines.hosts)
-            links = {"source": f"{found.path}" + f", which has {more} other hosts" * (more > 0)}
+            more = f", which is of {found.hosts} hosts" * (found.hosts > len(machines.hosts))
+            links = {"source": f"{found.path}{more}"}
             return _search(found.cluster, request, links | {"measured": found.measured})
         allocation.keep_profile(cluster, request.out / PROFILES)
         links = {"source": f"measured in {seconds:.0f} s{missing}", "measured": time.time()}

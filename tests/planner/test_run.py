@@ -40,17 +40,17 @@ from planner import measure_compute, run
 measure_compute._LEAST = 0.002
 errors.run(run.main, run.define_flags)
 """
-# The same, but that it says which host is where in the mesh, and trains nothing.
+# The same, but that it trains nothing and says which host is where in the mesh; more than two steps it does not finish.
 MESH = """
 from paxtrain import train
 from planner import run
 
 class Run:
     def __init__(self, config, mesh, progress):
-        self.mesh = mesh
+        self.mesh, self.done = mesh, config.run.steps <= 2
     def train(self):
         print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
-        return True
+        return self.done
 
 train.Run = Run
 """
@@ -112,28 +112,31 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
     out = tmp_path / "run"
     quick = ["--profile_seconds=4", "--compute_hosts=1", "--micro_batch=1", "--compress=none"]
     arguments = [*settings, f"--out={out}", *quick]
-    done = job("ab", *arguments, "--config.run.steps=2", "--pipe=2")
+    done = job("ab", *arguments, "--config.run.steps=2", "--pipe=2", script=MESH + MAIN)
     assert codes(done) == [0, 0], done[0][2]
     assert "  nodes       2 x 1 cpu: a, b" in done[0][1] and "made now, the first one of this run" in done[0][1]
     assert "nodes" not in done[1][1]  # one process says it
     plan = plans.load(out / "plan.json")
     assert sorted(plan.hosts) == ["a", "b"] and plan.mesh.pipe == 2
-    steps = [record["step"] for record in metrics.read(out / metrics.FILE) if "loss" in record]
-    assert steps == [1, 2] and json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
+    assert placed(done, "ab") == [plan.hosts[i] for i in plan.device_order]
+    assert json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
     # Nodes in another order, more steps: the plan is taken again.
     done = job("ba", *arguments, "--config.run.steps=3", "--pipe=2", script=MESH + MAIN)
     assert codes(done) == [0, 0], done[0][2]
     assert "plan.json again: same nodes" in done[0][1]
     assert placed(done, "ba") == [plan.hosts[i] for i in plan.device_order]
+    assert not (out / run.FINISHED).exists()
     first, second = json.loads((out / FILE).read_text())
     assert first["nodes"]["hosts"] == ["a", "b"] and second["nodes"]["hosts"] == ["b", "a"]
     assert first["plan"]["mesh"] == second["plan"]["mesh"] and second["config"]["run"]["steps"] == 3
     assert first["packages"]["jax"] and first["flags"]["micro_batch"] == ["1"]
-    # One of them is gone: the profile of both still says all about the other.
-    done = job("b", *arguments, script=MESH + MAIN)
+    # One of them is gone: the profile of both still says all about the other. This one trains.
+    done = job("b", *arguments, "--config.run.steps=2")
     assert codes(done) == [0], done[0][2]
     assert "made anew: the former one is for other nodes: a of it is not here" in done[0][1]
-    assert "which has 1 other hosts" in done[0][1] and placed(done, "b") == ["b"]
+    assert "which is of 2 hosts" in done[0][1]
+    steps = [record["step"] for record in metrics.read(out / metrics.FILE) if "loss" in record]
+    assert steps == [1, 2] and json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
     assert not list(out.glob(".shared*"))
 
 
