@@ -12,8 +12,8 @@ from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 from planner import cluster as clusters
 from planner.cluster import Cluster
+from planner.measure_cluster import Machines
 from planner.meeting import Meeting
-from planner.profile import Machines
 
 _SHARED_WITHIN = 5.0  # seconds in which a file must be seen on all nodes: clients of NFS look again after some
 _PAUSE = 0.2

@@ -21,11 +21,11 @@ from paxtrain import supervised
 from paxtrain.config import Config, PipelineConfig, from_dict, read_section
 from paxtrain.errors import UserError
 from paxtrain.plan import Plan
-from planner import allocation, page, profile, search_flags
+from planner import allocation, measure_cluster, page, search_flags
 from planner import cluster as clusters
 from planner.cluster import Cluster
+from planner.measure_cluster import Machines
 from planner.meeting import Meeting
-from planner.profile import Machines
 from planner.recommend import Planner, predicted
 
 PLAN, REPORT, PROFILES = "plan.json", "report.html", "profile"
@@ -40,7 +40,7 @@ class Request:
     Attributes:
         values: the whole configuration, nested.
         seconds: that profiling may take. age: seconds after which a kept profile is measured again.
-        compute_hosts: as profile.Options has it.
+        compute_hosts: as measure_cluster.Options has it.
     """
 
     values: dict[str, Any]
@@ -162,8 +162,10 @@ def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
 def _profile(meeting: Meeting, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
     """The cluster as measured, and which links there was no time for."""
     allowed = search_flags.integers("tensor")
-    tensor = tuple(t for t in profile.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed)
-    options = profile.Options(
+    tensor = tuple(
+        t for t in measure_cluster.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
+    )
+    options = measure_cluster.Options(
         sizes=(),
         repeats=_REPEATS,
         micro_batches=tuple(sorted(search_flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
@@ -173,7 +175,7 @@ def _profile(meeting: Meeting, machines: Machines, config: Config, request: Requ
         compute_hosts=request.compute_hosts,
         all_reduces=False,
     )
-    cluster, said = profile.profile(meeting, machines, config, options, "job")
+    cluster, said = measure_cluster.profile(meeting, machines, config, options, "job")
     # Training needs the memory of what was measured with.
     gc.collect()
     jax.clear_caches()

@@ -28,7 +28,7 @@ from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.step import Trainer
-from planner import bench_place, measure_compute, predict, profile
+from planner import bench_place, measure_cluster, measure_compute, predict
 from planner.cluster import Cluster
 from planner.links import fabric
 from planner.meeting import Meeting
@@ -88,11 +88,13 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     initialize(coordinator, 2, process, 60)
     meeting = Meeting(120)
     with meeting.ends_together():
-        machines = profile.meet(meeting, "", f"process{meeting.process}")
+        machines = measure_cluster.meet(meeting, "", f"process{meeting.process}")
         configs = {schedule: _executed(schedule, chunks) for schedule, chunks in EXECUTED}
         config = configs[EXECUTED[0][0]]
-        links = profile.Options(sizes=(profile.MIB, 4 * profile.MIB), repeats=repeats, micro_batches=())
-        cluster, _ = profile.profile(meeting, machines, config, links, "two processes")
+        links = measure_cluster.Options(
+            sizes=(measure_cluster.MIB, 4 * measure_cluster.MIB), repeats=repeats, micro_batches=()
+        )
+        cluster, _ = measure_cluster.profile(meeting, machines, config, links, "two processes")
         turns = measure_compute.Turns(config, 1, config.batch.micro_batch, jax.local_devices())
         optimizer = measure_compute.Optimizer(config, 1, jax.local_devices())
         turns.settle(meeting.agree)
@@ -101,7 +103,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
         steps |= {schedule: _Step(config) for schedule, config in configs.items()}
         seconds = bench.interleave(steps, repeats)
         compute = {kind: statistics.median(s[kind] for s in samples) for kind in samples[0]}
-        rows = profile.compute_rows(machines, config, 1, config.batch.micro_batch, meeting.gather(compute))
+        rows = measure_cluster.compute_rows(machines, config, 1, config.batch.micro_batch, meeting.gather(compute))
         cluster = dataclasses.replace(cluster, compute=tuple(rows))
         if process == 0:
             figures = [[s, statistics.median(seconds[s]), predicted(cluster, c)] for s, c in configs.items()]

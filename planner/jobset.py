@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from planner.job import GPU_VARIABLES, Job, shell
-from planner.supervise import PORT
+from planner.side_channel import PORT
 
 COORDINATOR = 9101  # port of process 0
 _WORKER, _CONTAINER = "node", "train"

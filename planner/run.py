@@ -21,10 +21,10 @@ from paxtrain import data, distributed, supervised, train
 from paxtrain import plan as plans
 from paxtrain.config import Config, to_dict
 from paxtrain.errors import UserError, run
-from planner import allocation, auto_plan, environment, profile, rollcall, search_flags
+from planner import allocation, auto_plan, environment, measure_cluster, rollcall, search_flags
 from planner.auto_plan import Decision, Request
+from planner.measure_cluster import Machines
 from planner.meeting import Meeting
-from planner.profile import Machines
 
 AUTO = "auto"
 FINISHED = "finished"
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
         meeting = Meeting(f.answer_timeout)
         with meeting.ends_together():
-            machines = profile.meet(meeting, f.rack, f.host_name)
+            machines = measure_cluster.meet(meeting, f.rack, f.host_name)
             allocation.check_shared(meeting, out)
             _check_data(meeting, neutral)
             request = Request(values, out, f.profile_seconds, f.profile_age, f.compute_hosts)
@@ -155,8 +155,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
     flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
     flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
-    profile.define_compute_hosts()
-    flags.DEFINE_string("rack", profile.rack_of_launcher(), "This host's rack.")
+    measure_cluster.define_flags()
     flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)

@@ -47,8 +47,8 @@ def _files(root: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def _imported(tree: ast.Module, modules: dict[str, str]) -> Iterator[str]:
-    """Dotted names: imports, and modules of ours named in a string (a test that runs `-m paxtrain.train`)."""
+def _imported(tree: ast.Module, modules: dict[str, str], runs: bool) -> Iterator[str]:
+    """Dotted names: imports, and if it `runs` others, modules of ours in strings (a test has `-m paxtrain.train`)."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -59,7 +59,7 @@ def _imported(tree: ast.Module, modules: dict[str, str]) -> Iterator[str]:
                     yield submodule if submodule in modules else module
             case ast.ImportFrom():
                 raise ValueError("imports here are absolute")
-            case ast.Constant(value=str(text)) if "." in text and text in modules:
+            case ast.Constant(value=str(text)) if runs and "." in text and text in modules:
                 yield text
 
 
@@ -79,7 +79,8 @@ def sources(root: pathlib.Path = ROOT) -> dict[str, Source]:
     for path, text in texts.items():
         tree = ast.parse(text)
         imports, distributions = set(), set()
-        for name in _imported(tree, modules):
+        # A library that makes a job only writes commands, which the job's hosts run.
+        for name in _imported(tree, modules, runs=path.startswith("tests/") or _is_main(tree)):
             top = name.partition(".")[0]
             if name in modules:
                 imports.add(modules[name])

@@ -12,7 +12,7 @@ from typing import Any
 
 from paxtrain import metrics, sample
 from paxtrain.prepare import prepare
-from planner.supervise import PORT
+from planner.side_channel import PORT
 from planner.supervisor import FAULT, Limits
 from tests.cluster.hosts import Cluster
 

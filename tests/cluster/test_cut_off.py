@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from planner.supervise import PORT
+from planner.side_channel import PORT
 from planner.supervisor import FAULT, Limits
 from tests.cluster import hosts
 

@@ -28,7 +28,7 @@ from paxtrain.errors import run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.step import Trainer
 from planner import cluster as clusters
-from planner import measure_compute, profile
+from planner import measure_cluster, measure_compute
 from planner.meeting import Meeting
 from tests.cluster import device
 from tests.cluster.programs import share_programs
@@ -110,7 +110,7 @@ class Worker:
 
     def __init__(self, limit: float) -> None:
         self.meeting = Meeting(limit)
-        self.machines = profile.meet(self.meeting, "")
+        self.machines = measure_cluster.meet(self.meeting, "")
         self.programs: dict[str, Program] = {}
         mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
         spec = PartitionSpec("all")
@@ -124,9 +124,9 @@ class Worker:
 
     def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
         """The cluster's links and compute, written to `path`."""
-        options = profile.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+        options = measure_cluster.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
         began = time.perf_counter()
-        cluster, said = profile.profile(self.meeting, self.machines, from_dict(config), options, name)
+        cluster, said = measure_cluster.profile(self.meeting, self.machines, from_dict(config), options, name)
         if self.meeting.process == 0:
             clusters.save(cluster, pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}

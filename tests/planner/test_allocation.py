@@ -12,8 +12,8 @@ from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 from planner import allocation
 from planner import cluster as clusters
+from planner.measure_cluster import Machines
 from planner.meeting import Meeting
-from planner.profile import Machines
 from tests.planner.examples import MODEL, cluster, reordered
 
 NOW = 1_000_000_000.0

@@ -13,11 +13,11 @@ from paxtrain import plan as plans
 from paxtrain import supervised
 from paxtrain.config import to_dict
 from paxtrain.errors import UserError
-from planner import allocation, auto_plan, measure_compute, profile, search_flags
+from planner import allocation, auto_plan, measure_cluster, measure_compute, search_flags
 from planner import cluster as clusters
 from planner.auto_plan import PLAN, PROFILES, REPORT, Request
+from planner.measure_cluster import Machines
 from planner.meeting import Meeting
-from planner.profile import Machines
 from tests.planner.examples import cluster
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
@@ -157,7 +157,7 @@ def test_bad_flags_and_sections_are_found_before_anything_is_measured():
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_compute, "_LEAST", 0.002)
     meeting = Meeting(60)
-    here = profile.meet(meeting, "")
+    here = measure_cluster.meet(meeting, "")
     here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
     small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
     small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case

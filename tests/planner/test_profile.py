@@ -14,9 +14,9 @@ import pytest
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from planner import cluster as clusters
-from planner import costs, measure_compute, measure_links, profile
+from planner import costs, measure_cluster, measure_compute, measure_links
+from planner.measure_cluster import MIB, Machines, Options
 from planner.meeting import Meeting
-from planner.profile import MIB, Machines, Options
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60, "dtype": "float32"}
@@ -37,7 +37,7 @@ def meeting():
 
 @pytest.fixture(scope="module")
 def machines(meeting):
-    found = profile.meet(meeting, "rack0")
+    found = measure_cluster.meet(meeting, "rack0")
     return dataclasses.replace(found, devices=found.devices[:2], per_host=2)
 
 
@@ -49,7 +49,7 @@ def config():
 @pytest.fixture(scope="module")
 def profiled(meeting, machines, config):
     options = Options(sizes=(MIB, 2 * MIB), repeats=2, micro_batches=(1, 2), tensor=(2,))
-    return profile.profile(meeting, machines, config, options, "mine")
+    return measure_cluster.profile(meeting, machines, config, options, "mine")
 
 
 def test_who_is_there(machines):
@@ -82,7 +82,7 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
 
 def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, config):
     options = Options(sizes=(MIB,), repeats=50, micro_batches=(1, 2), tensor=(1,), time_limit=1e-3)
-    cluster, said = profile.profile(meeting, machines, config, options, "mine")
+    cluster, said = measure_cluster.profile(meeting, machines, config, options, "mine")
     assert cluster.compute == ()
     assert np.isfinite(cluster.bandwidth).all()
     left = [text for what, text in said if what == "left out"]
@@ -92,24 +92,24 @@ def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, co
 
 def test_a_single_device_has_no_links_and_a_profile_all_the_same(meeting, machines, config, tmp_path):
     alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1)
-    cluster, _ = profile.profile(meeting, alone, config, Options(micro_batches=()), "one")
+    cluster, _ = measure_cluster.profile(meeting, alone, config, Options(micro_batches=()), "one")
     clusters.save(cluster, tmp_path / "one.json")
     assert clusters.load(tmp_path / "one.json").devices == 1
 
 
 def test_tensor_sizes_are_those_that_divide_host_and_model(config):
-    assert profile.tensor_sizes(config, 8, ()) == (1, 2)
-    assert profile.tensor_sizes(config, 3, ()) == (1,)
+    assert measure_cluster.tensor_sizes(config, 8, ()) == (1, 2)
+    assert measure_cluster.tensor_sizes(config, 3, ()) == (1,)
     with pytest.raises(UserError, match=r"--tensor=4 must divide the 8 devices of a host and .* 1, 2 would$"):
-        profile.tensor_sizes(config, 8, (4,))
+        measure_cluster.tensor_sizes(config, 8, (4,))
 
 
 def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
     machines = Machines(("a", "b"), (0, 1, 0, 0), (), 2, ("cpu", "h100"), (1.0, 1.0), ("", ""))
     values = [{"forward": f} for f in (1.0, 7.0, 2.0, 9.0)]
-    rows = profile.compute_rows(machines, config, 1, 4, values)
+    rows = measure_cluster.compute_rows(machines, config, 1, 4, values)
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 2.0), ("h100", 7.0)]
-    rows = profile.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
+    rows = measure_cluster.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 1.0), ("h100", 7.0)]
 
 
@@ -126,11 +126,11 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
     hosts = tuple("abcdefgh")
     machines = Machines(hosts, (0,), (), 1, ("cpu",) * 8, (1.0,) * 8, ("",) * 8)
     rounds, repeats, seconds = measure_links.plan(8, 1, 63), 3, 22.5
-    smaller, larger = profile._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
+    smaller, larger = measure_cluster._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
     assert (smaller, larger) == (size // 4, size)
     takes = lambda largest: len(rounds) * repeats * 2 * measure_links.BACK_TO_BACK * 1.25 * largest / rate  # noqa: E731
-    assert takes(size) < seconds / 2 or size == profile._PROBE
-    assert takes(4 * size) > seconds / 2 or size == profile._LARGEST
+    assert takes(size) < seconds / 2 or size == measure_cluster._PROBE
+    assert takes(4 * size) > seconds / 2 or size == measure_cluster._LARGEST
 
 
 def test_who_measures_nothing_takes_part_in_the_decisions():
