@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"there is no SLURM here
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOSTS, MBIT = 4, 200.0
-BATCH, EVERY, STEPS = 12, 20, 200  # samples of a step; steps between two checkpoints; steps in all
+BATCH, EVERY, STEPS = 12, 20, 160  # samples of a step; steps between two checkpoints; steps in all
 SEARCH = ["--pipe=2,3,4", "--micro_batch=3", "--schedules=eager_1f1b", "--compress=none", "--memory=analytic"]
 SEARCH += ["--profile_seconds=5"]
 # The job's `python`, but that processes of planner.run share what one of them has compiled: a fourth of the time.
@@ -127,7 +127,7 @@ class Lab:
     def checkpoints(self):
         return sorted(int(path.name) for path in (self.out / "checkpoints").iterdir() if path.name.isdecimal())
 
-    def wait_for_step(self, step, limit=150.0):
+    def wait_for_step(self, step, limit=300.0):
         until = time.monotonic() + limit
         while max(self.curve, default=0) < step:
             assert time.monotonic() < until, f"no step {step} within {limit:g} s:\n{self.said}"
@@ -137,7 +137,7 @@ class Lab:
     def wait_for_state(self, what, holds, limit=60.0):
         return self.slurm.wait_for(self.job, what, holds, limit)
 
-    def started_again(self, broken, restarts, limit=90.0):
+    def started_again(self, broken, restarts, limit=150.0):
         """Waits until the job runs again: when it was allowed to, and when it did, seconds after it was broken."""
         job = self.wait_for_state("a restart", lambda j: j.restarts == restarts and j.state == "RUNNING", limit)
         return {"allowed": job.eligible - broken, "started": job.started - broken, "nodes": job.nodes}

@@ -170,7 +170,7 @@ def test_the_job_itself(tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "planner.launch", "local", "--hosts=4", "--config=configs/tiny.py", f"--out={out}"]
     data = [f"--config.data.{name}={tmp_path / 'data' / name}" for name in ("train", "validation")]
-    options = [*data, "--config.run.steps=8", "--config.run.sample_tokens=0", "--config.run.eval_batches=1"]
+    options = [*data, "--config.run.steps=8", "--config.optimizer.warmup_steps=2", "--config.run.eval_batches=1"]
     done = subprocess.run(
         [*command, "--", *options], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
