@@ -30,6 +30,7 @@ def cache(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where pytest has several processes, a file stays in one: its tests share what is compiled.
 
