@@ -12,8 +12,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the 
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-TIMED = {"test_supervise", "test_side_channel", "test_worker_process", "test_rollcall", "test_meeting", "test_watchdog"}
-
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
@@ -28,14 +26,3 @@ def cache(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where pytest has several processes, a file stays in one: its tests share what is compiled.
-
-    What watches clocks, or makes a network, is never beside its like.
-    """
-    for item in items:
-        timed = item.path.parent.name == "cluster" or item.path.stem in TIMED
-        item.add_marker(pytest.mark.xdist_group("timed" if timed else str(item.path)))
