@@ -86,12 +86,13 @@ def test_a_share_of_a_core_is_all_that_a_host_gets(tmp_path):
     burn = "import time; t = time.process_time(); b = time.monotonic()\nwhile time.monotonic() < b + 1: pass\n"
     burn += "print(time.process_time() - t)"
     log = tmp_path / "log"
-    with Cluster([[0, 100], [100, 0]], share=0.2) as cluster:
+    with Cluster([[0, 100], [100, 0]], share=0.1) as cluster:
         assert cluster.start(0, [sys.executable, "-c", burn], log=log).wait() == 0
-        assert 0.1 < float(log.read_text()) < 0.35
+        limited = float(log.read_text())
+        assert 0.05 < limited < 0.2
         cluster.limit(None, host=0)
         assert cluster.start(0, [sys.executable, "-c", burn], log=log).wait() == 0
-        assert float(log.read_text().split()[1]) > 0.4
+        assert float(log.read_text().split()[1]) > 1.5 * limited  # others may keep the cores busy
 
 
 @needs_links

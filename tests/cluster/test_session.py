@@ -84,10 +84,13 @@ def test_a_program_compiled_once_is_found_by_the_other_host_and_for_the_other_or
 
 def test_devices_take_their_time_alone_and_together(session, loaded):
     micro_batches, layers = 2, 1  # of a stage
+    slowness = 4  # so that a busy machine's free steps stay far below
     share = SPLIT.micro_batch * SPLIT.sequence / device.TOKENS
     # What the last stage does at least: F and B of every micro-batch, and the loss.
     least = micro_batches * share * (layers * device.LAYER * (1 + device.BACKWARD["layer_inputs"]) + device.HEAD)
+    least *= slowness
     session.ask("warm", names=["plain"])
+    session.ask("speed", slowness=slowness)
     limited = np.max([answer["plain"] for answer in session.ask("time", names=["plain"], repeats=3, steps=1)], axis=0)
     assert limited.min() >= least
     session.ask("speed", slowness=0)
