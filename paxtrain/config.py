@@ -11,6 +11,7 @@ from typing import Any
 
 from paxtrain.checks import choice, divisors_near, positive, require
 from paxtrain.compress_config import SECONDS, CompressConfig
+from paxtrain.data_config import DataConfig
 
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
@@ -29,6 +30,8 @@ class ModelConfig:
         dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
             micro-batches and the optimizer are float32 always.
         attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
+        separator: id of the token that documents begin with (one that ends them begins the next one). Attention stays
+            within a document and positions count from its beginning; -1: all tokens of a sample are one document.
     """
 
     vocab_size: int = 257
@@ -41,6 +44,7 @@ class ModelConfig:
     residual_dropout: float = 0.0
     dtype: str = "bfloat16"
     attention: str = "auto"
+    separator: int = -1
 
     def __post_init__(self) -> None:
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
@@ -55,10 +59,20 @@ class ModelConfig:
         choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
         require(
-            self.attention != "cudnn" or (self.dtype == "bfloat16" and self.head_dim % 8 == 0 and self.head_dim <= 128),
-            f"model.attention=cudnn needs model.dtype=bfloat16 and heads of a multiple of 8 up to 128, got "
-            f"{self.dtype} and {self.head_dim}; auto takes it where it can",
+            -1 <= self.separator < self.vocab_size,
+            f"model.separator must be an id below model.vocab_size={self.vocab_size}, or -1, got {self.separator}",
         )
+        require(
+            self.attention != "cudnn" or self.fits_flash,
+            f"model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a separator, "
+            f"an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto takes it where it can",
+        )
+
+    @property
+    def fits_flash(self) -> bool:
+        """Whether cuDNN has flash attention for this shape; its masks want an even sequence."""
+        small = self.head_dim % 8 == 0 and self.head_dim <= 128
+        return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 
     @property
     def padded_vocab(self) -> int:
@@ -234,18 +248,6 @@ class OptimizerConfig:
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix."""
-
-    train: str = "runs/data/train"
-    validation: str = "runs/data/validation"
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        positive("data", self, "prefetch")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,23 @@ class Dropout(NamedTuple):
     samples: jax.Array
 
 
+def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
+    """Where in its row the document of each token begins, for ids [..., S]: int32 [..., S], or None without separators.
+
+    A document begins with config.separator, or where the row does. Tokens with equal starts see each other, and a
+    token's position is its index minus its start.
+    """
+    if config.separator < 0:
+        return None
+    index = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    return lax.cummax(jnp.where(tokens == config.separator, index, 0), axis=tokens.ndim - 1)
+
+
+def positions(starts: jax.Array) -> jax.Array:
+    """Of the tokens in their documents, int32 [B, S]."""
+    return jnp.arange(starts.shape[-1], dtype=jnp.int32) - starts
+
+
 def shapes(config: ModelConfig) -> Params:
     """The canonical parameters as float32 jax.ShapeDtypeStruct."""
     layers, h, f = config.layers, config.hidden, config.ffn
@@ -111,8 +128,7 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     """
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     if config.attention == "auto":
-        fits = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
-        return dataclasses.replace(config, attention="cudnn" if fits and capability >= 8 else "xla")
+        return dataclasses.replace(config, attention="cudnn" if config.fits_flash and capability >= 8 else "xla")
     if config.attention == "cudnn" and capability < 8:
         raise UserError(
             f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
@@ -121,14 +137,16 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
 
 
 def layer(
-    p: Params, x: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None, index: jax.Array | int
-) -> jax.Array:
+    p: Params, x: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None, index: jax.Array | int,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """One transformer layer.
 
     Args:
         p: one layer's parameters, without the leading L.
         x: [B, S, H] in the compute dtype.
         index: the layer's number in the model; it seeds its dropout.
+        starts: of the documents, see `document_starts`.
     """
     batch, sequence, _ = x.shape
 
@@ -138,7 +156,8 @@ def layer(
     q, k, v = (qkv[:, :, i].reshape(batch, sequence, -1, config.head_dim) for i in range(3))
     # "auto" that nobody has settled (the plain model) is XLA's attention.
     implementation = "cudnn" if config.attention == "cudnn" else "xla"
-    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
+    context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     context = checkpoint_name(context.reshape(batch, sequence, -1), "context")
     y = tp.reduce(context @ p["out"]["kernel"], axis) + p["out"]["bias"].astype(x.dtype)
     x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1)
@@ -152,16 +171,18 @@ def layer(
 
 
 def embed(
-    p: Params, tokens: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None = None
-) -> jax.Array:
+    p: Params, tokens: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None = None,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Token plus position embedding of ids [B, S], in the compute dtype; p holds token [V/T, H] and position."""
-    x = tp.embedding_lookup(p["token"], tokens, axis) + p["position"][: tokens.shape[1]]
+    position = p["position"][: tokens.shape[1]] if starts is None else p["position"][positions(starts)]
+    x = tp.embedding_lookup(p["token"], tokens, axis) + position
     return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0)
 
 
 def embed_gradient(
     grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, axis: str | None,
-    dropout: Dropout | None, active: jax.Array | bool = True,
+    dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
 ) -> Params:  # fmt: skip
     """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
 
@@ -172,10 +193,12 @@ def embed_gradient(
     g = _dropout(g, config.embedding_dropout, dropout, 0).astype(jnp.float32)
     local, here = tp.local_ids(tokens, grads["token"].shape[0], axis)
     rows = jnp.where(here & active, local, grads["token"].shape[0])
-    return {
-        "token": grads["token"].at[rows].add(g, mode="drop"),
-        "position": grads["position"].at[: tokens.shape[1]].add(jnp.where(active, g.sum(axis=0), 0)),
-    }
+    position = grads["position"]
+    if starts is None:
+        position = position.at[: tokens.shape[1]].add(jnp.where(active, g.sum(axis=0), 0))
+    else:
+        position = position.at[positions(starts)].add(jnp.where(active, g, 0))
+    return {"token": grads["token"].at[rows].add(g, mode="drop"), "position": position}
 
 
 def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, axis: str | None) -> jax.Array:
@@ -198,9 +221,10 @@ def cast(params: Params, dtype: str) -> Params:
 
 
 def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
-    x = embed(params["embedding"], tokens, config, None, dropout)
+    starts = document_starts(tokens, config)
+    x = embed(params["embedding"], tokens, config, None, dropout, starts)
     for i in range(config.layers):
-        x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, config, None, dropout, i)
+        x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, config, None, dropout, i, starts)
     return x
 
 

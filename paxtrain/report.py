@@ -1,9 +1,11 @@
-"""What a run says about itself at its start: mesh, schedule, and bytes on each device."""
+"""What a run says about itself in tables: mesh, schedule and bytes on each device at its start, losses at its end."""
 
+import math
 from typing import Any
 
 import jax
 
+from paxtrain import metrics
 from paxtrain.selective import StageTimes
 from paxtrain.step import Trainer
 
@@ -77,3 +79,13 @@ def table(rows: list[tuple[str, str]]) -> str:
     """Two aligned columns."""
     width = max(len(what) for what, _ in rows)
     return "\n".join(f"  {what:<{width}}  {figure}" for what, figure in rows)
+
+
+def losses(what: str, values: dict[str, float]) -> list[tuple[str, str]]:
+    """A row for each validation loss, by its name in the metrics."""
+    rows = []
+    for name, loss in values.items():
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # e**710 is no float: of a run that has diverged
+        part = name.removeprefix(metrics.VALIDATION).replace("/", ", ")
+        rows.append((what + part, f"{loss:.4f} nats per token, perplexity {perplexity:.2f}"))
+    return rows

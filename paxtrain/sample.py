@@ -15,9 +15,9 @@ from paxtrain import checkpoint, model
 from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.errors import UserError, run
 from paxtrain.model import Params
+from paxtrain.tokenizer import FILE as TOKENIZER
 
 CHECKPOINTS = "checkpoints"
-TOKENIZER = "tokenizer.json"
 
 
 def architecture(config: ModelConfig) -> dict[str, int]:

@@ -94,21 +94,31 @@ class Stage:
         self.micro_batches, self.batch, length = tokens.shape
         self.message = jax.ShapeDtypeStruct((self.batch, length - 1, program.model.hidden), program.model.dtype)
         self._dropout_key, self._first_sample = dropout_key, first_sample
+        self._starts = model.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
         one = weights.chunks[0][0]
         one = jax.tree.map(lambda w: w[0], one) if program.segments[0].scan else one[0]
         x = jnp.zeros(self.message.shape, self.message.dtype)
 
-        def layer(weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None) -> jax.Array:
-            return model.layer(weights, x, program.model, program.axis, dropout, index)
+        def layer(
+            weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
+        ) -> jax.Array:
+            return model.layer(weights, x, program.model, program.axis, dropout, index, starts)
 
-        self._vjp = SplitVjp(save_policy(program.save)(layer), one, x, jnp.int32(0), self._dropout(jnp.int32(0)))
+        first = jnp.int32(0)
+        self._vjp = SplitVjp(
+            save_policy(program.save)(layer), one, x, first, self._dropout(first), self._documents(first)
+        )
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
             return None
         return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
+
+    def _documents(self, mb: jax.Array) -> jax.Array | None:
+        """Where the documents of a micro-batch start, see model.document_starts."""
+        return None if self._starts is None else self._starts[mb]
 
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
         """Uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
@@ -133,8 +143,10 @@ class Stage:
         return self._layer_residuals(()) if again else ()
 
     def embed(self, mb: jax.Array) -> jax.Array:
-        tokens = self.tokens[mb, :, :-1]
-        return model.embed(self.weights.embedding, tokens, self.program.model, self.program.axis, self._dropout(mb))
+        tokens, program = self.tokens[mb, :, :-1], self.program
+        return model.embed(
+            self.weights.embedding, tokens, program.model, program.axis, self._dropout(mb), self._documents(mb)
+        )
 
     def _segments(self, chunk: int, parts: list[Any]) -> list[tuple[Segment, Any, jax.Array, jax.Array, Any]]:
         """Per segment: itself, its weights, its layers' numbers, whether this stage has it, its part of a list."""
@@ -149,12 +161,12 @@ class Stage:
     def _run_layers(
         self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Any], slot: Index
     ) -> tuple[jax.Array, list[Any]]:
-        dropout, kept = self._dropout(mb), []
+        rest, kept = (self._dropout(mb), self._documents(mb)), []
         for segment, weights, layers, present, part in self._segments(chunk, residuals):
 
             def one(i: Any, carry: tuple, weights: Any = weights, layers: jax.Array = layers) -> tuple:
                 x, part = carry
-                y, new = self._vjp.forward(jax.tree.map(lambda w: w[i], weights), x, layers[i], dropout)
+                y, new = self._vjp.forward(jax.tree.map(lambda w: w[i], weights), x, layers[i], *rest)
                 return y, write(part, (*slot, i), new)
 
             def unrolled(
@@ -163,7 +175,7 @@ class Stage:
                 x, part = carry
                 written = []
                 for i in range(segment.count):
-                    x, new = self._vjp.forward(weights[i], x, layers[i], dropout)
+                    x, new = self._vjp.forward(weights[i], x, layers[i], *rest)
                     written.append(write(part[i], slot, new))
                 return x, written
 
@@ -227,7 +239,7 @@ class Stage:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = model.embed_gradient(
-            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active
+            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active, self._documents(mb)
         )
         return grads._replace(embedding=embedding)
 

@@ -76,6 +76,8 @@ class Trainer:
     @functools.cached_property
     def layout(self) -> Layout:
         settled = model.settle_attention(self.config.model, self.mesh.devices.flat[0])
+        if self.virtual and settled.separator >= 0:  # under vmap jax wants one mask per head for cuDNN
+            settled = dataclasses.replace(settled, attention="xla")
         return Layout(dataclasses.replace(self.config, model=settled))
 
     @functools.cached_property

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paxtrain.errors import UserError
 
+FILE = "tokenizer.json"  # beside token files and checkpoints
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 SMALLEST_BPE_VOCABULARY = BYTES + 1

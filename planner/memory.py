@@ -95,8 +95,7 @@ def settle(model: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
     """The model with attention="auto" settled for GPUs of a compute capability, as paxtrain.model does it."""
     if model.attention != "auto":
         return model
-    fits = model.dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
-    return dataclasses.replace(model, attention="cudnn" if fits and capability >= (8, 0) else "xla")
+    return dataclasses.replace(model, attention="cudnn" if model.fits_flash and capability >= (8, 0) else "xla")
 
 
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
