@@ -64,8 +64,8 @@ class ModelConfig:
         )
         require(
             self.attention != "cudnn" or self.fits_flash,
-            f"model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a separator, "
-            f"an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto takes it where it can",
+            "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would work",
         )
 
     @property

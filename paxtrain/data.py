@@ -93,7 +93,7 @@ class TokenWriter:
 
 
 def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
-    """(dtype, tokens, documents, tokens of the first document that has any) of an .idx file whose parts fit each other."""
+    """(dtype, tokens, documents, tokens of the first that has any) of an .idx file whose parts fit each other."""
     length = os.path.getsize(path)
     if length == 0:
         raise UserError(f"{path} is empty; write the data set again")
@@ -275,7 +275,7 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """This process's rows of all global batches, without end; other rows are not read.
 
-    What sample i is depends neither on the mesh nor on the batch size, so a run resumes by `start_sample` on any of them.
+    What sample i is depends neither on the mesh nor on the batch size: a run resumes by `start_sample` on any of them.
 
     Args:
         sample: sample number i, int32 [sequence + 1].

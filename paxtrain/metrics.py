@@ -102,7 +102,7 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
 
 
 def validation_loss(part: str) -> str:
-    """What the validation loss of a data set is called: "validation_loss/web", or, without a name, "validation_loss"."""
+    """The name of a data set's validation loss: "validation_loss/web", or "validation_loss" of one without a name."""
     return f"{VALIDATION}/{part}" if part else VALIDATION
 
 

@@ -93,8 +93,8 @@ def settled(config: Config) -> Config:
         )
     if len(config.data.validation_sets) > 1:
         raise UserError(
-            f"the study compares one validation loss, but data.validation names {len(config.data.validation_sets)} data "
-            "sets; name one"
+            "the study compares one validation loss, but data.validation names "
+            f"{len(config.data.validation_sets)} data sets; name one"
         )
     if c.data_adapt_every:
         raise UserError(f"the study keeps ranks as they are, got compress.data_adapt_every={c.data_adapt_every}; use 0")

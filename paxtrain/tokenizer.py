@@ -61,6 +61,22 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
     return tokenizer
 
 
+def kept_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a data set that was prepared before, from its tokenizer.json.
+
+    Raises:
+        UserError: the file is no tokenizer, or has no `<|endoftext|>`.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises no narrower class
+        raise UserError(f"{path} is no {FILE} of a data set: {' '.join(str(error).split())}") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise UserError(f"{path} has no token {END_OF_TEXT}; name the {FILE} of a data set of paxtrain.prepare")
+    tokenizer.encode_special_tokens = True  # which the file does not keep
+    return tokenizer
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A BPE with GPT-2's word pattern trained on `texts`; it may stay below `vocab_size` where there is little text.
 

@@ -184,6 +184,13 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     assert {p, w} <= reduced
 
 
+def test_flash_attention_stays_within_documents():
+    config = small()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
+    kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
+    assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
+
+
 def test_memory_does_not_grow_with_micro_batches():
     def temporary(global_batch: int, schedule: str) -> int:
         config = small(schedule)

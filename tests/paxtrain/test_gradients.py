@@ -22,12 +22,13 @@ LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
 TOLERANCE = 1e-5
 
 
-def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, **pipeline):
+def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, separator=-1, **pipeline):
     data, pipe, tensor = mesh
     return from_dict({
         "model": {
             "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
             "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
+            "separator": separator,
         },
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
         "pipeline": pipeline,
@@ -44,12 +45,14 @@ class Reference(NamedTuple):
 
 
 @functools.cache
-def reference(global_batch: int, dropout: float, layers: int) -> Reference:
+def reference(global_batch: int, dropout: float, layers: int, separator: int = -1) -> Reference:
     """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
-    c = config((1, 1, 1), global_batch, dropout, layers).model
+    c = config((1, 1, 1), global_batch, dropout, layers, separator=separator).model
     params = model.init(c, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
+    if separator >= 0:
+        tokens = jnp.where(jax.random.bernoulli(jax.random.key(2), 0.2, tokens.shape), separator, tokens)
     key = jax.random.key_data(jax.random.key(7)) if dropout else None
     drop = model.Dropout(key, jnp.arange(global_batch)) if dropout else None
     loss, grads = jax.jit(jax.value_and_grad(lambda p: model.loss(p, tokens, c, drop)))(params)
@@ -74,7 +77,9 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
 
 def check(c) -> None:
     model_config = c.model
-    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers)
+    ref = reference(
+        c.batch.global_batch, model_config.residual_dropout, model_config.layers, model_config.separator
+    )
     wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
@@ -96,6 +101,9 @@ COVERING = [
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
     config((2, 2, 2), scan_layers="on"),
     config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
+    config((2, 2, 2), separator=5, scan_layers="on"),
+    config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
+    config((2, 2, 2), separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
 ]
 
 
@@ -103,6 +111,7 @@ def name(c) -> str:
     p = c.pipeline
     extra = [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
     extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
+    extra += ["" if c.model.separator < 0 else "documents"]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 

@@ -327,10 +327,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_p
 class Recorded(Run):
     """A run that keeps the batches on which it trains."""
 
-    def batches(self, name, start_sample=0):
+    def batches(self, name, start_sample=0, part=""):
         if name == "train":
             self.consumed = []
-        for batch in super().batches(name, start_sample):
+        for batch in super().batches(name, start_sample, part):
             if name == "train":
                 self.consumed.append(np.asarray(batch))
             yield batch
