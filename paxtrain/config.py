@@ -65,7 +65,7 @@ class ModelConfig:
         require(
             self.attention != "cudnn" or self.fits_flash,
             "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
-            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would work",
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would do",
         )
 
     @property

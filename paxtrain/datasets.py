@@ -43,9 +43,7 @@ class DataSets:
         self._config, model = config, config.model
 
         def load(prefix: str) -> TokenFile:
-            return data.load(
-                prefix, vocab_size=model.vocab_size, sequence=model.sequence, separator=model.separator
-            )
+            return data.load(prefix, vocab_size=model.vocab_size, sequence=model.sequence, separator=model.separator)
 
         self._weights = config.data.mixture
         self.train = {name: load(config.data.train_sets[name]) for name in self._weights}
@@ -106,7 +104,7 @@ class DataSets:
         }
         mixed = {name: {**each, "weight": self._weights[name]} for name, each in sets.items()}
         order = {"seed": self._config.run.seed, "sequence": self._config.model.sequence}
-        return (sets[""] if "" in sets else {"sets": mixed}) | order
+        return sets.get("", {"sets": mixed}) | order
 
     def describe(self) -> list[tuple[str, str]]:
         """Rows for the table of a run's start: each named set, its share, and how often the run goes through it."""

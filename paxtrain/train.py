@@ -324,9 +324,7 @@ class Run:
     def _peak(self) -> float | None:
         return self.config.run.peak_flops or metrics.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)
 
-    def _summary(
-        self, untrained: dict[str, float], validation: dict[str, float], speed: float, skipped: int
-    ) -> None:
+    def _summary(self, untrained: dict[str, float], validation: dict[str, float], speed: float, skipped: int) -> None:
         rows = [
             *report.losses("validation loss", validation),
             *report.losses("untrained", untrained),

@@ -77,9 +77,7 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
 
 def check(c) -> None:
     model_config = c.model
-    ref = reference(
-        c.batch.global_batch, model_config.residual_dropout, model_config.layers, model_config.separator
-    )
+    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers, model_config.separator)
     wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
@@ -101,9 +99,9 @@ COVERING = [
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
     config((2, 2, 2), scan_layers="on"),
     config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
-    config((2, 2, 2), separator=5, scan_layers="on"),
+    config((2, 2, 2), 8, separator=5, scan_layers="on"),
     config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
-    config((2, 2, 2), separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
+    config((2, 2, 1), 8, separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
 ]
 
 
