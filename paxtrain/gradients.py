@@ -56,11 +56,16 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
             return _on_edges(layout, run, x, tuple(n * (data if i == dim else 1) for i, n in enumerate(x.shape)))
 
     def rows(key: str, take: int | slice) -> Params:
-        """Some rows of shards[key], in compute dtype and whole; a single row loses its dim."""
-        some = model.cast(jax.tree.map(lambda x: x[take], shards[key]), layout.config.model.dtype)
-        lost = 1 if isinstance(take, int) else 0
+        """Some rows of shards[key], in compute dtype and whole; a single row loses its dim, but not the tables'."""
+
+        one = lambda path: isinstance(take, int) and not layout.holds_tables(path)  # noqa: E731
+        some = jax.tree_util.tree_map_with_path(
+            lambda path, x: x if layout.holds_tables(path) else x[take], shards[key]
+        )
         return jax.tree_util.tree_map_with_path(
-            lambda path, x, dim: gather(path, x, max(dim - lost, -1)), some, dims[key]
+            lambda path, x, dim: gather(path, x, max(dim - 1, -1) if one(path) else dim),
+            model.cast(some, layout.config.model.dtype),
+            dims[key],
         )
 
     def segment(first: int, segment: Segment) -> Any:
@@ -130,6 +135,14 @@ def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     if dim >= 0:
         return shard
     return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
+
+
+@jax.named_scope("embedding")
+def _tables(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """The gradients of an untied head's and of the embedding's table [1 or 2, V/T, H]: each its own mean over data."""
+    data = layout.config.mesh.data
+    shape = tuple(n // (data if i == dim else 1) for i, n in enumerate(x.shape))
+    return _on_edges(layout, lambda v: _mean(layout, v, dim), x, shape)
 
 
 # One array of the layers: the layer's slot, and its two keys.
@@ -241,6 +254,8 @@ def reduce_gradients(
     dims = layout.data_dims()
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        if layout.holds_tables(path):
+            return _tables(layout, x, dim)
         dim = max(dim - 1, -1)  # x has no leading dim of stages
         return (_tied_embedding if names(path)[-1] == "token" else _mean)(layout, x, dim)[None]
 

@@ -20,10 +20,10 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 
 
-def architecture(config: ModelConfig) -> dict[str, int]:
+def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """What two checkpoints must share to hold the same arrays with the same meaning."""
-    names = ("vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
-    return {name: getattr(config, name) for name in names}
+    free = ("dtype", "attention", "embedding_dropout", "residual_dropout")
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
