@@ -23,7 +23,8 @@ TOKENIZER = "tokenizer.json"
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """What two checkpoints must share to hold the same arrays with the same meaning."""
     free = ("dtype", "attention", "embedding_dropout", "residual_dropout")
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+    values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
+    return {name: value for name, value in values.items() if name not in free}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
