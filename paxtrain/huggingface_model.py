@@ -4,6 +4,7 @@ GPT-2's kernels are [in, out] there as here; Llama's are [out, in], and what is 
 and up) is two there. The vocabulary is padded here and not there. Rotary dims are paired alike, i with i + D/2.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,26 +89,35 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 
     Args:
         read: the array of a name, of any float dtype.
+
+    Raises:
+        UserError: an array of another size than the architecture's.
     """
     family, shapes = config.family, model.shapes(config)
     turned = family == "llama"
     found: Params = {group: {} for group in shapes}
 
+    def checked(name: str, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        if x.size != math.prod(shape):
+            raise UserError(f"array {name} is {list(x.shape)}, which does not make the {list(shape)} of this model")
+        return x.astype(np.float32).reshape(shape)
+
     def table(name: str) -> np.ndarray:
-        x = read(name).astype(np.float32)
-        return np.pad(x, ((0, config.padded_vocab - len(x)), (0, 0)))
+        x = checked(name, read(name), (config.vocab_size, config.hidden))
+        return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
 
     token = table(_EMBEDDING[family])
     found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
     for (group, name), theirs in _REST[family].items():
-        found[group][name] = read(theirs).astype(np.float32)
+        found[group][name] = checked(theirs, read(theirs), shapes[group][name].shape)
     for (group, name), theirs in _LAYER[family].items():
         stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
         for layer in range(config.layers):
-            parts = [read(_PREFIX[family].format(layer) + key) for key in theirs]
-            parts = [x.T if turned and x.ndim == 2 else x for x in parts]
-            x = np.stack(parts, axis=1) if len(parts) > 1 else parts[0]
-            stacked[layer] = x.reshape(stacked.shape[1:])
+            keys = [_PREFIX[family].format(layer) + key for key in theirs]
+            shape = stacked.shape[1:] if len(keys) == 1 else (stacked.shape[1], *stacked.shape[3:])
+            parts = [read(key) for key in keys]
+            parts = [checked(key, x.T if turned and x.ndim == 2 else x, shape) for key, x in zip(keys, parts)]
+            stacked[layer] = np.stack(parts, axis=1) if len(parts) > 1 else parts[0]
         found["layers"].setdefault(group, {})[name] = stacked
     return found
 

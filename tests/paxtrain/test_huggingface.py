@@ -7,11 +7,14 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from absl import flags
 
-from paxtrain import data, errors, huggingface, huggingface_model, model, sample, tokenizer, train
-from paxtrain.config import Config, DataConfig, ModelConfig, RunConfig, from_dict, to_dict
-from paxtrain.checkpoint import CheckpointConfig, Checkpoints
+from paxtrain import data, huggingface, huggingface_model, model, sample, tokenizer
+from paxtrain.checkpoint import Checkpoints
+from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
+from paxtrain.errors import UserError
+from paxtrain.mesh import make_mesh
+from paxtrain.supervised import Progress
+from paxtrain.train import Run
 
 HERE = pathlib.Path(__file__).parent
 TOLERANCE = 1e-4
@@ -28,7 +31,8 @@ SHAPES = {
 
 def run_config(shape: str, out: pathlib.Path, **sections) -> Config:
     model_values = SHAPES[shape] | {"vocab_multiple": 8}
-    return from_dict({"model": model_values, "run": {"out": str(out), "steps": 2}, "optimizer": {"warmup_steps": 0}} | sections)
+    run = {"out": str(out), "steps": 2, "eval_batches": 1, "sample_tokens": 0}
+    return from_dict({"model": model_values, "run": run, "optimizer": {"warmup_steps": 0}} | sections)
 
 
 def theirs(shape: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -135,3 +139,90 @@ def test_bfloat16_takes_half_and_rounds(tmp_path):
     found, *_ = sample.load(tmp_path / "again")
     rounded = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x, "bfloat16"), np.float32), params)
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
+
+
+def test_training_goes_on_from_an_imported_model(tmp_path):
+    """On a mesh, from the first step: its first loss is the imported model's, and nothing but weights was there."""
+    weights, _ = theirs("llama")
+    for name in ("train", "validation"):
+        with data.TokenWriter(tmp_path / name, 101) as writer:
+            writer.extend(np.arange(3000) % 101)
+            writer.end_document()
+    config = run_config(
+        "llama untied",
+        tmp_path / "run",
+        mesh={"data": 2, "pipe": 2, "tensor": 2},
+        batch={"global_batch": 8, "micro_batch": 2},
+        data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
+    )
+    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    assert Run(config, make_mesh(config.mesh), Progress({})).train()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    params = huggingface_model.params(weights.__getitem__, config.model)
+    validation = data.load(config.data.validation, vocab_size=101, sequence=24)
+    rows = np.stack([validation.read(24 * i, 24 * i + 25) for i in range(8)])
+    [first] = [r["validation_loss"] for r in records if r["step"] == 0 and "validation_loss" in r]
+    assert first == pytest.approx(float(model.loss(params, rows, config.model)), rel=1e-4)
+    assert [r["step"] for r in records if "loss" in r] == [1, 2]
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
+        ({"hidden_size": None}, ["lacks hidden_size"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
+        ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
+        ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
+        ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
+        ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
+    ],
+)
+def test_another_architecture_is_named(change, words, tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UserError) as error:
+        huggingface.import_model(str(folder), config)
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_broken_files_are_named(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    file = folder / "model.safetensors"
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            huggingface.import_model(str(folder), config)
+        assert not (tmp_path / "run").exists()
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    refused(r"model\.safetensors cannot be read")
+    some = {name: x for name, x in weights.items() if name != "model.norm.weight"}
+    safetensors.numpy.save_file(some, file)
+    refused(r"has no array model\.norm\.weight")
+    safetensors.numpy.save_file(some | {"model.norm.weight": np.ones(31, np.float32)}, file)
+    refused(r"array model\.norm\.weight is \[31\], which does not make the \[32\]")
+    file.unlink()
+    refused("needs all of a model's")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config.run.out"):
+        huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds a model already; name another folder"):
+        huggingface.export(str(tmp_path / "run"), None, str(folder), "float32")
