@@ -192,7 +192,9 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {f.out}")
         return
     out = import_model(f.model, from_dict(f.config))
-    print(f"wrote step 0 to {out / sample.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it")
+    print(
+        f"wrote step 0 to {out / sample.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it"
+    )
 
 
 if __name__ == "__main__":
