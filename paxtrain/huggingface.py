@@ -137,8 +137,8 @@ def import_model(source: str, config: Config) -> pathlib.Path:
     """Makes a model of transformers the checkpoint of step 0 of a run that is to come; returns the run's folder.
 
     Raises:
-        UserError: another architecture than the configuration's or than any that is implemented, arrays that are missing
-            or of other shapes, or a run that has checkpoints.
+        UserError: another architecture than the configuration's or than any that is implemented, arrays that are
+            missing or of other shapes, or a run that has checkpoints.
     """
     folder, out = pathlib.Path(source), pathlib.Path(config.run.out)
     home = out / sample.CHECKPOINTS

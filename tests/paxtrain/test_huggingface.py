@@ -222,7 +222,7 @@ def test_nothing_is_overwritten(tmp_path):
     config = run_config("llama untied", tmp_path / "run")
     folder = folder_of(weights, config.model, tmp_path / "model")
     huggingface.import_model(str(folder), config)
-    with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config.run.out"):
+    with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config"):
         huggingface.import_model(str(folder), config)
     with pytest.raises(UserError, match="holds a model already; name another folder"):
         huggingface.export(str(tmp_path / "run"), None, str(folder), "float32")
