@@ -210,7 +210,7 @@ class Trainer:
 
     @functools.cached_property
     def from_canonical(self) -> Any:
-        """jit: a checkpoint's tree -> the state on this mesh; without "codec", or with "params" alone, the rest is new."""
+        """jit: a checkpoint's tree -> the state on this mesh; without "codec" or all but "params", those are new."""
         return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def random_params(config: ModelConfig) -> model.Params:
     params = model.init(config, jax.random.key(0))
     noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
     params = jax.device_get(jax.tree.map(noise, params))
-    token = params["embedding"]["token"]
+    params["embedding"]["token"] = token = params["embedding"]["token"].copy()
     token[..., config.vocab_size :, :] = 0
     return params
 
