@@ -320,7 +320,11 @@ def reduce_gradients(
 
 
 def global_norm(layout: Layout, grads: Params) -> jax.Array:
-    """Norm of all gradients, each parameter once, from a device's part in mesh layout; one sum over the whole mesh."""
+    """Norm of all gradients, each parameter once, from a device's part in mesh layout.
+
+    One collective over the whole mesh. Every device adds the parts itself, in the mesh's order: the order of an
+    all-reduce, and with it the norm's last bit, differs between gloo, NCCL and devices of one process.
+    """
     mesh, dims = layout.config.mesh, layout.data_dims()
 
     def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
@@ -331,4 +335,4 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
-    return jnp.sqrt(lax.psum(sum(every), ("data", "pipe", "tensor")))
+    return jnp.sqrt(lax.all_gather(sum(every), ("data", "pipe", "tensor")).sum())
