@@ -11,13 +11,14 @@ from paxtrain.checks import positive, require
 LONGEST_PERIOD = 10_000
 
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/\d+", re.IGNORECASE)  # 1e999999999 is long in the making
 _EXAMPLE = "web=runs/web/train,code=runs/code/train"
 
 
 def _sets(key: str, text: str) -> dict[str, str]:
     """Prefixes by name; a single one without a name has the name ""."""
     matches = [_NAMED.fullmatch(part.strip()) for part in text.split(",")]
-    if not any(matches):
+    if len(matches) == 1 and not matches[0]:
         return {"": text}
     require(all(matches), f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
     found: dict[str, str] = {}
@@ -29,10 +30,14 @@ def _sets(key: str, text: str) -> dict[str, str]:
 
 def _weight(name: str, text: str) -> Fraction:
     try:
-        weight = Fraction(text)
+        weight = Fraction(text if _NUMBER.fullmatch(text) else 0)
     except (ValueError, ZeroDivisionError):
         weight = Fraction(0)
-    require(weight > 0, f"data.weights must give each data set a positive number, got {name}={text}")
+    require(
+        weight > 0,
+        f"data.weights must give each data set a positive number, got {name}={text}; "
+        "leave a set that is to give nothing out of data.train",
+    )
     return weight
 
 

@@ -52,8 +52,9 @@ class DataSets:
 
     @property
     def tokenizer(self) -> pathlib.Path:
-        """Where the tokenizer of all sets is, if it has been kept."""
-        return pathlib.Path(next(iter(self.train.values())).prefix).with_name(TOKENIZER)
+        """Where the tokenizer of all sets is, if it has been kept beside one to train on."""
+        paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
+        return next((path for path in paths if path.exists()), paths[0])
 
     def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
         """This process's rows of the global batches to train on, without end, see data.stream.

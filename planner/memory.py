@@ -143,8 +143,9 @@ def kept(shape: Shape) -> dict[str, Any]:
     """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
 
     What paxtrain.residuals.SplitVjp keeps: activations [t, H] whole, [t, H/T] sharded over tensor, softmax sums or,
-    with XLA's attention and everything saved, its [S, S] probabilities. Of jax 0.10; newer ones keep up to a tenth less
-    where everything is saved.
+    with XLA's attention and everything saved, its [S, S] probabilities. Where documents are apart, also their
+    beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10; newer ones keep up
+    to a tenth less where everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
     whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0
@@ -154,13 +155,16 @@ def kept(shape: Shape) -> dict[str, Any]:
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
     dots = t * c * (2 * whole + wide + flash * part) + sums * flash
     everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
+    everything = everything + 8 * (whole + 4)  # the norms' scales, and scalars
     if model.family == "llama":
         everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
         everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
     else:
         everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
-    return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
+    apart = model.separator >= 0
+    everything = everything + (apart and flash) * t * c * model.sequence
+    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * whole + apart * 4 * t, "residuals": everything}
 
 
 def _matrices(shape: Shape) -> list[list[Any]]:
@@ -260,6 +264,8 @@ def _backward(shape: Shape) -> Any:
     layer = t * model.hidden * (24 + 5.5 * c + 7 * c / tensor)
     if model.attention != "cudnn":
         layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
+    elif model.separator >= 0:
+        layer = layer + 2 * t * c * model.sequence  # the mask, and its gradient, which nobody uses
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)

@@ -52,7 +52,11 @@ def test_the_residual_ring_is_as_deep_as_the_executors(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("flash", [False, True])
-@pytest.mark.parametrize("family", [{}, {"intermediate": 320}, LLAMA], ids=["gpt2", "narrow gpt2", "llama"])
+@pytest.mark.parametrize(
+    "family",
+    [{}, {"intermediate": 320}, LLAMA, {"separator": 7}, {**LLAMA, "separator": 7}],
+    ids=["gpt2", "narrow gpt2", "llama", "gpt2 documents", "llama documents"],
+)
 def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropout, flash, family):
     if flash and dtype == "float32":
         pytest.skip("flash attention takes no float32")
@@ -63,12 +67,13 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     one = jax.eval_shape(lambda p: model.cast(p, dtype), one)
     x = jax.ShapeDtypeStruct((2, c.model.sequence, c.model.hidden), dtype)
     random = Dropout(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)) if dropout else None
+    starts = jax.ShapeDtypeStruct((2, c.model.sequence), jnp.int32) if c.model.separator >= 0 else None
 
-    def layer(weights, x, index, random):
-        return model.layer(weights, x, settled, None, random, index)
+    def layer(weights, x, index, random, starts):
+        return model.layer(weights, x, settled, None, random, index, starts)
 
     try:
-        split = SplitVjp(save_policy(save)(layer), one, x, jnp.int32(0), random)
+        split = SplitVjp(save_policy(save)(layer), one, x, jnp.int32(0), random, starts)
     except RuntimeError as error:
         assert "cuDNN" in str(error)
         pytest.skip("tracing flash attention needs cuDNN")
