@@ -72,12 +72,12 @@ class Run:
 
     def _validate(self, state: TrainState, part: str) -> float:
         some = zip(range(self.config.run.eval_batches), self.batches("validation", part=part))
-        return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+        with self.progress.doing("evaluating"):  # each set by itself: their number is no reason to take one for stuck
+            return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
 
     def validate(self, state: TrainState) -> dict[str, float]:
         """Mean loss over the first eval_batches global batches of each validation set, named as in the metrics."""
-        with self.progress.doing("evaluating"):
-            return {metrics.validation_loss(part): self._validate(state, part) for part in self.data.validation}
+        return {metrics.validation_loss(part): self._validate(state, part) for part in self.data.validation}
 
     # --- State --------------------------------------------------------------------------------------------------------
 

@@ -133,3 +133,5 @@ def test_sets_of_different_tokenizers_are_refused(home, tmp_path):
     for changes in ({"weights": {**same, "web": 1}}, {"validation": str(tmp_path / "web" / "train")}):
         with pytest.raises(UserError, match=r"code/tokenizer.json and .*web/tokenizer.json are different tokenizers"):
             opened(tmp_path, **({"weights": same, "validation": validation} | changes))
+    (tmp_path / "code" / "tokenizer.json").unlink()
+    assert opened(tmp_path, same, validation=validation).tokenizer == tmp_path / "talk" / "tokenizer.json"
