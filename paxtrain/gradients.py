@@ -39,6 +39,7 @@ def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) ->
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
+@jax.named_scope("gather_weights")
 def gather_weights(layout: Layout, shards: Params) -> Weights:
     """A device's weights in compute dtype from its shards of the master weights; one all-gather per matrix and layer.
 
@@ -227,6 +228,7 @@ def reduce_layers(
     return _dense_layers(compression.layout, layers), state, jnp.float32(0)
 
 
+@jax.named_scope("reduce_gradients")
 def reduce_gradients(
     compression: Compression, ranks: tuple[int, ...], grads: Weights, state: PowerState | tuple[()]
 ) -> Reduced:

@@ -1,12 +1,10 @@
 """Trains a GPT: python -m paxtrain.train --config=configs/gpt2_125m.py --config.mesh.pipe=4 [--plan=plan.json]."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import shutil
-import signal
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
@@ -23,8 +20,10 @@ from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.profiling import Profiler
 from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
+from paxtrain.stopping import Stop
 
 LOSSES = "loss.png"
 
@@ -62,7 +61,7 @@ class Run:
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.tokens_per_step = config.batch.global_batch * model.sequence
         self.samples = 0
-        self._stop = False
+        self._stop = Stop()
 
     def _keep_tokenizer(self) -> None:
         """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
@@ -196,28 +195,6 @@ class Run:
         with self.progress.doing("saving a checkpoint"):
             checkpoints.save(step, self.trainer.canonical(state), meta)
 
-    # --- Stopping -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _catch_sigterm(self) -> Iterator[None]:
-        if jax.process_count() > 1:  # jax.distributed listens for it and lets the processes agree on a step
-            yield
-            return
-
-        def stop(*_: Any) -> None:
-            self._stop = True
-
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _must_stop(self, step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._stop
-
     # --- The loop -----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -229,22 +206,23 @@ class Run:
         home = self.out / sample.CHECKPOINTS
         # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
         with (
-            self._catch_sigterm(),
+            self._stop,
             checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
             self.progress,
         ):
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)
+            profiler = Profiler(self.config, self.trainer.mesh, first)
             self.choose_ranks(state)
             began = time.perf_counter()
             self.step_of(first + 1)
             self.step_of(self.config.run.steps)  # with compression over data started: all that needs memory is known
             memory = max((s.memory_analysis() for s in self._steps.values()), key=lambda m: m.temp_size_in_bytes)
             self.say(report.table(report.describe(self.trainer, memory, time.perf_counter() - began)))
-            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
+            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
                 untrained = self._untrained(state, writer)
-                state, speed = self._loop(state, first, checkpoints, writer)
+                state, speed = self._loop(state, first, checkpoints, writer, profiler)
                 self.progress.now("finishing")
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
@@ -274,7 +252,12 @@ class Run:
         return next((r["validation_loss"] for r in records if r["step"] == step and "validation_loss" in r), None)
 
     def _loop(
-        self, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
+        self,
+        state: TrainState,
+        first: int,
+        checkpoints: checkpoint.Checkpoints,
+        writer: metrics.Metrics,
+        profiler: Profiler,
     ) -> tuple[TrainState, float]:
         """All steps; the figures of step n-1 are handled while step n runs. Returns the state and tokens/s."""
         c, batches = self.config, self.batches("train", self.samples)
@@ -309,23 +292,30 @@ class Run:
                     progress.say(f"step {n}: gradients are not finite, nothing was changed")
                 progress.update(n, float(values["loss"]), speed, seconds)
 
+            profiler.resume(first)
             for number in range(first + 1, c.run.steps + 1):
                 checkpoints.check()
                 if number == self.ranks.start + 1 and number > 1:
                     ranks = ", ".join(map(str, self.ranks.current))
                     progress.say(f"step {number}: compression over data starts, ranks by stage {ranks}")
-                state, values = self.step_of(number)(state, next(batches))
+                with profiler.reading():
+                    batch = next(batches)
+                with profiler.step(number):
+                    state, values = self.step_of(number)(state, batch)
                 self.samples += c.batch.global_batch
                 if pending:
                     handle(*pending)
                 pending = (number, values)
                 due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
                 save = c.checkpoint.every and number % c.checkpoint.every == 0
-                stop = self._must_stop(number)
+                stop = self._stop.after(number)
                 adapt = self.ranks.due(number)
-                if due or save or stop or adapt:
+                if due or save or stop or adapt or profiler.turns(number):
+                    profiler.pause(values)
                     handle(*pending)
                     pending, began = None, time.perf_counter()
+                    if number == profiler.last:
+                        writer.write(number, profiler.finish(self.step_of(number), progress.say))
                     if adapt and self.ranks.adapt():
                         ranks = ", ".join(map(str, self.ranks.current))
                         progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
@@ -333,6 +323,7 @@ class Run:
                         writer.write(number, {"validation_loss": self.validate(state)})
                     if save:
                         self.save(checkpoints, state, number)
+                    profiler.resume(number)
                     paused += time.perf_counter() - began
                     last_time = time.perf_counter()
                 if stop:

@@ -1,0 +1,252 @@
+"""Muon against its formula in float64, on every kind of mesh, through checkpoints, and what it sends."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from paxtrain import hlo, model
+from paxtrain.checkpoint import Checkpoints
+from paxtrain.config import CheckpointConfig, from_dict
+from paxtrain.errors import UserError
+from paxtrain.layout import names
+from paxtrain.mesh import make_mesh
+from paxtrain.muon import is_matrix, matrix_specs
+from paxtrain.optimizer import make_optimizer
+from paxtrain.step import Trainer
+
+RATE, DECAY, MOMENTUM, STEPS = 0.01, 0.3, 0.9, 5
+
+
+def config(mesh=(1, 1, 1), layers=3, name="muon", **sections):
+    pipeline = {"schedule": "1f1b"} | sections.pop("pipeline", {})
+    optimizer = {"name": name, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0,
+                 "weight_decay": DECAY, "muon_momentum": MOMENTUM, "muon_steps": STEPS}  # fmt: skip
+    return from_dict({
+        "model": {"layers": layers, "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32,
+                  "dtype": "float32"},
+        "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | sections.pop("mesh", {}),
+        "pipeline": pipeline,
+        "batch": {"global_batch": 16, "micro_batch": 2},
+        "optimizer": optimizer | sections.pop("optimizer", {}),
+    })  # fmt: skip
+
+
+def trainer(settings):
+    return Trainer(settings, make_mesh(settings.mesh, devices=jax.devices()[: settings.mesh.devices]))
+
+
+def drawn(settings, seed):
+    """A canonical tree of numbers between -1 and 1, some matrices of low rank."""
+    random = np.random.default_rng(seed)
+
+    def draw(path, x):
+        value = random.uniform(-1, 1, x.shape)
+        if names(path)[-2:] == ("up", "kernel"):
+            value = value[:, :, :3] @ random.uniform(-1, 1, (x.shape[0], 3, x.shape[2]))
+        return value.astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, model.shapes(settings.model))
+
+
+def matrices(path, x):
+    """The single matrices [n, k] of a canonical kernel."""
+    split = names(path)[1] == "qkv"
+    return [m for layer in x for m in (np.moveaxis(layer, 1, 0) if split else [layer])]
+
+
+def joined(path, parts, shape):
+    """A kernel of that shape from its matrices."""
+    x = np.stack(parts)
+    return np.moveaxis(x.reshape(shape[0], 3, shape[1], shape[3]), 1, 2) if names(path)[1] == "qkv" else x
+
+
+# --- The formula ------------------------------------------------------------------------------------------------------
+
+
+def orthogonal(m):
+    """Newton-Schulz as Jordan et al. print it."""
+    x = m / np.linalg.norm(m)
+    for _ in range(STEPS):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def reference(theta, gradients, rms):
+    """Muon on each matrix by itself, in float64: the parameters after each of the gradients."""
+    momentum = np.zeros_like(theta)
+    for t, g in enumerate(gradients, 1):
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
+        # Both terms without the bias of a start at zero; the look-ahead's momentum is one step older.
+        ahead = MOMENTUM * momentum / (1 - MOMENTUM ** (t + 1)) + (1 - MOMENTUM) * g / (1 - MOMENTUM**t)
+        n, k = theta.shape
+        scale = rms * np.sqrt(max(n, k)) if rms else np.sqrt(max(1, k / n))
+        theta = theta - RATE * (scale * orthogonal(ahead) + DECAY * theta)
+    return theta
+
+
+@pytest.mark.parametrize("rms", [0.2, 0.0])
+def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
+    settings = config(optimizer={"muon_rms": rms})
+    first, gradients = drawn(settings, 0), [drawn(settings, seed) for seed in (1, 2, 3)]
+
+    def trained(transformation):
+        params, state, update = first, transformation.init(first), jax.jit(transformation.update)
+        for g in gradients:
+            updates, state = update(g, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    found, adamw = (trained(make_optimizer(c)) for c in (settings, config(name="adamw")))
+
+    def check(path, x, other, start, *grads):
+        if not is_matrix(path):
+            np.testing.assert_array_equal(x, other)
+            return
+        each = zip(*(matrices(path, np.float64(value)) for value in (start, *grads)), strict=True)
+        expected = joined(path, [reference(theta, g, rms) for theta, *g in each], x.shape)
+        np.testing.assert_allclose(x, expected, atol=2e-5, rtol=0)
+        assert np.abs(x - other).max() > 1e-3
+
+    jax.tree_util.tree_map_with_path(check, found, adamw, first, *gradients)
+
+
+def test_updates_are_as_large_as_adamws():
+    """So that they share a learning rate: entries of about 0.2, whatever the shape of the matrix."""
+    settings = config(optimizer={"weight_decay": 0.0})
+    params, transformation = drawn(settings, 0), make_optimizer(settings)
+    updates, _ = jax.jit(transformation.update)(drawn(settings, 1), transformation.init(params), params)
+    for name in ("qkv", "out", "down"):
+        x = np.asarray(updates["layers"][name]["kernel"]) / RATE
+        assert 0.15 < np.sqrt(np.square(x).mean()) < 0.25
+    # Of rank 3, whatever the rank of float32's noise: that is not blown up.
+    kernel = np.asarray(updates["layers"]["up"]["kernel"][0]) / RATE / (0.2 * 8)
+    values = np.linalg.svd(kernel, compute_uv=False)
+    assert 0.5 < values[:3].min() and values[:3].max() < 1.3 and values[3] < 1e-3
+
+
+# --- On meshes --------------------------------------------------------------------------------------------------------
+
+MESHES = {
+    "all of a stage's matrices dealt out": config((2, 1, 2), layers=4),
+    "uneven stages": config((2, 2, 2), pipeline={"pipe_layers": "2,1"}),
+    "chunks": config((1, 2, 4), layers=4, pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2}),
+    "nothing divides": config((2, 1, 4)),
+    "replicated": config((4, 2, 1), layers=4, mesh={"zero1": False}),
+}
+
+
+@functools.cache
+def one_device(layers):
+    """The canonical parameters after two updates without a mesh."""
+    settings = config(layers=layers)
+    transformation, params = make_optimizer(settings), drawn(settings, 0)
+    state, update = transformation.init(params), jax.jit(transformation.update)
+    for seed in (1, 2):
+        updates, state = update(drawn(settings, seed), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@functools.cache
+def updated(name):
+    """The trainer, its compiled update, and its state after the same two updates."""
+    trained = trainer(MESHES[name])
+
+    def update(state, loss, grads):
+        return trained.update(state, loss, grads, state.codec)
+
+    shardings, scalar = trained.state_shardings, jax.ShapeDtypeStruct((), jnp.float32)
+    grads = trained.abstract_state().params
+    update = jax.jit(update, out_shardings=(shardings, None)).lower(trained.abstract_state(), scalar, grads).compile()
+    place = jax.jit(trained.layout.from_canonical, out_shardings=shardings.params)
+    state = trained.from_params(drawn(trained.config, 0))
+    for seed in (1, 2):
+        state, _ = update(state, jnp.float32(1), place(drawn(trained.config, seed)))
+    return trained, update, state
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_updates_on_a_mesh_are_those_of_one_device_and_padding_stays_zero(name):
+    trained, update, state = updated(name)
+    found = jax.device_get(trained.layout.to_canonical(state.params))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, one_device(trained.config.model.layers)
+    )
+    empty = trained.layout.layer_of.reshape(-1) < 0
+    assert empty.any() == (name == "uneven stages")
+    momentum = state.optimizer.inner_states["muon"].inner_state[1].mu
+    for tree in (state.params["layers"], momentum["layers"]):
+        for x in jax.tree.leaves(tree):
+            assert np.isfinite(x).all() and not np.asarray(x)[empty].any()
+
+    poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.params)
+    after, values = update(state, jnp.float32(1), poisoned)
+    assert not values["finite"]
+    before, after = (jax.device_get((s.params, s.optimizer)) for s in (state, after))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_momenta_are_split_by_rows_as_far_as_they_divide():
+    specs = {name: matrix_specs(trainer(c).layout)["layers"] for name, c in MESHES.items()}
+    assert {name: tuple(spec["up"]["kernel"]) for name, spec in specs.items()} == {
+        "all of a stage's matrices dealt out": (("pipe", "data", "tensor"), None, None),
+        "uneven stages": (("pipe", "data"), None, "tensor"),
+        "chunks": ("pipe", None, "tensor"),
+        "nothing divides": ("pipe", "data", "tensor"),
+        "replicated": ("pipe", None, "tensor"),
+    }
+    for name in MESHES:
+        _, _, state = updated(name)
+        for kernel in ("qkv", "out", "up", "down"):
+            x = state.optimizer.inner_states["muon"].inner_state[1].mu["layers"][kernel]["kernel"]
+            assert x.sharding.spec == specs[name][kernel]["kernel"]
+        bias = specs[name]["up"]["bias"]
+        assert bias == trainer(MESHES[name]).layout.specs()["layers"]["up"]["bias"]
+
+
+def sent(name):
+    """(kind, bytes of a device's operands) of the update's collectives."""
+    _, update, _ = updated(name)
+    return [(c.kind, c.bytes) for c in hlo.collectives(update.as_text())]
+
+
+def test_dealt_out_matrices_travel_twice_and_newton_schulz_sends_nothing():
+    small = 64  # bytes: norms are a number for each matrix at most
+    everything = {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}
+    dealt = [(kind, size) for kind, size in sent("all of a stage's matrices dealt out") if size > small]
+    assert {kind for kind, _ in dealt} == {"all-to-all"}
+    kernels = 4 * 12 * 16 * 16 * 4 // 4  # bytes of a device's share
+    # There and back, over data and over tensor.
+    assert sum(size for _, size in dealt) == 4 * kernels
+    assert {kind for kind, size in sent("nothing divides") if size > small} & everything
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_from_mesh_to_mesh_bit_by_bit_and_not_to_adamw(tmp_path):
+    trained, _, state = updated("uneven stages")
+    tree, architecture = trained.canonical(state), {"layers": 3}
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(2, tree, {"model": architecture})
+    other, update, same = updated("nothing divides")
+    restored, _ = Checkpoints(tmp_path, CheckpointConfig()).restore(other.abstract_canonical(), architecture)
+    moved = other.from_canonical(restored)
+    assert jax.tree.structure(moved) == jax.tree.structure(same)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, moved, same))
+    back = jax.device_get(other.canonical(moved))
+    jax.tree.map(np.testing.assert_array_equal, back, jax.device_get(tree))
+    # The momentum has come along: the next update is the one that would have followed.
+    place = jax.jit(other.layout.from_canonical, out_shardings=other.state_shardings.params)
+    grads = place(drawn(other.config, 3))
+    found, expected = (jax.device_get(update(s, jnp.float32(1), grads)[0].params) for s in (moved, same))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, expected)
+
+    adamw = trainer(config(name="adamw"))
+    with pytest.raises(UserError, match=r"checkpoint 2 in .* holds other arrays: optimizer/.* is .* there and absent"):
+        Checkpoints(tmp_path, CheckpointConfig()).restore(adamw.abstract_canonical(), architecture)
