@@ -207,7 +207,7 @@ class OptimizerConfig:
         clip_norm: largest global gradient norm; 0 leaves gradients as they are.
         muon_momentum: decay of Muon's momentum (Nesterov's).
         muon_steps: iterations of Newton-Schulz.
-        muon_rms: root mean square of the entries of an orthogonal update: they are scaled by muon_rms x sqrt(max(n, k)).
+        muon_rms: what the entries of an update [n, k] are made to be about: it is scaled by muon_rms x sqrt(max(n, k)).
             At 0.2 updates are as large as AdamW's, and its learning rate and decay serve both (Liu et al. 2025). 0:
             Jordan's sqrt(max(1, k / n)) instead, which wants another learning rate.
     """

@@ -12,7 +12,10 @@ from paxtrain import plots
 from paxtrain.breakdown import PARTS, Traced
 from paxtrain.trace import Part, Span
 
+# In the order in which they are drawn, one over the other.
 COLORS = {
+    "input": "#f2d64b",
+    "other": "#c9ced2",
     "forward": "#2f6f9f",
     "backward": "#5b8c3a",
     "head": "#8a5a9e",
@@ -23,8 +26,6 @@ COLORS = {
     "compression": "#3aa6a0",
     "optimizer": "#5c6670",
     "sync": "#9aa3ab",
-    "other": "#c9ced2",
-    "input": "#f2d64b",
 }
 
 
@@ -77,7 +78,7 @@ def write(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
 
 
 def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Draws a device of each stage, as far as this process has them, into a PNG: work above, what crosses links below."""
+    """Draws a device of each stage, of those that this process has, into a PNG: work above, collectives below."""
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}
     chosen: dict[int, tuple[tuple[int, ...], list[Span]]] = {}
     for device, spans in zip(traced.devices, traced.spans):
@@ -90,7 +91,9 @@ def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
     for lane, (_, spans) in enumerate(chosen.values()):
         for part, color in COLORS.items():
             for link in (False, True):
-                some = [span for span in spans if span.part == Part(part, link) and zero < span.end and span.start < end]
+                some = [
+                    span for span in spans if span.part == Part(part, link) and zero < span.end and span.start < end
+                ]
                 bars = [(start - zero, stop - start) for start, stop in joined(some)]
                 label = part if bars and part not in seen else None
                 seen |= {part} if bars else set()

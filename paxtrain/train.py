@@ -315,7 +315,8 @@ class Run:
                     handle(*pending)
                     pending, began = None, time.perf_counter()
                     if number == profiler.last:
-                        writer.write(number, profiler.finish(self.step_of(number), progress.say))
+                        with self.progress.doing("reading the profile"):
+                            writer.write(number, profiler.finish(self.step_of(number), progress.say))
                     if adapt and self.ranks.adapt():
                         ranks = ", ".join(map(str, self.ranks.current))
                         progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")

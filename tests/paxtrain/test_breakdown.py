@@ -125,7 +125,11 @@ def test_a_collective_counts_by_its_axis_and_all_else_by_the_innermost_scope(opc
         ([(0, 4, WAIT), (2, 4, SEND)], {"pipeline": 3, "data": 1, "idle": 6}, {}),
         ([(0, 8, WORK), (0, 8, WORK), (0, 8, Part("head", False))], {"forward": 16 / 3, "head": 8 / 3, "idle": 2}, {}),
         ([(0, 10, WORK), (0, 10, WORK), (5, 7, SEND), (6, 8, SEND)], {"forward": 10}, {"data": 3}),
-        ([(0, 9, INPUT), (2, 4, WORK), (3, 5, WAIT)], {"input": 6, "forward": 2, "pipeline": 1, "idle": 1}, {"pipeline": 1}),
+        (
+            [(0, 9, INPUT), (2, 4, WORK), (3, 5, WAIT)],
+            {"input": 6, "forward": 2, "pipeline": 1, "idle": 1},
+            {"pipeline": 1},
+        ),
     ],
 )
 def test_every_instant_counts_once_and_work_before_collectives(spans, seconds, hidden):

@@ -21,14 +21,14 @@ from paxtrain.step import Trainer
 RATE, DECAY, MOMENTUM, STEPS = 0.01, 0.3, 0.9, 5
 
 
-def config(mesh=(1, 1, 1), layers=3, name="muon", **sections):
+def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, **sections):
     pipeline = {"schedule": "1f1b"} | sections.pop("pipeline", {})
     optimizer = {"name": name, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0,
                  "weight_decay": DECAY, "muon_momentum": MOMENTUM, "muon_steps": STEPS}  # fmt: skip
     return from_dict({
         "model": {"layers": layers, "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32,
                   "dtype": "float32"},
-        "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | sections.pop("mesh", {}),
+        "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | {"zero1": zero1},
         "pipeline": pipeline,
         "batch": {"global_batch": 16, "micro_batch": 2},
         "optimizer": optimizer | sections.pop("optimizer", {}),
@@ -126,7 +126,7 @@ def test_updates_are_as_large_as_adamws():
     # Of rank 3, whatever the rank of float32's noise: that is not blown up.
     kernel = np.asarray(updates["layers"]["up"]["kernel"][0]) / RATE / (0.2 * 8)
     values = np.linalg.svd(kernel, compute_uv=False)
-    assert 0.5 < values[:3].min() and values[:3].max() < 1.3 and values[3] < 1e-3
+    assert values[:3].min() > 0.5 and values[:3].max() < 1.3 and values[3] < 1e-3
 
 
 # --- On meshes --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ MESHES = {
     "uneven stages": config((2, 2, 2), pipeline={"pipe_layers": "2,1"}),
     "chunks": config((1, 2, 4), layers=4, pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "nothing divides": config((2, 1, 4)),
-    "replicated": config((4, 2, 1), layers=4, mesh={"zero1": False}),
+    "replicated": config((4, 2, 1), layers=4, zero1=False),
 }
 
 
@@ -248,5 +248,5 @@ def test_checkpoints_go_from_mesh_to_mesh_bit_by_bit_and_not_to_adamw(tmp_path):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, expected)
 
     adamw = trainer(config(name="adamw"))
-    with pytest.raises(UserError, match=r"checkpoint 2 in .* holds other arrays: optimizer/.* is .* there and absent"):
+    with pytest.raises(UserError, match=r"checkpoint 2 in .* holds other arrays: optimizer/.* is absent there"):
         Checkpoints(tmp_path, CheckpointConfig()).restore(adamw.abstract_canonical(), architecture)

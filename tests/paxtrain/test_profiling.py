@@ -9,14 +9,15 @@ import jax
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
+from matplotlib.image import imread
 
 from paxtrain import data, metrics, train
 from paxtrain.breakdown import PARTS
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
 from paxtrain.mesh import make_mesh
-from paxtrain.profiling import GROUPS, TABLE, TIMELINE, Profiler
-from paxtrain.timeline import joined
+from paxtrain.profiling import GROUPS, PICTURE, TABLE, TIMELINE, Profiler
+from paxtrain.timeline import COLORS, joined
 from paxtrain.trace import Part, Span
 
 STEPS, PROFILED, PAUSE = 6, (3, 4, 5), 0.5
@@ -91,7 +92,9 @@ def test_the_trace_holds_the_steps_and_the_scopes(profiled):
               "compression/decode", "send_forward", "send_backward", "tensor", "gather_weights", "reduce_gradients",
               "optimizer", "sync")  # fmt: skip
     assert [scope for scope in scopes if f"/{scope}".encode() not in written] == []
-    events = [event for plane in ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events]
+    events = [
+        event for plane in ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events
+    ]
     assert [dict(e.stats)["step_num"] for e in events if e.name == "train"] == list(PROFILED)
 
 
@@ -119,14 +122,20 @@ def test_joined_times_overlap_no_more():
     assert list(joined([])) == []
 
 
-def test_the_table_is_kept(profiled):
+def test_table_and_picture(profiled):
     table = (profiled / "profile/steps_3_to_5" / TABLE).read_text()
     assert "input" in table and "stage 1" in table and "100.0%" in table
+    pixels = imread(profiled / "profile/steps_3_to_5" / PICTURE)[..., :3]
+    for name in ("forward", "backward", "pipeline", "input"):
+        color = [int(COLORS[name][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(pixels - color).max(-1) < 0.01).sum() > 50, name
 
 
 def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, monkeypatch):
     """And it trains as one that never was profiled does, which starts no profiler."""
-    with pytest.raises(UserError, match=r"profile=2:4 begins with step 2, but the run goes on after step 6; name later"):
+    with pytest.raises(
+        UserError, match=r"profile=2:4 begins with step 2, but the run goes on after step 6; name later"
+    ):
         started(config(home, profiled, "2:4", steps=8)).train()
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: pytest.fail("it is traced"))
     started(config(home, profiled, "3:6", steps=7)).train()  # as after an interruption: that has been done
