@@ -13,8 +13,10 @@ References:
     Liu et al. 2025, Muon is Scalable for LLM Training, https://arxiv.org/abs/2502.16982 (updates of AdamW's size).
 """
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import optax
@@ -25,12 +27,8 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import OptimizerConfig
 from paxtrain.layout import Layout, Params, names
 
-
-class Placement(NamedTuple):
-    """Shardings of arrays that mirror the parameters: as the weights are, and with their matrices dealt out."""
-
-    weights: Params
-    matrices: Params
+# Shardings of a tree that mirrors the parameters: as the weights have it first, with its matrices dealt out last.
+Route = Sequence[Params]
 
 
 def is_matrix(path: tuple) -> bool:
@@ -38,32 +36,38 @@ def is_matrix(path: tuple) -> bool:
     return names(path)[0] == "layers" and names(path)[-1] == "kernel"
 
 
-def matrix_specs(layout: Layout) -> Params:
-    """PartitionSpecs of the parameters with every stage's matrices dealt out over data and tensor where they divide."""
+def route(layout: Layout) -> list[Params]:
+    """PartitionSpecs on the way from the weights' to those with every stage's matrices dealt out over data and tensor.
+
+    From one to the next a single axis moves, since that is an all-to-all: for two at once XLA gathers all of the array.
+    """
     mesh, rows = layout.config.mesh, layout.layer_of.size // layout.stages
 
-    def spec(path: tuple, weights: PartitionSpec) -> PartitionSpec:
-        if not is_matrix(path):
-            return weights
-        first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in weights]
-        dealt = 1
-        for axis, size in (("data", mesh.data), ("tensor", mesh.tensor)):
-            if size > 1 and any(axis in entry for entry in inner) and rows % (dealt * size) == 0:
-                dealt, first = dealt * size, (*first, axis)
-                inner = [tuple(other for other in entry if other != axis) for entry in inner]
-        return PartitionSpec(*(entry or None for entry in (first, *inner)))
+    def move(path: tuple, spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
+        first, *inner = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+        dealt = math.prod(getattr(mesh, other) for other in first if other != "pipe")
+        if not is_matrix(path) or size == 1 or rows % (dealt * size) or not any(axis in entry for entry in inner):
+            return spec
+        moved = [(*first, axis), *(tuple(other for other in entry if other != axis) for entry in inner)]
+        return PartitionSpec(*(entry or None for entry in moved))
 
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(spec, layout.specs(), is_leaf=is_spec)
+    found = [layout.specs()]
+    for axis, size in (("data", mesh.data), ("tensor", mesh.tensor)):
+        step = functools.partial(move, axis=axis, size=size)
+        found.append(jax.tree_util.tree_map_with_path(step, found[-1], is_leaf=lambda x: isinstance(x, PartitionSpec)))
+    return found
 
 
-def _place(shardings: Params | None) -> optax.GradientTransformation:
-    known = dict(jax.tree_util.tree_leaves_with_path(shardings))
+def _go(shardings: Route) -> optax.GradientTransformation:
+    """Moves updates from sharding to sharding."""
+    known = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in shardings]
 
-    def move(path: tuple, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, known[path]) if known else x
+    def go(path: tuple, x: jax.Array) -> jax.Array:
+        for step in known:
+            x = lax.with_sharding_constraint(x, step[path])
+        return x
 
-    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(move, updates))
+    return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(go, updates))
 
 
 def _dimension_numbers(tree: Any) -> Any:
@@ -79,23 +83,21 @@ def _scale(rms: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree.map(scaled, updates))
 
 
-def muon(
-    config: OptimizerConfig, rate: optax.Schedule, placement: Placement | None = None
-) -> optax.GradientTransformation:
+def muon(config: OptimizerConfig, rate: optax.Schedule, route: Route = ()) -> optax.GradientTransformation:
     """Muon with Nesterov's momentum and decoupled weight decay, for trees of matrices.
 
     Args:
         rate: the learning rate, AdamW's where config.muon_rms is above 0.
-        placement: of the mesh's global arrays; None: they stay where they are.
+        route: of gradients to where they are orthogonalised, and back of updates; (): they stay where they are.
     """
-    weights, matrices = placement or (None, None)
     chain = optax.chain(
-        _place(matrices),
+        _go(route),
         optax.contrib.scale_by_muon(
             ns_steps=config.muon_steps, beta=config.muon_momentum, weight_dimension_numbers=_dimension_numbers
         ),
         _scale(config.muon_rms),
-        _place(weights),
+        # First where it is already: else XLA moves both terms of the last iteration's sum.
+        _go(route[::-1]),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),
     )

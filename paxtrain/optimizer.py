@@ -5,7 +5,7 @@ import optax
 
 from paxtrain.config import Config
 from paxtrain.layout import Params, names
-from paxtrain.muon import Placement, is_matrix, muon
+from paxtrain.muon import Route, is_matrix, muon
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -33,13 +33,13 @@ def decay_mask(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
 
 
-def make_optimizer(config: Config, placement: Placement | None = None) -> optax.GradientTransformation:
+def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
     """AdamW; or Muon on the layers' matrices and AdamW elsewhere.
 
     Clipping is not part of it: the global norm must count the tied embedding once (see step.py).
 
     Args:
-        placement: where the mesh has its global arrays, for Muon; None: wherever they are.
+        route: of a mesh's global arrays, for Muon (see there); (): of one device.
     """
     opt, rate = config.optimizer, learning_rate(config)
     adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
@@ -49,4 +49,4 @@ def make_optimizer(config: Config, placement: Placement | None = None) -> optax.
     def labels(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
 
-    return optax.partition({"adamw": adamw, "muon": muon(opt, rate, placement)}, labels)
+    return optax.partition({"adamw": adamw, "muon": muon(opt, rate, route)}, labels)

@@ -13,11 +13,10 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from paxtrain import buffers, gradients, model, pipeline, schedule, virtual
+from paxtrain import buffers, gradients, model, muon, pipeline, schedule, virtual
 from paxtrain.compression import Compression, settle_implementation
 from paxtrain.config import Config
 from paxtrain.layout import Layout, Params
-from paxtrain.muon import Placement, matrix_specs
 from paxtrain.optimizer import learning_rate, make_optimizer
 from paxtrain.stage import Stage
 
@@ -100,8 +99,7 @@ class Trainer:
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
-        placement = Placement(*map(self._shardings, (self.layout.specs(), matrix_specs(self.layout))))
-        return make_optimizer(self.config, placement)
+        return make_optimizer(self.config, [self._shardings(specs) for specs in muon.route(self.layout)])
 
     @functools.cached_property
     def schedule(self) -> schedule.Schedule:
@@ -127,7 +125,7 @@ class Trainer:
 
     def _state_specs(self) -> TrainState:
         state, params = jax.eval_shape(self._init, jax.random.key(0)), self.layout.specs()
-        mirror = matrix_specs(self.layout) if self.config.optimizer.name == "muon" else params
+        mirror = muon.route(self.layout)[-1] if self.config.optimizer.name == "muon" else params
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         # Every subtree of the optimizer's state that mirrors the parameters, or some of them, takes their specs.
         optimizer = optax.tree_utils.tree_map_params(

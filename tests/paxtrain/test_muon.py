@@ -14,7 +14,7 @@ from paxtrain.config import CheckpointConfig, from_dict
 from paxtrain.errors import UserError
 from paxtrain.layout import names
 from paxtrain.mesh import make_mesh
-from paxtrain.muon import is_matrix, matrix_specs
+from paxtrain.muon import is_matrix, route
 from paxtrain.optimizer import make_optimizer
 from paxtrain.step import Trainer
 
@@ -192,7 +192,7 @@ def test_updates_on_a_mesh_are_those_of_one_device_and_padding_stays_zero(name):
 
 
 def test_momenta_are_split_by_rows_as_far_as_they_divide():
-    specs = {name: matrix_specs(trainer(c).layout)["layers"] for name, c in MESHES.items()}
+    specs = {name: route(trainer(c).layout)[-1]["layers"] for name, c in MESHES.items()}
     assert {name: tuple(spec["up"]["kernel"]) for name, spec in specs.items()} == {
         "all of a stage's matrices dealt out": (("pipe", "data", "tensor"), None, None),
         "uneven stages": (("pipe", "data"), None, "tensor"),
