@@ -214,7 +214,7 @@ def test_figure_of_several_runs(tmp_path, monkeypatch):
         "two (validation 1.250)",
     ]
     curves = {line.get_label(): line.get_ydata() for line in axes.lines if not line.get_label().startswith("_")}
-    assert [curve[-1] for curve in curves.values()] == pytest.approx([1 + 0.5**40, 1 + 0.9**40])
+    assert [curve[0] for curve in curves.values()] == [1.5, 1.9]
     write(tmp_path / "short", [1])
     with pytest.raises(UserError, match=r"short/metrics.jsonl holds less than two steps' losses"):
         plots.plot_runs([tmp_path / "short"], tmp_path / "losses.png")
