@@ -206,11 +206,3 @@ class Layout:
             return PartitionSpec(*parts)
 
         return jax.tree_util.tree_map_with_path(spec, self.shapes)
-
-    def count_once(self, params: Params) -> Params:
-        """The same tree with the tied embedding's second copy zeroed: sums over it count every parameter once."""
-        if self.stages == 1:
-            return params
-        first = jnp.arange(self.stages)[:, None, None] == 0
-        embedding = {**params["embedding"], "token": jnp.where(first, params["embedding"]["token"], 0)}
-        return {**params, "embedding": embedding}

@@ -112,3 +112,11 @@ def test_a_task_that_fails_names_the_host_and_its_log(session):
     with pytest.raises(SessionError, match=r"the worker on pax0 failed: KeyError: 'nothing'; its log is .*pax0\.log"):
         session.ask("warm", names=["nothing"])
     assert session.ask("speed", slowness=1) == [None, None]  # and both serve on
+
+
+def test_who_fails_is_told_though_others_wait_for_him(session, loaded):
+    """The last test: it leaves a worker that waits for ever."""
+    session._send(0, "warm", names=["plain"])
+    session._send(1, "warm", names=["nothing"])
+    with pytest.raises(SessionError, match=r"the worker on pax1 failed: KeyError: 'nothing'"):
+        session._answers()
