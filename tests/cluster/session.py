@@ -108,7 +108,8 @@ class Session:
 
     def _answers(self) -> list[Any]:
         """All hosts' answers; a failure is told when all have answered, or soon: who waits for the failed one hangs."""
-        answers, failures = {}, []
+        answers: dict[int, Any] = {}
+        failures: dict[int, SessionError] = {}
         with selectors.DefaultSelector() as waiting:
             for host, worker in enumerate(self._workers):
                 waiting.register(worker.stdout, selectors.EVENT_READ, host)
@@ -118,10 +119,10 @@ class Session:
                     try:
                         answers[key.data] = self._answer(key.data)
                     except SessionError as error:
-                        failures.append(error)
+                        failures[key.data] = error
         if failures:
             self._hangs = len(answers) + len(failures) < len(self._workers)
-            raise failures[0]
+            raise failures[min(failures)]
         return [answers[host] for host in range(self.cluster.hosts)]
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:

@@ -77,8 +77,8 @@ def test_losses_are_those_of_one_process_in_either_order_of_the_devices(session,
 
 
 def test_a_program_compiled_once_is_found_by_the_other_host_and_for_the_other_order(loaded):
-    first, others = loaded[0][0], [loaded[0][1], loaded[1][0], loaded[1][1]]
-    assert all(answer["compile_seconds"] < first["compile_seconds"] for answer in others)
+    first, *others = loaded[0][0], loaded[0][1], loaded[1][0], loaded[1][1]
+    assert not first["found"] and all(answer["found"] for answer in others)
     assert first["wire"]["collective-permute"] > 0
 
 
