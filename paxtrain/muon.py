@@ -1,7 +1,8 @@
 """Muon for the layers' matrices: optax's, over global arrays in mesh layout.
 
-Every row of a kernel [rows, n, k] is a matrix of its own, and qkv's [rows, H, 3, H] are three: fused they train worse
-(Jordan et al.). A row without a layer is zero, and so is what is made of it.
+Every row of a kernel [rows, n, k] is a matrix of its own. Kernels of several matrices are [rows, n, several, k], as
+model.py has them: q, k and v, or a gate and what it multiplies. They are orthogonalised apart, since fused they train
+worse (Jordan et al.). A row without a layer is zero, and so is what is made of it.
 
 Newton-Schulz multiplies whole matrices, and the weights are split inside of them, over data and tensor. So a stage's
 matrices are dealt out: the momentum lives split by rows, gradients are brought there and updates back, and between the
@@ -32,7 +33,7 @@ Route = Sequence[Params]
 
 
 def is_matrix(path: tuple) -> bool:
-    """Whether the parameter of that path is the layers' matrices: not the embedding, which is the head, too."""
+    """Whether the parameter of that path is the layers' matrices: not the embedding's table, not the head's."""
     return names(path)[0] == "layers" and names(path)[-1] == "kernel"
 
 
@@ -71,7 +72,7 @@ def _go(shardings: Route) -> optax.GradientTransformation:
 
 
 def _dimension_numbers(tree: Any) -> Any:
-    """Which dims of a kernel [rows, n, ..., k] are its matrices': the others are many of them."""
+    """Which dims of a kernel [rows, n, k] or [rows, n, several, k] are its matrices': the others are many of them."""
     return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, x.ndim - 1), tree)
 
 

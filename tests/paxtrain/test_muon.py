@@ -1,4 +1,5 @@
-"""Muon against its formula in float64, on every kind of mesh, through checkpoints, and what it sends."""
+"""Muon against its formula in float64, on every kind of mesh against optax's on one device, in checkpoints, and what it
+sends."""
 
 import functools
 
@@ -6,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 from paxtrain import hlo, model
@@ -19,15 +21,21 @@ from paxtrain.optimizer import make_optimizer
 from paxtrain.step import Trainer
 
 RATE, DECAY, MOMENTUM, STEPS = 0.01, 0.3, 0.9, 5
+LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 24, "tied_head": False}
+# How many matrices a layer's kernel is.
+KERNELS = {
+    "gpt2": {"qkv": 3, "out": 1, "up": 1, "down": 1},
+    "llama": {"q": 1, "kv": 2, "out": 1, "gate_up": 2, "down": 1},
+}
 
 
-def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, **sections):
+def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, shape=None, **sections):
     pipeline = {"schedule": "1f1b"} | sections.pop("pipeline", {})
     optimizer = {"name": name, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0,
                  "weight_decay": DECAY, "muon_momentum": MOMENTUM, "muon_steps": STEPS}  # fmt: skip
     return from_dict({
         "model": {"layers": layers, "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32,
-                  "dtype": "float32"},
+                  "dtype": "float32"} | (shape or {}),
         "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | {"zero1": zero1},
         "pipeline": pipeline,
         "batch": {"global_batch": 16, "micro_batch": 2},
@@ -39,7 +47,7 @@ def trainer(settings):
     return Trainer(settings, make_mesh(settings.mesh, devices=jax.devices()[: settings.mesh.devices]))
 
 
-def drawn(settings, seed):
+def drawn(architecture, seed):
     """A canonical tree of numbers between -1 and 1, some matrices of low rank."""
     random = np.random.default_rng(seed)
 
@@ -49,19 +57,27 @@ def drawn(settings, seed):
             value = value[:, :, :3] @ random.uniform(-1, 1, (x.shape[0], 3, x.shape[2]))
         return value.astype(np.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, model.shapes(settings.model))
+    return jax.tree_util.tree_map_with_path(draw, model.shapes(architecture))
 
 
 def matrices(path, x):
-    """The single matrices [n, k] of a canonical kernel."""
-    split = names(path)[1] == "qkv"
-    return [m for layer in x for m in (np.moveaxis(layer, 1, 0) if split else [layer])]
+    """The single matrices [n, k] of a canonical kernel, [L, n, k] or [L, n, several, k]."""
+    several = KERNELS["llama" if names(path)[1] in KERNELS["llama"] else "gpt2"][names(path)[1]]
+    return [layer[:, i] if several > 1 else layer for layer in x for i in range(several)]
 
 
-def joined(path, parts, shape):
+def joined(parts, shape):
     """A kernel of that shape from its matrices."""
     x = np.stack(parts)
-    return np.moveaxis(x.reshape(shape[0], 3, shape[1], shape[3]), 1, 2) if names(path)[1] == "qkv" else x
+    return x if len(shape) == 3 else np.moveaxis(x.reshape(shape[0], shape[2], shape[1], shape[3]), 1, 2)
+
+
+@pytest.mark.parametrize("shape", [None, LLAMA], ids=KERNELS)
+def test_kernels_are_its_and_nothing_else(shape):
+    """No embedding, no head, no norm, no bias."""
+    leaves = jax.tree_util.tree_leaves_with_path(model.shapes(config(shape=shape).model))
+    kernels = KERNELS["llama" if shape else "gpt2"]
+    assert {names(path) for path, _ in leaves if is_matrix(path)} == {("layers", name, "kernel") for name in kernels}
 
 
 # --- The formula ------------------------------------------------------------------------------------------------------
@@ -92,7 +108,7 @@ def reference(theta, gradients, rms):
 @pytest.mark.parametrize("rms", [0.2, 0.0])
 def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
     settings = config(optimizer={"muon_rms": rms})
-    first, gradients = drawn(settings, 0), [drawn(settings, seed) for seed in (1, 2, 3)]
+    first, *gradients = (drawn(settings.model, seed) for seed in range(4))
 
     def trained(transformation):
         params, state, update = first, transformation.init(first), jax.jit(transformation.update)
@@ -108,7 +124,7 @@ def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
             np.testing.assert_array_equal(x, other)
             return
         each = zip(*(matrices(path, np.float64(value)) for value in (start, *grads)), strict=True)
-        expected = joined(path, [reference(theta, g, rms) for theta, *g in each], x.shape)
+        expected = joined([reference(theta, g, rms) for theta, *g in each], x.shape)
         np.testing.assert_allclose(x, expected, atol=2e-5, rtol=0)
         assert np.abs(x - other).max() > 1e-3
 
@@ -118,8 +134,8 @@ def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
 def test_updates_are_as_large_as_adamws():
     """So that they share a learning rate: entries of about 0.2, whatever the shape of the matrix."""
     settings = config(optimizer={"weight_decay": 0.0})
-    params, transformation = drawn(settings, 0), make_optimizer(settings)
-    updates, _ = jax.jit(transformation.update)(drawn(settings, 1), transformation.init(params), params)
+    params, transformation = drawn(settings.model, 0), make_optimizer(settings)
+    updates, _ = jax.jit(transformation.update)(drawn(settings.model, 1), transformation.init(params), params)
     for name in ("qkv", "out", "down"):
         x = np.asarray(updates["layers"][name]["kernel"]) / RATE
         assert 0.15 < np.sqrt(np.square(x).mean()) < 0.25
@@ -137,19 +153,32 @@ MESHES = {
     "chunks": config((1, 2, 4), layers=4, pipeline={"schedule": "interleaved_1f1b", "virtual_stages": 2}),
     "nothing divides": config((2, 1, 4)),
     "replicated": config((4, 2, 1), layers=4, zero1=False),
+    "llama, all dealt out": config((2, 2, 2), layers=8, shape=LLAMA),
+    "llama, nothing divides": config((2, 2, 2), layers=5, shape=LLAMA),
 }
 
 
 @functools.cache
-def one_device(layers):
-    """The canonical parameters after two updates without a mesh."""
-    settings = config(layers=layers)
-    transformation, params = make_optimizer(settings), drawn(settings, 0)
-    state, update = transformation.init(params), jax.jit(transformation.update)
-    for seed in (1, 2):
-        updates, state = update(drawn(settings, seed), state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+def one_device(architecture):
+    """The canonical parameters after two updates by optax's optimizers, every matrix an array of its own."""
+    muon = optax.contrib.muon(RATE, ns_steps=STEPS, beta=MOMENTUM, weight_decay=DECAY, consistent_rms=0.2)
+    adamw, bare = (optax.adamw(RATE, b2=0.95, weight_decay=decay) for decay in (DECAY, 0.0))
+    updates = {optimizer: jax.jit(optimizer.update) for optimizer in (muon, adamw, bare)}
+
+    def trained(optimizer, x, *gradients):
+        state = optimizer.init(x)
+        for g in gradients:
+            change, state = updates[optimizer](g, state, x)
+            x = optax.apply_updates(x, change)
+        return np.asarray(x)
+
+    def each(path, *values):
+        if names(path)[-1] == "kernel":
+            parts = zip(*(matrices(path, value) for value in values), strict=True)
+            return joined([trained(muon, *part) for part in parts], values[0].shape)
+        return trained(bare if names(path)[-1] in ("scale", "bias") else adamw, *values)
+
+    return jax.tree_util.tree_map_with_path(each, *(drawn(architecture, seed) for seed in range(3)))
 
 
 @functools.cache
@@ -164,21 +193,21 @@ def updated(name):
     grads = trained.abstract_state().params
     update = jax.jit(update, out_shardings=(shardings, None)).lower(trained.abstract_state(), scalar, grads).compile()
     place = jax.jit(trained.layout.from_canonical, out_shardings=shardings.params)
-    state = trained.from_params(drawn(trained.config, 0))
+    state = trained.from_params(drawn(trained.config.model, 0))
     for seed in (1, 2):
-        state, _ = update(state, jnp.float32(1), place(drawn(trained.config, seed)))
+        state, _ = update(state, jnp.float32(1), place(drawn(trained.config.model, seed)))
     return trained, update, state
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_updates_on_a_mesh_are_those_of_one_device_and_padding_stays_zero(name):
+def test_updates_on_a_mesh_are_optaxs_on_one_device_and_padding_stays_zero(name):
     trained, update, state = updated(name)
     found = jax.device_get(trained.layout.to_canonical(state.params))
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, one_device(trained.config.model.layers)
+        functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, one_device(trained.config.model)
     )
     empty = trained.layout.layer_of.reshape(-1) < 0
-    assert empty.any() == (name == "uneven stages")
+    assert empty.any() == (name in ("uneven stages", "llama, nothing divides"))
     momentum = state.optimizer.inner_states["muon"].inner_state[1].mu
     for tree in (state.params["layers"], momentum["layers"]):
         for x in jax.tree.leaves(tree):
@@ -193,20 +222,21 @@ def test_updates_on_a_mesh_are_those_of_one_device_and_padding_stays_zero(name):
 
 def test_momenta_are_split_by_rows_as_far_as_they_divide():
     specs = {name: route(trainer(c).layout)[-1]["layers"] for name, c in MESHES.items()}
-    assert {name: tuple(spec["up"]["kernel"]) for name, spec in specs.items()} == {
+    assert {name: tuple(spec.get("up", spec.get("gate_up"))["kernel"]) for name, spec in specs.items()} == {
         "all of a stage's matrices dealt out": (("pipe", "data", "tensor"), None, None),
         "uneven stages": (("pipe", "data"), None, "tensor"),
         "chunks": ("pipe", None, "tensor"),
         "nothing divides": ("pipe", "data", "tensor"),
         "replicated": ("pipe", None, "tensor"),
+        "llama, all dealt out": (("pipe", "data", "tensor"), None, None, None),
+        "llama, nothing divides": ("pipe", "data", None, "tensor"),
     }
     for name in MESHES:
         _, _, state = updated(name)
-        for kernel in ("qkv", "out", "up", "down"):
+        for kernel in KERNELS[MESHES[name].model.family]:
             x = state.optimizer.inner_states["muon"].inner_state[1].mu["layers"][kernel]["kernel"]
             assert x.sharding.spec == specs[name][kernel]["kernel"]
-        bias = specs[name]["up"]["bias"]
-        assert bias == trainer(MESHES[name]).layout.specs()["layers"]["up"]["bias"]
+        assert specs[name]["ln1"] == trainer(MESHES[name]).layout.specs()["layers"]["ln1"]
 
 
 def sent(name):
@@ -215,15 +245,21 @@ def sent(name):
     return [(c.kind, c.bytes) for c in hlo.collectives(update.as_text())]
 
 
-def test_dealt_out_matrices_travel_twice_and_newton_schulz_sends_nothing():
-    small = 64  # bytes: norms are a number for each matrix at most
-    everything = {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}
-    dealt = [(kind, size) for kind, size in sent("all of a stage's matrices dealt out") if size > small]
+SMALL = 64  # bytes: norms are a number for each matrix at most
+
+
+@pytest.mark.parametrize("name", ["all of a stage's matrices dealt out", "llama, all dealt out"])
+def test_dealt_out_matrices_travel_twice_and_newton_schulz_sends_nothing(name):
+    dealt, c = [(kind, size) for kind, size in sent(name) if size > SMALL], MESHES[name]
     assert {kind for kind, _ in dealt} == {"all-to-all"}
-    kernels = 4 * 12 * 16 * 16 * 4 // 4  # bytes of a device's share
+    share = 4 * c.model.layers * c.model.matrices // c.mesh.devices  # bytes of a device
     # There and back, over data and over tensor.
-    assert sum(size for _, size in dealt) == 4 * kernels
-    assert {kind for kind, size in sent("nothing divides") if size > small} & everything
+    assert sum(size for _, size in dealt) == 4 * share
+
+
+def test_matrices_that_are_not_dealt_out_are_multiplied_over_the_mesh():
+    everything = {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}
+    assert {kind for kind, size in sent("nothing divides") if size > SMALL} & everything
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
@@ -243,7 +279,7 @@ def test_checkpoints_go_from_mesh_to_mesh_bit_by_bit_and_not_to_adamw(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back, jax.device_get(tree))
     # The momentum has come along: the next update is the one that would have followed.
     place = jax.jit(other.layout.from_canonical, out_shardings=other.state_shardings.params)
-    grads = place(drawn(other.config, 3))
+    grads = place(drawn(other.config.model, 3))
     found, expected = (jax.device_get(update(s, jnp.float32(1), grads)[0].params) for s in (moved, same))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), found, expected)
 
