@@ -1,7 +1,4 @@
-"""Figures of training runs, and what all figures share; drawn without a display and without pyplot's global state.
-
-python -m paxtrain.plots --runs=runs/a,runs/b --out=losses.png draws several runs beside each other.
-"""
+"""Figures of training runs, and what all figures share; drawn without a display and without pyplot's global state."""
 
 import itertools
 import math
@@ -9,14 +6,13 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from paxtrain import metrics
-from paxtrain.errors import UserError, run
+from paxtrain.errors import UserError
 
 _TRAIN, _VALIDATION, _SKIPPED, _RATE = "#2f6f9f", "#d9622b", "#b3261e", "#5c6670"
 _RUNS = ("#2f6f9f", "#d9622b", "#5b8c3a", "#8a5a9e", "#b3261e", "#5c6670")
@@ -163,30 +159,9 @@ def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> No
             axes.plot(at, validation, color=color, linestyle="none", marker="o", markersize=4)
         axes.plot(steps, drawn, color=color, linewidth=1.5, label=label)
         highest, lowest = max(highest, drawn[steps.size // 10]), min(lowest, drawn.min(), *validation)
-    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest)
+    axes.set_ylim(lowest - 0.05 * (highest - lowest or 1.0), highest)
     axes.legend(frameon=False, loc="upper right")
     axes.set_ylabel("cross-entropy (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step")
     page.savefig(png)
-
-
-def define_flags() -> None:
-    """Defines this main's flags."""
-    flags.DEFINE_list("runs", None, "Folders of the runs, joined by commas.", required=True)
-    flags.DEFINE_string("out", None, "The PNG.", required=True)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Draws."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; runs are named --runs=FOLDER,FOLDER")
-    out = flags.FLAGS.out
-    try:
-        plot_runs(flags.FLAGS.runs, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out} ({error.strerror}); name a .png in a folder that there is") from error
-
-
-if __name__ == "__main__":
-    run(main, define_flags)

@@ -12,7 +12,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import checkpoint, data, huggingface, plan, prepare, sample, train
+from paxtrain import checkpoint, compare, data, huggingface, metrics, plan, prepare, sample, train
 from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
 from tests import mains
@@ -303,6 +303,25 @@ def test_models_of_hugging_face(home, run_main, given, words):
     said = run_main(huggingface, *(flag.format(home=home) for flag in given))
     assert all(word.format(home=home) in said for word in words), said
     assert not (home / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["--runs must have a value"]),
+        (["--runs={home}/nowhere"], ["nowhere/metrics.jsonl"]),
+        (["--runs={home}/run", "--out={home}/nowhere/a.png"], ["cannot write {home}/nowhere/a.png", "No such file"]),
+        (["--runs={home}/run", "--out={home}/a.txt"], ["--out={home}/a.txt", "a .png"]),
+        (["{home}/run"], ["unexpected argument", "--runs=FOLDER,FOLDER"]),
+    ],
+)
+def test_comparing_runs(home, tmp_path, run_main, given, words):
+    with metrics.Metrics(home / "run", primary=True) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+    defaults = [f"--runs={home / 'run'}"] * bool(given) + [f"--out={tmp_path / 'out.png'}"]
+    said = run_main(compare, *defaults, *(flag.format(home=home) for flag in given))
+    assert all(word.format(home=home) in said for word in words), said
 
 
 def test_commands_leave_with_2(home, tmp_path):

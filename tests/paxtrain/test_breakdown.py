@@ -168,10 +168,10 @@ def test_every_collective_of_a_step_has_the_part_of_what_it_was_written_for(ever
         *scopes, primitive = instruction.op_name.split("/")
         if primitive in ("", "shard_map"):
             allowed = {"sync"}  # added by XLA: what the stages left out, gathered for the metrics
-        elif primitive in PRIMITIVES:
-            allowed = PRIMITIVES[primitive]
         elif "sync" in scopes:
             allowed = {"sync"}
+        elif primitive in PRIMITIVES:
+            allowed = PRIMITIVES[primitive]
         elif "compression" in scopes:
             allowed = {"data", "sync"}  # the factors, and the norm of what they leave out
         elif {"forward", "backward", "head"} & set(scopes):
