@@ -56,9 +56,8 @@ class Profiler:
         folder = pathlib.Path(config.run.out) / FOLDER / f"steps_{steps.start}_to_{steps.stop - 1}"
         self.folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
         if steps and steps.start <= first:
-            if (
-                not folder.is_dir()
-            ):  # a run that has been interrupted since goes on without, with any number of processes
+            # A run that has been interrupted since goes on without, whatever its number of processes.
+            if not folder.is_dir():
                 raise UserError(
                     f"profile={config.profile} begins with step {steps.start}, but the run goes on after step {first}; "
                     "name later steps, or another run.out to start anew"
