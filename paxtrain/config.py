@@ -9,7 +9,7 @@ import math
 import typing
 from typing import Any
 
-from paxtrain.checks import choice, divisors_near, positive, require
+from paxtrain.checks import choice, divisors_near, positive, require, steps
 from paxtrain.compress_config import SECONDS, CompressConfig
 from paxtrain.data_config import DataConfig
 
@@ -279,14 +279,21 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule; steps are optimizer steps.
+    """The optimizer and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
+        name: "adamw", or "muon": Muon on the layers' matrices (paxtrain/muon.py) and AdamW on all else.
         schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
         clip_norm: largest global gradient norm; 0 leaves gradients as they are.
+        muon_momentum: decay of Muon's momentum (Nesterov's).
+        muon_steps: iterations of Newton-Schulz.
+        muon_rms: what the entries of an update [n, k] are made to be about: it is scaled by muon_rms x sqrt(max(n, k)).
+            At 0.2 updates are as large as AdamW's, and its learning rate and decay serve both (Liu et al. 2025). 0:
+            Jordan's sqrt(max(1, k / n)) instead, which wants another learning rate.
     """
 
+    name: str = "adamw"
     learning_rate: float = 1e-3
     schedule: str = "cosine"
     warmup_steps: int = 20
@@ -297,18 +304,22 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    muon_rms: float = 0.2
 
     def __post_init__(self) -> None:
+        choice("optimizer.name", self.name, ("adamw", "muon"))
         choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        positive("optimizer", self, "learning_rate", "epsilon")
-        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
+        positive("optimizer", self, "learning_rate", "epsilon", "muon_steps")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm", "muon_rms"):
             value = getattr(self, name)
             require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
         require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}")
-        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
+        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm", "muon_rms"):
             value = getattr(self, name)
             require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
         require(
@@ -379,7 +390,11 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything one training run needs. Checks here are those that join sections."""
+    """Everything one training run needs. Checks here are those that join sections.
+
+    Attributes:
+        profile: "10:13" traces the steps 10, 11 and 12 into the run's folder (paxtrain/profiling.py); "": none.
+    """
 
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
@@ -390,6 +405,7 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    profile: str = ""
 
     def __post_init__(self) -> None:
         model, mesh = self.model, self.mesh
@@ -411,6 +427,7 @@ class Config:
             f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
             f"do not fit into run.steps={self.run.steps}",
         )
+        steps("profile", self.profile, self.run.steps)
         self._check_compression()
 
     def _check_compression(self) -> None:
@@ -454,6 +471,11 @@ class Config:
     def links(self) -> int:
         """Pairs of stages that exchange messages; with virtual stages the last and the first do, too."""
         return self.mesh.pipe - (self.pipeline.virtual_stages == 1)
+
+    @property
+    def profiled(self) -> range:
+        """The steps that `profile` names."""
+        return steps("profile", self.profile, self.run.steps)
 
     @property
     def micro_batches(self) -> int:

@@ -11,7 +11,7 @@ Two ways for a stage that is idle in a row:
 
 Rows of equal kind are one scan; in the rest each transfer names only the pairs that carry something.
 
-The named scopes are the parts of paxtrain.breakdown; they change no program.
+The named scopes are the parts of paxtrain.breakdown, and besides what docs/profiling.md lists; they change no program.
 """
 
 from typing import Any, NamedTuple
@@ -82,7 +82,8 @@ class Rows:
             y, residuals = stage.forward(chunk, cell["forward"], x, part["residuals"], slot)
             return {"output": y, "residuals": residuals}
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in keys})
+        with jax.named_scope(f"chunk_{chunk}"):
+            carry = carry | self.run(active, body, {k: carry[k] for k in keys})
         if kind.head and chunk == self.program.chunks - 1:
             carry = carry | self._head(carry, cell, active & self.last)
         return carry
@@ -120,7 +121,8 @@ class Rows:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
             return {"gradient_out": out, "grads": grads, "scratch": scratch}
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads", "scratch")})
+        with jax.named_scope(f"chunk_{chunk}"):
+            carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads", "scratch")})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
             out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
@@ -134,12 +136,14 @@ class Rows:
         states = carry["links"]
         slot = (chunk if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
-        wire, state = send(
-            getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
-        )
+        with jax.named_scope(f"send_{direction}"):
+            wire, state = send(
+                getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
+            )
         return carry | {"links": states | {direction: write(states[direction], slot, state)}}, wire
 
     @jax.named_scope("compression")
+    @jax.named_scope("decode")
     def _decode(self, direction: str, wire: Any) -> jax.Array:
         return getattr(self.links, direction).codec.decode(wire, self.stage.message)
 
@@ -149,7 +153,8 @@ class Rows:
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
         depth, received = self.buffers.gradient_depth, None
         if kind.receive:
-            received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
+            with jax.named_scope("send_backward"):
+                received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
         if kind.receive_compressed:
             carry, wire = self._send("backward", carry, "gradient_out", cell["message_chunk"], kind.receive_compressed)
         elif depth and received is not None:
@@ -193,10 +198,11 @@ class Rows:
                     carry = self.row(carry, cells[i], kind)
                 return carry, None
 
-            if repeats == 1:
-                carry, _ = body(carry, cells)
-            else:
-                carry, _ = lax.scan(body, carry, cells.reshape(repeats, period, *cells.shape[1:]))
+            with jax.named_scope(f"rows_{start}_to_{start + period * repeats - 1}"):
+                if repeats == 1:
+                    carry, _ = body(carry, cells)
+                else:
+                    carry, _ = lax.scan(body, carry, cells.reshape(repeats, period, *cells.shape[1:]))
         return carry
 
 

@@ -1,11 +1,9 @@
 """Trains a GPT: python -m paxtrain.train --config=configs/gpt2_125m.py --config.mesh.pipe=4 [--plan=plan.json]."""
 
-import contextlib
 import dataclasses
 import os
 import pathlib
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
@@ -22,8 +19,10 @@ from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.profiling import Profiler
 from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
+from paxtrain.stopping import Stop
 
 LOSSES = "loss.png"
 
@@ -52,7 +51,7 @@ class Run:
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
-        self._stop = False
+        self._stop = Stop()
 
     def _keep_tokenizer(self) -> None:
         """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
@@ -172,28 +171,6 @@ class Run:
         with self.progress.doing("saving a checkpoint"):
             checkpoints.save(step, self.trainer.canonical(state), meta)
 
-    # --- Stopping -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _catch_sigterm(self) -> Iterator[None]:
-        if jax.process_count() > 1:  # jax.distributed listens for it and lets the processes agree on a step
-            yield
-            return
-
-        def stop(*_: Any) -> None:
-            self._stop = True
-
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _must_stop(self, step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._stop
-
     # --- The loop -----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -205,13 +182,14 @@ class Run:
         home = self.out / sample.CHECKPOINTS
         # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
         with (
-            self._catch_sigterm(),
+            self._stop,
             checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
             self.progress,
         ):
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)
+            profiler = Profiler(self.config, self.trainer.mesh, first)
             self.choose_ranks(state)
             began = time.perf_counter()
             self.step_of(first + 1)
@@ -219,9 +197,9 @@ class Run:
             memory = max((s.memory_analysis() for s in self._steps.values()), key=lambda m: m.temp_size_in_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began)
             self.say(report.table(described + self.data.describe()))
-            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
+            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
                 untrained = self._untrained(state, writer)
-                state, speed = self._loop(state, first, checkpoints, writer)
+                state, speed = self._loop(state, first, checkpoints, writer, profiler)
                 self.progress.now("finishing")
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
@@ -255,7 +233,12 @@ class Run:
             writer.write(step, new)
 
     def _loop(
-        self, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
+        self,
+        state: TrainState,
+        first: int,
+        checkpoints: checkpoint.Checkpoints,
+        writer: metrics.Metrics,
+        profiler: Profiler,
     ) -> tuple[TrainState, float]:
         """All steps; the figures of step n-1 are handled while step n runs. Returns the state and tokens/s."""
         c, batches = self.config, self.batches("train", self.samples)
@@ -290,23 +273,31 @@ class Run:
                     progress.say(f"step {n}: gradients are not finite, nothing was changed")
                 progress.update(n, float(values["loss"]), speed, seconds)
 
+            profiler.resume(first)
             for number in range(first + 1, c.run.steps + 1):
                 checkpoints.check()
                 if number == self.ranks.start + 1 and number > 1:
                     ranks = ", ".join(map(str, self.ranks.current))
                     progress.say(f"step {number}: compression over data starts, ranks by stage {ranks}")
-                state, values = self.step_of(number)(state, next(batches))
+                with profiler.reading():
+                    batch = next(batches)
+                with profiler.step(number):
+                    state, values = self.step_of(number)(state, batch)
                 self.samples += c.batch.global_batch
                 if pending:
                     handle(*pending)
                 pending = (number, values)
                 due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
                 save = c.checkpoint.every and number % c.checkpoint.every == 0
-                stop = self._must_stop(number)
+                stop = self._stop.after(number)
                 adapt = self.ranks.due(number)
-                if due or save or stop or adapt:
+                if due or save or stop or adapt or profiler.turns(number):
+                    profiler.pause(values)
                     handle(*pending)
                     pending, began = None, time.perf_counter()
+                    if number == profiler.last:
+                        with self.progress.doing("reading the profile"):
+                            writer.write(number, profiler.finish(self.step_of(number), progress.say))
                     if adapt and self.ranks.adapt():
                         ranks = ", ".join(map(str, self.ranks.current))
                         progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
@@ -314,6 +305,7 @@ class Run:
                         writer.write(number, self.validate(state))
                     if save:
                         self.save(checkpoints, state, number)
+                    profiler.resume(number)
                     paused += time.perf_counter() - began
                     last_time = time.perf_counter()
                 if stop:

@@ -78,7 +78,8 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
     """What the planner takes of a configuration, nested.
 
     Raises:
-        UserError: a section is missing or wrong, or asks for compression that the planner does not know.
+        UserError: a section is missing or wrong, or asks for a compression or an optimizer that the planner does not
+            know.
     """
     for name in _SECTIONS:
         if name not in values:
@@ -94,6 +95,11 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
+    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
+        raise UserError(
+            f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "
+            "plan with adamw, and train with --plan=plan.json and the other"
+        )
     return found
 
 

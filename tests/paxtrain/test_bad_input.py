@@ -12,7 +12,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import checkpoint, data, huggingface, plan, prepare, sample, train
+from paxtrain import checkpoint, compare, data, huggingface, metrics, plan, prepare, sample, train
 from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
 from tests import mains
@@ -167,6 +167,15 @@ BAD_CONFIGURATION = {
     "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA A100", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
     "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
+    "optimizer": (["optimizer.name=lion"], ["optimizer.name", "adamw, muon", "'lion'"]),
+    "momentum": (["optimizer.muon_momentum=1.0"], ["optimizer.muon_momentum must be in [0, 1)", "1.0"]),
+    "iterations": (["optimizer.muon_steps=0"], ["optimizer.muon_steps must be positive", "0"]),
+    "size of updates": (["optimizer.muon_rms=-0.2"], ["optimizer.muon_rms must not be negative", "-0.2"]),
+    "steps to profile": (["profile=12"], ["profile='12'", "FIRST:END", "10:13"]),
+    "steps to profile as words": (["profile=a:b"], ["profile='a:b'", "10:13"]),
+    "steps to profile backwards": (["profile=13:13"], ["profile=13:13", "no step", "13:14"]),
+    "steps to profile from 0": (["profile=0:3"], ["profile=0:3", "counted from 1"]),
+    "steps to profile beyond": (["profile=499:502"], ["profile=499:502", "step 501", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
     "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
     "missing validation": (["data.validation=nowhere/validation"], ["nowhere/validation"]),
@@ -326,6 +335,25 @@ def test_models_of_hugging_face(home, run_main, given, words):
     said = run_main(huggingface, *(flag.format(home=home) for flag in given))
     assert all(word.format(home=home) in said for word in words), said
     assert not (home / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["--runs must have a value"]),
+        (["--runs={home}/nowhere"], ["nowhere/metrics.jsonl"]),
+        (["--runs={home}/run", "--out={home}/nowhere/a.png"], ["cannot write {home}/nowhere/a.png", "No such file"]),
+        (["--runs={home}/run", "--out={home}/a.txt"], ["--out={home}/a.txt", "a .png"]),
+        (["{home}/run"], ["unexpected argument", "--runs=FOLDER,FOLDER"]),
+    ],
+)
+def test_comparing_runs(home, tmp_path, run_main, given, words):
+    with metrics.Metrics(home / "run", primary=True) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+    defaults = [f"--runs={home / 'run'}"] * bool(given) + [f"--out={tmp_path / 'out.png'}"]
+    said = run_main(compare, *defaults, *(flag.format(home=home) for flag in given))
+    assert all(word.format(home=home) in said for word in words), said
 
 
 def test_commands_leave_with_2(home, tmp_path):

@@ -211,3 +211,26 @@ def test_figure_without_losses(tmp_path):
         writer.write(1, {"loss": float("nan")})
     with pytest.raises(UserError, match="holds no loss yet"):
         plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
+
+
+def test_figure_of_several_runs(tmp_path, monkeypatch):
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, rate in zip(runs, (0.5, 0.9)):
+        with Metrics(run, primary=True) as writer:
+            for step in range(1, 41):
+                writer.write(step, {"loss": 1 + rate**step})
+            writer.write(40, {"validation_loss": 1.25})
+    drawn = []
+    monkeypatch.setattr(plots, "style", drawn.append)
+    plots.plot_runs(runs, tmp_path / "losses.png")
+    assert imread(tmp_path / "losses.png").shape[:2] == (750, 1350)
+    [axes] = drawn
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one (validation 1.250)",
+        "two (validation 1.250)",
+    ]
+    curves = {line.get_label(): line.get_ydata() for line in axes.lines if not line.get_label().startswith("_")}
+    assert [curve[0] for curve in curves.values()] == [1.5, 1.9]
+    write(tmp_path / "short", [1])
+    with pytest.raises(UserError, match=r"short/metrics.jsonl holds less than two steps' losses"):
+        plots.plot_runs([tmp_path / "short"], tmp_path / "losses.png")

@@ -52,12 +52,13 @@ def plain_steps(config, params, batches):
     [
         {"model__embedding_dropout": 0.0, "pipeline__scan_layers": "off"},
         {"mesh__zero1": False, "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
+        {"optimizer__name": "muon", "model__embedding_dropout": 0.0, "pipeline__schedule": "1f1b"},
         pytest.param(
             {"mesh__zero1": False, "model__residual_dropout": 0.1, "pipeline__scan_layers": "off"},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["zero1", "replicated-dropout-four-stages", "replicated-dropout"],
+    ids=["zero1", "replicated-dropout-four-stages", "muon", "replicated-dropout"],
 )
 def test_ten_steps_are_those_of_plain_jax(home, tmp_path, changes):
     trainer = trainer_of(home, tmp_path, **changes)

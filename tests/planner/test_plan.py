@@ -82,6 +82,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],
         "compress.forward=all is not planned for": [cluster_flag, "--model.compress.forward=all"],
+        "optimizer.name=muon is not planned for": [cluster_flag, "--model.optimizer.name=muon"],
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
