@@ -1,6 +1,6 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
-One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, B. F and B are those of
+One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, B, W. They are those of
 stage.py: F puts what its backward needs into a ring, so no autodiff crosses a transfer, and both transfers of a row can
 run under its compute.
 
@@ -107,25 +107,38 @@ class Rows:
 
     @jax.named_scope("backward")
     def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
-        stage = self.stage
+        stage, splits = self.stage, self.program.splits
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
-        ring = carry["residuals"]
+        ring, slot = carry["residuals"], (cell["backward_slot"],)
+        keys = ("gradient_out", "grads", "residuals" if splits else "scratch")
 
         def body(part: Carry) -> Carry:
-            cotangent, slot = jnp.where(active, g, 0) if self.masked else g, (cell["backward_slot"],)
-            out, grads, scratch = stage.backward(
-                chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
-            )
+            if splits:
+                out, grads, rest = stage.input_gradient(chunk, part["residuals"], slot, g, part["grads"])
+            else:
+                cotangent = jnp.where(active, g, 0) if self.masked else g
+                out, grads, rest = stage.backward(
+                    chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
+                )
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
-            return {"gradient_out": out, "grads": grads, "scratch": scratch}
+            return dict(zip(keys, (out, grads, rest)))
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads", "scratch")})
+        carry = carry | self.run(active, body, {k: carry[k] for k in keys})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
-            out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
+            out, ring = lax.optimization_barrier((carry["gradient_out"], carry["residuals"]))
             carry = carry | {"gradient_out": out, "residuals": ring}
         return carry
+
+    @jax.named_scope("backward")
+    def _weights(self, carry: Carry, cell: Cell, chunk: int) -> Carry:
+        active = (cell["weights_valid"] == 1) & (cell["weights_chunk"] == chunk)
+        ring, slot = carry["residuals"], (cell["weights_slot"],)
+        grads = self.run(active, lambda grads: self.stage.weight_gradients(chunk, ring, slot, grads), carry["grads"])
+        # As behind B.
+        grads, ring = lax.optimization_barrier((grads, ring))
+        return carry | {"grads": grads, "residuals": ring}
 
     def _send(
         self, direction: str, carry: Carry, what: str, chunk: jax.Array, pairs: tuple[Pair, ...]
@@ -180,6 +193,8 @@ class Rows:
                 g = jnp.where(self.last, carry["gradients"], received)
             for chunk in kind.backward:
                 carry = self._backward(carry, cell, g, chunk, kind)
+        for chunk in kind.weights:
+            carry = self._weights(carry, cell, chunk)
         # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
         return lax.optimization_barrier(carry) if self.masked else carry
 

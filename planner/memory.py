@@ -7,7 +7,7 @@ says what is allocated; `per_stage` what of it a stage has in use, for drawings.
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
     optimizer     Adam's two moments, sharded like the weights
     gradients     float32 accumulators, whole
-    activations   the ring of what F leaves for B: depth x what a forward keeps of a virtual stage
+    activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
     buffers       messages and their rings, and the largest workspace: of the head or of a backward
     compression   states of the codecs
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, Config, ModelConfig
 
 # Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
 # NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
@@ -128,15 +128,15 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
 def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
     """Depths of the rings of residuals, activations and gradients as buffers.assign finds them, without scrap slots.
 
-    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b P, interleaved 2(P-1)+(v-1)P+1. Messages of
-    interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
+    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b and zb_h1 P, interleaved 2(P-1)+(v-1)P+1.
+    Messages of interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
     """
     p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
-    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b")]
+    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")]
     several = np.asarray(p) > 1
-    flight = np.select(which, [2 * (p - 1) + 1, m, p], 2 * (p - 1) + (v - 1) * p + 1)
-    activation = np.select(which, [0, 0, 1], 2) * several
-    gradient = np.select(which, [0, m, 1], np.minimum(p // 2 + 1, m)) * several
+    flight = np.select(which, [2 * (p - 1) + 1, m, p, p], 2 * (p - 1) + (v - 1) * p + 1)
+    activation = np.select(which, [0, 0, 1, 1], 2) * several
+    gradient = np.select(which, [0, m, 1, 1], np.minimum(p // 2 + 1, m)) * several
     return np.where(several, np.minimum(flight, m * v), 0), activation, gradient
 
 
@@ -158,6 +158,16 @@ def kept(shape: Shape) -> dict[str, Any]:
     else:
         everything = everything + t * 3 * c * part + sums * (2 + model.sequence * (9 + c) / 4)
     return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
+
+
+def left(shape: Shape) -> dict[str, Any]:
+    """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
+
+    What paxtrain.split_backward leaves: the gradients of the four products' outputs, but for that of qkv in "dots", which
+    takes the place of qkv, and all but ... in "residuals".
+    """
+    whole, part = shape.model.hidden, shape.model.hidden / shape.tensor
+    return {"dots": shape.tokens * shape.compute * (2 * whole + 4 * part), "residuals": 0}
 
 
 def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:
@@ -268,6 +278,8 @@ def analytic(shape: Shape) -> Memory:
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
+    splits = np.isin(shape.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (np.asarray(shape.pipe) > 1)
+    layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
     layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
@@ -299,6 +311,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
         "gpipe": np.full(stages, m),
         "1f1b": stages - s,
         "interleaved_1f1b": 2 * (stages - 1 - s) + (v - 1) * stages + 1,
+        "zb_h1": np.full(stages, stages),
     }[config.pipeline.schedule]
     in_flight = np.minimum(flight, m * v) / np.maximum(ring_slots(shape), 1)
     return Memory(

@@ -12,7 +12,7 @@ import pytest
 
 from paxtrain import hlo, model
 from paxtrain import tensor_parallel as tp
-from paxtrain.config import CompressConfig, PipelineConfig, from_dict
+from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
 from paxtrain.links import Link
 from paxtrain.mesh import make_mesh
 from paxtrain.pipeline import Links
@@ -96,6 +96,9 @@ COVERING = [
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
     config((2, 2, 2), scan_layers="on"),
     config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
+    config((2, 2, 2), schedule="zb_h1", dropout=0.2),
+    config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
+    config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
 ]
 
 
@@ -116,9 +119,9 @@ def everything():
     """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
-    for mesh, schedule, save in itertools.product(meshes, ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b"), modes):
+    for mesh, schedule, save in itertools.product(meshes, SCHEDULES, modes):
         chunks = 2 if schedule == "interleaved_1f1b" else 1
-        if chunks == 1 or mesh[1] > 1:
+        if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
             yield config(mesh, layers=layers, schedule=schedule, save=save, virtual_stages=chunks)
 
@@ -131,10 +134,11 @@ def test_gradients_equal_one_device_everywhere(c):
 
 def test_covering_set_has_every_mesh_schedule_and_save_mode():
     meshes = {(c.mesh.data, c.mesh.pipe, c.mesh.tensor) for c in COVERING}
-    assert meshes == {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
+    assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
     piped = [c for c in COVERING if c.mesh.pipe > 1]
-    assert {c.pipeline.schedule for c in piped} == {"eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b"}
+    assert {c.pipeline.schedule for c in piped} == set(SCHEDULES)
     assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
+    assert {c.pipeline.save for c in piped if c.pipeline.schedule in SPLIT} == set(SPLIT_SAVES)
     assert PipelineConfig().save == "dots"
 
 
@@ -181,7 +185,7 @@ def with_codec(c, codec) -> Trainer:
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "zb_h1"])
 def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
     c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
     assert max(errors(with_codec(c, Doubling()), ref).values()) <= TOLERANCE
@@ -218,8 +222,9 @@ def temporary(global_batch: int, schedule: str, save: str = "dots") -> int:
 
 def test_memory_of_the_step():
     """Flat in m for 1F1B of both kinds, both below GPipe; recomputing a stage takes less than keeping everything."""
-    eager, plain = temporary(64, "eager_1f1b"), temporary(64, "1f1b")
+    eager, plain, split = (temporary(64, name) for name in ("eager_1f1b", "1f1b", "zb_h1"))
     assert eager <= 1.03 * temporary(16, "eager_1f1b")
     assert plain <= 1.03 * temporary(16, "1f1b")
-    assert max(eager, plain) < temporary(64, "gpipe")
+    assert plain < split <= 1.03 * temporary(16, "zb_h1")
+    assert max(eager, plain, split) < temporary(64, "gpipe")
     assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")
