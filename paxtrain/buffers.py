@@ -283,6 +283,13 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
             inbox[to][cells[to]["arrival_slot"]] = key
             unread.add(("a", *key))
         for s, cell in enumerate(cells):
+            if not cell["weights_valid"]:
+                continue
+            virtual = schedule.virtual_stage(s, cell["weights_chunk"])
+            done, *key = residual[s].pop(cell["weights_slot"], (None,))
+            check(done == "B" and key[0] == virtual, row, s, "B has left nothing for W")
+            seen.add(("W", *key))
+        for s, cell in enumerate(cells):
             if not cell["backward_valid"]:
                 continue
             mb, virtual = cell["backward"], schedule.virtual_stage(s, cell["backward_chunk"])
@@ -296,13 +303,6 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
                 residual[s][cell["backward_slot"]] = ("B", virtual, mb)
             if virtual:
                 sending[s] = ((s - 1) % stages, (virtual - 1, mb))
-        for s, cell in enumerate(cells):
-            if not cell["weights_valid"]:
-                continue
-            virtual = schedule.virtual_stage(s, cell["weights_chunk"])
-            done, *key = residual[s].pop(cell["weights_slot"], (None,))
-            check(done == "B" and key[0] == virtual, row, s, "B has left nothing for W")
-            seen.add(("W", *key))
         for s, cell in enumerate(cells):
             for name, depth in depths.items():
                 fits = cell[name] < max(depth, 1) if (s, name) in kept else cell[name] == depth

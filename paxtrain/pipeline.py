@@ -1,6 +1,6 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
-One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, B, W. They are those of
+One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, W, B. They are those of
 stage.py: F puts what its backward needs into a ring, so no autodiff crosses a transfer, and both transfers of a row can
 run under its compute.
 
@@ -156,36 +156,48 @@ class Rows:
     def _decode(self, direction: str, wire: Any) -> jax.Array:
         return getattr(self.links, direction).codec.decode(wire, self.stage.message)
 
+    def _arrive(self, carry: Carry, cell: Cell, kind: RowKind, received: Any, wire: Any) -> tuple[Carry, Any]:
+        """The gradients that have come, decoded, and in their slot where there is a ring."""
+        if kind.receive_compressed:
+            arrived = self._decode("backward", wire)
+            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            received = arrived if received is None else jnp.where(receives, arrived, received)
+        if self.buffers.gradient_depth and received is not None:
+            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+        return carry, received
+
     def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
         """One row; cells is this row's [stages, columns] of the table."""
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
-        depth, received = self.buffers.gradient_depth, None
+        received, wire, splits = None, None, self.program.splits
         if kind.receive:
             received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
         if kind.receive_compressed:
             carry, wire = self._send("backward", carry, "gradient_out", cell["message_chunk"], kind.receive_compressed)
-        elif depth and received is not None:
-            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+        elif not splits:
+            carry, received = self._arrive(carry, cell, kind, received, wire)
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
-        if kind.receive_compressed:
+        if kind.receive_compressed and not splits:
             # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
             wire, output = lax.optimization_barrier((wire, carry["output"]))
-            arrived = self._decode("backward", wire)
-            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
-            received = arrived if received is None else jnp.where(receives, arrived, received)
-            carry = carry | {"output": output}
-            if depth:
-                carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+            carry, received = self._arrive(carry | {"output": output}, cell, kind, received, wire)
         if kind.send:
-            carry, wire = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
-            arrived = self._decode("forward", wire)
+            carry, sent = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
+            arrived = self._decode("forward", sent)
             slot = (cell["arrival_slot"],)
             inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
             carry = carry | {"inbox": inbox}
+        for chunk in kind.weights:
+            carry = self._weights(carry, cell, chunk)
+        if splits and (kind.receive or kind.receive_compressed):
+            # Behind F and W, whatever stages do of them: else all would wait for the slowest of their neighbours.
+            after = (carry["output"], carry["grads"])
+            (received, wire), (output, grads) = lax.optimization_barrier(((received, wire), after))
+            carry, received = self._arrive(carry | {"output": output, "grads": grads}, cell, kind, received, wire)
         if kind.backward:
-            if depth:
+            if self.buffers.gradient_depth:
                 g = read(carry["gradients"], (cell["gradient_slot"],))
             elif received is None:
                 g = carry["gradients"]
@@ -193,8 +205,6 @@ class Rows:
                 g = jnp.where(self.last, carry["gradients"], received)
             for chunk in kind.backward:
                 carry = self._backward(carry, cell, g, chunk, kind)
-        for chunk in kind.weights:
-            carry = self._weights(carry, cell, chunk)
         # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
         return lax.optimization_barrier(carry) if self.masked else carry
 

@@ -33,7 +33,8 @@ def write(ring: Any, index: Index, value: Any) -> Any:
 def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
     """`write` to some of the leaves, by their numbers."""
     leaves, structure = jax.tree.flatten(ring)
-    return structure.unflatten([write(leaf, index, values[n]) if n in values else leaf for n, leaf in enumerate(leaves)])
+    new = [write(leaf, index, values[n]) if n in values else leaf for n, leaf in enumerate(leaves)]
+    return structure.unflatten(new)
 
 
 def add(total: Any, delta: Any) -> Any:

@@ -2,13 +2,12 @@
 
 A row has two phases. In the forward phase a stage may run the forward F of one micro-batch through one of its chunks of
 layers, in the backward phase the backward B of one. Where a schedule splits the backward, B makes the gradient of the
-chunk's input only, and W, which may come in the backward phase of a later row, makes the weights'. Messages move with
-the rows:
+chunk's input only, and W, in the backward phase of a later row, makes the weights'. Messages move with the rows:
 
     row t:  gradients that B made in row t-1 travel     } in flight together
             forward phase: F                            }
             activations that F has just made travel     } likewise
-            backward phase: B, then W
+            backward phase: W, B
 
 so an activation made in row t can be used from row t+1 on, and so can a gradient. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
@@ -18,8 +17,8 @@ cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
-    (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1: Qi
-    et al. 2023, Zero Bubble Pipeline Parallelism.
+    (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1:
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
 import dataclasses
@@ -214,8 +213,8 @@ def _interleaved_1f1b(stages: int, chunks: int, m: int) -> Schedule:
 def _zb_h1(stages: int, chunks: int, m: int) -> Schedule:
     """1f1b with W put off: that of a micro-batch comes s B later on stage s, and fills the wait for the last gradients.
 
-    In flight from F to W: P micro-batches on every stage, as many as on the first one of 1f1b. Time of equal stages from
-    P micro-batches on, where W is no longer than F and B: m(F+B+W) + (P-1)(F+B-W), transfers exposed.
+    In flight from F to W: P micro-batches on every stage, as many as on the first one of 1f1b. Time of equal stages
+    from P micro-batches on, where W is no longer than F and B: m(F+B+W) + (P-1)(F+B-W), transfers exposed.
     """
     orders = []
     for s, ops in enumerate(_orders_1f1b(stages, m)):

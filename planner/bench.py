@@ -34,8 +34,8 @@ from planner.links import fabric
 from planner.meeting import Meeting
 
 SECTIONS = ("executor", "placement", "speed")
-# Schedule, chunks and save. Small residuals where they can be: in schedules that skip idle ops XLA for CPUs moves F ahead
-# of B, and so must copy their ring.
+# Schedule, chunks and save. Small residuals where they can be: in schedules that skip idle ops XLA for CPUs moves F
+# ahead of B, and so must copy their ring.
 EXECUTED = (
     ("eager_1f1b", 1, "layer_inputs"),
     ("gpipe", 1, "layer_inputs"),

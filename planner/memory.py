@@ -163,11 +163,12 @@ def kept(shape: Shape) -> dict[str, Any]:
 def left(shape: Shape) -> dict[str, Any]:
     """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
 
-    What paxtrain.split_backward leaves: the gradients of the four products' outputs, but for that of qkv in "dots", which
-    takes the place of qkv, and all but ... in "residuals".
+    Of the gradients [t, H], [t, H], [t, 4H/T] and [t, 3H/T] of what out, down, up and qkv make, those for which
+    paxtrain.split_backward finds no place. In bfloat16 without dropout F keeps no other [t, H] that W can spare.
     """
-    whole, part = shape.model.hidden, shape.model.hidden / shape.tensor
-    return {"dots": shape.tokens * shape.compute * (2 * whole + 4 * part), "residuals": 0}
+    whole, part, one = shape.model.hidden, shape.model.hidden / shape.tensor, shape.tokens * shape.compute
+    fits = shape.model.residual_dropout > 0 or shape.model.dtype == "float32"
+    return {"dots": one * (2 * whole + 4 * part), "residuals": one * ((0 if fits else 2 * whole) + 3 * part)}
 
 
 def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:

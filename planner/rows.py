@@ -50,7 +50,7 @@ class Row:
     """One kind of row; what does not happen in it is None.
 
     Attributes:
-        forward, backward, weights: (stages, virtual stages) that run F, B or W, idle ones that compute on scrap included.
+        forward, backward, weights: (stages, virtual stages) that run F, B or W, idle ones that compute on scrap too.
         head: the last virtual stage's F is among them.
         plain, packed, activations: (senders, receivers) of the messages.
         hides: F does not wait for the gradients.
@@ -102,7 +102,7 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
             plain=ends(sends[t] & ~packed[t], -1),
             packed=ends(packed[t], -1),
             activations=ends(f[t] & (f_virtual[t] < last), 1),
-            hides=schedule.masked,
+            hides=schedule.masked or schedule.splits,
         )
 
     kinds: dict[bytes, Row] = {}
@@ -132,7 +132,7 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 @functools.lru_cache(maxsize=1024)
 def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: str, scrap: bool) -> list[Run]:
     schedule = schedules.build(name, stages, micro_batches, chunks)
-    return _runs(_rows(schedule, compressed, scrap), longest=2 * schedule.virtual_stages)
+    return _runs(_rows(schedule, compressed, scrap), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,13 +1,13 @@
 """The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
 
 It replays, row by row, what `paxtrain.pipeline.Rows.row` does on every stage: gradients travel, F, activations travel,
-B, W. A transfer starts when both of its ends have come to it, since a GPU's send waits for its receive to be posted. What
-waits for its end differs by backend:
+W, B. A transfer starts when both of its ends have come to it, since a GPU's send waits for its receive to be posted.
+What waits for its end differs by backend:
 
     overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
-                      end of the row; by both ends. Where stages skip their idle ops (1f1b, zb_h1 ...) a gradient
+                      end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
                       goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed:
-                      that is where the compiler puts it.
+                      that is where the compiler puts it. In zb_h1 the executor puts it behind W.
     blocking (CPU)    both ends of a transfer wait for it where it stands in the compiled program. Where stages skip
                       their idle ops XLA for CPUs puts F and its sends before the B of the row before; the loss comes
                       after the sends of its row. So it does with two stages; with more it moves fewer sends.
@@ -191,13 +191,13 @@ class _Replay:
                     self._wait(ends, done)
             self._forward(row)
             self._head(row)
-            posted = self.now.copy() if later and row.activations else self.now
+            posted = self.now.copy() if row.activations and (later or row.weights) else self.now
+            self._weights(row)
             for ends, done in later:
                 self._wait(ends, done)
             self._decode(row)
             sent = [(row.activations, self._activations(posted, row))] if row.activations else []
             self._backward(row)
-            self._weights(row)
             for ends, done in sent:
                 self._wait(ends, done)
 
@@ -219,8 +219,8 @@ class _Replay:
             self._decode(row)
             if i + 1 < len(rows) and early[i + 1]:
                 self._forward_and_send(rows[i + 1])
-            self._backward(row)
             self._weights(row)
+            self._backward(row)
 
     def run(self, stretches: list[Run]) -> Array:
         replay = self._overlapped if self.overlap else self._blocking

@@ -18,7 +18,13 @@ SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for ch
 shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 
 # Small ones for corrupting: (name, stages, micro-batches, chunks).
-SMALL = [("eager_1f1b", 3, 7, 1), ("gpipe", 3, 4, 1), ("1f1b", 3, 5, 1), ("interleaved_1f1b", 2, 3, 2), ("zb_h1", 3, 5, 1)]
+SMALL = [
+    ("eager_1f1b", 3, 7, 1),
+    ("gpipe", 3, 4, 1),
+    ("1f1b", 3, 5, 1),
+    ("interleaved_1f1b", 2, 3, 2),
+    ("zb_h1", 3, 5, 1),
+]
 small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape[0])
 
 # Slots that idle stages write as well: there they must be the scrap slot.
@@ -75,6 +81,12 @@ def replay(schedule, buffers):
         for s, cell in enumerate(cells):
             if kind.send:
                 inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+        for chunk, (s, cell) in itertools.product(kind.weights, enumerate(cells)):
+            if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
+                left = residuals[s][cell["weights_slot"]]
+                assert left is not UNSET
+                if left and left[:2] == ("w", chunk * stages + s):
+                    done["weights", *left[1:]] += 1
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
@@ -92,12 +104,6 @@ def replay(schedule, buffers):
                 done["embedding", mb] += good and kind.first_backward and virtual == 0
                 if schedule.splits:
                     residuals[s][cell["backward_slot"]] = ("w", virtual, mb) if good else None
-        for chunk, (s, cell) in itertools.product(kind.weights, enumerate(cells)):
-            if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
-                left = residuals[s][cell["weights_slot"]]
-                assert left is not UNSET
-                if left and left[:2] == ("w", chunk * stages + s):
-                    done["weights", *left[1:]] += 1
     phases = ("backward", "weights") if schedule.splits else ("backward",)
     everything = [(p, v, mb) for p in phases for v in range(last + 1) for mb in range(schedule.micro_batches)]
     everything += [(what, mb) for what in ("loss", "embedding") for mb in range(schedule.micro_batches)]

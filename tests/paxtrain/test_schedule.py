@@ -28,7 +28,7 @@ def busy(schedule, phase):
 
 
 def in_flight(schedule):
-    """Per stage, the most micro-batches (of all chunks) whose F has run and whose B, or W, has not: F of a row is first."""
+    """Per stage, the most micro-batches (of all chunks) between F and their last op: F of a row is first."""
     last = "weights" if schedule.splits else "backward"
     forwards, backwards = (busy(schedule, phase).cumsum(axis=0) for phase in ("forward", last))
     return (forwards - backwards + busy(schedule, last)).max(axis=0)

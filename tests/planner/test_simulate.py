@@ -77,7 +77,7 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
         ready, later = list(now), []
         for a, b, small in messages:
             done = max(ready[a], ready[b]) + (s.packed if small else s.gradient)[i, a]
-            if small or schedule.masked:
+            if small or schedule.masked or schedule.splits:
                 later.append((a, b, done))
             else:
                 now[a], now[b] = max(now[a], done), max(now[b], done)
@@ -86,6 +86,8 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
         if has_head(schedule, t):
             now[-1] += s.head[i]
         posted = list(now)
+        for stage, virtual in computing(schedule, "weights", t):
+            now[stage] += s.weights[i, virtual]
         for a, b, done in later:
             now[a], now[b] = max(now[a], done), max(now[b], done)
         for _, b, small in messages:
@@ -93,8 +95,6 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
         arrivals = [(a, b, max(posted[a], posted[b]) + s.activation[i, a]) for a, b in schedule.activation_pairs[t]]
         for stage, virtual in computing(schedule, "backward", t):
             now[stage] += s.backward[i, virtual]
-        for stage, virtual in computing(schedule, "weights", t):
-            now[stage] += s.weights[i, virtual]
         for a, b, done in arrivals:
             now[a], now[b] = max(now[a], done), max(now[b], done)
     return now
@@ -114,10 +114,10 @@ def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
         bodies += [list(range(start + k * period, start + (k + 1) * period)) for k in range(repeats)]
         unrolled = []
     for body in [*bodies, unrolled]:
-        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "B", "W")]
+        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "W", "B")]
         for t in body[1:]:
             small = any(small for *_, small in gradient_messages(schedule, t, packed))
-            if schedule.activation_pairs[t] and not schedule.masked and not small:
+            if schedule.activation_pairs[t] and not (schedule.masked or schedule.splits) and not small:
                 ops.remove(("F", t))
                 ops.remove(("send", t))
                 at = ops.index(("B", t - 1))
@@ -173,7 +173,7 @@ def test_equal_stages_without_transfers_take_the_closed_form(schedule, p, m):
     np.testing.assert_allclose(found.max(), (m + p - 1) * 3.0, rtol=1e-12)
 
 
-@pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 3, 1)])
+@pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 3, 1), (1, 2, 1)])
 @pytest.mark.parametrize(("p", "m"), [(1, 7), (2, 2), (2, 9), (4, 16), (8, 8), (8, 100), (3, 1000)])
 def test_weight_gradients_fill_the_bubble(p, m, times):
     """(P-1)(F+B-W), the bubble of ZB-H1 (Qi et al. 2023), where that of 1f1b is (P-1)(F+B+W)."""
