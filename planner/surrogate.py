@@ -52,7 +52,7 @@ def features(shape: Shape, memory: Memory) -> np.ndarray:
     schedule = np.where(np.asarray(shape.schedule) == SCHEDULES.index("zb_h1"), SCHEDULES.index("1f1b"), shape.schedule)
     columns = [
         *(getattr(memory, name) / total for name in _SHARES),
-        shape.compute * layers * 12 * model.hidden**2 / shape.tensor / total,
+        shape.compute * layers * model.matrices / shape.tensor / total,
         4 * logits / total,
         layer / total,
         layer * shape.slots / total,

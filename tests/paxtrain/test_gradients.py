@@ -20,14 +20,22 @@ from paxtrain.step import Trainer
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
 TOLERANCE = 1e-5
+LLAMA = {"family": "llama", "kv_heads": 4, "intermediate": 48}
+SHAPES = {
+    "gpt2": {},
+    "gpt2 untied": {"tied_head": False},
+    "llama": LLAMA,
+    "llama untied": LLAMA | {"tied_head": False},
+}
 
 
-def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, **pipeline):
+def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", **pipeline):
     data, pipe, tensor = mesh
     return from_dict({
         "model": {
             "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
             "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
+            **SHAPES[shape],
         },
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
         "pipeline": pipeline,
@@ -44,9 +52,9 @@ class Reference(NamedTuple):
 
 
 @functools.cache
-def reference(global_batch: int, dropout: float, layers: int) -> Reference:
+def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2") -> Reference:
     """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
-    c = config((1, 1, 1), global_batch, dropout, layers).model
+    c = config((1, 1, 1), global_batch, dropout, layers, shape=shape).model
     params = model.init(c, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
@@ -61,20 +69,27 @@ def trainer(c, **kwargs):
 
 
 def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
-    """Relative errors: of the loss, and per parameter max |difference| / max |reference|."""
+    """Relative errors: of the loss, the norm of all gradients, and per parameter max |difference| / max |reference|."""
     params = jax.jit(trained.layout.from_canonical)(ref.params)
     params = jax.device_put(params, trained.state_shardings.params)
     tokens = jax.device_put(ref.tokens, trained.batch_sharding)
-    loss, grads, *_ = jax.jit(trained.loss_and_gradients)(params, tokens, ref.key)
+
+    @jax.jit
+    def run(params: model.Params, tokens: jax.Array, key: jax.Array | None) -> tuple:
+        loss, grads, *_ = trained.loss_and_gradients(params, tokens, key)
+        return loss, grads, trained.norm(grads)
+
+    loss, grads, norm = run(params, tokens, ref.key)
+    whole = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in jax.tree.leaves(ref.grads)))
     grads = jax.device_get(jax.jit(trained.layout.to_canonical)(grads))
     error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), grads, ref.grads)
     flat = {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
-    return {"loss": abs(float(loss) - ref.loss) / ref.loss, **flat}
+    return {"loss": abs(float(loss) - ref.loss) / ref.loss, "norm": abs(float(norm) - whole) / whole, **flat}
 
 
 def check(c) -> None:
     model_config = c.model
-    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers)
+    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c))
     wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
@@ -99,12 +114,25 @@ COVERING = [
     config((2, 2, 2), schedule="zb_h1", dropout=0.2),
     config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
     config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
+    config((2, 2, 2), shape="llama untied", schedule="zb_h1"),
+    config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
+    config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
+    config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
+    config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
+    config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
+    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
 ]
+
+
+def shape(c) -> str:
+    """Its name among SHAPES."""
+    return f"{c.model.family}{'' if c.model.tied_head else ' untied'}"
 
 
 def name(c) -> str:
     p = c.pipeline
-    extra = [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
+    extra = ["" if shape(c) == "gpt2" else shape(c)]
+    extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
     extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
@@ -119,11 +147,14 @@ def everything():
     """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
-    for mesh, schedule, save in itertools.product(meshes, SCHEDULES, modes):
+    shapes = ("gpt2", "llama untied")
+    for mesh, schedule, save, model_shape in itertools.product(meshes, SCHEDULES, modes, shapes):
+        if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
+            continue
         chunks = 2 if schedule == "interleaved_1f1b" else 1
         if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
-            yield config(mesh, layers=layers, schedule=schedule, save=save, virtual_stages=chunks)
+            yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
 
 @pytest.mark.slow
