@@ -14,8 +14,10 @@ from paxtrain.compress_config import SECONDS, CompressConfig
 from paxtrain.data_config import DataConfig
 
 FAMILIES = ("gpt2", "llama")
-SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+SPLIT = ("zb_h1",)  # those that run the backward in two parts, B and W
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+SPLIT_SAVES = ("dots", "residuals")  # those that they can use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +189,7 @@ class PipelineConfig:
     """How micro-batches flow through the stages.
 
     Attributes:
-        schedule: one of SCHEDULES.
+        schedule: one of SCHEDULES; zb_h1 needs a save of SPLIT_SAVES.
         virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as they get, the last ones shorter.
         save: what a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
@@ -215,6 +217,11 @@ class PipelineConfig:
         require(
             not interleaved or self.virtual_stages > 1,
             "pipeline.schedule=interleaved_1f1b needs pipeline.virtual_stages of 2 or more, got 1",
+        )
+        require(
+            self.schedule not in SPLIT or self.save in SPLIT_SAVES,
+            f"pipeline.save={self.save} is to spare what pipeline.schedule={self.schedule} keeps until a layer's "
+            f"weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
         )
         if self.pipe_layers:
             parts = self.pipe_layers.split(",")

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain import model
-from paxtrain.config import Config
+from paxtrain.config import SPLIT, Config
 from paxtrain.stage import Program
 
 Params = dict[str, Any]
@@ -104,6 +104,7 @@ class Layout:
             counts=self.counts,
             save=config.pipeline.save,
             scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
+            splits=config.pipeline.schedule in SPLIT and self.stages > 1,
             axis="tensor" if config.mesh.tensor > 1 else None,
             pipe="pipe" if self.stages > 1 else None,
         )

@@ -45,7 +45,9 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
     flying = "chunks" if layout.chunks > 1 else "micro-batches"
-    bubble = (mesh.pipe - 1) / (config.micro_batches * config.pipeline.virtual_stages + mesh.pipe - 1)
+    # Of F, B and W of equal length; split, (P-1)(F+B-W) of m(F+B+W).
+    work = config.micro_batches * (3 if schedule.splits else config.pipeline.virtual_stages)
+    bubble = (mesh.pipe - 1) / (work + mesh.pipe - 1)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return [
         ("model", f"{size(config.model.parameter_count())} parameters, {config.model.layers} layers of "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
 from planner.search import Found, Search
 from planner.space import BACKWARD
 
@@ -105,4 +105,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
+    if SCHEDULES[changed["schedule"]] in SPLIT and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+        return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

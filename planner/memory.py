@@ -7,7 +7,7 @@ says what is allocated; `per_stage` what of it a stage has in use, for drawings.
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
     optimizer     Adam's two moments, sharded like the weights
     gradients     float32 accumulators, whole
-    activations   the ring of what F leaves for B: depth x what a forward keeps of a virtual stage
+    activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
     buffers       messages and their rings, and the largest workspace: of the head or of a backward
     compression   states of the codecs
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, Config, ModelConfig
 
 # Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
 # NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
@@ -127,15 +127,15 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
 def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
     """Depths of the rings of residuals, activations and gradients as buffers.assign finds them, without scrap slots.
 
-    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b P, interleaved 2(P-1)+(v-1)P+1. Messages of
-    interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
+    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b and zb_h1 P, interleaved 2(P-1)+(v-1)P+1.
+    Messages of interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
     """
     p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
-    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b")]
+    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")]
     several = np.asarray(p) > 1
-    flight = np.select(which, [2 * (p - 1) + 1, m, p], 2 * (p - 1) + (v - 1) * p + 1)
-    activation = np.select(which, [0, 0, 1], 2) * several
-    gradient = np.select(which, [0, m, 1], np.minimum(p // 2 + 1, m)) * several
+    flight = np.select(which, [2 * (p - 1) + 1, m, p, p], 2 * (p - 1) + (v - 1) * p + 1)
+    activation = np.select(which, [0, 0, 1, 1], 2) * several
+    gradient = np.select(which, [0, m, 1, 1], np.minimum(p // 2 + 1, m)) * several
     return np.where(several, np.minimum(flight, m * v), 0), activation, gradient
 
 
@@ -165,6 +165,23 @@ def kept(shape: Shape) -> dict[str, Any]:
     apart = model.separator >= 0
     everything = everything + (apart and flash) * t * c * model.sequence
     return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * whole + apart * 4 * t, "residuals": everything}
+
+
+def left(shape: Shape) -> dict[str, Any]:
+    """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
+
+    Of the gradients of what the layer's matrices make, those for which paxtrain.split_backward finds no place among
+    what F keeps and W does not read. With matrix products saved, those of queries, keys and values do. With everything
+    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H].
+    """
+    model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
+    whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
+    ends = 0 if wide or model.residual_dropout > 0 else 2 * whole  # of out and down
+    if model.family == "llama":
+        up = 2 * model.ffn / tensor
+        queries = np.where(wide & (tensor == 1), 0, part)
+        return {"dots": one * (2 * whole + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
+    return {"dots": one * (2 * whole + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
 def _matrices(shape: Shape) -> list[list[Any]]:
@@ -281,6 +298,8 @@ def analytic(shape: Shape) -> Memory:
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
+    splits = np.isin(shape.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (np.asarray(shape.pipe) > 1)
+    layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
     layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
@@ -313,6 +332,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
         "gpipe": np.full(stages, m),
         "1f1b": stages - s,
         "interleaved_1f1b": 2 * (stages - 1 - s) + (v - 1) * stages + 1,
+        "zb_h1": np.full(stages, stages),
     }[config.pipeline.schedule]
     in_flight = np.minimum(flight, m * v) / np.maximum(ring_slots(shape), 1)
     return Memory(

@@ -9,6 +9,8 @@ from absl import flags
 from paxtrain.config import (
     SAVE_MODES,
     SCHEDULES,
+    SPLIT,
+    SPLIT_SAVES,
     BatchConfig,
     CompressConfig,
     ModelConfig,
@@ -117,13 +119,17 @@ def choices(min_ratio: float) -> Choices:
     for kind in kinds:
         if kind not in _KINDS:
             raise UserError(f"--compress must be none or some of {', '.join(_KINDS)}, got {kind!r}")
+    schedules, saves = _known("schedules", SCHEDULES), _known("saves", SAVE_MODES)
+    if set(schedules) <= set(SPLIT) and not set(saves) & set(SPLIT_SAVES):
+        known = " or ".join(SPLIT_SAVES)
+        raise UserError(f"--schedules={','.join(schedules)} needs --saves={known}, got {','.join(saves)}")
     return Choices(
         tensor=integers("tensor"),
         pipe=integers("pipe"),
         micro_batch=integers("micro_batch"),
         virtual_stages=integers("virtual_stages"),
-        schedules=tuple(_known("schedules", SCHEDULES)),
-        saves=tuple(_known("saves", SAVE_MODES)),
+        schedules=tuple(schedules),
+        saves=tuple(saves),
         backward=tuple(kind for kind in kinds if kind in BACKWARD),
         backward_ranks=integers("backward_ranks"),
         data_ranks=integers("data_ranks") if "data" in kinds else (),

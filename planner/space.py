@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
 from planner import costs
 from planner.cluster import Cluster
@@ -115,7 +115,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         for micro_batch, (schedule, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             policies = _compressions(choices, model, data, pipe, tensor, micro_batch)
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
-            for save, zero, policy in itertools.product(choices.saves, zero1, policies):
+            saves = [s for s in choices.saves if SCHEDULES[schedule] not in SPLIT or s in SPLIT_SAVES]
+            for save, zero, policy in itertools.product(saves, zero1, policies):
                 m = global_batch // data // micro_batch
                 save_index = SAVE_MODES.index(save)
                 rows.append((data, pipe, tensor, micro_batch, m, schedule, chunks, save_index, zero, *policy))
@@ -140,6 +141,7 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
     """(index of the schedule, chunks). With one stage all are the same."""
     if pipe == 1:
         plain = [name for name in choices.schedules if name != "interleaved_1f1b"]
+        plain.sort(key=lambda name: name in SPLIT)  # which cannot use all saves
         yield from [(SCHEDULES.index(name), 1) for name in plain[:1]]
         return
     for name in choices.schedules:

@@ -135,6 +135,7 @@ def test_keys_and_types(values, words):
         (PipelineConfig, {"scan_layers": "yes"}, ["pipeline.scan_layers", "auto, on, off", "'yes'"]),
         (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
+        (PipelineConfig, {"schedule": "zb_h1", "save": "inputs"}, ["save=inputs", "zb_h1", "dots or residuals"]),
         (PipelineConfig, {"pipe_layers": "2,,2"}, ["pipeline.pipe_layers", "commas", "'2,,2'"]),
         (PipelineConfig, {"pipe_layers": "4,0"}, ["pipeline.pipe_layers", "positive", "'4,0'"]),
         (PipelineConfig, {"pipe_layers": "4;4"}, ["pipeline.pipe_layers", "commas", "'4;4'"]),

@@ -96,6 +96,8 @@ def test_configurations_compile_and_overlap(name, capsys):
         ("interleaved_1f1b", {"virtual_stages": 2}),
         ("eager_1f1b", {"pipe_layers": "3,1"}),
         ("1f1b", {"scan_layers": "on"}),
+        ("zb_h1", {}),
+        ("zb_h1", {"scan_layers": "on"}),
     ],
 )
 def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):

@@ -12,7 +12,7 @@ import pytest
 
 from paxtrain import hlo, model
 from paxtrain import tensor_parallel as tp
-from paxtrain.config import CompressConfig, PipelineConfig, from_dict
+from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
 from paxtrain.links import Link
 from paxtrain.mesh import make_mesh
 from paxtrain.pipeline import Links
@@ -120,6 +120,10 @@ COVERING = [
     config((2, 2, 2), 8, separator=5, scan_layers="on"),
     config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
     config((2, 2, 1), 8, separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
+    config((2, 2, 2), schedule="zb_h1", dropout=0.2),
+    config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
+    config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
+    config((2, 2, 2), shape="llama untied", schedule="zb_h1", separator=5),
     config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
     config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
     config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
@@ -154,12 +158,12 @@ def everything():
     """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
-    schedules = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
-    for mesh, schedule, save, model_shape in itertools.product(meshes, schedules, modes, ("gpt2", "llama untied")):
+    shapes = ("gpt2", "llama untied")
+    for mesh, schedule, save, model_shape in itertools.product(meshes, SCHEDULES, modes, shapes):
         if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
             continue
         chunks = 2 if schedule == "interleaved_1f1b" else 1
-        if chunks == 1 or mesh[1] > 1:
+        if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
             yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
@@ -172,10 +176,11 @@ def test_gradients_equal_one_device_everywhere(c):
 
 def test_covering_set_has_every_mesh_schedule_and_save_mode():
     meshes = {(c.mesh.data, c.mesh.pipe, c.mesh.tensor) for c in COVERING}
-    assert meshes == {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
+    assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
     piped = [c for c in COVERING if c.mesh.pipe > 1]
-    assert {c.pipeline.schedule for c in piped} == {"eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b"}
+    assert {c.pipeline.schedule for c in piped} == set(SCHEDULES)
     assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
+    assert {c.pipeline.save for c in piped if c.pipeline.schedule in SPLIT} == set(SPLIT_SAVES)
     assert PipelineConfig().save == "dots"
 
 
@@ -222,7 +227,7 @@ def with_codec(c, codec) -> Trainer:
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "zb_h1"])
 def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
     c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
     assert max(errors(with_codec(c, Doubling()), ref).values()) <= TOLERANCE
