@@ -104,7 +104,7 @@ def sheet(
 # --- With a profile ---------------------------------------------------------------------------------------------------
 
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
-_PARTS = ("backward_input", "backward_weights")
+PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
 # Of a model, what a row of a compute profile names; rows that name no family are of GPT-2.
 PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
 
@@ -132,7 +132,8 @@ def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
     groups = {}
     for shape, rows in found.items():
         rows.sort(key=lambda row: row["micro_batch"])
-        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in ("micro_batch", *TIMES)}
+        keys = ("micro_batch", *TIMES, *(part for part in PARTS if all(part in row for row in rows)))
+        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in keys}
     return groups
 
 
@@ -178,7 +179,8 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
     shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
-    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in TIMES}
+    times = [name for name in (*TIMES, *PARTS) if name in rows]
+    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
     here = sheet(model, named, tensor, micro_batch, save, inside)
     if nearest != shape:
         *sizes, other_tensor, other_save = nearest
@@ -188,9 +190,9 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
         measured_inside = _inside(cluster.parts or cluster, kind)
         there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
-    # Profiles have the backward whole; its parts are the shares that the data sheet gives them.
-    parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in _PARTS}
-    return LayerCosts(**measured, **parts)
+    # Where the backward was measured whole its parts are the shares that the data sheet gives them.
+    parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
+    return LayerCosts(**parts | measured)
 
 
 def source(cluster: Cluster) -> str:

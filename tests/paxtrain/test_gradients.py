@@ -263,9 +263,10 @@ def temporary(global_batch: int, schedule: str, save: str = "dots") -> int:
 
 
 def test_memory_of_the_step():
-    """Flat in m for 1F1B of both kinds, both below GPipe; recomputing a stage takes less than keeping everything."""
-    eager, plain = temporary(64, "eager_1f1b"), temporary(64, "1f1b")
+    """Flat in m for 1F1B of all kinds, all below GPipe; recomputing a stage takes less than keeping everything."""
+    eager, plain, split = (temporary(64, name) for name in ("eager_1f1b", "1f1b", "zb_h1"))
     assert eager <= 1.03 * temporary(16, "eager_1f1b")
     assert plain <= 1.03 * temporary(16, "1f1b")
-    assert max(eager, plain) < temporary(64, "gpipe")
+    assert plain < split <= 1.03 * temporary(16, "zb_h1")
+    assert max(eager, plain, split) < temporary(64, "gpipe")
     assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")

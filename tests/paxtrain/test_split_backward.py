@@ -1,6 +1,8 @@
 """The backward in two parts: together what it was whole, and each part with what it is there for."""
 
+import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -14,23 +16,26 @@ from paxtrain.config import ModelConfig
 from paxtrain.residuals import SplitVjp, save_policy
 from paxtrain.split_backward import SplitBackward
 
-MODEL = ModelConfig(layers=1, hidden=32, heads=4, sequence=16, vocab_size=64, residual_dropout=0.1)
-KERNELS = {"qkv", "out", "up", "down"}
+GPT2 = ModelConfig(layers=1, hidden=32, heads=4, sequence=16, vocab_size=64, residual_dropout=0.1)
+MODELS = {"gpt2": GPT2, "llama": dataclasses.replace(GPT2, family="llama", kv_heads=2, intermediate=48)}
+KERNELS = {"gpt2": {"qkv", "out", "up", "down"}, "llama": {"q", "kv", "out", "gate_up", "down"}}
+CASES = list(itertools.product(MODELS, ("dots", "residuals")))
 
 
 @functools.cache
-def a_layer(save: str):
+def a_layer(family: str, save: str):
     """A layer's vjp, its split, weights, input and randomness."""
-    weights = jax.tree.map(lambda w: w[0], model.init(MODEL, jax.random.key(0))["layers"])
+    c = MODELS[family]
+    weights = jax.tree.map(lambda w: w[0], model.init(c, jax.random.key(0))["layers"])
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), weights)
-    x = jax.random.normal(jax.random.key(1), (2, MODEL.sequence, MODEL.hidden))
+    x = jax.random.normal(jax.random.key(1), (2, c.sequence, c.hidden))
     rest = jnp.int32(0), model.Dropout(jax.random.key_data(jax.random.key(2)), jnp.arange(2))
+
+    def layer(weights, x, index, dropout):
+        return model.layer(weights, x, c, None, dropout, index)
+
     vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
     return vjp, SplitBackward(vjp, weights, x), weights, x, rest
-
-
-def layer(weights, x, index, dropout):
-    return model.layer(weights, x, MODEL, None, dropout, index)
 
 
 def products(jaxpr) -> int:
@@ -39,9 +44,9 @@ def products(jaxpr) -> int:
     return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(map(products, filter(None, inner)))
 
 
-@pytest.mark.parametrize("save", ["dots", "residuals"])
-def test_both_parts_make_the_gradients_of_the_whole(save):
-    vjp, split, weights, x, rest = a_layer(save)
+@pytest.mark.parametrize(("family", "save"), CASES)
+def test_both_parts_make_the_gradients_of_the_whole(family, save):
+    vjp, split, weights, x, rest = a_layer(family, save)
 
     @jax.jit
     def whole(weights, x):
@@ -63,25 +68,25 @@ def test_both_parts_make_the_gradients_of_the_whole(save):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(a).max())
 
 
-@pytest.mark.parametrize("save", ["dots", "residuals"])
-def test_matrices_are_late_and_no_product_runs_twice(save):
-    vjp, split, weights, x, _ = a_layer(save)
+@pytest.mark.parametrize(("family", "save"), CASES)
+def test_matrices_are_late_and_no_product_runs_twice(family, save):
+    vjp, split, weights, x, _ = a_layer(family, save)
     names = [[entry.key for entry in path] for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
-    assert {tuple(names[n]) for n in split.late} == {(name, "kernel") for name in KERNELS}
+    assert {tuple(names[n]) for n in split.late} == {(name, "kernel") for name in KERNELS[family]}
     b = jax.make_jaxpr(lambda *args: split.input_gradient(*args))(weights, split.leaves, x)
     w = jax.make_jaxpr(lambda *args: split.weight_gradients(*args))(weights, split.leaves)
     whole = jax.make_jaxpr(lambda *args: vjp.backward(*args))(weights, vjp.kept, x)
-    assert products(w) == len(KERNELS)
+    assert products(w) == len(KERNELS[family])
     assert products(b) + products(w) == products(whole)
 
 
 def test_what_b_leaves_takes_places_that_w_does_not_read():
     """With matrix products saved, of what four products' gradients take only qkv's fits in a place."""
-    split, kept = a_layer("dots")[1], len(a_layer("dots")[0].kept)
-    tokens = 2 * MODEL.sequence * MODEL.hidden
-    assert sorted(leaf.size for leaf in split.leaves[kept:]) == [tokens, tokens, 4 * tokens]
-    everything = a_layer("residuals")
-    assert len(everything[1].leaves) - len(everything[0].kept) <= 3
+    vjp, split, *_ = a_layer("gpt2", "dots")
+    tokens = 2 * GPT2.sequence * GPT2.hidden
+    assert sorted(leaf.size for leaf in split.leaves[len(vjp.kept) :]) == [tokens, tokens, 4 * tokens]
+    vjp, split, *_ = a_layer("gpt2", "residuals")
+    assert len(split.leaves) - len(vjp.kept) <= 3
 
 
 def test_a_collective_among_weight_gradients_is_refused():
