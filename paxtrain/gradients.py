@@ -19,7 +19,7 @@ from compress import kernels
 from compress.collectives import PowerState, mean_lowrank, packed, packed_scatter
 from paxtrain import model
 from paxtrain.compression import Compression
-from paxtrain.layout import Layout, Params, names
+from paxtrain.layout import Layout, Params, names, tensor_dim
 from paxtrain.rings import only_if
 from paxtrain.stage import Segment, Weights
 from paxtrain.virtual import permute
@@ -222,6 +222,22 @@ def _low_rank_layers(
     return trees, PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
+@jax.named_scope("tensor")
+def _sum_over_sequence(grads: Weights) -> Weights:
+    """With sequence parallelism a device knows what its part of the sequence adds to weights that are not split."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
+    whole = [i for i, (path, _) in enumerate(leaves) if tensor_dim(_keys(path)) is None]
+    values = [x for _, x in leaves]
+    for i, total in zip(whole, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in whole])):
+        values[i] = total
+    return structure.unflatten(values)
+
+
+def _keys(path: tuple) -> tuple[str, ...]:
+    """The dictionary keys among a path's entries."""
+    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+
 def _paths(layer: Params) -> list[tuple[str, str]]:
     return [(name, leaf) for name in layer for leaf in layer[name]]
 
@@ -252,6 +268,8 @@ def reduce_gradients(
     """
     layout = compression.layout
     dims = layout.data_dims()
+    if layout.program.group and layout.program.group.sequence:
+        grads = _sum_over_sequence(grads)
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         if layout.holds_tables(path):

@@ -11,6 +11,7 @@ from paxtrain import model
 from paxtrain.config import ModelConfig
 from paxtrain.model import Dropout, Params
 from paxtrain.residuals import SplitVjp, save_policy
+from paxtrain.tensor_parallel import Group
 from paxtrain.rings import Index, add, always, only_if, read, write
 
 
@@ -52,7 +53,7 @@ class Program:
     """What the compiled code depends on: everything static.
 
     Attributes:
-        axis: mesh axis of tensor parallelism, or None.
+        group: of tensor parallelism, or None.
         pipe: mesh axis of the stages, or None where there is one stage.
         counts: layers of every virtual stage, in model order.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
@@ -66,7 +67,7 @@ class Program:
     counts: tuple[int, ...]
     save: str
     scan_layers: bool
-    axis: str | None
+    group: Group | None
     pipe: str | None
 
     @property
@@ -92,7 +93,9 @@ class Stage:
                  first_sample: jax.Array):  # fmt: skip
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
-        self.message = jax.ShapeDtypeStruct((self.batch, length - 1, program.model.hidden), program.model.dtype)
+        parts = lax.axis_size(program.group.axis) if program.group and program.group.sequence else 1
+        shape = (self.batch, (length - 1) // parts, program.model.hidden)
+        self.message = jax.ShapeDtypeStruct(shape, program.model.dtype)
         self._dropout_key, self._first_sample = dropout_key, first_sample
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
@@ -101,7 +104,7 @@ class Stage:
         x = jnp.zeros(self.message.shape, self.message.dtype)
 
         def layer(weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None) -> jax.Array:
-            return model.layer(weights, x, program.model, program.axis, dropout, index)
+            return model.layer(weights, x, program.model, program.group, dropout, index)
 
         self._vjp = SplitVjp(save_policy(program.save)(layer), one, x, jnp.int32(0), self._dropout(jnp.int32(0)))
 
@@ -134,7 +137,7 @@ class Stage:
 
     def embed(self, mb: jax.Array) -> jax.Array:
         tokens = self.tokens[mb, :, :-1]
-        return model.embed(self.weights.embedding, tokens, self.program.model, self.program.axis, self._dropout(mb))
+        return model.embed(self.weights.embedding, tokens, self.program.model, self.program.group, self._dropout(mb))
 
     def _segments(self, chunk: int, parts: list[Any]) -> list[tuple[Segment, Any, jax.Array, jax.Array, Any]]:
         """Per segment: itself, its weights, its layers' numbers, whether this stage has it, its part of a list."""
@@ -227,7 +230,7 @@ class Stage:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = model.embed_gradient(
-            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active
+            grads.embedding, tokens, g, self.program.model, self.program.group, dropout, active
         )
         return grads._replace(embedding=embedding)
 
@@ -241,7 +244,7 @@ class Stage:
 
     def _loss(self, final_norm: Params, table: jax.Array, y: jax.Array, mb: jax.Array) -> jax.Array:
         targets = self.tokens[mb, :, 1:]
-        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.axis)
+        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.group)
         return loss / self.micro_batches
 
     def head(

@@ -1,13 +1,18 @@
-"""Tensor parallelism by hand: the two conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
+"""Tensor parallelism by hand: the conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
 
 Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the
 axis, so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
 
+Between the split matrices activations are replicated, or with sequence parallelism each device of a group has a part of
+the sequence: an all-reduce becomes a reduce-scatter on the way out and an all-gather on the way in.
+
 References:
     Shoeybi et al. 2019, Megatron-LM (f and g; vocabulary-parallel cross-entropy).
+    Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (sequence parallelism).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +35,56 @@ copy.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis) if 
 reduce.defvjp(lambda x, axis: (reduce(x, axis), None), lambda axis, _, g: (g,))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(x: jax.Array, axis: str) -> jax.Array:
+    """[B, S/T, H] of each rank as the whole [B, S, H]: all-gather forward, reduce-scatter backward."""
+    return lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scatter(x: jax.Array, axis: str) -> jax.Array:
+    """Partial sums [B, S, H] as each rank's rows of the sum, [B, S/T, H]: reduce-scatter forward, all-gather backward."""
+    return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+
+
+gather.defvjp(lambda x, axis: (gather(x, axis), None), lambda axis, _, g: (scatter(g, axis),))
+scatter.defvjp(lambda x, axis: (scatter(x, axis), None), lambda axis, _, g: (gather(g, axis),))
+
+
+class Group(NamedTuple):
+    """The devices that split a layer.
+
+    Attributes:
+        axis: of the mesh.
+        sequence: activations between the split matrices are split over the sequence.
+    """
+
+    axis: str
+    sequence: bool = False
+
+
+def enter(x: jax.Array, group: Group | None) -> jax.Array:
+    """x as column-parallel weights want it: whole."""
+    if group is None:
+        return x
+    return gather(x, group.axis) if group.sequence else copy(x, group.axis)
+
+
+def leave(x: jax.Array, group: Group | None) -> jax.Array:
+    """The sum of row-parallel partial sums, whole or split over the sequence."""
+    if group is None:
+        return x
+    return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
+
+
+def own_rows(x: jax.Array, dim: int, group: Group | None) -> jax.Array:
+    """Of an array with a whole sequence in that dim, the part that this device has between the split matrices."""
+    if group is None or not group.sequence:
+        return x
+    size = x.shape[dim] // lax.axis_size(group.axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(group.axis) * size, size, dim)
+
+
 def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
     """Token ids as rows of this rank's vocabulary shard.
 
@@ -44,12 +99,12 @@ def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, j
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
-def embedding_lookup(table: jax.Array, ids: jax.Array, axis: str | None) -> jax.Array:
-    """Rows of a vocabulary-parallel table [V/T, H] for ids [B, S]; [B, S, H] on every rank."""
-    if axis is None:
+def embedding_lookup(table: jax.Array, ids: jax.Array, group: Group | None) -> jax.Array:
+    """Rows of a vocabulary-parallel table [V/T, H] for ids [B, S]; [B, S, H], or the rank's part of the sequence."""
+    if group is None:
         return table[ids]
-    local, here = local_ids(ids, table.shape[0], axis)
-    return reduce(jnp.where(here[..., None], table[local], 0), axis)
+    local, here = local_ids(ids, table.shape[0], group.axis)
+    return leave(jnp.where(here[..., None], table[local], 0), group)
 
 
 @jax.custom_vjp
