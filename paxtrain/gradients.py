@@ -222,7 +222,6 @@ def _low_rank_layers(
     return trees, PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
-@jax.named_scope("tensor")
 def _sum_over_sequence(grads: Weights) -> Weights:
     """With sequence parallelism a device knows what its part of the sequence adds to weights that are not split."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(grads)

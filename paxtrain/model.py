@@ -245,16 +245,16 @@ def embed_gradient(
         active: whether this stage holds the live embedding; where False nothing is added.
     """
     g = _dropout(g, config.embedding_dropout, dropout, 0, group)
-    if group and group.sequence:
-        g = tp.gather(g, group.axis)
-    g, token = g.astype(jnp.float32), grads["token"]
+    whole = tp.gather(g, group.axis) if group and group.sequence else g
+    token = grads["token"]
     local, here = tp.local_ids(tokens, token.shape[-2], group.axis if group else None)
     rows = jnp.where(here & active, local, token.shape[-2])
     place = token.at[rows] if config.tied_head else token.at[0, rows]
-    added = {"token": place.add(g, mode="drop")}
+    added = {"token": place.add(whole.astype(jnp.float32), mode="drop")}
     if "position" in grads:
-        position = jnp.where(active, g.sum(axis=0), 0)
-        added["position"] = grads["position"].at[: tokens.shape[1]].add(position)
+        position = jnp.where(active, g.astype(jnp.float32).sum(axis=0), 0)
+        rows = tp.own_rows(jnp.arange(tokens.shape[1]), 0, group)
+        added["position"] = grads["position"].at[rows].add(position)
     return added
 
 
