@@ -88,6 +88,25 @@ def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) 
     ]
 
 
+def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
+    """lax.all_gather (tiled) of each array along its own dim, with one collective for all of them.
+
+    Args:
+        arrays: shards of one dtype, any shapes.
+        dims: the dim that each is gathered along.
+        axis: of the mesh.
+    """
+    if not arrays:
+        return []
+    ranks = lax.axis_size(axis)
+    fronts = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+    rows = lax.all_gather(lax.concatenate([x.reshape(-1) for x in fronts], 0), axis)
+    return [
+        jnp.moveaxis(part.reshape(ranks * x.shape[0], *x.shape[1:]), 0, dim)
+        for part, x, dim in zip(_split(rows, [x.size for x in fronts], 1), fronts, dims)
+    ]
+
+
 def _split(x: jax.Array, sizes: list[int], dim: int) -> list[jax.Array]:
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
 

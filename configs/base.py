@@ -18,7 +18,14 @@ def _large(out: str, data: str, **sections: dict[str, Any]) -> ConfigDict:
     """What runs of real size have in common, with some values of some sections replaced."""
     defaults = {
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2000},
-        "run": {"steps": 100_000, "out": out, "eval_every": 1000, "eval_batches": 20, "log_every": 10, "sample_tokens": 0},
+        "run": {
+            "steps": 100_000,
+            "out": out,
+            "eval_every": 1000,
+            "eval_batches": 20,
+            "log_every": 10,
+            "sample_tokens": 0,
+        },
         "checkpoint": {"every": 1000, "keep": 3, "keep_every": 10_000},
         "data": {"train": f"{data}/train", "validation": f"{data}/validation"},
     }

@@ -435,7 +435,8 @@ class Config:
         )
         require(
             c.embedding == "auto" or self.model.tied_head,
-            f"compress.embedding={c.embedding} needs the embedding's tied copies, but model.tied_head=False; choose auto",
+            f"compress.embedding={c.embedding} is about the embedding's tied copies, but model.tied_head=False; choose "
+            "auto",
         )
         ranks = c.link_ranks(self.links)
         require(

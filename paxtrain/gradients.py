@@ -9,6 +9,7 @@ References:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress import kernels
-from compress.collectives import PowerState, mean_lowrank, packed, packed_scatter
+from compress.collectives import PowerState, mean_lowrank, packed, packed_gather, packed_scatter
 from paxtrain import model
 from paxtrain.compression import Compression
 from paxtrain.layout import Layout, Params, names, tensor_dim
@@ -39,44 +40,72 @@ def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) ->
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
+def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    """All-gathers over data of all arrays but the embedding's table, each along its dim; -1: it is whole.
+
+    XLA for GPUs buckets one collective per array; that for CPUs does not, and over gloo each takes milliseconds.
+    """
+    some = [i for i, dim in enumerate(dims) if dim >= 0]
+    dtypes = dict.fromkeys(shards[i].dtype for i in some)  # in the same order on all processes
+    kinds = [[i for i in some if shards[i].dtype == dtype] for dtype in dtypes]
+
+    def each(shards: list[jax.Array]) -> list[jax.Array]:
+        return [lax.all_gather(x, "data", axis=d, tiled=True) if d >= 0 else x for x, d in zip(shards, dims)]
+
+    def together(shards: list[jax.Array]) -> list[jax.Array]:
+        gathered = list(shards)
+        for places in kinds:
+            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], "data")
+            for i, x in zip(places, whole, strict=True):
+                gathered[i] = x
+        return gathered
+
+    return lax.platform_dependent(shards, cpu=together, default=each) if some else shards
+
+
+@jax.named_scope("embedding")
+def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
+    if dim < 0:
+        return shard
+    run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
+    shape = tuple(n * (layout.config.mesh.data if i == dim else 1) for i, n in enumerate(shard.shape))
+    return _on_edges(layout, run, shard, shape)
+
+
 def gather_weights(layout: Layout, shards: Params) -> Weights:
-    """A device's weights in compute dtype from its shards of the master weights; one all-gather per matrix and layer.
+    """A device's weights in compute dtype from its shards of the master weights.
 
     Layers are split here, once per step and outside any vjp, so that the vjps find each weight by identity.
     """
-    dims, data = layout.data_dims(), layout.config.mesh.data
 
-    def gather(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        if dim < 0:
-            return x
-        run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
-        if names(path)[-1] != "token":
-            return run(x)
-        with jax.named_scope("embedding"):
-            return _on_edges(layout, run, x, tuple(n * (data if i == dim else 1) for i, n in enumerate(x.shape)))
+    def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
+        """A mesh-layout tree's rows, as `take` gives them: one row, or several where layers are scanned."""
 
-    def rows(key: str, take: int | slice) -> Params:
-        """Some rows of shards[key], in compute dtype and whole; a single row loses its dim, but not the tables'."""
+        def segment(first: int, segment: Segment) -> Any:
+            if segment.scan:
+                return take(tree["layers"], slice(first, first + segment.count))
+            return [take(tree["layers"], first + i) for i in range(segment.count)]
 
-        one = lambda path: isinstance(take, int) and not layout.holds_tables(path)  # noqa: E731
-        some = jax.tree_util.tree_map_with_path(
-            lambda path, x: x if layout.holds_tables(path) else x[take], shards[key]
-        )
-        return jax.tree_util.tree_map_with_path(
-            lambda path, x, dim: gather(path, x, max(dim - 1, -1) if one(path) else dim),
-            model.cast(some, layout.config.model.dtype),
-            dims[key],
-        )
+        firsts = [chunk * layout.slots for chunk in range(layout.chunks)]
+        chunks = [[segment(first + s.start, s) for s in layout.program.segments] for first in firsts]
+        rest = {name: x for name, x in tree["embedding"].items() if name != "token"}
+        return Weights(take(rest, 0), chunks, take(tree["final_norm"], 0))
 
-    def segment(first: int, segment: Segment) -> Any:
-        if segment.scan:
-            return rows("layers", slice(first, first + segment.count))
-        return [rows("layers", first + i) for i in range(segment.count)]
+    def cast(tree: Params, rows: int | slice) -> Params:
+        return model.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model.dtype)
 
-    chunks = [
-        [segment(chunk * layout.slots + s.start, s) for s in layout.program.segments] for chunk in range(layout.chunks)
-    ]
-    return Weights(rows("embedding", 0), chunks, rows("final_norm", 0))
+    def shifted(dims: Params, rows: int | slice) -> Params:
+        lost = 1 if isinstance(rows, int) else 0  # a single row has lost its dim
+        return jax.tree.map(lambda dim: max(dim - lost, -1), dims)
+
+    found, dims = weights(shards, cast), weights(layout.data_dims(), shifted)
+    table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]
+    if layout.config.model.tied_head:  # else one stage holds both tables
+        table, dim = table[0], max(dim - 1, -1)
+    table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
+    leaves, structure = jax.tree.flatten(found)
+    gathered = structure.unflatten(_gather(leaves, jax.tree.leaves(dims)))
+    return gathered._replace(embedding={**gathered.embedding, "token": table})
 
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
@@ -165,9 +194,28 @@ class Reduced(NamedTuple):
 
 
 def _dense_layers(layout: Layout, layers: list[Params]) -> list[Params]:
-    # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
-    dims = layout.data_dims()["layers"]
-    return [jax.tree.map(lambda x, dim: _mean(layout, x, max(dim - 1, -1)), layer, dims) for layer in layers]
+    """Means over data, in one collective or two where XLA does not bucket them, see `_gather`."""
+    dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
+
+    def each(layers: list[Params]) -> list[Params]:
+        # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+        return [jax.tree.map(lambda x, dim: _mean(layout, x, dim), layer, dims) for layer in layers]
+
+    def together(layers: list[Params]) -> list[Params]:
+        places = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
+        return _trees(layers, _packed_rest(layout, places, dims))
+
+    if layout.config.mesh.data == 1:
+        return layers
+    return lax.platform_dependent(layers, cpu=together, default=each)
+
+
+def _trees(layers: list[Params], arrays: dict[Place, jax.Array]) -> list[Params]:
+    """Arrays by their places, structured as the layers."""
+    return [
+        {name: {leaf: arrays[i, name, leaf] for leaf in layer[name]} for name in layer}
+        for i, layer in enumerate(layers)
+    ]
 
 
 def _packed_rest(layout: Layout, rest: dict[Place, jax.Array], dims: Params) -> dict[Place, jax.Array]:
@@ -213,13 +261,9 @@ def _low_rank_layers(
             p, shape = _shard(layout, p, 0), (shape[0] // layout.config.mesh.data, *shape[1:])
         whole = kernels.decode(p, w, jnp.float32, implementation=compression.implementation).reshape(shape)
         reduced[place] = whole if dim == 0 else _shard(layout, whole, dim)
-    trees = [
-        {name: {leaf: reduced[i, name, leaf] for leaf in layer[name]} for name in layer}
-        for i, layer in enumerate(layers)
-    ]
     # A tensor group's devices have different parts of the matrices, a data group's different errors.
     left, total = lax.psum(jnp.stack(stats), ("data", "tensor"))
-    return trees, PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
+    return _trees(layers, reduced), PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
 def _sum_over_sequence(grads: Weights) -> Weights:
@@ -290,3 +334,22 @@ def reduce_gradients(
         "final_norm": jax.tree_util.tree_map_with_path(edge, grads.final_norm, dims["final_norm"]),
     }
     return Reduced(tree, state, left_out)
+
+
+def global_norm(layout: Layout, grads: Params) -> jax.Array:
+    """Norm of all gradients, each parameter once, from a device's part in mesh layout.
+
+    One collective over the whole mesh. Every device adds the parts itself, in the mesh's order: the order of an
+    all-reduce, and with it the norm's last bit, differs between gloo, NCCL and devices of one process.
+    """
+    mesh, dims = layout.config.mesh, layout.data_dims()
+
+    def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if tensor_dim(names(path)) is None else 1)
+        own = jnp.square(x.astype(jnp.float32)).sum() / copies
+        # The last stage has the tied embedding a second time.
+        second = names(path)[-1] == "token" and layout.stages > 1 and layout.config.model.tied_head
+        return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
+
+    every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
+    return jnp.sqrt(lax.all_gather(sum(every), ("data", "pipe", "tensor")).sum())

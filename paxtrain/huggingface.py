@@ -137,8 +137,8 @@ def import_model(source: str, config: Config) -> pathlib.Path:
     """Makes a model of transformers the checkpoint of step 0 of a run that is to come; returns the run's folder.
 
     Raises:
-        UserError: another architecture than the configuration's or than any that is implemented, arrays that are missing
-            or of other shapes, or a run that has checkpoints.
+        UserError: another architecture than the configuration's or than any that is implemented, arrays that are
+            missing or of other shapes, or a run that has checkpoints.
     """
     folder, out = pathlib.Path(source), pathlib.Path(config.run.out)
     home = out / sample.CHECKPOINTS
@@ -192,7 +192,9 @@ def main(argv: Sequence[str]) -> None:
         print(f"wrote {f.out}")
         return
     out = import_model(f.model, from_dict(f.config))
-    print(f"wrote step 0 to {out / sample.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it")
+    print(
+        f"wrote step 0 to {out / sample.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it"
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Mesh layout, over mesh axes (data, pipe, tensor) with P stages of R layer slots 
 layers of a virtual stage; slots without a layer stay zero):
 
     layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
-    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies, or the embedding's table and
-                       an untied head's; [2, V, H] of both with one stage), others zero
+    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies, or the embedding's table
+                       and an untied head's; [2, V, H] of both with one stage), others zero
     embedding.position [P, S, H] over pipe, row 0 live
     final_norm         [P, H] over pipe, row P-1 live
 
@@ -162,7 +162,7 @@ class Layout:
         return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
 
     def holds_tables(self, path: tuple) -> bool:
-        """Whether this array is the two tables of a model with an untied head, [first and last stage, or both on one]."""
+        """Whether this array is the two tables of a model with an untied head."""
         return names(path)[-1] == "token" and not self.config.model.tied_head
 
     def from_canonical(self, params: Params) -> Params:
@@ -222,11 +222,3 @@ class Layout:
             return PartitionSpec(*parts)
 
         return jax.tree_util.tree_map_with_path(spec, self.shapes)
-
-    def count_once(self, params: Params) -> Params:
-        """The same tree with the tied embedding's second copy zeroed: sums over it count every parameter once."""
-        if self.stages == 1 or not self.config.model.tied_head:
-            return params
-        first = jnp.arange(self.stages)[:, None, None] == 0
-        embedding = {**params["embedding"], "token": jnp.where(first, params["embedding"]["token"], 0)}
-        return {**params, "embedding": embedding}

@@ -210,7 +210,7 @@ class Trainer:
 
     @functools.cached_property
     def from_canonical(self) -> Any:
-        """jit: a checkpoint's tree -> the state on this mesh; what it lacks of "codec", or beside "params", starts afresh."""
+        """jit: a checkpoint's tree -> the state on this mesh; without "codec" or all but "params", those are new."""
         return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class Trainer:
 
     @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
-        return lax.pmean(lax.psum(loss, "pipe"), "data")
+        return lax.psum(loss, ("data", "pipe")) / self.config.mesh.data
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: Any) -> tuple:
         """Per device: loss, this device's shards of the mean gradients, codec state, what its stage left out."""
@@ -273,6 +273,12 @@ class Trainer:
         )
         return run(params, tokens, key, codec)
 
+    @jax.named_scope("sync")
+    def norm(self, grads: Params) -> jax.Array:
+        """Norm of gradients in mesh layout, sharded as parameters, each parameter counted once. Traceable."""
+        run = functools.partial(gradients.global_norm, self.layout)
+        return self.shard_map(run, (self.layout.specs(),), PartitionSpec())(grads)
+
     @jax.named_scope("optimizer")
     def update(
         self, state: TrainState, loss: jax.Array, grads: Params, codec: Any
@@ -281,7 +287,7 @@ class Trainer:
         c = self.config
         # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
         grads = lax.optimization_barrier(grads)
-        norm = optax.tree.norm(self.layout.count_once(grads))
+        norm = self.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if c.optimizer.clip_norm:
             scale = jnp.minimum(1.0, c.optimizer.clip_norm / jnp.maximum(norm, 1e-12))

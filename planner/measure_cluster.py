@@ -210,11 +210,7 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
         UserError: a chosen one does not divide the devices of a host, or the model.
     """
     model = config.model
-    fits = [
-        t
-        for t in range(1, per_host + 1)
-        if not any(size % t for size in (per_host, *model.split_sizes.values()))
-    ]
+    fits = [t for t in range(1, per_host + 1) if not any(size % t for size in (per_host, *model.split_sizes.values()))]
     for size in chosen:
         if size not in fits:
             raise UserError(

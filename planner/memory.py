@@ -154,11 +154,13 @@ def kept(shape: Shape) -> dict[str, Any]:
     up = 2 * model.ffn if model.family == "llama" else model.ffn
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
     dots = t * c * (2 * whole + wide + flash * part) + sums * flash
-    everything = t * ((24 + 2 * c) * whole + 25 * c * part + 16 + drop * 2 * (c + 1) * whole)
-    if flash:
-        everything = everything + t * 4 * c * part + sums
+    everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
+    if model.family == "llama":
+        everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
+        everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
     else:
-        everything = everything + t * 3 * c * part + sums * (2 + model.sequence * (9 + c) / 4)
+        everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
+    everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
     return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
 
 

@@ -108,7 +108,9 @@ class Planner:
             "compute": costs.source(cluster),
             "links": f"{cluster.source or 'the cluster file'}; {measured}",
             "memory of the ranked plans": search.budget.source(search.cluster, search.model),
-            "memory of the chosen plan": rows[-1].source if rows else search.budget.source(search.cluster, search.model),
+            "memory of the chosen plan": rows[-1].source
+            if rows
+            else search.budget.source(search.cluster, search.model),
             "memory by stage": "closed form",
         }
 

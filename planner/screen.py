@@ -127,7 +127,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     tensors = {t: i for i, t in enumerate(sorted(set(space.tensor.tolist())))}
     index = np.array([tensors[t] for t in space.tensor.tolist()])
     held = parameters(model, space)
-    table = np.array([costs.embedding_parameters(model, t, 2) for t in tensors])[index] * np.where(alone, model.tables, 1)
+    table = np.array([costs.embedding_parameters(model, t, 2) for t in tensors])[index] * np.where(
+        alone, model.tables, 1
+    )
     share = (d - 1) / d * ring_byte
     latency = (d - 1) * ring_alpha
     turns = np.where(space.zero1, 1, 2)

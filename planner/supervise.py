@@ -126,7 +126,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("port", PORT, "The port of supervisors where --hosts says none.", 1, (1 << 16) - 1)
     flags.DEFINE_integer("per_host", 1, "Supervisors of each host in --hosts, on ports that follow each other.", 1)
     flags.DEFINE_float("link_timeout", 60.0, "Seconds for which a link or a host may be silent.", 1.0)
-    flags.DEFINE_float("hang_timeout", 0.0, "Seconds without a finished step; 0: 20 steps, at least link_timeout.", 0.0)
+    flags.DEFINE_float("hang_timeout", 0.0, "Seconds without a finished step; 0: 20 steps, at least 2 links + 5.", 0.0)
     flags.DEFINE_float("phase_timeout", 1800.0, "Seconds that compiling, saving or evaluating may take.", 1.0)
     flags.DEFINE_float("start_timeout", 300.0, "Seconds to wait for the other hosts.", 1.0)
     flags.DEFINE_float("settle", 5.0, "Seconds for the hosts' reports on a fault.", 1.0)

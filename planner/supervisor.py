@@ -36,7 +36,7 @@ class Limits:
 
     Attributes:
         link: that a link or host may be silent. What is shorter is survived.
-        hang: without a finished step; 0: the longer of `link` and 20 typical steps.
+        hang: without a finished step; 0: the longer of `collective` and 20 typical steps.
         phase: that anything between steps may take: compiling, saving, restoring, evaluating.
         start: until all hosts have come.
         settle: for the hosts' reports.
@@ -195,7 +195,7 @@ class Supervisor:
             return False
         if status.doing or status.step_seconds is None:
             return status.told_age > self._limits.phase
-        return status.told_age > (self._limits.hang or max(self._limits.link, 20 * status.step_seconds))
+        return status.told_age > (self._limits.hang or max(self._limits.collective, 20 * status.step_seconds))
 
     # --- The first cause ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import selectors
 import subprocess
 import sys
 from typing import Any
@@ -12,6 +13,7 @@ from tests.cluster.hosts import Cluster
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _WORKER = pathlib.Path(__file__).with_name("worker.py")
 _PORT = 9911
+_GRACE = 5.0  # seconds for the other workers' answers when one has failed
 # glibc gives a step's big buffers back to the system and faults them in again in the next one; a GPU's allocator keeps
 # its memory, and so these settings make glibc. One thread per device: a host's share of a core has no second one.
 ENVIRONMENT = {
@@ -48,6 +50,7 @@ class Session:
         self._variables = ENVIRONMENT | variables
         self._devices = devices_per_host
         self._workers: list[subprocess.Popen[bytes]] = []
+        self._hangs = False  # some worker waits for another one that has failed
 
     def __enter__(self) -> "Session":
         hosts = self.cluster.hosts
@@ -71,6 +74,8 @@ class Session:
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.stdin.close()
+            if self._hangs:
+                worker.kill()
         for worker in self._workers:
             try:
                 worker.wait(timeout=20)
@@ -102,16 +107,23 @@ class Session:
         return f"the worker on {name} {what}; its log is {self.logs / name}.log"
 
     def _answers(self) -> list[Any]:
-        """All hosts' answers; a failure is told when all have answered."""
-        answers, failures = [], []
-        for host in range(self.cluster.hosts):
-            try:
-                answers.append(self._answer(host))
-            except SessionError as error:
-                failures.append(error)
+        """All hosts' answers; a failure is told when all have answered, or soon: who waits for the failed one hangs."""
+        answers: dict[int, Any] = {}
+        failures: dict[int, SessionError] = {}
+        with selectors.DefaultSelector() as waiting:
+            for host, worker in enumerate(self._workers):
+                waiting.register(worker.stdout, selectors.EVENT_READ, host)
+            while waiting.get_map() and (ready := waiting.select(_GRACE if failures else None)):
+                for key, _ in ready:
+                    waiting.unregister(key.fileobj)
+                    try:
+                        answers[key.data] = self._answer(key.data)
+                    except SessionError as error:
+                        failures[key.data] = error
         if failures:
-            raise failures[0]
-        return answers
+            self._hangs = len(answers) + len(failures) < len(self._workers)
+            raise failures[min(failures)]
+        return [answers[host] for host in range(self.cluster.hosts)]
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
         """Gives all workers a task at once; their answers by host."""

@@ -140,7 +140,7 @@ class Lab:
         (home / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
         prepare([str(home / "corpus.txt")], home / "data")
         (home / "run" / sample.CHECKPOINTS).mkdir(parents=True)
-        self.out = home / "run"
+        self.out = home.absolute() / "run"
         self._hold_disk()
 
     def _hold_disk(self) -> None:

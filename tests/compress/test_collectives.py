@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from compress.collectives import PowerState, init_power, mean_lowrank, packed, packed_scatter
+from compress.collectives import PowerState, init_power, mean_lowrank, packed, packed_gather, packed_scatter
 from paxtrain import hlo
 
 RANK = 4
@@ -283,5 +283,15 @@ class TestPacked:
         assert all(map(np.allclose, virtual(*self.arrays()), expected))
         assert run.lower(*self.arrays()).as_text().count("stablehlo.reduce_scatter") == 1
 
+    def test_one_all_gather_of_many_arrays(self):
+        gather = lambda x, dim: lax.all_gather(x, "data", axis=dim, tiled=True)  # noqa: E731
+        run = mapped(lambda *xs: packed_gather(xs, self.DIMS, "data"), 4)
+        single = mapped(lambda *xs: list(map(gather, xs, self.DIMS)), 4)
+        virtual = jax.vmap(lambda *xs: packed_gather(xs, self.DIMS, "data"), axis_name="data")
+        expected = single(*self.arrays())
+        assert all(map(np.array_equal, run(*self.arrays()), expected))
+        assert all(map(np.array_equal, virtual(*self.arrays()), expected))
+        assert run.lower(*self.arrays()).as_text().count("stablehlo.all_gather") == 1
+
     def test_nothing_to_send(self):
-        assert packed(lax.neg, []) == [] == packed_scatter([], [], "data")
+        assert packed(lax.neg, []) == [] == packed_scatter([], [], "data") == packed_gather([], [], "data")

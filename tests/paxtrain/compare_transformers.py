@@ -1,10 +1,8 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch", "transformers"]
-# ///
 """Logits by transformers and by paxtrain of the same models, both ways, for tied and untied GPT-2s and Llamas.
 
-In an environment with torch, transformers and requirements.txt:  PYTHONPATH=. python tests/paxtrain/compare_transformers.py
+In an environment with torch, transformers and what requirements.txt lists:
+
+    PYTHONPATH=. python tests/paxtrain/compare_transformers.py
 
 First transformers makes a random model and saves it, paxtrain imports it; then paxtrain exports it and transformers
 loads that. Exits with 1 if any logits differ by more than 1e-4.

@@ -11,11 +11,11 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from absl import flags
 
-from paxtrain import checkpoint, data, errors, huggingface, plan, prepare, sample, train
+from paxtrain import checkpoint, data, huggingface, plan, prepare, sample, train
 from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
+from tests import mains
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny.py"
@@ -69,21 +69,10 @@ def run_main(monkeypatch, capfd):
     for name in ("step", "evaluate", "from_canonical", "canonical"):
         monkeypatch.setattr(Trainer, name, property(compiles))
     monkeypatch.setattr(Trainer, "init", compiles)
-    # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
 
     def run(module, *arguments):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        before = set(flags.FLAGS)
-        try:
-            with pytest.raises(SystemExit) as exit_:
-                errors.run(module.main, module.define_flags)
-        finally:
-            for name in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, name)
-            flags.FLAGS.unparse_flags()
+        assert mains.run(monkeypatch, module, *arguments) == 2
         captured = capfd.readouterr()
-        assert exit_.value.code == 2
         assert captured.out == ""
         check_form(captured.err)
         return captured.err

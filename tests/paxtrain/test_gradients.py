@@ -69,15 +69,22 @@ def trainer(c, **kwargs):
 
 
 def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
-    """Relative errors: of the loss, and per parameter max |difference| / max |reference|."""
+    """Relative errors: of the loss, the norm of all gradients, and per parameter max |difference| / max |reference|."""
     params = jax.jit(trained.layout.from_canonical)(ref.params)
     params = jax.device_put(params, trained.state_shardings.params)
     tokens = jax.device_put(ref.tokens, trained.batch_sharding)
-    loss, grads, *_ = jax.jit(trained.loss_and_gradients)(params, tokens, ref.key)
+
+    @jax.jit
+    def run(params: model.Params, tokens: jax.Array, key: jax.Array | None) -> tuple:
+        loss, grads, *_ = trained.loss_and_gradients(params, tokens, key)
+        return loss, grads, trained.norm(grads)
+
+    loss, grads, norm = run(params, tokens, ref.key)
+    whole = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in jax.tree.leaves(ref.grads)))
     grads = jax.device_get(jax.jit(trained.layout.to_canonical)(grads))
     error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), grads, ref.grads)
     flat = {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
-    return {"loss": abs(float(loss) - ref.loss) / ref.loss, **flat}
+    return {"loss": abs(float(loss) - ref.loss) / ref.loss, "norm": abs(float(norm) - whole) / whole, **flat}
 
 
 def check(c) -> None:
@@ -143,9 +150,7 @@ def everything():
         chunks = 2 if schedule == "interleaved_1f1b" else 1
         if chunks == 1 or mesh[1] > 1:
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
-            yield config(
-                mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks
-            )
+            yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
 
 @pytest.mark.slow

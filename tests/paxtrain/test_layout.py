@@ -117,16 +117,6 @@ def test_outside_the_layers_only_the_edge_stages_hold_anything(layout):
             np.testing.assert_array_equal(found[stage], expected if stage in live else np.zeros_like(expected))
 
 
-@layouts
-def test_every_parameter_counts_once(layout):
-    canonical, placed = numbered(layout), placed_on(layout)
-    once = jax.jit(layout.count_once)(placed)
-    square = lambda tree: sum(np.square(x, dtype=np.float64).sum() for x in jax.tree.leaves(tree))  # noqa: E731
-    assert square(once) == pytest.approx(square(canonical), rel=1e-12)
-    second_copy = square(canonical["embedding"]["token"]) if layout.stages > 1 else 0
-    assert square(placed) - square(once) == pytest.approx(second_copy, rel=1e-12)
-
-
 def test_padding_is_the_share_of_empty_slots():
     assert LAYOUTS["even"].padding() == 0
     assert LAYOUTS["named"].padding() == pytest.approx(4 / 16)

@@ -4,21 +4,20 @@ import csv
 import dataclasses
 import functools
 import math
-import sys
 
 import jax
 import numpy as np
 import pytest
-from absl import flags
 
 from compress import lowrank
-from paxtrain import data, errors, model, study, study_plots, study_probe, study_report
+from paxtrain import data, model, study, study_plots, study_probe, study_report
 from paxtrain.config import MeshConfig, from_dict
 from paxtrain.errors import UserError
 from paxtrain.mesh import make_mesh
 from paxtrain.prepare import prepare
 from paxtrain.step import Trainer
 from paxtrain.study_report import Outcome
+from tests import mains
 
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -355,21 +354,10 @@ def test_bad_flags_are_one_sentence_before_anything_is_compiled(home, tmp_path, 
 
     for name in ("step", "evaluate"):
         monkeypatch.setattr(Trainer, name, property(compiles))
-    # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
     files = [f"--config.data.{name}={home / 'data' / name}" for name in ("train", "validation")]
     config = f"--config={study.__file__.replace('paxtrain/study.py', 'configs/study.py')}"
-    monkeypatch.setattr(sys, "argv", ["study", config, f"--out={tmp_path / 'out'}", *files, *arguments])
-    before = set(flags.FLAGS)
-    try:
-        with pytest.raises(SystemExit) as exit_:
-            errors.run(study.main, study.define_flags)
-    finally:
-        for name in set(flags.FLAGS) - before:
-            delattr(flags.FLAGS, name)
-        flags.FLAGS.unparse_flags()
+    assert mains.run(monkeypatch, study, config, f"--out={tmp_path / 'out'}", *files, *arguments) == 2
     captured = capfd.readouterr()
-    assert exit_.value.code == 2
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert all(word in captured.err for word in words), captured.err

@@ -188,4 +188,5 @@ def test_measured_times_are_of_one_stage_at_a_time(home):
         lowered = program.lower(jnp.int32(0), grads, state.codec["data"])
         found = hlo.collectives(lowered.compile().as_text(), unknown_trip_count=0)
         assert sum(op.executions for op in found) == 0
-        assert len(hlo.collectives(lowered.compile().as_text())) >= 2
+        # All arrays in one; or the factors in two all-reduces, and the rest.
+        assert len(hlo.collectives(lowered.compile().as_text())) >= (3 if rank else 1)

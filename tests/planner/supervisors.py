@@ -15,11 +15,13 @@ from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOSTS = 3
-# Hosts of one machine are as fast as its scheduler pleases; only what a test slows down is to be slow.
+# Hosts of one machine, and the ways between them, are as fast as its scheduler pleases; only what a test slows down is
+# to be slow.
 SUPERVISE = """
 from paxtrain.errors import run
-from planner import pace, supervise
+from planner import pace, slow_step, supervise
 pace._sample = lambda: 1e-3
+slow_step._FAST = 1e6
 run(supervise.main, supervise.define_flags)
 """
 

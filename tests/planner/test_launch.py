@@ -12,15 +12,14 @@ import time
 
 import pytest
 import yaml
-from absl import flags
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from paxtrain import errors
 from planner import job as jobs
 from planner import jobset, slurm
 from planner import launch as main
 from planner.job import Job
 from planner.supervisor import FAULT, STOPPED
+from tests import mains
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ODD = "a b'c\"$HOME`id`"
@@ -303,23 +302,7 @@ _PODS = ("kubernetes", "--config=configs/tiny.py", "--nodes=4", "--image=registr
 def launch(monkeypatch, capsys):
     """Runs the main inside this process: its exit code, stdout and stderr."""
     monkeypatch.chdir(ROOT)
-    # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
-        before, code = set(flags.FLAGS), 0
-        try:
-            errors.run(main.main, main.define_flags)
-        except SystemExit as end:
-            code = end.code
-        finally:
-            for name in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, name)
-            flags.FLAGS.unparse_flags()
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda *arguments: (mains.run(monkeypatch, main, *arguments), *capsys.readouterr())
 
 
 @pytest.mark.parametrize(

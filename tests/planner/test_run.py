@@ -10,15 +10,15 @@ import time
 import types
 
 import pytest
-from absl import flags
 
-from paxtrain import errors, metrics
+from paxtrain import metrics
 from paxtrain import plan as plans
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
 from paxtrain.prepare import prepare
 from planner import run
 from planner.environment import FILE
+from tests import mains
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -211,21 +211,10 @@ def main(monkeypatch):
     """Runs the main in this process, which it must not get far enough to join others; its code."""
 
     def run_it(*arguments: str) -> int | str | None:
-        monkeypatch.setattr(sys, "argv", ["planner.run", f"--config={ROOT / 'configs/tiny.py'}", *arguments])
-        before, code = set(flags.FLAGS), 0
-        try:
-            errors.run(run.main, run.define_flags)
-        except SystemExit as end:
-            code = end.code
-        finally:
-            for name in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, name)
-            flags.FLAGS.unparse_flags()
-        return code
+        return mains.run(monkeypatch, run, f"--config={ROOT / 'configs/tiny.py'}", *arguments)
 
     for variable in run._LAUNCHED:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
     monkeypatch.setattr(run.distributed, "initialize", lambda *_: pytest.fail("joined the others"))
     return run_it
 

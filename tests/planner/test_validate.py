@@ -1,17 +1,15 @@
 import csv
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
-from absl import flags
 from scipy import stats
 
-from paxtrain import errors
 from paxtrain.errors import UserError
 from planner import accuracy, convert, trials, validate
 from planner.accuracy import Scores
+from tests import mains
 
 BASE = {
     "cluster": "lab", "devices": 4, "devices_per_host": 4, "device_kinds": "V100", "host_gbit": "", "intra_gbit": "",
@@ -56,23 +54,7 @@ def table(tmp_path):
 @pytest.fixture
 def run(monkeypatch, capfd):
     """run(*flags): exit code, stdout and stderr of planner.validate."""
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["validate", *map(str, arguments)])
-        before, code = set(flags.FLAGS), 0
-        try:
-            errors.run(validate.main, validate.define_flags)
-        except SystemExit as exit_:
-            code = exit_.code
-        finally:
-            for name in set(flags.FLAGS) - before:
-                delattr(flags.FLAGS, name)
-            flags.FLAGS.unparse_flags()
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+    return lambda *arguments: (mains.run(monkeypatch, validate, *arguments), *capfd.readouterr())
 
 
 def _predictions(out):

@@ -169,7 +169,10 @@ def section(folder: pathlib.Path) -> Section:
     faster, fastest, close = FASTER, FASTEST, CLOSE
     paper = next((line for line in lines if line["key"] == AT), None)
     if paper:
-        gains, note = speedups(paper), f"communication takes {paper['share']:.0%} of a dense step; spread "
+        # If nothing had to travel at all.
+        most = factor(1 / (1 - paper["share"]))
+        gains = speedups(paper)
+        note = f"communication takes {paper['share']:.0%} of a dense step, so at most {most}; spread "
         faster = FASTER.judged(gains[PAPER][0], f"{note}{gains[PAPER][1]:.3f}")
         fastest = FASTEST.judged(gains[ALL][0], f"{note}{gains[ALL][1]:.3f}")
     if DENSE in curves and PAPER in curves:

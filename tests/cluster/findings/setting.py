@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 from tests.cluster import device, models, scenario
 from tests.cluster.experiments import compression
+from tests.cluster.records import Records
 from tests.cluster.section import Section, listed, table
 
 TITLE, SOURCE = "What was run, on what", "environment.json"
@@ -37,11 +39,18 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
+def _restarts(folder: pathlib.Path) -> Iterator[str]:
+    broken = [line["why"] for line in Records(folder / "restarts.jsonl")]
+    if broken:
+        yield f"""**Broken sessions.** {len(broken)} broke and were begun again where the records ended, since a
+        collective of gloo's failed: {listed(broken)}."""
+
+
 def section(folder: pathlib.Path) -> Section:
     """The machine, the emulated devices and links, and the scenarios."""
     scenes = [f"`{name}` ({scenario.load(name, 8).what})" for name in scenario.names()]
     path, machine = folder / SOURCE, "Nothing says on which machine this was run."
     if path.exists():
         machine = table(["", "this run"], _flat(json.loads(path.read_text())).items(), words=2)
-    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", machine)
+    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", *_restarts(folder), machine)
     return Section(TITLE, "python -m tests.cluster.lab", (SOURCE,), (), blocks)
