@@ -153,8 +153,8 @@ class MeshConfig:
     Attributes:
         zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
             False replicates them (all-reduce).
-        sequence_parallel: devices of a tensor group split the sequence where they do not split the layer, so that each
-            keeps and sends a part of the activations.
+        sequence_parallel: devices of a tensor group split the sequence between the matrices that they split, so that
+            each keeps and sends a part of the activations.
     """
 
     data: int = 1
@@ -165,6 +165,11 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
+        require(
+            not self.sequence_parallel or self.tensor > 1,
+            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "
+            "choose mesh.tensor of 2 or more, or mesh.sequence_parallel=False",
+        )
 
     @property
     def devices(self) -> int:
@@ -402,8 +407,8 @@ class Config:
             )
         require(
             not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
-            f"mesh.sequence_parallel needs model.sequence={model.sequence} to be divisible by mesh.tensor={mesh.tensor}; "
-            f"tensor={divisors_near(model.sequence, mesh.tensor)} would fit",
+            f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
+            f"mesh.tensor={mesh.tensor}; tensor={divisors_near(model.sequence, mesh.tensor)} would fit",
         )
         self.batch.micro_batches(mesh.data)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)

@@ -267,18 +267,15 @@ def _low_rank_layers(
 
 
 def _sum_over_sequence(grads: Weights) -> Weights:
-    """With sequence parallelism a device knows what its part of the sequence adds to weights that are not split."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(grads)
-    whole = [i for i, (path, _) in enumerate(leaves) if tensor_dim(_keys(path)) is None]
+    """The sum over tensor for norms and biases whose gradients have one device's part of the sequence, in one go."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path((grads.chunks, grads.final_norm))
     values = [x for _, x in leaves]
-    for i, total in zip(whole, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in whole])):
+    keys = [tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)) for path, _ in leaves]
+    parts = [i for i, found in enumerate(keys) if tensor_dim(found) is None]
+    for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
         values[i] = total
-    return structure.unflatten(values)
-
-
-def _keys(path: tuple) -> tuple[str, ...]:
-    """The dictionary keys among a path's entries."""
-    return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+    chunks, final_norm = structure.unflatten(values)
+    return grads._replace(chunks=chunks, final_norm=final_norm)
 
 
 def _paths(layer: Params) -> list[tuple[str, str]]:
@@ -311,7 +308,7 @@ def reduce_gradients(
     """
     layout = compression.layout
     dims = layout.data_dims()
-    if layout.program.group and layout.program.group.sequence:
+    if layout.program.group.sequence:
         grads = _sum_over_sequence(grads)
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from paxtrain import model
 from paxtrain.config import Config
 from paxtrain.stage import Program
-from paxtrain.tensor_parallel import Group
+from paxtrain.tensor_parallel import WHOLE, Group
 
 Params = dict[str, Any]
 
@@ -105,7 +105,7 @@ class Layout:
             counts=self.counts,
             save=config.pipeline.save,
             scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
-            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else None,
+            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,
         )
 

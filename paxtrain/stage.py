@@ -11,8 +11,8 @@ from paxtrain import model
 from paxtrain.config import ModelConfig
 from paxtrain.model import Dropout, Params
 from paxtrain.residuals import SplitVjp, save_policy
-from paxtrain.tensor_parallel import Group
 from paxtrain.rings import Index, add, always, only_if, read, write
+from paxtrain.tensor_parallel import Group
 
 
 class Weights(NamedTuple):
@@ -53,7 +53,7 @@ class Program:
     """What the compiled code depends on: everything static.
 
     Attributes:
-        group: of tensor parallelism, or None.
+        group: of tensor and sequence parallelism.
         pipe: mesh axis of the stages, or None where there is one stage.
         counts: layers of every virtual stage, in model order.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
@@ -67,7 +67,7 @@ class Program:
     counts: tuple[int, ...]
     save: str
     scan_layers: bool
-    group: Group | None
+    group: Group
     pipe: str | None
 
     @property
@@ -93,8 +93,7 @@ class Stage:
                  first_sample: jax.Array):  # fmt: skip
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
-        parts = lax.axis_size(program.group.axis) if program.group and program.group.sequence else 1
-        shape = (self.batch, (length - 1) // parts, program.model.hidden)
+        shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
         self.message = jax.ShapeDtypeStruct(shape, program.model.dtype)
         self._dropout_key, self._first_sample = dropout_key, first_sample
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)

@@ -14,6 +14,7 @@ from paxtrain.mesh import make_mesh
 from paxtrain.model import Dropout
 from paxtrain.residuals import SplitVjp, save_policy
 from paxtrain.step import Trainer
+from paxtrain.tensor_parallel import WHOLE
 from planner import memory
 
 CPU = (0, 0)  # a "compute capability" without flash attention
@@ -65,7 +66,7 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     random = Dropout(jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32)) if dropout else None
 
     def layer(weights, x, index, random):
-        return model.layer(weights, x, settled, None, random, index)
+        return model.layer(weights, x, settled, WHOLE, random, index)
 
     try:
         split = SplitVjp(save_policy(save)(layer), one, x, jnp.int32(0), random)
