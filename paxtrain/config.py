@@ -169,15 +169,23 @@ class MeshConfig:
     Attributes:
         zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
             False replicates them (all-reduce).
+        sequence_parallel: devices of a tensor group split the sequence between the matrices that they split, so that
+            each keeps and sends a part of the activations.
     """
 
     data: int = 1
     pipe: int = 1
     tensor: int = 1
     zero1: bool = True
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
+        require(
+            not self.sequence_parallel or self.tensor > 1,
+            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "
+            "choose mesh.tensor of 2 or more, or mesh.sequence_parallel=False",
+        )
 
     @property
     def devices(self) -> int:
@@ -422,6 +430,11 @@ class Config:
                 f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
                 f"tensor={divisors_near(size, mesh.tensor)} would fit",
             )
+        require(
+            not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
+            f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
+            f"mesh.tensor={mesh.tensor}; tensor={divisors_near(model.sequence, mesh.tensor)} would fit",
+        )
         self.batch.micro_batches(mesh.data)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
         require(

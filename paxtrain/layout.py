@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from paxtrain import model
 from paxtrain.config import SPLIT, Config
 from paxtrain.stage import Program
+from paxtrain.tensor_parallel import WHOLE, Group
 
 Params = dict[str, Any]
 
@@ -105,7 +106,7 @@ class Layout:
             save=config.pipeline.save,
             scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
             splits=config.pipeline.schedule in SPLIT and self.stages > 1,
-            axis="tensor" if config.mesh.tensor > 1 else None,
+            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,
         )
 

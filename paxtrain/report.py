@@ -41,7 +41,8 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
     depth = trainer.buffers.residual_depth if mesh.pipe > 1 else 1
-    zero = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
+    how = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
+    how += ", sequence parallel" if mesh.sequence_parallel else ""
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
     flying = "chunks" if layout.chunks > 1 else "micro-batches"
@@ -52,7 +53,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     return [
         ("model", f"{size(config.model.parameter_count())} parameters, {config.model.layers} layers of "
                   f"{config.model.hidden}, sequence {config.model.sequence}, {config.model.dtype}"),
-        ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {zero}, on "
+        ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}, on "
                  f"{jax.process_count()} process(es) of {trainer.mesh.devices.flat[0].device_kind}"),
         ("batch", f"{config.batch.global_batch} sequences = {mesh.data} data ranks x {config.micro_batches} "
                   f"micro-batches x {config.batch.micro_batch}"),

@@ -14,6 +14,7 @@ from paxtrain.model import Dropout, Params
 from paxtrain.residuals import SplitVjp, save_policy
 from paxtrain.rings import Index, add, add_some, always, only_if, read, write, write_some
 from paxtrain.split_backward import SplitBackward
+from paxtrain.tensor_parallel import Group
 
 
 class Weights(NamedTuple):
@@ -54,7 +55,7 @@ class Program:
     """What the compiled code depends on: everything static.
 
     Attributes:
-        axis: mesh axis of tensor parallelism, or None.
+        group: of tensor and sequence parallelism.
         pipe: mesh axis of the stages, or None where there is one stage.
         counts: layers of every virtual stage, in model order.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
@@ -70,7 +71,7 @@ class Program:
     save: str
     scan_layers: bool
     splits: bool
-    axis: str | None
+    group: Group
     pipe: str | None
 
     @property
@@ -118,7 +119,8 @@ class Stage:
                  first_sample: jax.Array):  # fmt: skip
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
-        self.message = jax.ShapeDtypeStruct((self.batch, length - 1, program.model.hidden), program.model.dtype)
+        shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
+        self.message = jax.ShapeDtypeStruct(shape, program.model.dtype)
         self._dropout_key, self._first_sample = dropout_key, first_sample
         self._starts = model.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
@@ -130,7 +132,7 @@ class Stage:
         def layer(
             weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
         ) -> jax.Array:
-            return model.layer(weights, x, program.model, program.axis, dropout, index, starts)
+            return model.layer(weights, x, program.model, program.group, dropout, index, starts)
 
         first = jnp.int32(0)
         self._vjp = SplitVjp(
@@ -173,7 +175,7 @@ class Stage:
     def embed(self, mb: jax.Array) -> jax.Array:
         tokens, program = self.tokens[mb, :, :-1], self.program
         return model.embed(
-            self.weights.embedding, tokens, program.model, program.axis, self._dropout(mb), self._documents(mb)
+            self.weights.embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
         )
 
     def _each_layer(
@@ -282,7 +284,7 @@ class Stage:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = model.embed_gradient(
-            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active, self._documents(mb)
+            grads.embedding, tokens, g, self.program.model, self.program.group, dropout, active, self._documents(mb)
         )
         return grads._replace(embedding=embedding)
 
@@ -296,7 +298,7 @@ class Stage:
 
     def _loss(self, final_norm: Params, table: jax.Array, y: jax.Array, mb: jax.Array) -> jax.Array:
         targets = self.tokens[mb, :, 1:]
-        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.axis)
+        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.group)
         return loss / self.micro_batches
 
     def head(

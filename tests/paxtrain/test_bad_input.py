@@ -121,6 +121,14 @@ BAD_CONFIGURATION = {
         ["model.family=llama", "model.kv_heads=1"],
         ["model.key_value_heads=1", "mesh.tensor=2", "tensor=1 would fit"],
     ),
+    "parts of the sequence": (
+        ["mesh.sequence_parallel=True", "model.sequence=255"],
+        ["model.sequence=255", "not divisible by mesh.tensor=2", "tensor=1 or 3 would fit"],
+    ),
+    "parts of the sequence over one device": (
+        ["mesh.sequence_parallel=True", "mesh.tensor=1", "mesh.data=4"],
+        ["mesh.sequence_parallel splits the sequence over tensor", "mesh.tensor=1", "mesh.tensor of 2 or more"],
+    ),
     "odd heads": (
         ["model.family=llama", "model.heads=4", "model.hidden=12"],
         ["model.hidden=12 / model.heads=4 leaves 3", "an even number"],
@@ -146,6 +154,7 @@ BAD_CONFIGURATION = {
     "fraction for a number": (["mesh.data=2.5"], ["--config.mesh.data=2.5", "int"]),
     "number for a section": (["mesh=3"], ["--config.mesh=3"]),
     "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
+    "word for another": (["mesh.sequence_parallel=yes"], ["--config.mesh.sequence_parallel=yes", "boolean"]),
     "compression without messages": (
         ["compress.backward=all", "mesh.pipe=1", "mesh.data=4"],
         ["compress.backward=all", "mesh.pipe=1", "mesh.pipe of 2 or more"],

@@ -1,5 +1,6 @@
 """Loss and every gradient of the parallel step against jax.grad of the plain model on one device, in float32."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain import hlo, model
+from paxtrain import gradients, hlo, model
 from paxtrain import tensor_parallel as tp
 from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
 from paxtrain.links import Link
@@ -30,7 +31,8 @@ SHAPES = {
 
 
 def config(
-    mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", separator=-1, **pipeline
+    mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", separator=-1, sequence=False,
+    **pipeline,
 ):  # fmt: skip
     data, pipe, tensor = mesh
     return from_dict({
@@ -39,7 +41,7 @@ def config(
             "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
             "separator": separator, **SHAPES[shape],
         },
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
         "pipeline": pipeline,
         "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
     })  # fmt: skip
@@ -131,6 +133,12 @@ COVERING = [
     config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
     config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
     config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b"),
+    config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
+    config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
+    config((1, 2, 4), sequence=True, schedule="zb_h1"),
+    config((2, 1, 4), sequence=True, save="layer_inputs", dropout=0.2, shape="llama untied"),
+    config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
+    config((1, 4, 2), sequence=True, schedule="gpipe", scan_layers="on", layers=8, pipe_layers="2,3,2,1"),
 ]
 
 
@@ -144,7 +152,7 @@ def name(c) -> str:
     extra = ["" if shape(c) == "gpt2" else shape(c)]
     extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
     extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
-    extra += ["" if c.model.separator < 0 else "documents"]
+    extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 
@@ -192,6 +200,22 @@ def test_a_missing_sum_over_tensor_shows(monkeypatch):
     found = errors(trainer(config((2, 1, 2))), reference(16, 0.0, LAYERS))
     assert found["loss"] <= TOLERANCE  # the forward is right
     assert found["['layers']['ln1']['scale']"] > 0.01
+
+
+def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
+    monkeypatch.setattr(gradients, "_sum_over_sequence", lambda grads: grads)
+    found = errors(trainer(config((2, 1, 2), sequence=True)), reference(16, 0.0, LAYERS))
+    wrong = {name for name, error in found.items() if not error <= TOLERANCE}
+    arrays = {"['layers']['ln1']", "['layers']['ln2']", "['final_norm']"}
+    expected = {f"{array}['{leaf}']" for array in arrays for leaf in ("scale", "bias")}
+    assert wrong - {"norm"} == expected | {"['layers']['out']['bias']", "['layers']['down']['bias']"}
+
+
+def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
+    own = lambda x, dim, group: x[(slice(None),) * dim + (slice(x.shape[dim] // group.parts),)]  # noqa: E731
+    monkeypatch.setattr(tp, "own", own)  # the first part's, on all devices
+    c = config((2, 1, 2), sequence=True, dropout=0.2, shape="llama")  # without positions, of which one has a part, too
+    assert errors(trainer(c), reference(16, 0.2, LAYERS, "llama"))["loss"] > 10 * TOLERANCE
 
 
 class Lossy(NamedTuple):
@@ -256,9 +280,39 @@ def test_bytes_on_the_links_are_the_tables(schedule):
     assert trained.schedule.messages() == 2 * 6 * 3
 
 
-def temporary(global_batch: int, schedule: str, save: str = "dots") -> int:
-    """Temporary bytes of the train step by XLA's memory analysis, with pipe=2 and global_batch / 2 micro-batches."""
-    c = config((1, 2, 1), global_batch, schedule=schedule, save=save)
+def sent_over_tensor(**settings) -> collections.Counter[tuple[str, int]]:
+    """Executions of collectives by kind and a participant's bytes, with tensor=2 alone and four micro-batches."""
+    found = collections.Counter()
+    for op in hlo.collectives(trainer(config((1, 1, 2), 8, **settings)).compile_step().as_text()):
+        found[op.kind, op.bytes] += op.executions
+    return found
+
+
+def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
+    activations, part, m = 2 * SEQUENCE * HIDDEN * 4, SEQUENCE * HIDDEN * 4, 4
+    sums = m * (4 * LAYERS + 2)  # two of each layer's F and B, the embedding's, and the head's B
+    before = sent_over_tensor()
+    assert before["all-reduce", activations] == sums
+    after = sent_over_tensor(sequence=True)
+    again = m * 2 * LAYERS  # B's copies of what F gathered, which save="dots" does not keep
+    assert (after["reduce-scatter", activations], after["all-gather", part]) == (sums, sums + again)
+    vectors = 4 * HIDDEN * (6 * LAYERS + 2)  # norms, biases behind row-parallel matrices
+    del before["all-reduce", activations], after["reduce-scatter", activations], after["all-gather", part]
+    assert after == before + collections.Counter({("all-reduce", vectors): 1})
+
+
+def test_with_sequence_parallelism_a_device_sends_its_part():
+    message, tied = 2 * SEQUENCE * HIDDEN * 4, 2 * 64 * HIDDEN * 4
+    for sequence in (False, True):
+        trained = trainer(config((1, 2, 4), 8, sequence=sequence))
+        senders = 1 if sequence else 4  # of a whole message
+        sent = hlo.permute_bytes(trained.compile_step().as_text())
+        assert sent == trained.schedule.messages() * message * senders + tied
+
+
+def temporary(global_batch: int, schedule: str, save: str = "dots", mesh: tuple = (1, 2, 1), **settings) -> int:
+    """Temporary bytes of the train step by XLA's memory analysis, with global_batch / 2 micro-batches."""
+    c = config(mesh, global_batch, schedule=schedule, save=save, **settings)
     return trainer(c).compile_step().memory_analysis().temp_size_in_bytes
 
 
@@ -270,3 +324,15 @@ def test_memory_of_the_step():
     assert plain < split <= 1.03 * temporary(16, "zb_h1")
     assert max(eager, plain, split) < temporary(64, "gpipe")
     assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")
+
+
+def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
+    """Of each one GPipe keeps a gradient that waits for its B and, by this save mode, its layers' inputs."""
+
+    def kept(sequence: bool) -> float:
+        few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (16, 32))
+        return (many - few) / 8
+
+    message = 2 * SEQUENCE * HIDDEN * 4
+    assert kept(sequence=False) == pytest.approx(message * (1 + LAYERS // 2), rel=0.01)
+    assert kept(sequence=True) == pytest.approx(message / 4 * (1 + LAYERS // 2), rel=0.01)

@@ -15,6 +15,7 @@ from paxtrain import model
 from paxtrain.config import ModelConfig
 from paxtrain.residuals import SplitVjp, save_policy
 from paxtrain.split_backward import SplitBackward
+from paxtrain.tensor_parallel import WHOLE
 
 GPT2 = ModelConfig(layers=1, hidden=32, heads=4, sequence=16, vocab_size=64, residual_dropout=0.1)
 MODELS = {"gpt2": GPT2, "llama": dataclasses.replace(GPT2, family="llama", kv_heads=2, intermediate=48)}
@@ -32,7 +33,7 @@ def a_layer(family: str, save: str):
     rest = jnp.int32(0), model.Dropout(jax.random.key_data(jax.random.key(2)), jnp.arange(2))
 
     def layer(weights, x, index, dropout):
-        return model.layer(weights, x, c, None, dropout, index)
+        return model.layer(weights, x, c, WHOLE, dropout, index)
 
     vjp = SplitVjp(save_policy(save)(layer), weights, x, *rest)
     return vjp, SplitBackward(vjp, weights, x), weights, x, rest

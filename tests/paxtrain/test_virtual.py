@@ -184,16 +184,17 @@ def test_control_flow_and_gradients(sizes):
 
 QUICK = [((2, 2, 2), "1f1b", False), ((2, 4, 1), "eager_1f1b", True)]
 ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
-STEPS = [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
+STEPS = [pytest.param(*c, False, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
+STEPS += [((2, 2, 2), "1f1b", False, True)]
 
 
-def configuration(sizes, schedule, zero1):
+def configuration(sizes, schedule, zero1, sequence):
     return from_dict({
         "model": {
             "layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64,
             "dtype": "float32",
         },
-        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1},
+        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
         "pipeline": {"schedule": schedule},
         "batch": {"global_batch": 8, "micro_batch": 1},
     })  # fmt: skip
@@ -209,9 +210,9 @@ def loss_and_gradients(trainer):
     return jax.device_get(jax.jit(trainer.loss_and_gradients)(params, tokens)[:2])
 
 
-@pytest.mark.parametrize("sizes, schedule, zero1", STEPS)
-def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1):
-    c = configuration(sizes, schedule, zero1)
+@pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
+def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
+    c = configuration(sizes, schedule, zero1, sequence)
     expected = loss_and_gradients(Trainer(c, make_mesh(c.mesh)))
     found = loss_and_gradients(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
     for path, value in jax.tree_util.tree_leaves_with_path(expected):

@@ -15,6 +15,7 @@ from paxtrain.model import Dropout
 from paxtrain.residuals import SplitVjp, save_policy
 from paxtrain.split_backward import SplitBackward
 from paxtrain.step import Trainer
+from paxtrain.tensor_parallel import WHOLE
 from planner import memory
 
 CPU = (0, 0)  # a "compute capability" without flash attention
@@ -71,7 +72,7 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     starts = jax.ShapeDtypeStruct((2, c.model.sequence), jnp.int32) if c.model.separator >= 0 else None
 
     def layer(weights, x, index, random, starts):
-        return model.layer(weights, x, settled, None, random, index, starts)
+        return model.layer(weights, x, settled, WHOLE, random, index, starts)
 
     try:
         split = SplitVjp(save_policy(save)(layer), one, x, jnp.int32(0), random, starts)
