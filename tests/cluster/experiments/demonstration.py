@@ -14,7 +14,7 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
     with lab.session(scene, scene.name) as bench:
         bench.shape(scene.rates)
         base = joint.base(scene.hosts, scene.devices_per_host)
-        cluster = bench.profile(scene.name, base)
+        cluster = bench.profile(f"{scene.name} demonstration", base)
         chosen = joint.choices(base, cluster, lab.seed)
         orders = [device_order(hosts, scene.devices_per_host, split.mesh[2]) for split, hosts, _ in chosen.values()]
         bench.free()
