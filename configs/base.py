@@ -14,16 +14,44 @@ def gpt(**sections: dict[str, Any]) -> ConfigDict:
     return config
 
 
+def _large(out: str, data: str, **sections: dict[str, Any]) -> ConfigDict:
+    """What runs of real size have in common, with some values of some sections replaced."""
+    defaults = {
+        "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2000},
+        "run": {
+            "steps": 100_000,
+            "out": out,
+            "eval_every": 1000,
+            "eval_batches": 20,
+            "log_every": 10,
+            "sample_tokens": 0,
+        },
+        "checkpoint": {"every": 1000, "keep": 3, "keep_every": 10_000},
+        "data": {"train": f"{data}/train", "validation": f"{data}/validation"},
+    }
+    return gpt(**{name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections})
+
+
 def gpt2(layers: int, hidden: int, heads: int, out: str, **sections: dict[str, Any]) -> ConfigDict:
     """A model with GPT-2's vocabulary at sequence length 1024, and data prepared with `--tokenizer=gpt2`."""
     model = {"vocab_size": 50257, "sequence": 1024, "layers": layers, "hidden": hidden, "heads": heads}
     sections["model"] = model | sections.get("model", {})
-    optimizer = {"learning_rate": 3e-4, "warmup_steps": 2000}
-    sections["optimizer"] = optimizer | sections.get("optimizer", {})
-    run = {"steps": 100_000, "out": out, "eval_every": 1000, "eval_batches": 20, "log_every": 10, "sample_tokens": 0}
-    sections["run"] = run | sections.get("run", {})
-    checkpoint = {"every": 1000, "keep": 3, "keep_every": 10_000}
-    sections["checkpoint"] = checkpoint | sections.get("checkpoint", {})
-    data = {"train": "runs/gpt2_data/train", "validation": "runs/gpt2_data/validation"}
-    sections["data"] = data | sections.get("data", {})
-    return gpt(**sections)
+    return _large(out, "runs/gpt2_data", **sections)
+
+
+def llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, out: str, **sections: dict[str, Any]
+) -> ConfigDict:
+    """A model with Llama 2's shape and size of vocabulary, and data prepared with its tokenizer.json."""
+    model = {
+        "family": "llama",
+        "vocab_size": 32000,
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "intermediate": intermediate,
+        "tied_head": False,
+    }
+    sections["model"] = model | sections.get("model", {})
+    return _large(out, "runs/llama_data", **sections)

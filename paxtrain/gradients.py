@@ -88,7 +88,8 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
 
         firsts = [chunk * layout.slots for chunk in range(layout.chunks)]
         chunks = [[segment(first + s.start, s) for s in layout.program.segments] for first in firsts]
-        return Weights(take(tree["embedding"], 0), chunks, take(tree["final_norm"], 0))
+        rest = {name: x for name, x in tree["embedding"].items() if name != "token"}
+        return Weights(take(rest, 0), chunks, take(tree["final_norm"], 0))
 
     def cast(tree: Params, rows: int | slice) -> Params:
         return model.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model.dtype)
@@ -98,7 +99,10 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
         return jax.tree.map(lambda dim: max(dim - lost, -1), dims)
 
     found, dims = weights(shards, cast), weights(layout.data_dims(), shifted)
-    table = _gather_table(layout, found.embedding.pop("token"), dims.embedding.pop("token"))
+    table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]
+    if layout.config.model.tied_head:  # else one stage holds both tables
+        table, dim = table[0], max(dim - 1, -1)
+    table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
     leaves, structure = jax.tree.flatten(found)
     gathered = structure.unflatten(_gather(leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})
@@ -160,6 +164,14 @@ def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     if dim >= 0:
         return shard
     return _on_edges(layout, lambda v: lax.all_gather(v, "data", axis=scatter, tiled=True), shard, x.shape)
+
+
+@jax.named_scope("embedding")
+def _tables(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
+    """The gradients of an untied head's and of the embedding's table [1 or 2, V/T, H]: each its own mean over data."""
+    data = layout.config.mesh.data
+    shape = tuple(n // (data if i == dim else 1) for i, n in enumerate(x.shape))
+    return _on_edges(layout, lambda v: _mean(layout, v, dim), x, shape)
 
 
 # One array of the layers: the layer's slot, and its two keys.
@@ -286,6 +298,8 @@ def reduce_gradients(
     dims = layout.data_dims()
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
+        if layout.holds_tables(path):
+            return _tables(layout, x, dim)
         dim = max(dim - 1, -1)  # x has no leading dim of stages
         return (_tied_embedding if names(path)[-1] == "token" else _mean)(layout, x, dim)[None]
 
@@ -317,7 +331,7 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
         copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if tensor_dim(names(path)) is None else 1)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
         # The last stage has the tied embedding a second time.
-        second = names(path)[-1] == "token" and layout.stages > 1
+        second = names(path)[-1] == "token" and layout.stages > 1 and layout.config.model.tied_head
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))

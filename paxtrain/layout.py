@@ -4,7 +4,8 @@ Mesh layout, over mesh axes (data, pipe, tensor) with P stages of R layer slots 
 layers of a virtual stage; slots without a layer stay zero):
 
     layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
-    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies), others zero
+    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies, or the embedding's table
+                       and an untied head's; [2, V, H] of both with one stage), others zero
     embedding.position [P, S, H] over pipe, row 0 live
     final_norm         [P, H] over pipe, row P-1 live
 
@@ -33,9 +34,12 @@ _TENSOR_DIM = {
     "token": 1,
     ("qkv", "kernel"): 3,
     ("qkv", "bias"): 2,
+    ("q", "kernel"): 2,
+    ("kv", "kernel"): 3,
     ("out", "kernel"): 1,
     ("up", "kernel"): 2,
     ("up", "bias"): 1,
+    ("gate_up", "kernel"): 3,
     ("down", "kernel"): 1,
 }
 
@@ -156,6 +160,10 @@ class Layout:
         last = self.stages - 1
         return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
 
+    def holds_tables(self, path: tuple) -> bool:
+        """Whether this array is the two tables of a model with an untied head."""
+        return names(path)[-1] == "token" and not self.config.model.tied_head
+
     def from_canonical(self, params: Params) -> Params:
         """Mesh layout of canonical parameters (or of anything shaped like them)."""
         rows = self.layer_of.reshape(-1)
@@ -166,6 +174,9 @@ class Layout:
                     return x
                 used = jnp.asarray(rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
                 return jnp.where(used, x[np.maximum(rows, 0)], 0)
+            if self.holds_tables(path):
+                between = jnp.zeros((max(self.stages - 2, 0), *x.shape[1:]), x.dtype)
+                return jnp.concatenate([x[:1], between, x[1:]])
             live = np.isin(np.arange(self.stages), self._edges(path)).reshape(-1, *[1] * x.ndim)
             return jnp.where(jnp.asarray(live), x[None], 0)
 
@@ -179,6 +190,8 @@ class Layout:
         def collect(path: tuple, x: jax.Array) -> jax.Array:
             if names(path)[0] == "layers":
                 return x if (rows == np.arange(len(rows))).all() else x[order]
+            if self.holds_tables(path):
+                return x[np.array([0, -1])]
             return x[self._edges(path)[0]]
 
         return jax.tree_util.tree_map_with_path(collect, params)
@@ -193,6 +206,8 @@ class Layout:
 
         def spec(path: tuple, x: jax.ShapeDtypeStruct) -> PartitionSpec:
             parts = list(self._spec(path, x.shape, data=True))
+            if self.holds_tables(path):
+                return PartitionSpec(None, *parts[1:])
             if names(path)[0] != "layers":
                 return PartitionSpec(*parts[1:])
             if not same_order:

@@ -52,14 +52,15 @@ def peak_flops(device_kind: str) -> float | None:
 def flops_per_token(model: ModelConfig) -> float:
     """FLOPs of forward and backward for one token: 6 N + 12 L H S.
 
-    N counts every parameter that a token is multiplied with: all but the position table, which is only looked up. The
-    token table is tied, so it counts once, as the head; the padding of the vocabulary does not count. Attention is
-    counted in full (a causal kernel does half of it), recomputation not at all.
+    N counts every parameter that a token is multiplied with: all but the position table and an untied head's embedding,
+    which are only looked up. A tied table counts once, as the head; the padding of the vocabulary does not count.
+    Attention is counted in full (a causal kernel does half of it), recomputation not at all.
 
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
     """
-    n = model.parameter_count() - model.sequence * model.hidden
+    looked_up = model.positions + (model.tables - 1) * model.vocab_size
+    n = model.parameter_count() - looked_up * model.hidden
     return 6.0 * n + 12.0 * model.layers * model.hidden * model.sequence
 
 

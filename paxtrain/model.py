@@ -1,6 +1,7 @@
-"""GPT-2 as pure functions over a parameter pytree: pre-LN, learned positions, tanh-GELU, biases, tied embedding.
+"""GPT-2 and Llama as pure functions over a parameter pytree: pre-norm transformers that differ layer by layer.
 
-The canonical parameters, L layers stacked (also the layout of checkpoints):
+The canonical parameters, L layers stacked (also the layout of checkpoints). GPT-2 has learned positions, LayerNorm,
+tanh-GELU and biases:
 
     embedding   token [V, H], position [S, H]
     layers      ln1, ln2: scale, bias [L, H]
@@ -8,12 +9,25 @@ The canonical parameters, L layers stacked (also the layout of checkpoints):
                 up: kernel [L, H, F], bias [L, F]             down: kernel [L, F, H], bias [L, H]
     final_norm  scale, bias [H]
 
+Llama has rotary positions, RMSNorm, SwiGLU and K values for the keys of its fewer heads:
+
+    embedding   token [V, H]
+    layers      ln1, ln2: scale [L, H]
+                q: kernel [L, H, H]    kv: kernel [L, H, 2, K]    out: kernel [L, H, H]
+                gate_up: kernel [L, H, 2, F]                      down: kernel [L, F, H]
+    final_norm  scale [H]
+
+With an untied head token is [2, V, H]: the embedding's table, and the head's. So a stage of a pipeline holds one table,
+whichever it is.
+
 Every function takes `axis`, the mesh axis over which heads, ffn and vocabulary are split, or None where they are whole.
 `python -m paxtrain.train` never calls `loss` or `logits`: they are the plain model on one device, for sampling, for
 comparison, and to read.
 
 References:
-    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
+    Touvron et al. 2023, "LLaMA" and "Llama 2"; Su et al. 2021 (rotary positions); Zhang and Sennrich 2019 (RMSNorm);
+    Shazeer 2020 (SwiGLU); Ainslie et al. 2023 (grouped-query heads).
 """
 
 import dataclasses
@@ -50,19 +64,36 @@ class Dropout(NamedTuple):
 def shapes(config: ModelConfig) -> Params:
     """The canonical parameters as float32 jax.ShapeDtypeStruct."""
     layers, h, f = config.layers, config.hidden, config.ffn
-    norm = {"scale": (layers, h), "bias": (layers, h)}
-    tree = {
-        "embedding": {"token": (config.padded_vocab, h), "position": (config.sequence, h)},
-        "layers": {
-            "ln1": norm,
-            "qkv": {"kernel": (layers, h, 3, h), "bias": (layers, 3, h)},
-            "out": {"kernel": (layers, h, h), "bias": (layers, h)},
-            "ln2": norm,
-            "up": {"kernel": (layers, h, f), "bias": (layers, f)},
-            "down": {"kernel": (layers, f, h), "bias": (layers, h)},
-        },
-        "final_norm": {"scale": (h,), "bias": (h,)},
-    }
+    table = (config.padded_vocab, h) if config.tied_head else (2, config.padded_vocab, h)
+    if config.family == "llama":
+        norm = {"scale": (layers, h)}
+        tree = {
+            "embedding": {"token": table},
+            "layers": {
+                "ln1": norm,
+                "q": {"kernel": (layers, h, h)},
+                "kv": {"kernel": (layers, h, 2, config.key_value)},
+                "out": {"kernel": (layers, h, h)},
+                "ln2": norm,
+                "gate_up": {"kernel": (layers, h, 2, f)},
+                "down": {"kernel": (layers, f, h)},
+            },
+            "final_norm": {"scale": (h,)},
+        }
+    else:
+        norm = {"scale": (layers, h), "bias": (layers, h)}
+        tree = {
+            "embedding": {"token": table, "position": (config.sequence, h)},
+            "layers": {
+                "ln1": norm,
+                "qkv": {"kernel": (layers, h, 3, h), "bias": (layers, 3, h)},
+                "out": {"kernel": (layers, h, h), "bias": (layers, h)},
+                "ln2": norm,
+                "up": {"kernel": (layers, h, f), "bias": (layers, f)},
+                "down": {"kernel": (layers, f, h), "bias": (layers, h)},
+            },
+            "final_norm": {"scale": (h,), "bias": (h,)},
+        }
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda s: isinstance(s, tuple))
 
 
@@ -80,18 +111,29 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
         deviation = 0.02 / (2 * config.layers) ** 0.5 if names[-2] in ("out", "down") else 0.02
         value = deviation * jax.random.normal(keys[path], leaf.shape)
         if names[-1] == "token":
-            value = jnp.where(jnp.arange(leaf.shape[0])[:, None] < config.vocab_size, value, 0)
+            value = jnp.where(jnp.arange(leaf.shape[-2])[:, None] < config.vocab_size, value, 0)
         return value
 
     return jax.tree_util.tree_map_with_path(draw, shapes(config))
 
 
-def norm(p: Params, x: jax.Array) -> jax.Array:
-    """Layer normalisation over the last dim, computed in float32, returned in x's dtype."""
+def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
+    """LayerNorm over the last dim, or RMSNorm where p has no bias; computed in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
+    if "bias" not in p:
+        return (wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]).astype(x.dtype)
     centered = wide - wide.mean(axis=-1, keepdims=True)
     variance = jnp.square(centered).mean(axis=-1, keepdims=True)
-    return (centered * lax.rsqrt(variance + 1e-5) * p["scale"] + p["bias"]).astype(x.dtype)
+    return (centered * lax.rsqrt(variance + epsilon) * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int) -> jax.Array:
@@ -120,6 +162,35 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     return config
 
 
+def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, S, N, D] each, of a normalised h [B, S, H]; keys and values may have fewer heads."""
+    heads = lambda x: x.reshape(*x.shape[:2], -1, config.head_dim)  # noqa: E731
+    if config.family == "llama":
+        q = checkpoint_name(h @ p["q"]["kernel"], "qkv")
+        kv = checkpoint_name(jnp.einsum("bsh,hck->bsck", h, p["kv"]["kernel"]), "qkv")
+        k, v = heads(kv[:, :, 0]), heads(kv[:, :, 1])
+        return rotate(heads(q), config.rope_theta), rotate(k, config.rope_theta), v
+    qkv = jnp.einsum("bsh,hcd->bscd", h, p["qkv"]["kernel"]) + p["qkv"]["bias"].astype(h.dtype)
+    qkv = checkpoint_name(qkv, "qkv")
+    q, k, v = (heads(qkv[:, :, i]) for i in range(3))
+    return q, k, v
+
+
+def _feed_forward(p: Params, h: jax.Array, config: ModelConfig) -> jax.Array:
+    """What goes into `down`, [B, S, F]."""
+    if config.family == "llama":
+        gate_up = checkpoint_name(jnp.einsum("bsh,hcf->bscf", h, p["gate_up"]["kernel"]), "up")
+        return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    h = checkpoint_name(h @ p["up"]["kernel"] + p["up"]["bias"].astype(h.dtype), "up")
+    return jax.nn.gelu(h, approximate=True)
+
+
+def _row_parallel(p: Params, x: jax.Array, axis: str | None) -> jax.Array:
+    """x [B, S, N/T] times a kernel [N/T, H] that is split by rows, and the bias if there is one."""
+    y = tp.reduce(x @ p["kernel"], axis)
+    return y + p["bias"].astype(x.dtype) if "bias" in p else y
+
+
 def layer(
     p: Params, x: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None, index: jax.Array | int
 ) -> jax.Array:
@@ -132,30 +203,29 @@ def layer(
     """
     batch, sequence, _ = x.shape
 
-    h = tp.copy(norm(p["ln1"], x), axis)
-    qkv = jnp.einsum("bsh,hcd->bscd", h, p["qkv"]["kernel"]) + p["qkv"]["bias"].astype(x.dtype)
-    qkv = checkpoint_name(qkv, "qkv")
-    q, k, v = (qkv[:, :, i].reshape(batch, sequence, -1, config.head_dim) for i in range(3))
+    h = tp.copy(norm(p["ln1"], x, config.norm_epsilon), axis)
+    q, k, v = _queries_keys_values(p, h, config)
     # "auto" that nobody has settled (the plain model) is XLA's attention.
     implementation = "cudnn" if config.attention == "cudnn" else "xla"
     context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
     context = checkpoint_name(context.reshape(batch, sequence, -1), "context")
-    y = tp.reduce(context @ p["out"]["kernel"], axis) + p["out"]["bias"].astype(x.dtype)
+    y = _row_parallel(p["out"], context, axis)
     x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1)
     x = checkpoint_name(x, "middle")
 
-    h = tp.copy(norm(p["ln2"], x), axis)
-    h = checkpoint_name(h @ p["up"]["kernel"] + p["up"]["bias"].astype(x.dtype), "up")
-    h = jax.nn.gelu(h, approximate=True)
-    y = tp.reduce(h @ p["down"]["kernel"], axis) + p["down"]["bias"].astype(x.dtype)
+    h = tp.copy(norm(p["ln2"], x, config.norm_epsilon), axis)
+    y = _row_parallel(p["down"], _feed_forward(p, h, config), axis)
     return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2)
 
 
 def embed(
     p: Params, tokens: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None = None
 ) -> jax.Array:
-    """Token plus position embedding of ids [B, S], in the compute dtype; p holds token [V/T, H] and position."""
-    x = tp.embedding_lookup(p["token"], tokens, axis) + p["position"][: tokens.shape[1]]
+    """Embedding of ids [B, S], with their learned positions if there are any, in the compute dtype."""
+    table = p["token"] if config.tied_head else p["token"][0]
+    x = tp.embedding_lookup(table, tokens, axis)
+    if "position" in p:
+        x = x + p["position"][: tokens.shape[1]]
     return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0)
 
 
@@ -166,27 +236,37 @@ def embed_gradient(
     """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
 
     Args:
-        grads: token [V/T, H] and position [S, H], float32.
+        grads: token [V/T, H], or [1 or 2, V/T, H] where the head is untied, and position [S, H] if any; float32.
         active: whether this stage holds the live embedding; where False nothing is added.
     """
     g = _dropout(g, config.embedding_dropout, dropout, 0).astype(jnp.float32)
-    local, here = tp.local_ids(tokens, grads["token"].shape[0], axis)
-    rows = jnp.where(here & active, local, grads["token"].shape[0])
-    return {
-        "token": grads["token"].at[rows].add(g, mode="drop"),
-        "position": grads["position"].at[: tokens.shape[1]].add(jnp.where(active, g.sum(axis=0), 0)),
-    }
+    token = grads["token"]
+    local, here = tp.local_ids(tokens, token.shape[-2], axis)
+    rows = jnp.where(here & active, local, token.shape[-2])
+    place = token.at[rows] if config.tied_head else token.at[0, rows]
+    added = {"token": place.add(g, mode="drop")}
+    if "position" in grads:
+        position = jnp.where(active, g.sum(axis=0), 0)
+        added["position"] = grads["position"].at[: tokens.shape[1]].add(position)
+    return added
 
 
-def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, axis: str | None) -> jax.Array:
-    return tp.project(tp.copy(norm(final_norm, y), axis), table)
+def head_table(embedding: Params, config: ModelConfig) -> jax.Array:
+    """The table [V/T, H] that the last layer's output is compared with."""
+    return embedding["token"] if config.tied_head else embedding["token"][-1]
+
+
+def _head_logits(
+    final_norm: Params, table: jax.Array, y: jax.Array, config: ModelConfig, axis: str | None
+) -> jax.Array:
+    return tp.project(tp.copy(norm(final_norm, y, config.norm_epsilon), axis), table)
 
 
 def head_loss(
     final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, axis: str | None
 ) -> jax.Array:
     """Mean cross-entropy in nats of the last layer's output y [B, S, H] for targets [B, S]; table is [V/T, H]."""
-    losses = tp.cross_entropy(_head_logits(final_norm, table, y, axis), targets, config.vocab_size, axis)
+    losses = tp.cross_entropy(_head_logits(final_norm, table, y, config, axis), targets, config.vocab_size, axis)
     return losses.mean()
 
 
@@ -208,7 +288,8 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
     """Next-token logits [B, S, V] in float32 of ids [B, S], by the plain model on one device."""
     params = cast(params, config.dtype)
     y = _trunk(params, tokens, config, None)
-    return _head_logits(params["final_norm"], params["embedding"]["token"], y, None)[..., : config.vocab_size]
+    table = head_table(params["embedding"], config)
+    return _head_logits(params["final_norm"], table, y, config, None)[..., : config.vocab_size]
 
 
 @functools.partial(jax.named_call, name="plain_loss")
@@ -216,5 +297,5 @@ def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropou
     """Mean next-token cross-entropy in nats of ids [B, S+1], by the plain model on one device."""
     params = cast(params, config.dtype)
     y = _trunk(params, tokens[:, :-1], config, dropout)
-    table = params["embedding"]["token"]
+    table = head_table(params["embedding"], config)
     return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, None)

@@ -20,10 +20,11 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 
 
-def architecture(config: ModelConfig) -> dict[str, int]:
+def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """What two checkpoints must share to hold the same arrays with the same meaning."""
-    names = ("vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
-    return {name: getattr(config, name) for name in names}
+    free = ("dtype", "attention", "embedding_dropout", "residual_dropout")
+    values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
+    return {name: value for name, value in values.items() if name not in free}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))

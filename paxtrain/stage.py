@@ -21,9 +21,9 @@ class Weights(NamedTuple):
     update: XLA reads one layer's row from the array as it was before another row was written.)
 
     Attributes:
-        embedding: token [V/T, H], position [S, H].
+        embedding: token [V/T, H], or [1 or 2, V/T, H] where the head is untied; position [S, H] if any.
         chunks: per chunk its segments, each a list of layers' trees, or one stacked tree [layers, ...] to scan.
-        final_norm: scale, bias [H].
+        final_norm: scale, bias if any [H].
     """
 
     embedding: Params
@@ -233,7 +233,11 @@ class Stage:
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Mean loss of one micro-batch, over their number."""
-        return self._loss(self.weights.final_norm, self.weights.embedding["token"], y, mb)
+        return self._loss(self.weights.final_norm, self._table, y, mb)
+
+    @property
+    def _table(self) -> jax.Array:
+        return model.head_table(self.weights.embedding, self.program.model)
 
     def _loss(self, final_norm: Params, table: jax.Array, y: jax.Array, mb: jax.Array) -> jax.Array:
         targets = self.tokens[mb, :, 1:]
@@ -245,6 +249,8 @@ class Stage:
     ) -> tuple[jax.Array, jax.Array, Params, Params]:
         """The loss so far, the gradient of y, and the embedding's and the norm's accumulators with theirs added."""
         value, (norm, table, g) = jax.value_and_grad(self._loss, argnums=(0, 1, 2))(
-            self.weights.final_norm, self.weights.embedding["token"], y, mb
+            self.weights.final_norm, self._table, y, mb
         )
-        return loss + value, g, {**embedding, "token": add(embedding["token"], table)}, add(final_norm, norm)
+        token = embedding["token"]
+        token = add(token, table) if self.program.model.tied_head else token.at[-1].add(table.astype(token.dtype))
+        return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)

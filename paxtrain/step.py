@@ -182,6 +182,8 @@ class Trainer:
         return self._map_params_like(self.layout.to_canonical, tree)
 
     def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
+        if set(tree) == {"params"}:
+            return self._from_params(tree["params"])
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self.compression.init())}
         target = jax.eval_shape(self._init, jax.random.key(0))
@@ -208,7 +210,7 @@ class Trainer:
 
     @functools.cached_property
     def from_canonical(self) -> Any:
-        """jit: a checkpoint's tree -> the state on this mesh; without "codec" in it, compression starts afresh."""
+        """jit: a checkpoint's tree -> the state on this mesh; without "codec" or all but "params", those are new."""
         return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Run:
                     )
                 self.samples = meta["samples"]
                 self.say(f"resumed from step {step}, {self.samples} samples consumed")
-                if meta["data"] != self._data_identity():
+                if meta["data"] and meta["data"] != self._data_identity():
                     self.say(f"the data order is another one than before ({meta['data']})")
                 if self._reset:
                     self.say(self._reset)
@@ -138,10 +138,12 @@ class Run:
         return {name: getattr(self.config.compress, name) for name in names}
 
     def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
-        """All of a checkpoint, but for a state of the compression that is not continued."""
+        """All that a checkpoint has, but for a state of the compression that is not continued."""
         mine = checkpoint.kinds({"codec": abstract["codec"]})
 
         def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
+            if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
+                return {"params"}
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
             self._reset = self.trainer.compression.why_reset(meta.get("compression", {}), saved, mine, where)
             return set(abstract) - {"codec"} if self._reset else set(abstract)

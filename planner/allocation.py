@@ -11,6 +11,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.plan import Plan
 from planner import cluster as clusters
+from planner import costs
 from planner.cluster import Cluster
 from planner.measure_cluster import Machines
 from planner.meeting import Meeting
@@ -116,9 +117,7 @@ def _fits(cluster: Cluster, machines: Machines, model: ModelConfig) -> bool:
         return False
     if not cluster.compute:
         return "cpu" not in machines.kinds  # which have no data sheet to go by
-    sizes = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype)
-    keys = ("hidden", "heads", "sequence", "vocab", "dtype")
-    return any(tuple(row[key] for key in keys) == sizes for row in cluster.compute)
+    return any(costs.profiled_row(row) == costs.profiled(model) for row in cluster.compute)
 
 
 def kept_profile(folder: pathlib.Path, machines: Machines, model: ModelConfig, most: float) -> Kept | None:

@@ -237,7 +237,7 @@ class _Bound:
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
             ring_latency=np.full((batch * self.worst, p), case.latency),
             ring_per_byte=np.tile(per_byte, (batch, 1)),
-            swap=np.full(batch * self.worst, self.swap(case, share) if p > 1 else 0.0),
+            swap=np.full(batch * self.worst, self.swap(case, share) if self.problem.swaps else 0.0),
         )
         kinds = np.zeros((batch, p), int) if kinds is None else kinds
         return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)

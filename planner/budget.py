@@ -59,17 +59,17 @@ class Budget:
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         """Bytes per device [N] that candidates are held to need, the safety margin included."""
         shape = self.shape(cluster, model, space)
-        if self.uses_surrogate(cluster):
+        if self.uses_surrogate(cluster, model):
             return np.asarray(surrogate.load().predict(shape).bound, float)
         return np.broadcast_to(memory.analytic(shape).total, (len(space),)).astype(float)
 
-    def uses_surrogate(self, cluster: Cluster) -> bool:
-        """The surrogate is of GPU programs."""
-        return self.learned and cluster.overlaps
+    def uses_surrogate(self, cluster: Cluster, model: ModelConfig) -> bool:
+        """The surrogate is of GPU programs of GPT-2."""
+        return self.learned and cluster.overlaps and model.family == "gpt2"
 
-    def source(self, cluster: Cluster) -> str:
+    def source(self, cluster: Cluster, model: ModelConfig) -> str:
         """Which estimate the figures are."""
-        if self.uses_surrogate(cluster):
+        if self.uses_surrogate(cluster, model):
             return "learned from the compiler's memory, with its safety margin"
         return "closed form"
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES
+from paxtrain.config import FAMILIES, SAVE_MODES
 from paxtrain.errors import UserError
 from paxtrain.gpus import GPUS
 
@@ -42,6 +42,7 @@ VERSION = 1
 _MOST, _HUGE = 1_000_000, 1e300  # devices; what a number must be below
 # Of a row of the compute profile: what must be positive integers, and what positive seconds.
 _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
+_OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
 
@@ -294,12 +295,13 @@ def _check_compute(rows: Any, kinds: list[str]) -> None:
         missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]
         if missing:
             raise UserError(f"compute row {number} lacks {', '.join(missing)}; profile again")
-        for key in _SIZES:
+        for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if key in row)):
             _integer(f"compute row {number}: {key}", row[key])
         for key in _SECONDS:
             _number(f"compute row {number}: {key}", row[key], zero=key not in ("forward", "backward"))
-        for key, known in (("kind", kinds), ("save", SAVE_MODES), ("dtype", ("bfloat16", "float32"))):
-            if row[key] not in known:
+        known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": FAMILIES}
+        for key, known in known_values.items():
+            if row.get(key, known[0]) not in known:
                 raise UserError(f"compute row {number}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
 
 

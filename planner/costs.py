@@ -8,6 +8,7 @@ own. Without a profile it is the data sheet's alone, at the named shares of peak
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,8 @@ def sheet(
 ) -> LayerCosts:
     """Costs from the data sheet.
 
-    FLOPs of F: 24 H^2 + 4 S H a token (the causal half of attention's 4 S H, twice: scores and values). Two all-reduces
-    of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T.
+    FLOPs of F: 2 a parameter of the matrices (24 H^2 for GPT-2) + 4 S H a token (attention's scores and values). Two
+    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T.
 
     Args:
         inside: alpha and bandwidth of a link inside a host.
@@ -74,7 +75,8 @@ def sheet(
     def launched(seconds: float, times: float) -> float:
         return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
-    matmuls = max(tokens * (24 * h * h + 4 * model.sequence * h) / tensor / flops, 12 * h * h / tensor * item / memory)
+    products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
+    matmuls = max(products / flops, model.matrices / tensor * item / memory)
     # Norms and residual sums run whole on each device of a tensor group, the wide part is split.
     passes = _ACTIVATION_PASSES * tokens * h * item * (0.4 + 0.6 / tensor) / memory
     forward = launched(matmuls + passes, 1) + 2 * reduce
@@ -88,8 +90,21 @@ def sheet(
 
 # --- With a profile ---------------------------------------------------------------------------------------------------
 
-_SHAPE = ("hidden", "heads", "sequence", "vocab", "dtype", "tensor", "save")
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
+# Of a model, what a row of a compute profile names; rows that name no family are of GPT-2.
+PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
+
+
+def profiled(model: ModelConfig) -> tuple:
+    """A model's values of PROFILED."""
+    sizes = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype)
+    return (*sizes, model.family, model.key_value_heads, model.ffn)
+
+
+def profiled_row(row: Mapping[str, Any]) -> tuple:
+    """The same of a row."""
+    defaults = {"family": "gpt2", "key_value_heads": row["heads"], "ffn": 4 * row["hidden"]}
+    return tuple({**defaults, **row}[key] for key in PROFILED)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,7 +113,8 @@ def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
     found: dict[tuple, list[dict[str, Any]]] = {}
     for row in cluster.compute:
         if row["kind"] == kind:
-            found.setdefault(tuple(row[key] for key in _SHAPE), []).append(row)
+            shape = (*profiled_row(row), row["tensor"], row["save"])
+            found.setdefault(shape, []).append(row)
     groups = {}
     for shape, rows in found.items():
         rows.sort(key=lambda row: row["micro_batch"])
@@ -145,15 +161,14 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
         return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares)
-    shape = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype, tensor, save)
+    shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in TIMES}
     if nearest != shape:
-        hidden, heads, sequence, vocab, dtype, other_tensor, other_save = nearest
-        other = dataclasses.replace(
-            model, hidden=hidden, heads=heads, sequence=sequence, vocab_size=vocab, dtype=dtype, attention="xla"
-        )
+        *sizes, other_tensor, other_save = nearest
+        names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
+        other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
         here = sheet(model, named, tensor, micro_batch, save, inside)
         # A profile is of groups inside a host, whatever hosts are taken together here.
         measured_inside = _inside(cluster.parts or cluster, kind)
@@ -188,16 +203,18 @@ def packed_bytes(model: ModelConfig, micro_batch: int, rank: int) -> int:
 
 def layer_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one layer on one device of a tensor group."""
-    h = model.hidden
-    return (12 * h * h + 7 * h) // tensor + 6 * h
+    split_biases = 0 if model.family == "llama" else 3 * model.hidden + model.ffn
+    return (model.matrices + split_biases) // tensor + model.vectors - split_biases
 
 
 def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
     """Shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
-    h = model.hidden
-    return ((h, 3 * h // tensor), (h // tensor, h), (h, 4 * h // tensor), (4 * h // tensor, h))
+    h, part, ffn = model.hidden, model.hidden // tensor, model.ffn // tensor
+    if model.family == "llama":
+        return ((h, part), (h, 2 * model.key_value // tensor), (part, h), (h, 2 * ffn), (ffn, h))
+    return ((h, 3 * part), (part, h), (h, ffn), (ffn, h))
 
 
-def embedding_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of the tied table's part on one device."""
-    return model.padded_vocab * model.hidden // tensor
+def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
+    """Parameters of the vocabulary's tables on one device of the first or the last stage."""
+    return (model.tables if pipe == 1 else 1) * model.padded_vocab * model.hidden // tensor

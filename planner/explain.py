@@ -96,8 +96,9 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
     data, pipe, tensor, micro = (changed[name] for name in ("data", "pipe", "tensor", "micro_batch"))
     if cluster.devices_per_host % tensor:
         return f"tensor groups stay inside a host of {cluster.devices_per_host} devices"
-    if model.heads % tensor:
-        return f"tensor={tensor} does not divide the model's {model.heads} heads"
+    for name, size in model.split_sizes.items():
+        if size % tensor:
+            return f"tensor={tensor} does not divide model.{name}={size}"
     if pipe * changed["chunks"] > model.layers:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
     if global_batch % (data * micro):

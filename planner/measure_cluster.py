@@ -21,7 +21,7 @@ from paxtrain import report
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.gpus import GPUS
-from planner import link_fit, measure_compute, measure_links
+from planner import costs, link_fit, measure_compute, measure_links
 from planner.cluster import Cluster
 from planner.meeting import Meeting, check_reachable
 
@@ -210,16 +210,12 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
         UserError: a chosen one does not divide the devices of a host, or the model.
     """
     model = config.model
-    fits = [
-        t
-        for t in range(1, per_host + 1)
-        if not any(size % t for size in (per_host, model.heads, model.hidden, model.padded_vocab))
-    ]
+    fits = [t for t in range(1, per_host + 1) if not any(size % t for size in (per_host, *model.split_sizes.values()))]
     for size in chosen:
         if size not in fits:
             raise UserError(
-                f"--tensor={size} must divide the {per_host} devices of a host and the model's heads={model.heads}, "
-                f"hidden={model.hidden} and padded vocabulary of {model.padded_vocab}; "
+                f"--tensor={size} must divide the {per_host} devices of a host and the model's "
+                f"{', '.join(f'{name}={size}' for name, size in model.split_sizes.items())}; "
                 f"{', '.join(map(str, fits))} would"
             )
     return tuple(chosen) or tuple(fits)
@@ -233,8 +229,7 @@ def compute_rows(
     for kind in dict.fromkeys(machines.kinds):
         of_kind = [v for p, v in enumerate(values) if v and machines.kinds[machines.of_process[p]] == kind]
         row = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
-        row |= {"hidden": model.hidden, "heads": model.heads, "sequence": model.sequence}
-        row |= {"vocab": model.padded_vocab, "dtype": model.dtype}
+        row |= dict(zip(costs.PROFILED, costs.profiled(model), strict=True))
         rows.append(row | {name: statistics.median(v[name] for v in of_kind) for name in of_kind[0]})
     return rows
 

@@ -151,31 +151,39 @@ def kept(shape: Shape) -> dict[str, Any]:
     whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0
     sums = 4 * t * model.heads / shape.tensor
     flash = model.attention == "cudnn"
-    dots = t * c * (2 * whole + (9 if flash else 8) * part) + sums * flash
-    everything = t * ((24 + 2 * c) * whole + 25 * c * part + 16 + drop * 2 * (c + 1) * whole)
-    if flash:
-        everything = everything + t * 4 * c * part + sums
+    up = 2 * model.ffn if model.family == "llama" else model.ffn
+    wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
+    dots = t * c * (2 * whole + wide + flash * part) + sums * flash
+    everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
+    if model.family == "llama":
+        everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
+        everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
     else:
-        everything = everything + t * 3 * c * part + sums * (2 + model.sequence * (9 + c) / 4)
+        everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
+    everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
     return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
+
+
+def _matrices(shape: Shape) -> list[list[Any]]:
+    """Dims of a layer's kernels on a device, by layout.py."""
+    model, tensor = shape.model, np.asarray(shape.tensor)
+    h, part, up = model.hidden, model.hidden // tensor, model.ffn // tensor
+    if model.family == "llama":
+        return [[h, part], [h, 2, model.key_value // tensor], [part, h], [h, 2, up], [up, h]]
+    return [[h, 3, part], [part, h], [h, up], [up, h]]
 
 
 def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:
     """The parameters of a device as (how many such arrays, their dims, cast to the compute dtype), by layout.py."""
-    model, part = shape.model, shape.model.hidden // np.asarray(shape.tensor)
-    h, layers = model.hidden, shape.slots * shape.virtual_stages
-    return [
-        (layers, [h, 3, part], True),
-        (layers, [part, h], True),
-        (layers, [h, 4 * part], True),
-        (layers, [4 * part, h], True),
-        (layers, [3, part], False),
-        (layers, [4 * part], False),
-        (6 * layers, [h], False),
-        (1, [model.padded_vocab // np.asarray(shape.tensor), h], True),
-        (1, [model.sequence, h], True),
-        (2, [h], False),
-    ]
+    model, tensor = shape.model, np.asarray(shape.tensor)
+    h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
+    tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
+    arrays = [(layers, dims, True) for dims in _matrices(shape)]
+    arrays += [(tables, [model.padded_vocab // tensor, h], True)]
+    if model.family == "llama":
+        return [*arrays, (2 * layers + 1, [h], False)]
+    biases = [(layers, [3, part], False), (layers, [model.ffn // tensor], False)]
+    return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
 
 
 def parameters(shape: Shape) -> tuple[Any, Any, Any]:
@@ -198,11 +206,11 @@ def _codec_state(shape: Shape) -> Any:
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
     rank = np.asarray(shape.data_rank)
-    for count, dims, _ in _arrays(shape)[:4]:
+    for dims in _matrices(shape):
         rows = dims[0]
         columns = functools.reduce(np.multiply, dims[1:])
         useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
-        total = total + useful * count * _ACCUMULATOR * (rows * columns + columns * rank)
+        total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total
 
 
@@ -256,7 +264,7 @@ def _backward(shape: Shape) -> Any:
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
-    return again + layer + waits * c * 12 * model.hidden**2 / tensor * shape.slots
+    return again + layer + waits * c * model.matrices / tensor * shape.slots
 
 
 def analytic(shape: Shape) -> Memory:
@@ -291,7 +299,8 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     allocated, s = analytic(shape), np.arange(config.mesh.pipe)
     layers = np.add.reduce(np.reshape(config.stage_layers, (v, stages)))
     of_layers = layers / (shape.slots * v)
-    table = (shape.model.padded_vocab // shape.tensor + shape.model.sequence) * shape.model.hidden
+    tables = shape.model.tables if stages == 1 else 1
+    table = (tables * shape.model.padded_vocab // shape.tensor + shape.model.positions) * shape.model.hidden
     held = float(table / parameters(shape)[0])  # the embedding's share of the slots' parameters
     used = of_layers * (1 - held) + np.isin(s, (0, stages - 1)) * held
     flight = {

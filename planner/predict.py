@@ -75,7 +75,7 @@ class LinkSeconds:
     Attributes:
         activation, gradient, packed: [batch, D, P] seconds of a message, by sender; packed: of a compressed gradient.
         ring_latency, ring_per_byte: [batch, P] of one turn of a stage's data-parallel ring.
-        swap: [batch] seconds of the exchange of the tied embedding's gradients.
+        swap: [batch] seconds of the exchange of the tied embedding's gradients; 0 where it is not tied.
     """
 
     activation: Array
@@ -145,7 +145,12 @@ class Problem:
 
     @functools.cached_property
     def embedding_parameters(self) -> int:
-        return costs.embedding_parameters(self.model, self.candidate.tensor)
+        return costs.embedding_parameters(self.model, self.candidate.tensor, self.candidate.pipe)
+
+    @property
+    def swaps(self) -> bool:
+        """The first and the last stage exchange the gradients of the tied embedding."""
+        return self.candidate.pipe > 1 and self.model.tied_head
 
     @functools.cached_property
     def factor_bytes(self) -> int:
@@ -169,7 +174,7 @@ class Problem:
             packed=on(paths.backward, self.packed),
             ring_latency=paths.ring[0],
             ring_per_byte=paths.ring[1],
-            swap=swap if c.pipe > 1 else np.zeros_like(swap),
+            swap=swap if self.swaps else np.zeros_like(swap),
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:

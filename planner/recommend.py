@@ -80,7 +80,7 @@ class Planner:
         search = self.search
         config = self.plan(chosen).apply(self.values)
         stages = memory.per_stage(config, budget.capability(search.cluster))
-        estimate = search.budget.source(search.cluster)
+        estimate = search.budget.source(search.cluster, search.model)
         return report.Report(
             cluster=search.cluster,
             model=search.model,
@@ -107,8 +107,10 @@ class Planner:
             "step times": "event simulation of the schedule's table",
             "compute": costs.source(cluster),
             "links": f"{cluster.source or 'the cluster file'}; {measured}",
-            "memory of the ranked plans": search.budget.source(search.cluster),
-            "memory of the chosen plan": rows[-1].source if rows else search.budget.source(search.cluster),
+            "memory of the ranked plans": search.budget.source(search.cluster, search.model),
+            "memory of the chosen plan": rows[-1].source
+            if rows
+            else search.budget.source(search.cluster, search.model),
             "memory by stage": "closed form",
         }
 

@@ -127,7 +127,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     tensors = {t: i for i, t in enumerate(sorted(set(space.tensor.tolist())))}
     index = np.array([tensors[t] for t in space.tensor.tolist()])
     held = parameters(model, space)
-    table = np.array([costs.embedding_parameters(model, t) for t in tensors])[index]
+    table = np.array([costs.embedding_parameters(model, t, 2) for t in tensors])[index] * np.where(
+        alone, model.tables, 1
+    )
     share = (d - 1) / d * ring_byte
     latency = (d - 1) * ring_alpha
     turns = np.where(space.zero1, 1, 2)
@@ -145,8 +147,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     reduce = np.where(space.data_rank > 0, np.minimum(dense, small), dense)
     gather = np.where(space.zero1, latency + held * size * share, 0.0)
     over = np.where(d > 1, reduce + gather, 0.0)
-    # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and to exchange.
+    # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, where it is
+    # tied, to exchange.
     edge = np.where(d > 1, turns * (latency + table * MASTER * share), 0.0)
-    edge += np.where(alone, 0.0, hop_alpha + table * MASTER / d * hop_byte)
+    edge += np.where(alone | (not model.tied_head), 0.0, hop_alpha + table * MASTER / d * hop_byte)
     optimizer = (held + table) / np.where(space.zero1, d, 1) * c["optimizer"]
     return np.maximum(pipeline + over, first + over + edge) + optimizer

@@ -84,7 +84,7 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
         for t in choices.tensor or divisors(cluster.devices_per_host)
         # Of hosts taken together only groups that fill them are known: smaller ones lie on other links.
         if not cluster.parts or t == cluster.devices_per_host
-        if model.heads % t == 0 and model.hidden % t == 0 and model.padded_vocab % t == 0
+        if not any(size % t for size in model.split_sizes.values())
         and cluster.devices % t == 0 and cluster.devices_per_host % t == 0
     ]  # fmt: skip
     for tensor in tensors:
@@ -101,11 +101,11 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
     """
     meshes = list(_meshes(cluster, model, choices))
     if not meshes:
+        sizes = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
         raise UserError(
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
-            f"model.heads={model.heads}, model.hidden={model.hidden} and the devices of a host, and pipe must not "
-            f"exceed model.layers={model.layers}; allowed were tensor={_listed(choices.tensor)} and "
-            f"pipe={_listed(choices.pipe)}"
+            f"{sizes} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
+            f"tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
         )
     rows: list[tuple] = []
     for data, pipe, tensor in meshes:

@@ -49,7 +49,7 @@ def features(shape: Shape, memory: Memory) -> np.ndarray:
     layer = kept(shape)["residuals"]
     columns = [
         *(getattr(memory, name) / total for name in _SHARES),
-        shape.compute * layers * 12 * model.hidden**2 / shape.tensor / total,
+        shape.compute * layers * model.matrices / shape.tensor / total,
         4 * logits / total,
         layer / total,
         layer * shape.slots / total,

@@ -12,7 +12,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import checkpoint, data, plan, prepare, sample, train
+from paxtrain import checkpoint, data, huggingface, plan, prepare, sample, train
 from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
 from tests import mains
@@ -106,6 +106,24 @@ BAD_CONFIGURATION = {
         ["model.heads=4", "mesh.tensor=8", "tensor=4 would fit"],
     ),
     "hidden": (["model.hidden=130"], ["model.hidden=130", "model.heads=4", "2 or 5 heads would fit"]),
+    "family": (["model.family=bert"], ["'bert'", "gpt2, llama"]),
+    "keys' heads of GPT-2": (["model.kv_heads=2"], ["model.kv_heads=2 needs model.family=llama", "0 would do"]),
+    "keys' heads": (
+        ["model.family=llama", "model.kv_heads=3"],
+        ["model.kv_heads=3 does not divide model.heads=4", "2 or 4 would fit"],
+    ),
+    "keys' heads over tensor": (
+        ["model.family=llama", "model.kv_heads=1"],
+        ["model.key_value_heads=1", "mesh.tensor=2", "tensor=1 would fit"],
+    ),
+    "odd heads": (
+        ["model.family=llama", "model.heads=4", "model.hidden=12"],
+        ["model.hidden=12 / model.heads=4 leaves 3", "an even number"],
+    ),
+    "fused without a tie": (
+        ["model.tied_head=False", "compress.embedding=fused"],
+        ["compress.embedding=fused", "model.tied_head=False", "choose auto"],
+    ),
     "vocabulary": (["model.vocab_multiple=1"], ["model.padded_vocab=257", "mesh.tensor=2", "tensor=1 or 257"]),
     "layers": (
         ["mesh.pipe=8", "mesh.data=1", "mesh.tensor=1"],
@@ -258,6 +276,24 @@ def test_preparing(home, tmp_path, run_main, given, words):
     said = run_main(prepare, *out, *(flag.format(home=home) for flag in given))
     assert all(word in said for word in words), said
     assert not list((tmp_path / "out").glob("*")), "nothing is left by halves"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["say export or import", "got nothing"]),
+        (["expert"], ["say export or import", "got 'expert'"]),
+        (["export"], ["export needs --checkpoint"]),
+        (["export", "--checkpoint={home}", "--out={home}/hf"], ["no checkpoint in {home}/checkpoints"]),
+        (["export", "--dtype=float16"], ["--dtype=float16", "float32|bfloat16"]),
+        (["import", "--model={home}"], ["import needs --config"]),
+        (["import", "--model={home}", f"--config={TINY}"], ["there is no {home}/config.json"]),
+    ],
+)
+def test_models_of_hugging_face(home, run_main, given, words):
+    said = run_main(huggingface, *(flag.format(home=home) for flag in given))
+    assert all(word.format(home=home) in said for word in words), said
+    assert not (home / "hf").exists()
 
 
 def test_commands_leave_with_2(home, tmp_path):

@@ -20,14 +20,22 @@ from paxtrain.step import Trainer
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
 TOLERANCE = 1e-5
+LLAMA = {"family": "llama", "kv_heads": 4, "intermediate": 48}
+SHAPES = {
+    "gpt2": {},
+    "gpt2 untied": {"tied_head": False},
+    "llama": LLAMA,
+    "llama untied": LLAMA | {"tied_head": False},
+}
 
 
-def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, **pipeline):
+def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", **pipeline):
     data, pipe, tensor = mesh
     return from_dict({
         "model": {
             "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
             "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
+            **SHAPES[shape],
         },
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
         "pipeline": pipeline,
@@ -44,9 +52,9 @@ class Reference(NamedTuple):
 
 
 @functools.cache
-def reference(global_batch: int, dropout: float, layers: int) -> Reference:
+def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2") -> Reference:
     """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
-    c = config((1, 1, 1), global_batch, dropout, layers).model
+    c = config((1, 1, 1), global_batch, dropout, layers, shape=shape).model
     params = model.init(c, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
@@ -81,7 +89,7 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
 
 def check(c) -> None:
     model_config = c.model
-    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers)
+    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c))
     wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
@@ -103,12 +111,24 @@ COVERING = [
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
     config((2, 2, 2), scan_layers="on"),
     config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
+    config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
+    config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
+    config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
+    config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
+    config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
+    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
 ]
+
+
+def shape(c) -> str:
+    """Its name among SHAPES."""
+    return f"{c.model.family}{'' if c.model.tied_head else ' untied'}"
 
 
 def name(c) -> str:
     p = c.pipeline
-    extra = [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
+    extra = ["" if shape(c) == "gpt2" else shape(c)]
+    extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
     extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
@@ -123,11 +143,14 @@ def everything():
     """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
-    for mesh, schedule, save in itertools.product(meshes, ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b"), modes):
+    schedules = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
+    for mesh, schedule, save, model_shape in itertools.product(meshes, schedules, modes, ("gpt2", "llama untied")):
+        if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
+            continue
         chunks = 2 if schedule == "interleaved_1f1b" else 1
         if chunks == 1 or mesh[1] > 1:
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
-            yield config(mesh, layers=layers, schedule=schedule, save=save, virtual_stages=chunks)
+            yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
 
 @pytest.mark.slow

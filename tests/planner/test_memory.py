@@ -17,6 +17,7 @@ from paxtrain.step import Trainer
 from planner import memory
 
 CPU = (0, 0)  # a "compute capability" without flash attention
+LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 160}
 
 
 def config(**sections) -> Config:
@@ -51,10 +52,11 @@ def test_the_residual_ring_is_as_deep_as_the_executors(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("flash", [False, True])
-def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropout, flash):
+@pytest.mark.parametrize("family", [{}, {"intermediate": 320}, LLAMA], ids=["gpt2", "narrow gpt2", "llama"])
+def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropout, flash, family):
     if flash and dtype == "float32":
         pytest.skip("flash attention takes no float32")
-    c = config(model={"hidden": 256, "dtype": dtype, "residual_dropout": dropout})
+    c = config(model={"hidden": 256, "dtype": dtype, "residual_dropout": dropout, **family})
     settled = memory.settle(c.model, (9, 0) if flash else CPU)
     assert settled.attention == ("cudnn" if flash else "xla")
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.shapes(c.model)["layers"])
@@ -91,6 +93,10 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
         {"compress": {"backward": "all", "backward_rank": 4, "error": "lazy"}},
         {"compress": {"backward": "all", "backward_rank": 4, "error": "explicit", "forward": "all", "forward_rank": 8}},
         {"compress": {"data": "all", "data_rank": 16}},
+        {"model": {"tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
+        {"model": {**LLAMA, "tied_head": False}},
+        {"model": {**LLAMA, "tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
+        {"model": LLAMA, "compress": {"data": "all", "data_rank": 16}},
     ],
 )
 def test_state_is_the_trainers_to_the_byte(sections):

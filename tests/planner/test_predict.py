@@ -1,12 +1,15 @@
 """Step times put together by hand, and what must hold of them on any cluster."""
 
 import dataclasses
+import math
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxtrain import model
 from planner import costs, links, predict
 from planner.cluster import Cluster
 from planner.predict import Candidate, Problem
@@ -27,16 +30,27 @@ def test_one_stage_without_data_is_compute_and_optimizer():
     step = Problem(one, MODEL, c).step(links.fabric(one), np.zeros((1, 1, 1), int))
     layer = costs.layer(one, "a100-80gb", MODEL, 1, 2, "dots")
     compute = 5 * (12 * (layer.forward + layer.backward) + layer.embedding + layer.head)
-    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1)
+    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
     np.testing.assert_allclose(step.total, compute + parameters * layer.optimizer)
 
 
-def test_parameters_are_the_models():
-    """All layers and the table, but for positions and the last norm."""
-    rest = MODEL.sequence * MODEL.hidden + 2 * MODEL.hidden
-    padding = (MODEL.padded_vocab - MODEL.vocab_size) * MODEL.hidden
-    ours = MODEL.layers * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1)
-    assert ours + rest - padding == MODEL.parameter_count()
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_head": False}, {"family": "llama", "kv_heads": 4, "intermediate": 2304, "tied_head": False}],
+    ids=["gpt2", "untied", "llama"],
+)
+def test_parameters_are_the_models(changes):
+    """All layers and the tables, but for positions and the last norm, as the model has them."""
+    chosen = dataclasses.replace(MODEL, **changes)
+    every = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes(chosen)))
+    norm = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes(chosen)["final_norm"]))
+    ours = chosen.layers * costs.layer_parameters(chosen, 1) + costs.embedding_parameters(chosen, 1, 1)
+    assert ours == every - norm - chosen.positions * chosen.hidden
+    padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
+    assert chosen.parameter_count() == every - padding
+    assert sum(n * k for n, k in costs.kernels(chosen, 1)) == chosen.matrices
+    # Where there are two stages or more, each holds one table.
+    assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
 
 
 @pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
@@ -62,7 +76,7 @@ def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))
     step = Problem(some, MODEL, c).step(links.fabric(some), np.arange(4).reshape(1, 4, 1))
-    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1)
+    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
     np.testing.assert_allclose(step.reduce, 2 * 3e-5 + 3 / 4 * parameters * 4 / 25e9, rtol=1e-9)
     np.testing.assert_allclose(step.gather, 3e-5 + 3 / 4 * parameters * 2 / 25e9, rtol=1e-9)
 

@@ -181,7 +181,7 @@ def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
 def test_the_optimizers_parameters_are_the_devices(config):
     optimizer = measure_compute.Optimizer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
-    held = 2 * costs.layer_parameters(config.model, 2) + costs.embedding_parameters(config.model, 2)
+    held = 2 * costs.layer_parameters(config.model, 2) + costs.embedding_parameters(config.model, 2, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
     assert optimizer.sample() >= 0
 

@@ -1,0 +1,228 @@
+"""Models from and to transformers' layout; what transformers computed is kept in *_reference.npz."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from paxtrain import data, huggingface, huggingface_model, model, sample, tokenizer
+from paxtrain.checkpoint import Checkpoints
+from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
+from paxtrain.errors import UserError
+from paxtrain.mesh import make_mesh
+from paxtrain.supervised import Progress
+from paxtrain.train import Run
+
+HERE = pathlib.Path(__file__).parent
+TOLERANCE = 1e-4
+COMMON = {"vocab_size": 101, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24, "dtype": "float32"}
+LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 56, "tied_head": False}
+LLAMA |= {"rope_theta": 500.0, "norm_epsilon": 1e-4}
+SHAPES = {
+    "gpt2": COMMON,
+    "gpt2 untied": COMMON | {"tied_head": False},
+    "llama": COMMON | LLAMA | {"tied_head": True},
+    "llama untied": COMMON | LLAMA,
+}
+
+
+def run_config(shape: str, out: pathlib.Path, **sections) -> Config:
+    model_values = SHAPES[shape] | {"vocab_multiple": 8}
+    run = {"out": str(out), "steps": 2, "eval_batches": 1, "sample_tokens": 0}
+    return from_dict({"model": model_values, "run": run, "optimizer": {"warmup_steps": 0}} | sections)
+
+
+def theirs(shape: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(weights by transformers' names, what it computed with them)."""
+    with np.load(HERE / f"{shape.split()[0]}_reference.npz") as file:
+        arrays = dict(file)
+    return arrays, {name: arrays.pop(name) for name in ("ids", "logits", "loss")}
+
+
+def folder_of(weights: dict[str, np.ndarray], config: ModelConfig, folder: pathlib.Path) -> pathlib.Path:
+    """A folder as transformers leaves it."""
+    folder.mkdir()
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(huggingface_model.to_config(config, "float32", None)))
+    tokenizer.bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def random_params(config: ModelConfig) -> model.Params:
+    params = model.init(config, jax.random.key(0))
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
+    params = jax.device_get(jax.tree.map(noise, params))
+    params["embedding"]["token"] = token = params["embedding"]["token"].copy()
+    token[..., config.vocab_size :, :] = 0
+    return params
+
+
+def saved(params: model.Params, config: Config) -> None:
+    """A run with a checkpoint of these parameters."""
+    out = pathlib.Path(config.run.out)
+    meta = {"step": 7, "model": sample.architecture(config.model), "config": to_dict(config)}
+    with Checkpoints(out / sample.CHECKPOINTS, CheckpointConfig()) as checkpoints:
+        checkpoints.save(7, {"params": jax.tree.map(jax.numpy.asarray, params)}, meta)
+    tokenizer.bytes_tokenizer().save(str(out / sample.TOKENIZER))
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama untied"])
+def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shape, tmp_path):
+    weights, results = theirs(shape)
+    config = run_config(shape, tmp_path / "run")
+    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    params, loaded, _ = sample.load(tmp_path / "run")
+    assert loaded == config
+    np.testing.assert_allclose(model.logits(params, results["ids"], config.model), results["logits"], atol=TOLERANCE)
+    np.testing.assert_allclose(model.loss(params, results["ids"], config.model), results["loss"], atol=TOLERANCE)
+
+    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    for name, x in back.items():
+        np.testing.assert_array_equal(x, weights[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rope_theta", {"rope_theta": 1000.0}),
+        ("norm_epsilon", {"norm_epsilon": 1e-2}),
+        ("kv_heads", None),
+    ],
+)
+def test_another_llama_would_show(name, change):
+    """Controls: other angles, another epsilon, keys' heads exchanged."""
+    weights, results = theirs("llama")
+    config = ModelConfig(**SHAPES["llama untied"])
+    if change is None:
+        for layer in range(config.layers):
+            key = f"model.layers.{layer}.self_attn.k_proj.weight"
+            weights[key] = np.roll(weights[key], config.head_dim, axis=0)
+    params = huggingface_model.params(weights.__getitem__, ModelConfig(**SHAPES["llama untied"] | (change or {})))
+    config = ModelConfig(**SHAPES["llama untied"] | (change or {}))
+    assert np.abs(model.logits(params, results["ids"], config) - results["logits"]).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
+    config = run_config(shape, tmp_path / "run")
+    params = random_params(config.model)
+    saved(params, config)
+    monkeypatch.setattr(huggingface, "SHARD", "20KB")
+    huggingface.export(str(tmp_path / "run"), 7, str(tmp_path / "model"), "float32")
+    files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2 and (tmp_path / "model" / huggingface.INDEX).exists()
+    names = set().union(*(safetensors.numpy.load_file(tmp_path / "model" / file) for file in files))
+    assert ("lm_head.weight" in names) == ("untied" in shape)
+
+    again = run_config(shape, tmp_path / "again")
+    huggingface.import_model(str(tmp_path / "model"), again)
+    found, loaded, encoder = sample.load(tmp_path / "again", 0)
+    assert loaded == again and encoder.encode("ab").ids == [97, 98]
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_bfloat16_takes_half_and_rounds(tmp_path):
+    config = run_config("llama untied", tmp_path / "run")
+    params = random_params(config.model)
+    saved(params, config)
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        huggingface.export(str(tmp_path / "run"), None, str(tmp_path / dtype), dtype)
+        sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
+    assert sizes["bfloat16"] < 0.6 * sizes["float32"]
+    huggingface.import_model(str(tmp_path / "bfloat16"), run_config("llama untied", tmp_path / "again"))
+    found, *_ = sample.load(tmp_path / "again")
+    rounded = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x, "bfloat16"), np.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
+
+
+def test_training_goes_on_from_an_imported_model(tmp_path):
+    """On a mesh, from the first step: its first loss is the imported model's, and nothing but weights was there."""
+    weights, _ = theirs("llama")
+    for name in ("train", "validation"):
+        with data.TokenWriter(tmp_path / name, 101) as writer:
+            writer.extend(np.arange(3000) % 101)
+            writer.end_document()
+    config = run_config(
+        "llama untied",
+        tmp_path / "run",
+        mesh={"data": 2, "pipe": 2, "tensor": 2},
+        batch={"global_batch": 8, "micro_batch": 2},
+        data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
+    )
+    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    assert Run(config, make_mesh(config.mesh), Progress({})).train()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    params = huggingface_model.params(weights.__getitem__, config.model)
+    validation = data.load(config.data.validation, vocab_size=101, sequence=24)
+    rows = np.stack([validation.read(24 * i, 24 * i + 25) for i in range(8)])
+    [first] = [r["validation_loss"] for r in records if r["step"] == 0 and "validation_loss" in r]
+    assert first == pytest.approx(float(model.loss(params, rows, config.model)), rel=1e-4)
+    assert [r["step"] for r in records if "loss" in r] == [1, 2]
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
+        ({"hidden_size": None}, ["lacks hidden_size"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
+        ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
+        ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
+        ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
+        ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
+    ],
+)
+def test_another_architecture_is_named(change, words, tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UserError) as error:
+        huggingface.import_model(str(folder), config)
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_broken_files_are_named(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    file = folder / "model.safetensors"
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            huggingface.import_model(str(folder), config)
+        assert not (tmp_path / "run").exists()
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    refused(r"model\.safetensors cannot be read")
+    some = {name: x for name, x in weights.items() if name != "model.norm.weight"}
+    safetensors.numpy.save_file(some, file)
+    refused(r"has no array model\.norm\.weight")
+    safetensors.numpy.save_file(some | {"model.norm.weight": np.ones(31, np.float32)}, file)
+    refused(r"array model\.norm\.weight is \[31\], which does not make the \[32\]")
+    file.unlink()
+    refused("needs all of a model's")
+
+
+def test_nothing_is_overwritten(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config"):
+        huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds a model already; name another folder"):
+        huggingface.export(str(tmp_path / "run"), None, str(folder), "float32")
