@@ -41,6 +41,7 @@ class Shape:
         micro_batch: sequences; micro_batches: per data rank and step.
         schedule, save: index into paxtrain.config.SCHEDULES and SAVE_MODES.
         zero1: state and gradients are sharded over data.
+        sequence_parallel: activations between the split matrices are sharded over tensor.
         scan: layers run in a loop.
         backward_rank, forward_rank, data_rank: of the factors of what is compressed, 0 where nothing is.
         error: of the messages' compression, index into ("none", "explicit", "lazy").
@@ -63,6 +64,12 @@ class Shape:
     forward_rank: Any = 0
     data_rank: Any = 0
     error: Any = 2
+    sequence_parallel: Any = 0
+
+    @property
+    def parts(self) -> Any:
+        """Of the sequence, in what is sharded over tensor between the split matrices."""
+        return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
     def tokens(self) -> Any:
@@ -122,6 +129,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         forward_rank=compress.forward_rank if compress.forward != "none" else 0,
         data_rank=compress.data_rank if compress.data != "none" else 0,
         error=_ERRORS.index(compress.error),
+        sequence_parallel=int(mesh.sequence_parallel),
     )
 
 
@@ -143,25 +151,27 @@ def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
 def kept(shape: Shape) -> dict[str, Any]:
     """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
 
-    What paxtrain.residuals.SplitVjp keeps: activations [t, H] whole, [t, H/T] sharded over tensor, softmax sums or,
-    with XLA's attention and everything saved, its [S, S] probabilities. Of jax 0.10; newer ones keep up to a tenth less
+    What paxtrain.residuals.SplitVjp keeps: activations [t, H] between the split matrices, which sequence parallelism
+    shards, [t, H/T] sharded over tensor, softmax sums or, with XLA's attention and everything saved, its [S, S]
+    probabilities and the two matrices' inputs, which are always whole. Of jax 0.10; newer ones keep up to a tenth less
     where everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
-    whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0
+    part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
+    between = model.hidden / shape.parts
     sums = 4 * t * model.heads / shape.tensor
     flash = model.attention == "cudnn"
     up = 2 * model.ffn if model.family == "llama" else model.ffn
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
-    dots = t * c * (2 * whole + wide + flash * part) + sums * flash
-    everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
+    dots = t * c * (2 * between + wide + flash * part) + sums * flash
+    everything = t * (24 * between + 2 * c * model.hidden + 16 / shape.parts + drop * 2 * (c + 1) * between)
     if model.family == "llama":
         everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
         everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
     else:
         everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
-    return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
+    return {"dots": dots, "layer_inputs": t * c * between, "residuals": everything}
 
 
 def _matrices(shape: Shape) -> list[list[Any]]:
@@ -201,7 +211,7 @@ def parameters(shape: Shape) -> tuple[Any, Any, Any]:
 def _codec_state(shape: Shape) -> Any:
     """Bytes of the compression's states of one device, see compress.codec.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
-    n, k, total = shape.tokens, model.hidden, 0
+    n, k, total = shape.tokens // shape.parts, model.hidden, 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
@@ -221,7 +231,7 @@ def ring_slots(shape: Shape) -> Any:
 
 
 def _message(shape: Shape) -> Any:
-    return shape.tokens * shape.model.hidden * shape.compute
+    return shape.tokens // shape.parts * shape.model.hidden * shape.compute
 
 
 def _messages(shape: Shape) -> Any:
