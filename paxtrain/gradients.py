@@ -72,6 +72,7 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     return _on_edges(layout, run, shard, shape)
 
 
+@jax.named_scope("gather_weights")
 def gather_weights(layout: Layout, shards: Params) -> Weights:
     """A device's weights in compute dtype from its shards of the master weights.
 
@@ -296,6 +297,7 @@ def reduce_layers(
     return _dense_layers(compression.layout, layers), state, jnp.float32(0)
 
 
+@jax.named_scope("reduce_gradients")
 def reduce_gradients(
     compression: Compression, ranks: tuple[int, ...], grads: Weights, state: PowerState | tuple[()]
 ) -> Reduced:

@@ -63,6 +63,23 @@ class Dropout(NamedTuple):
     samples: jax.Array
 
 
+def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
+    """Where in its row the document of each token begins, for ids [..., S]: int32 [..., S], or None without separators.
+
+    A document begins with config.separator, or where the row does. Tokens with equal starts see each other, and a
+    token's position is its index minus its start.
+    """
+    if config.separator < 0:
+        return None
+    index = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    return lax.cummax(jnp.where(tokens == config.separator, index, 0), axis=tokens.ndim - 1)
+
+
+def positions(starts: jax.Array) -> jax.Array:
+    """Of the tokens in their documents, int32 [B, S]."""
+    return jnp.arange(starts.shape[-1], dtype=jnp.int32) - starts
+
+
 def shapes(config: ModelConfig) -> Params:
     """The canonical parameters as float32 jax.ShapeDtypeStruct."""
     layers, h, f = config.layers, config.hidden, config.ffn
@@ -130,7 +147,11 @@ def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D)."""
+    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D).
+
+    Positions count from the row's beginning also where documents begin within it: queries and keys meet as the
+    difference of their positions, which is the same from any beginning.
+    """
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
@@ -156,8 +177,7 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     """
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     if config.attention == "auto":
-        fits = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
-        return dataclasses.replace(config, attention="cudnn" if fits and capability >= 8 else "xla")
+        return dataclasses.replace(config, attention="cudnn" if config.fits_flash and capability >= 8 else "xla")
     if config.attention == "cudnn" and capability < 8:
         raise UserError(
             f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
@@ -195,20 +215,23 @@ def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
 
 
 def layer(
-    p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int
-) -> jax.Array:
+    p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """One transformer layer.
 
     Args:
         p: one layer's parameters, without the leading L.
         x: [B, S, H] in the compute dtype.
         index: the layer's number in the model; it seeds its dropout.
+        starts: of the documents, see `document_starts`.
     """
     h = tp.enter(norm(p["ln1"], x, config.norm_epsilon), group)
     q, k, v = _queries_keys_values(p, h, config)
     # "auto" that nobody has settled (the plain model) is XLA's attention.
     implementation = "cudnn" if config.attention == "cudnn" else "xla"
-    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
+    context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "context")
     y = _row_parallel(p["out"], context, group)
     x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1, group)
@@ -220,19 +243,22 @@ def layer(
 
 
 def embed(
-    p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None
-) -> jax.Array:
+    p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Embedding of ids [B, S], with their learned positions if there are any, in the compute dtype."""
     table = p["token"] if config.tied_head else p["token"][0]
     x = tp.embedding_lookup(table, tokens, group)
     if "position" in p:
-        x = x + tp.own(p["position"][: tokens.shape[1]], 0, group)
+        where = slice(tokens.shape[1]) if starts is None else positions(starts)
+        position = p["position"][where]
+        x = x + tp.own(position, position.ndim - 2, group)
     return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0, group)
 
 
 def embed_gradient(
     grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, group: tp.Group,
-    dropout: Dropout | None, active: jax.Array | bool = True,
+    dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
 ) -> Params:  # fmt: skip
     """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
 
@@ -247,8 +273,8 @@ def embed_gradient(
     place = token.at[rows] if config.tied_head else token.at[0, rows]
     added = {"token": place.add(g, mode="drop")}
     if "position" in grads:
-        position = jnp.where(active, g.sum(axis=0), 0)
-        added["position"] = grads["position"].at[: tokens.shape[1]].add(position)
+        where, total = (slice(tokens.shape[1]), g.sum(axis=0)) if starts is None else (positions(starts), g)
+        added["position"] = grads["position"].at[where].add(jnp.where(active, total, 0))
     return added
 
 
@@ -277,9 +303,11 @@ def cast(params: Params, dtype: str) -> Params:
 
 
 def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
-    x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout)
+    starts = document_starts(tokens, config)
+    x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout, starts)
     for i in range(config.layers):
-        x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, config, tp.WHOLE, dropout, i)
+        one = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+        x = layer(one, x, config, tp.WHOLE, dropout, i, starts)
     return x
 
 

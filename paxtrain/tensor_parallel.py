@@ -20,6 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+@jax.named_scope("tensor")
+def _sum(x: jax.Array, axis: str | None) -> jax.Array:
+    return lax.psum(x, axis) if axis else x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy(x: jax.Array, axis: str | None) -> jax.Array:
     """Hands a replicated x to column-parallel weights: identity forward, sum over the axis backward."""
@@ -29,10 +34,10 @@ def copy(x: jax.Array, axis: str | None) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def reduce(x: jax.Array, axis: str | None) -> jax.Array:
     """Completes row-parallel partial sums: sum over the axis forward, identity backward."""
-    return lax.psum(x, axis) if axis else x
+    return _sum(x, axis)
 
 
-copy.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis) if axis else g,))
+copy.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (_sum(g, axis),))
 reduce.defvjp(lambda x, axis: (reduce(x, axis), None), lambda axis, _, g: (g,))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
 from planner.search import Found, Search
 from planner.space import BACKWARD
 
@@ -58,7 +58,8 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
     now = {
         "data": c.data, "pipe": c.pipe, "tensor": c.tensor, "micro_batch": c.micro_batch,
         "schedule": SCHEDULES.index(c.schedule), "chunks": c.chunks, "save": SAVE_MODES.index(c.save),
-        "zero1": int(c.zero1), "sequence_parallel": int(c.sequence_parallel), "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
+        "zero1": int(c.zero1), "sequence_parallel": int(c.sequence_parallel),
+        "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
         "backward_rank": c.backward_rank if c.backward != "none" else 0,
     }  # fmt: skip
     found = []
@@ -115,4 +116,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
+    if SCHEDULES[changed["schedule"]] in SPLIT and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+        return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

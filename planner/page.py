@@ -168,7 +168,7 @@ def _stages(report: Report) -> str:
     kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
     stage = np.arange(c.pipe)
     virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
-    each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.backward)]  # [D, P]
+    each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
     slow = np.argmax(each[0] + each[1], axis=0)
     forward, backward = (x[slow, stage] for x in each)
     loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)

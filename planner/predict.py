@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import ModelConfig
+from paxtrain.config import SPLIT, ModelConfig
 from planner import costs, simulate
 from planner.cluster import Cluster
 from planner.links import Fabric, Paths, paths
@@ -123,10 +123,18 @@ class Problem:
         first = np.zeros(len(counts))
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
         self.forward = np.array([x.forward * counts + x.embedding * first for x in self.layer])  # [kinds, V]
-        self.backward = np.array([x.backward * counts + x.embedding * first for x in self.layer])
+        splits = c.schedule in SPLIT and c.pipe > 1
+        backward = [x.backward_input if splits else x.backward for x in self.layer]
+        self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
+        self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
         self.head = np.array([x.head for x in self.layer])
         # The optimizer's time is passes over memory: so fast is memory in the other passes, too.
         self.per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+
+    @property
+    def work(self) -> Array:
+        """[kinds, V] seconds of one micro-batch: F, B and W."""
+        return self.forward + self.backward + self.weights
 
     # --- Sizes --------------------------------------------------------------------------------------------------------
 
@@ -202,6 +210,7 @@ class Problem:
         return simulate.Seconds(
             forward=self.forward[on, stage],
             backward=self.backward[on, stage],
+            weights=self.weights[on, stage],
             activation=flat(links.activation),
             gradient=flat(links.gradient),
             head=self.head[flat(kinds)[:, -1]],

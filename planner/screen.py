@@ -13,7 +13,7 @@ The parts, each below what planner.predict says of any placement and any split o
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, ModelConfig
 from planner import costs
 from planner.cluster import Cluster, between
 from planner.predict import MASTER, POWER_PASSES
@@ -42,9 +42,9 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Arr
     for tensor, micro_batch, save, sequence in different.T.tolist():
         how = (tensor, micro_batch, SAVE_MODES[save], bool(sequence))
         found = [costs.layer(cluster, kind, model, *how) for kind in kinds]
-        rows.append([min(getattr(x, name) for x in found) for name in costs.TIMES])
+        rows.append([min(getattr(x, name) for x in found) for name in (*costs.TIMES, *costs.PARTS)])
     table = np.array(rows)[where.ravel()]
-    return dict(zip(costs.TIMES, table.T))
+    return dict(zip((*costs.TIMES, *costs.PARTS), table.T))
 
 
 def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array]:
@@ -99,7 +99,8 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     """Seconds [N] below which no placement and no split of layers brings a candidate's predicted step."""
     c = compute(cluster, model, space)
     p, m, d = space.pipe, space.micro_batches, space.data
-    layer = c["forward"] + c["backward"]
+    splits = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (p > 1)
+    layer = c["forward"] + np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
     masked = np.isin(space.schedule, MASKED)
     rows = m + np.where(masked, p - 1, 0)
     whole = rows * (model.layers * layer + c["embedding"]) + m * c["head"]

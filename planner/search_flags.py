@@ -9,6 +9,8 @@ from absl import flags
 from paxtrain.config import (
     SAVE_MODES,
     SCHEDULES,
+    SPLIT,
+    SPLIT_SAVES,
     BatchConfig,
     CompressConfig,
     ModelConfig,
@@ -81,7 +83,8 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
     """What the planner takes of a configuration, nested.
 
     Raises:
-        UserError: a section is missing or wrong, or asks for compression that the planner does not know.
+        UserError: a section is missing or wrong, or asks for a compression or an optimizer that the planner does not
+            know.
     """
     for name in _SECTIONS:
         if name not in values:
@@ -97,6 +100,11 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
+    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
+        raise UserError(
+            f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "
+            "plan with adamw, and train with --plan=plan.json and the other"
+        )
     return found
 
 
@@ -114,14 +122,18 @@ def choices(min_ratio: float) -> Choices:
     for kind in kinds:
         if kind not in _KINDS:
             raise UserError(f"--compress must be none or some of {', '.join(_KINDS)}, got {kind!r}")
+    schedules, saves = _known("schedules", SCHEDULES), _known("saves", SAVE_MODES)
+    if set(schedules) <= set(SPLIT) and not set(saves) & set(SPLIT_SAVES):
+        known = " or ".join(SPLIT_SAVES)
+        raise UserError(f"--schedules={','.join(schedules)} needs --saves={known}, got {','.join(saves)}")
     return Choices(
         tensor=integers("tensor"),
         pipe=integers("pipe"),
         micro_batch=integers("micro_batch"),
         virtual_stages=integers("virtual_stages"),
         sequence_parallel=_SEQUENCE[f.sequence_parallel],
-        schedules=tuple(_known("schedules", SCHEDULES)),
-        saves=tuple(_known("saves", SAVE_MODES)),
+        schedules=tuple(schedules),
+        saves=tuple(saves),
         backward=tuple(kind for kind in kinds if kind in BACKWARD),
         backward_ranks=integers("backward_ranks"),
         data_ranks=integers("data_ranks") if "data" in kinds else (),

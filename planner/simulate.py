@@ -1,13 +1,13 @@
 """The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
 
 It replays, row by row, what `paxtrain.pipeline.Rows.row` does on every stage: gradients travel, F, activations travel,
-B. A transfer starts when both of its ends have come to it, since a GPU's send waits for its receive to be posted. What
-waits for its end differs by backend:
+W, B. A transfer starts when both of its ends have come to it, since a GPU's send waits for its receive to be posted.
+What waits for its end differs by backend:
 
     overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
                       end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
                       goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed:
-                      that is where the compiler puts it.
+                      that is where the compiler puts it. In zb_h1 the executor puts it behind W.
     blocking (CPU)    both ends of a transfer wait for it where it stands in the compiled program. Where stages skip
                       their idle ops XLA for CPUs puts F and its sends before the B of the row before; the loss comes
                       after the sends of its row. So it does with two stages; with more it moves fewer sends.
@@ -39,7 +39,8 @@ class Seconds:
     """Durations of a batch of candidates that run the same table; arrays [batch, ...] or without the batch dim.
 
     Attributes:
-        forward, backward: [batch, virtual stages] of F and of B of one micro-batch, in the order of a token's way.
+        forward, backward, weights: [batch, virtual stages] of F, B and W of one micro-batch, in the order of a token's
+            way; weights only where the schedule has W.
         activation: [batch, P] of the message with which stage s sends activations, to (s+1) mod P.
         gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P.
         head: [batch] of the loss and its gradient, in the forward phase of the last virtual stage.
@@ -57,6 +58,7 @@ class Seconds:
     packed: Array | float = 0.0
     encode: Array | float = 0.0
     decode: Array | float = 0.0
+    weights: Array | float = 0.0
 
 
 def concatenate(parts: list[Seconds]) -> Seconds:
@@ -77,7 +79,8 @@ def concatenate(parts: list[Seconds]) -> Seconds:
 
 def spread(table: Table, seconds: Seconds) -> Seconds:
     """The durations as contiguous arrays with the batch last: [virtual stages, batch], [P, batch], head [batch]."""
-    sizes = {"forward": table.stages * table.chunks, "backward": table.stages * table.chunks, "head": None}
+    virtual = table.stages * table.chunks
+    sizes = {"forward": virtual, "backward": virtual, "weights": virtual, "head": None}
     given = {field.name: np.asarray(getattr(seconds, field.name), float) for field in dataclasses.fields(seconds)}
     batch = max(len(x) if x.ndim == 1 + (name != "head") else 1 for name, x in given.items())
 
@@ -155,6 +158,10 @@ class _Replay:
         if row.backward:
             self._compute("B", row.backward, self.seconds.backward)
 
+    def _weights(self, row: Row) -> None:
+        if row.weights:
+            self._compute("W", row.weights, self.seconds.weights)
+
     def _encode(self, row: Row) -> None:
         if row.packed:
             self.now[row.packed[0]] += self.seconds.encode[row.packed[0]]
@@ -184,7 +191,8 @@ class _Replay:
                     self._wait(ends, done)
             self._forward(row)
             self._head(row)
-            posted = self.now.copy() if later and row.activations else self.now
+            posted = self.now.copy() if row.activations and (later or row.weights) else self.now
+            self._weights(row)
             for ends, done in later:
                 self._wait(ends, done)
             self._decode(row)
@@ -211,6 +219,7 @@ class _Replay:
             self._decode(row)
             if i + 1 < len(rows) and early[i + 1]:
                 self._forward_and_send(rows[i + 1])
+            self._weights(row)
             self._backward(row)
 
     def run(self, stretches: list[Run]) -> Array:
@@ -243,8 +252,8 @@ class Event:
     """What one stage does from `begin` to `end`, seconds.
 
     Attributes:
-        what: "F", "B", "H" (loss), "activation" or "gradient" (sent by that stage).
-        stage: of the pipeline; virtual stage: of an F, B or H, else -1.
+        what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
+        stage: of the pipeline; virtual stage: of an F, B, W or H, else -1.
     """
 
     what: str
@@ -260,7 +269,7 @@ def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event
 
     def record(what: str, where: Where, begin: Array, end: Array) -> None:
         for place, b, e in zip(numbers(where), begin[:, 0].tolist(), end[:, 0].tolist()):
-            computes = what in ("F", "B", "H")
+            computes = what in ("F", "B", "W", "H")
             events.append(Event(what, place % table.stages, place if computes else -1, b, e))
 
     _Replay(table, seconds, overlap, record).run(runs(table))

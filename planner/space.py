@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
 from planner import costs
 from planner.cluster import Cluster
@@ -123,9 +123,10 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         for micro_batch, (schedule, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // data // micro_batch
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
+            saves = [s for s in choices.saves if SCHEDULES[schedule] not in SPLIT or s in SPLIT_SAVES]
             for sequence in _sequence_parallel(choices, model, tensor):
                 policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
-                for save, zero, policy in itertools.product(choices.saves, zero1, policies):
+                for save, zero, policy in itertools.product(saves, zero1, policies):
                     how = (schedule, chunks, SAVE_MODES.index(save), zero, sequence)
                     rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
     if not rows:
@@ -149,6 +150,7 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
     """(index of the schedule, chunks). With one stage all are the same."""
     if pipe == 1:
         plain = [name for name in choices.schedules if name != "interleaved_1f1b"]
+        plain.sort(key=lambda name: name in SPLIT)  # which cannot use all saves
         yield from [(SCHEDULES.index(name), 1) for name in plain[:1]]
         return
     for name in choices.schedules:

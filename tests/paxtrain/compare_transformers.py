@@ -1,6 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.14.1", "transformers==5.23.0"]
+# ///
 """Logits by transformers and by paxtrain of the same models, both ways, for tied and untied GPT-2s and Llamas.
 
-In an environment with torch, transformers and what requirements.txt lists:
+In an environment with this and what requirements.txt lists:
 
     PYTHONPATH=. python tests/paxtrain/compare_transformers.py
 

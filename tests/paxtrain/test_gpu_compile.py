@@ -96,6 +96,8 @@ def test_configurations_compile_and_overlap(name, capsys):
         ("interleaved_1f1b", {"virtual_stages": 2}),
         ("eager_1f1b", {"pipe_layers": "3,1"}),
         ("1f1b", {"scan_layers": "on"}),
+        ("zb_h1", {}),
+        ("zb_h1", {"scan_layers": "on"}),
     ],
 )
 def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):
@@ -203,6 +205,13 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     w = sum(k for _, k in sizes.values()) * rows * 64 * 4
     reduced = {op.bytes for op in hlo.collectives(text) if op.kind == "all-reduce"}
     assert {p, w} <= reduced
+
+
+def test_flash_attention_stays_within_documents():
+    config = small()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
+    kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
+    assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
 
 
 def test_memory_does_not_grow_with_micro_batches():

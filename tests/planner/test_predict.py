@@ -144,3 +144,11 @@ def test_a_profile_counts_before_the_data_sheet():
     assert 3.0 < wider < 4.2  # four times the products, twice the passes over memory
     assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
+
+    # The backward's parts are the data sheet's shares of it, or those that were measured.
+    shared = at(2)
+    assert 2.0 < shared.backward_input + shared.backward_weights < 2.6
+    parts = {"backward_input": 1.5, "backward_weights": 0.9}
+    lab = cluster(2, 1, device="cpu", memory=1e9, compute=[row | parts])
+    assert (at(2).backward, at(2).backward_input, at(2).backward_weights) == (2.0, 1.5, 0.9)
+    assert at(2, hidden=2048, heads=32).backward_weights / 0.9 == pytest.approx(wider, rel=0.25)
