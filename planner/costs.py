@@ -58,11 +58,13 @@ def sheet(
     save: str,
     inside: tuple[float, float],
     shares: Shares = ASSUMED,
+    sequence_parallel: bool = False,
 ) -> LayerCosts:
     """Costs from the data sheet.
 
     FLOPs of F: 2 a parameter of the matrices (24 H^2 for GPT-2) + 4 S H a token (attention's scores and values). Two
-    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T.
+    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
+    all-gathers, which are halves of them (Korthikanti et al. 2022).
 
     Args:
         inside: alpha and bandwidth of a link inside a host.
@@ -83,12 +85,15 @@ def sheet(
     products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
     read = model.matrices / tensor * item / memory
     matmuls = max(products / flops, read)
-    # Norms and residual sums run whole on each device of a tensor group, the wide part is split.
-    once = tokens * h * item * (0.4 + 0.6 / tensor) / memory
+    # Norms and residual sums run whole on each device of a tensor group or on parts, the wide part is split.
+    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / memory
     passes = _ACTIVATION_PASSES * once
     forward = launched(matmuls + passes, 1) + 2 * reduce
     backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
+    # Of F's collectives, the last one is not run again; of parts B wants the whole again, whatever else was kept.
     again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
+    if sequence_parallel:
+        again += {"dots": reduce, "residuals": 0.0}.get(save, reduce / 2)
     # Of the backward's products with kernels half are W's.
     kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
     weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)
@@ -163,8 +168,18 @@ _CPU = "v100"
 
 
 @functools.lru_cache(maxsize=100_000)
-def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_batch: int, save: str) -> LayerCosts:
+def layer(
+    cluster: Cluster,
+    kind: str,
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    save: str,
+    sequence_parallel: bool = False,
+) -> LayerCosts:
     """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
+
+    Profiles are of groups without sequence parallelism; what that changes is the data sheet's proportion.
 
     Raises:
         UserError: a kind without a data sheet has no profile.
@@ -175,14 +190,14 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
-        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares)
+        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
     shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
     measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
-    here = sheet(model, named, tensor, micro_batch, save, inside)
-    if nearest != shape:
+    here = sheet(model, named, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
+    if nearest != shape or sequence_parallel:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
@@ -209,14 +224,18 @@ def source(cluster: Cluster) -> str:
 # --- Sizes ------------------------------------------------------------------------------------------------------------
 
 
-def message_bytes(model: ModelConfig, micro_batch: int) -> int:
-    """Activations of one micro-batch between two stages, [B, S, H]: every device of a tensor group sends them whole."""
-    return micro_batch * model.sequence * model.hidden * ITEM[model.dtype]
+def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
+    """Activations of one micro-batch between two stages, [B, S, H], as every device of a tensor group sends them.
+
+    Args:
+        parts: of the sequence, of which a device sends its own.
+    """
+    return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
 
 
-def packed_bytes(model: ModelConfig, micro_batch: int, rank: int) -> int:
+def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1) -> int:
     """The same as factors of a rank in the compute dtype."""
-    return rank * (micro_batch * model.sequence + model.hidden) * ITEM[model.dtype]
+    return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
 
 
 def layer_parameters(model: ModelConfig, tensor: int) -> int:

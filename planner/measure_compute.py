@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from paxtrain import model, pipeline, report
-from paxtrain.config import SPLIT_SAVES, Config
+from paxtrain.config import SPLIT_SAVES, Config, MeshConfig
 from paxtrain.mesh import AXES, from_process_rows, make_mesh, process_rows
 from paxtrain.rings import read
 from paxtrain.stage import Stage
@@ -105,7 +105,7 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **sizes),
-        mesh=dataclasses.replace(config.mesh, data=groups, pipe=1, tensor=tensor, zero1=False),
+        mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, zero1=False),
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
         ),

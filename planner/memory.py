@@ -41,6 +41,7 @@ class Shape:
         micro_batch: sequences; micro_batches: per data rank and step.
         schedule, save: index into paxtrain.config.SCHEDULES and SAVE_MODES.
         zero1: state and gradients are sharded over data.
+        sequence_parallel: activations between the split matrices are sharded over tensor.
         scan: layers run in a loop.
         backward_rank, forward_rank, data_rank: of the factors of what is compressed, 0 where nothing is.
         error: of the messages' compression, index into ("none", "explicit", "lazy").
@@ -63,6 +64,12 @@ class Shape:
     forward_rank: Any = 0
     data_rank: Any = 0
     error: Any = 2
+    sequence_parallel: Any = 0
+
+    @property
+    def parts(self) -> Any:
+        """Of the sequence, in what is sharded over tensor between the split matrices."""
+        return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
     def tokens(self) -> Any:
@@ -121,6 +128,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         forward_rank=compress.forward_rank if compress.forward != "none" else 0,
         data_rank=compress.data_rank if compress.data != "none" else 0,
         error=_ERRORS.index(compress.error),
+        sequence_parallel=int(mesh.sequence_parallel),
     )
 
 
@@ -142,20 +150,22 @@ def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
 def kept(shape: Shape) -> dict[str, Any]:
     """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
 
-    What paxtrain.residuals.SplitVjp keeps: activations [t, H] whole, [t, H/T] sharded over tensor, softmax sums or,
-    with XLA's attention and everything saved, its [S, S] probabilities. Where documents are apart, also their
-    beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10; newer ones keep up
-    to a tenth less where everything is saved.
+    What paxtrain.residuals.SplitVjp keeps: activations [t, H] between the split matrices, which sequence parallelism
+    shards, [t, H/T] sharded over tensor, softmax sums or, with XLA's attention and everything saved, its [S, S]
+    probabilities; and, with everything saved, the inputs of two matrices, which are always whole. Where documents are
+    apart, also their beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10;
+    newer ones keep up to a tenth less where everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
-    whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0
+    part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
+    between = model.hidden / shape.parts
     sums = 4 * t * model.heads / shape.tensor
     flash = model.attention == "cudnn"
     up = 2 * model.ffn if model.family == "llama" else model.ffn
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
-    dots = t * c * (2 * whole + wide + flash * part) + sums * flash
-    everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
-    everything = everything + 8 * (whole + 4)  # the norms' scales, and scalars
+    dots = t * c * (2 * between + wide + flash * part) + sums * flash
+    everything = t * (24 * between + 2 * c * model.hidden + 16 / shape.parts + drop * 2 * (c + 1) * between)
+    everything = everything + 8 * (model.hidden + 4)  # the norms' scales, and scalars
     if model.family == "llama":
         everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
         everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
@@ -164,7 +174,7 @@ def kept(shape: Shape) -> dict[str, Any]:
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
     apart = model.separator >= 0
     everything = everything + (apart and flash) * t * c * model.sequence
-    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * whole + apart * 4 * t, "residuals": everything}
+    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
 
 
 def left(shape: Shape) -> dict[str, Any]:
@@ -172,16 +182,19 @@ def left(shape: Shape) -> dict[str, Any]:
 
     Of the gradients of what the layer's matrices make, those for which paxtrain.split_backward finds no place among
     what F keeps and W does not read. With matrix products saved, those of queries, keys and values do. With everything
-    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H].
+    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H]. With sequence
+    parallelism F keeps none that is whole, and where matrix products are saved B leaves what it has gathered for W.
     """
     model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
     whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
-    ends = 0 if wide or model.residual_dropout > 0 else 2 * whole  # of out and down
+    sequence = np.asarray(shape.sequence_parallel) == 1
+    ends = 2 * whole * (sequence | (not wide and model.residual_dropout == 0))  # of out and down
+    dots = 2 * whole * (1 + sequence)
     if model.family == "llama":
         up = 2 * model.ffn / tensor
         queries = np.where(wide & (tensor == 1), 0, part)
-        return {"dots": one * (2 * whole + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
-    return {"dots": one * (2 * whole + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
+        return {"dots": one * (dots + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
+    return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
 def _matrices(shape: Shape) -> list[list[Any]]:
@@ -221,7 +234,7 @@ def parameters(shape: Shape) -> tuple[Any, Any, Any]:
 def _codec_state(shape: Shape) -> Any:
     """Bytes of the compression's states of one device, see compress.codec.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
-    n, k, total = shape.tokens, model.hidden, 0
+    n, k, total = shape.tokens // shape.parts, model.hidden, 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
@@ -241,7 +254,7 @@ def ring_slots(shape: Shape) -> Any:
 
 
 def _message(shape: Shape) -> Any:
-    return shape.tokens * shape.model.hidden * shape.compute
+    return shape.tokens // shape.parts * shape.model.hidden * shape.compute
 
 
 def _messages(shape: Shape) -> Any:
@@ -263,11 +276,12 @@ def _head(shape: Shape) -> Any:
 def _fused(shape: Shape) -> Any:
     """Bytes that are really kept of a layer between its F and its B where no ring asks for more, unlike `kept`.
 
-    Of unrolled layers XLA sees all: it keeps what save="dots" would and the two norms' float32 inputs. A loop over
-    layers keeps all it is told to.
+    Of unrolled layers XLA sees all: it keeps what save="dots" would, the two norms' float32 inputs and, with sequence
+    parallelism, what is gathered of them. A loop over layers keeps all it is told to.
     """
-    layer = kept(shape)
-    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * shape.tokens * shape.model.hidden, layer["residuals"])
+    layer, whole = kept(shape), shape.tokens * shape.model.hidden
+    gathered = 2 * shape.compute * whole * (np.asarray(shape.sequence_parallel) == 1)
+    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * whole / shape.parts + gathered, layer["residuals"])
     return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
 
 
@@ -278,7 +292,8 @@ def _backward(shape: Shape) -> Any:
     dtype: read off its buffer assignments, like `_fused`; all other figures here are counted from the code.
     """
     model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
-    layer = t * model.hidden * (24 + 5.5 * c + 7 * c / tensor)
+    gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
+    layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / tensor)
     if model.attention != "cudnn":
         layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
     elif model.separator >= 0:

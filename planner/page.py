@@ -113,9 +113,10 @@ def _head(report: Report) -> str:
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
     )
-    zero = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
-        f"{mesh(c)} (data x pipe x tensor), {zero}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
+        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'

@@ -35,12 +35,13 @@ def parameters(model: ModelConfig, space: Space) -> Array:
 
 def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Array]:
     """Columns of the layer costs on the quickest kind of device."""
-    keys = np.stack([space.tensor, space.micro_batch, space.save])
+    keys = np.stack([space.tensor, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
     kinds = sorted(set(cluster.kinds))
     rows = []
-    for tensor, micro_batch, save in different.T.tolist():
-        found = [costs.layer(cluster, kind, model, tensor, micro_batch, SAVE_MODES[save]) for kind in kinds]
+    for tensor, micro_batch, save, sequence in different.T.tolist():
+        how = (tensor, micro_batch, SAVE_MODES[save], bool(sequence))
+        found = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         rows.append([min(getattr(x, name) for x in found) for name in (*costs.TIMES, *costs.PARTS)])
     table = np.array(rows)[where.ravel()]
     return dict(zip((*costs.TIMES, *costs.PARTS), table.T))
@@ -107,8 +108,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     hop_alpha, hop_byte, ring_alpha, ring_byte = _fastest(cluster, space)
 
     size = item(model)
-    message = hop_alpha + space.micro_batch * model.sequence * model.hidden * size * hop_byte
-    packed = hop_alpha + space.backward_rank * (space.micro_batch * model.sequence + model.hidden) * size * hop_byte
+    tokens = space.micro_batch * model.sequence // space.parts
+    message = hop_alpha + tokens * model.hidden * size * hop_byte
+    packed = hop_alpha + space.backward_rank * (tokens + model.hidden) * size * hop_byte
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
     alone = p == 1
     gpipe, plain = (space.schedule == SCHEDULES.index(name) for name in ("gpipe", "1f1b"))

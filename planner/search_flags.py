@@ -24,6 +24,7 @@ from planner.search import Options, Search
 from planner.space import BACKWARD, Choices
 
 _KINDS = ("epilogue", "all", "data")
+_SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 _NAMES = (
     "compress",
@@ -34,6 +35,7 @@ _NAMES = (
     "pipe",
     "micro_batch",
     "virtual_stages",
+    "sequence_parallel",
     "schedules",
     "saves",
     "uneven",
@@ -59,6 +61,7 @@ def define_flags() -> None:
     flags.DEFINE_list("pipe", [], "Sizes of the pipe axis to try; likewise.")
     flags.DEFINE_list("micro_batch", [], "Micro-batches to try; likewise.")
     flags.DEFINE_list("virtual_stages", ["2", "4"], "Chunks per stage of interleaved schedules to try.")
+    flags.DEFINE_enum("sequence_parallel", "no", list(_SEQUENCE), "Split the sequence wherever tensor is above 1.")
     flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to try.")
     flags.DEFINE_list("saves", list(SAVE_MODES), "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", True, "Also split layers unevenly over the stages.")
@@ -128,6 +131,7 @@ def choices(min_ratio: float) -> Choices:
         pipe=integers("pipe"),
         micro_batch=integers("micro_batch"),
         virtual_stages=integers("virtual_stages"),
+        sequence_parallel=_SEQUENCE[f.sequence_parallel],
         schedules=tuple(schedules),
         saves=tuple(saves),
         backward=tuple(kind for kind in kinds if kind in BACKWARD),

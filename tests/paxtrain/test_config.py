@@ -87,7 +87,7 @@ def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted():
     ("values", "words"),
     [
         ({"mehs": {}}, ["unknown configuration key mehs", "mesh", "pipeline"]),
-        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, tensor, zero1"]),
+        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, sequence_parallel, tensor, zero1"]),
         ({"mesh": 3}, ["mesh must be a mapping", "3"]),
         (3, ["the configuration must be a mapping", "3"]),
         ({"mesh": {"data": "2"}}, ["mesh.data", "int", "'2'"]),

@@ -278,11 +278,11 @@ class Recorded(Run):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "pipeline__virtual_stages": 2,
-         "pipeline__schedule": "interleaved_1f1b"},
+        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "mesh__sequence_parallel": True,
+         "pipeline__virtual_stages": 2, "pipeline__schedule": "interleaved_1f1b"},
         pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
     ],
-    ids=["interleaved", "four-stages"],
+    ids=["interleaved-sequence-parallel", "four-stages"],
 )  # fmt: skip
 def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
     run = Recorded(c := configuration(home, past, **changes), make_mesh(c.mesh))
