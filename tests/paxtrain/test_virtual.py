@@ -103,6 +103,7 @@ def test_collectives(sizes):
                 "index": (i + 1) * x,
             }
         out["all"] = lax.psum(x, AXES)
+        out["gathered"] = virtual.gather(x, AXES), virtual.gather(constant, AXES)
         return jax.tree.map(lambda v: v[None, None, None], out)
 
     everywhere = P("data", "pipe", "tensor")
@@ -201,13 +202,18 @@ def configuration(sizes, schedule, zero1, sequence):
 
 
 def loss_and_gradients(trainer):
-    """Of parameters and tokens that depend on the configuration's model and batch alone."""
+    """And their norm, of parameters and tokens that depend on the configuration's model and batch alone."""
     c, rng = trainer.config, np.random.default_rng(0)
     canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), model.shapes(c.model))
     tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)
     params = jax.device_put(trainer.layout.from_canonical(canonical), trainer.state_shardings.params)
     tokens = jax.device_put(tokens, trainer.batch_sharding)
-    return jax.device_get(jax.jit(trainer.loss_and_gradients)(params, tokens)[:2])
+
+    def run(params, tokens):
+        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
+        return loss, grads, trainer.norm(grads)
+
+    return jax.device_get(jax.jit(run)(params, tokens))
 
 
 @pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
