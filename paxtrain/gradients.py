@@ -23,7 +23,7 @@ from paxtrain.compression import Compression
 from paxtrain.layout import Layout, Params, names, tensor_dim
 from paxtrain.rings import only_if
 from paxtrain.stage import Segment, Weights
-from paxtrain.virtual import permute
+from paxtrain.virtual import gather, permute
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -337,4 +337,4 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
-    return jnp.sqrt(lax.all_gather(sum(every), ("data", "pipe", "tensor")).sum())
+    return jnp.sqrt(gather(sum(every), ("data", "pipe", "tensor")).sum())
