@@ -62,7 +62,7 @@ def drawn(architecture, seed):
 
 def matrices(path, x):
     """The single matrices [n, k] of a canonical kernel, [L, n, k] or [L, n, several, k]."""
-    several = KERNELS["llama" if names(path)[1] in KERNELS["llama"] else "gpt2"][names(path)[1]]
+    several = (KERNELS["gpt2"] | KERNELS["llama"])[names(path)[1]]
     return [layer[:, i] if several > 1 else layer for layer in x for i in range(several)]
 
 

@@ -201,8 +201,8 @@ def configuration(sizes, schedule, zero1, sequence):
     })  # fmt: skip
 
 
-def loss_and_gradients(trainer):
-    """And their norm, of parameters and tokens that depend on the configuration's model and batch alone."""
+def loss_gradients_and_norm(trainer):
+    """Of parameters and tokens that depend on the configuration's model and batch alone."""
     c, rng = trainer.config, np.random.default_rng(0)
     canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), model.shapes(c.model))
     tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)
@@ -219,8 +219,8 @@ def loss_and_gradients(trainer):
 @pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
 def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
     c = configuration(sizes, schedule, zero1, sequence)
-    expected = loss_and_gradients(Trainer(c, make_mesh(c.mesh)))
-    found = loss_and_gradients(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
+    expected = loss_gradients_and_norm(Trainer(c, make_mesh(c.mesh)))
+    found = loss_gradients_and_norm(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
     for path, value in jax.tree_util.tree_leaves_with_path(expected):
         assert np.abs(value).max() > 1e-3, path
     wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)
