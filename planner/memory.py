@@ -297,7 +297,7 @@ def _backward(shape: Shape) -> Any:
     if model.attention != "cudnn":
         layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
     elif model.separator >= 0:
-        layer = layer + 2 * t * c * model.sequence  # the mask, and its gradient, which nobody uses
+        layer = layer + t * c * model.sequence  # the mask; its gradient, which nobody uses, finds room elsewhere
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)

@@ -26,6 +26,11 @@ ENCODE_PASSES, DECODE_PASSES = 2, 1
 POWER_PASSES = 7
 POWER_LAUNCHES = 12  # kernels per matrix
 
+# gloo (CPU backend) has one connection per pair of ranks, on which "ready to receive" waits behind what is being sent.
+# So when two ranks exchange messages, the first to come cannot send before the other one's message has arrived. An
+# all-gather sends its message as two halves, and the first rank's may follow the first of the other one's.
+EXCHANGE = 1.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -177,7 +182,8 @@ class Problem:
         """Seconds of the candidate's messages on the paths of some placements."""
         c = self.candidate
         on = lambda path, size: path[0] + size * path[1]  # noqa: E731
-        swap = on(paths.swap, self.embedding_parameters * MASTER / c.data).max(axis=1)
+        both = on(paths.swap, self.embedding_parameters * MASTER / c.data)
+        swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
         return LinkSeconds(
             activation=on(paths.forward, self.message),
             gradient=on(paths.backward, self.message),
@@ -225,7 +231,8 @@ class Problem:
             return np.zeros(links.ring_latency.shape)
         weights = np.full(c.pipe, self.layer_parameters * costs.ITEM[self.model.dtype])
         weights[[0, -1]] += self.embedding_parameters * costs.ITEM[self.model.dtype]
-        return links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
+        seconds = links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
+        return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
 
     def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array]:
         """[batch, P] of a stage's layers as they are, as factors, and of the embedding."""

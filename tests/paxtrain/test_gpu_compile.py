@@ -223,3 +223,17 @@ def test_memory_does_not_grow_with_micro_batches():
     eager = temporary(128, "eager_1f1b")
     assert eager <= 1.03 * temporary(32, "eager_1f1b")
     assert temporary(128, "gpipe") > 2 * eager
+
+
+def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
+    """As test_muon.py asserts of CPU programs: there and back, over data and over tensor."""
+    values = {"mesh": {"data": 2, "pipe": 2, "tensor": 2}, "optimizer": {"name": "muon"}}
+    trained = trainer(gpt("llama_1b", model={"layers": 8, "hidden": 512, "intermediate": 1408}, **values))
+    state, c = trained.abstract_state(), trained.config
+    update = jax.jit(
+        lambda state, loss, grads: trained.update(state, loss, grads, state.codec),
+        out_shardings=(trained.state_shardings, None),
+    )
+    program = aot.compile(update.lower(state, jax.ShapeDtypeStruct((), "float32"), state.params))
+    sent = {kind: size for kind, size in hlo.collective_bytes(program.as_text()).items() if size > 1000}
+    assert sent == {"all-to-all": 4 * 4 * c.model.layers * c.model.matrices // c.mesh.devices}

@@ -80,6 +80,25 @@ def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
     assert backward(none, True) < backward(none, False)  # norms and dropout run on a part
 
 
+@pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
+def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
+    """gloo sends what the later one has before it lets the other one send; in a ring of more ranks nobody waits."""
+    some, c = cluster(data * pipe, 1, seed=3), Candidate(data, pipe, 1, 1, 4, "eager_1f1b", (12 // pipe,) * pipe)
+    hosts = np.arange(data * pipe).reshape(1, data, pipe)
+    gpu, cpu = Problem(some, MODEL, c), Problem(some, MODEL, c)
+    cpu.overlap = False
+    fabric = links.fabric(some)
+    found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
+    np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
+    ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
+    size = costs.embedding_parameters(MODEL, 1) * 4 / data
+    there, back = (
+        [fabric.alpha[a, b] + size * fabric.per_byte[a, b] for a, b in x] for x in (ends, [e[::-1] for e in ends])
+    )
+    np.testing.assert_allclose(found.swap, max(map(sum, zip(there, back)), default=0.0))
+    np.testing.assert_allclose(expected.swap, max([*there, *back], default=0.0))
+
+
 def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))

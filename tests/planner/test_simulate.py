@@ -101,8 +101,8 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
 
 
 def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
-    """(op, row): row by row; but within a loop's body, or between loops, F and sends of a row that skips idle ops come
-    before the B of the row before. The bodies are those of the executor."""
+    """(op, row): row by row; but within a loop's body, or between loops, F comes before the B of the row before, and
+    with two stages its sends come with it, with more behind that B. The bodies are those of the executor."""
     order = []
     assigned = buffers.assign(schedule, frozenset(packed))
     bodies, unrolled = [], []
@@ -117,25 +117,26 @@ def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
         ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "W", "B")]
         for t in body[1:]:
             small = any(small for *_, small in gradient_messages(schedule, t, packed))
-            if schedule.activation_pairs[t] and not (schedule.masked or schedule.splits) and not small:
+            if schedule.activation_pairs[t] and not schedule.splits and not small:
                 ops.remove(("F", t))
                 ops.remove(("send", t))
                 at = ops.index(("B", t - 1))
-                ops[at:at] = [("F", t), ("send", t)]
+                two = schedule.stages == 2
+                ops[at : at + 1] = [("F", t), *[("send", t)] * two, ("B", t - 1), *[("send", t)] * (not two)]
         order += ops
     return order
 
 
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
-    """The same where both ends of a transfer wait for it."""
+    """The same where receivers wait for transfers, and senders until they begin."""
     schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     packed = packed_messages(schedule, table.compressed)
     now = list(s.start[i])
 
     def transfers(messages: list[tuple[int, int, float]]) -> None:
-        done = [(a, b, max(now[a], now[b]) + seconds) for a, b, seconds in messages]
-        for a, b, end in done:
-            now[a], now[b] = max(now[a], end), max(now[b], end)
+        begun = [(a, b, max(now[a], now[b]), seconds) for a, b, seconds in messages]
+        for a, b, begin, seconds in begun:
+            now[a], now[b] = max(now[a], begin), max(now[b], begin + seconds)
 
     for op, t in order_of_blocking_ops(schedule, packed):
         messages = gradient_messages(schedule, t, packed)
