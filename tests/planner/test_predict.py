@@ -91,7 +91,7 @@ def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
     found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
     np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
     ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
-    size = costs.embedding_parameters(MODEL, 1) * 4 / data
+    size = costs.embedding_parameters(MODEL, 1, pipe) * 4 / data
     there, back = (
         [fabric.alpha[a, b] + size * fabric.per_byte[a, b] for a, b in x] for x in (ends, [e[::-1] for e in ends])
     )
