@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import cache_key, compilation_cache, compiler
 from jax.experimental import serialize_executable
@@ -79,6 +80,8 @@ class Programs:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
+        # jaxlib looks up LAPACK's functions when one is first lowered, and a loaded program would call null pointers.
+        jax.jit(jnp.linalg.qr).lower(jnp.ones((1, 1)))
 
     def _file(self, key: str) -> pathlib.Path:
         return self._folder / f"{key}.program"

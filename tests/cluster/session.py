@@ -1,5 +1,6 @@
 """A measuring session: a worker process on every host of a cluster, and the tasks that they are given."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -75,7 +76,8 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.stdin.close()
+            with contextlib.suppress(OSError):  # it has ended
+                worker.stdin.close()
             if self._hangs:
                 worker.kill()
         for worker in self._workers:
