@@ -267,6 +267,18 @@ def _low_rank_layers(
     return _trees(layers, reduced), PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
+def _sum_over_sequence(grads: Weights) -> Weights:
+    """The sum over tensor for norms and biases whose gradients have one device's part of the sequence, in one go."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path((grads.chunks, grads.final_norm))
+    values = [x for _, x in leaves]
+    keys = [tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)) for path, _ in leaves]
+    parts = [i for i, found in enumerate(keys) if tensor_dim(found) is None]
+    for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
+        values[i] = total
+    chunks, final_norm = structure.unflatten(values)
+    return grads._replace(chunks=chunks, final_norm=final_norm)
+
+
 def _paths(layer: Params) -> list[tuple[str, str]]:
     return [(name, leaf) for name in layer for leaf in layer[name]]
 
@@ -298,6 +310,8 @@ def reduce_gradients(
     """
     layout = compression.layout
     dims = layout.data_dims()
+    if layout.program.group.sequence:
+        grads = _sum_over_sequence(grads)
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         if layout.holds_tables(path):

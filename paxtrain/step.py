@@ -80,6 +80,8 @@ class Trainer:
     @functools.cached_property
     def layout(self) -> Layout:
         settled = model.settle_attention(self.config.model, self.mesh.devices.flat[0])
+        if self.virtual and settled.separator >= 0:  # under vmap jax wants one mask per head for cuDNN
+            settled = dataclasses.replace(settled, attention="xla")
         return Layout(dataclasses.replace(self.config, model=settled))
 
     @functools.cached_property
@@ -235,14 +237,19 @@ class Trainer:
             return virtual.shard_map(function, sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> Stage:
-        """One device's stage, from its shards of the parameters and its data rank's tokens."""
+    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False) -> Stage:
+        """One device's stage, from its shards of the parameters and its data rank's tokens.
+
+        Args:
+            splits: its backward can be run in two parts even if the schedule has it whole.
+        """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
         weights = gradients.gather_weights(self.layout, params)
-        return Stage(self.layout.program, weights, tokens, key, first_sample)
+        program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
+        return Stage(program, weights, tokens, key, first_sample)
 
     @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:

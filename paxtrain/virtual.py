@@ -33,11 +33,11 @@ def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`lax.all_gather` over several axes, on a real or a virtual mesh: [product of their sizes, *x.shape]."""
+    """`lax.all_gather` of x over several axes, the major one first, on a real or a virtual mesh: [devices, *shape]."""
     if axes[0] in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map: one collective
         return lax.all_gather(x, axes)
-    shape = x.shape  # vmap gathers over one axis at a time
-    for axis in reversed(axes):
+    shape = x.shape
+    for axis in reversed(axes):  # vmap takes one at a time
         x = lax.all_gather(x, axis)
     return x.reshape(-1, *shape)
 

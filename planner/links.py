@@ -107,7 +107,7 @@ class Paths:
     Attributes:
         forward, backward: [batch, D, P] of a message to the next and to the previous stage, by sender.
         ring: [batch, P] of a turn of each stage's data-parallel ring.
-        swap: [batch, D] of the exchange between the first and the last stage, the slower direction.
+        swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
     """
 
     forward: tuple[Array, Array]
@@ -122,13 +122,13 @@ class Paths:
 
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
-    """Latency and seconds per byte [batch, D] between the ends of all pipelines at once, the slower direction."""
+    """Latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
     apart, count = first != last, len(links.alpha)
     # Each end sends and receives.
     crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
     share = np.where(apart, np.maximum(crowd / links.nics, 1.0), 1.0)
-    latency, per_byte = (np.maximum(x[first, last], x[last, first]) for x in (links.alpha, links.per_byte))
-    return latency, per_byte * share
+    latency, per_byte = (np.stack([x[first, last], x[last, first]], -1) for x in (links.alpha, links.per_byte))
+    return latency, per_byte * share[..., None]
 
 
 def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:

@@ -87,28 +87,32 @@ class Bench:
         self.lab, self.scenario, self.cluster, self.session = lab, scenario, cluster, session
         self._compute: tuple[dict[str, Any], ...] | None = None
 
-    def compile(self, splits: list[Split], order: Sequence[int] = (), **run: Any) -> dict[str, dict[str, Any]]:
-        """Compiles what is not yet, and connects those who will exchange messages; the first host's answers by name.
+    def compile(self, splits: list[Split], orders: Sequence[Sequence[int]] = (), **run: Any) -> list[str]:
+        """Compiles what is not yet, and connects those who will exchange messages; the programs' names.
 
         Args:
-            order: of the devices in the mesh, if not as they come; then names end in " ordered".
+            orders: of the devices in each mesh, if not as they come; then names end in them.
             run: that section of the configuration; with eval_batches the programs can evaluate.
         """
-        names = [split.name + (" ordered" if order else "") for split in splits]
-        tasks = [
-            {
+        orders = orders or [()] * len(splits)
+        names = [s.name + (f" on {','.join(map(str, order))}" if order else "") for s, order in zip(splits, orders)]
+        tasks = {}
+        for name, split, order in zip(names, splits, orders, strict=True):
+            tasks[name] = {
                 "do": "load",
                 "name": name,
                 "config": split.values(self.lab.data, **run),
                 "order": list(order),
                 "evaluates": "eval_batches" in run,
             }
-            for name, split in zip(names, splits)
-        ]
-        answers = [answer[0] for answer in self.session.ask_staggered(tasks)]
-        self.session.ask("warm", names=names)
-        self.lab.say(f"compiled {', '.join(names)}")
-        return dict(zip(names, answers))
+        self.session.ask_staggered(list(tasks.values()), hands_on="keys")
+        self.session.ask("warm", names=list(tasks))
+        self.lab.say(f"compiled {', '.join(tasks)}")
+        return names
+
+    def wire(self, name: str) -> dict[str, int]:
+        """Bytes that a device puts on the wire in a step of a compiled program, by collective."""
+        return self.session.ask_one(0, "wire", name=name)
 
     def free(self) -> None:
         """Lifts the limits of devices and links."""

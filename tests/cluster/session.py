@@ -1,6 +1,7 @@
 """A measuring session: a worker process on every host of a cluster, and the tasks that they are given."""
 
 import json
+import os
 import pathlib
 import selectors
 import subprocess
@@ -41,6 +42,7 @@ class Session:
         self.cluster, self.logs = cluster, logs
         logs.mkdir(parents=True, exist_ok=True)
         cache.mkdir(parents=True, exist_ok=True)
+        self._programs = cache.resolve()
         variables = {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -55,7 +57,7 @@ class Session:
     def __enter__(self) -> "Session":
         hosts = self.cluster.hosts
         flags = [f"--coordinator={self.cluster.addresses[0]}:{_PORT}", f"--num_processes={hosts}"]
-        flags.append(f"--cpu_devices={self._devices}")
+        flags += [f"--cpu_devices={self._devices}", f"--programs={self._programs}"]
         command = [sys.executable, str(_WORKER), *flags]
         for host in range(hosts):
             self._workers.append(
@@ -131,21 +133,33 @@ class Session:
             self._send(host, do, **arguments)
         return self._answers()
 
-    def ask_staggered(self, tasks: list[dict[str, Any]]) -> list[list[Any]]:
-        """Gives the first worker all tasks, and each to the others when it has done it: what it has compiled they find.
+    def ask_staggered(self, tasks: list[dict[str, Any]], hands_on: str | None = None) -> list[list[Any]]:
+        """Gives each task to one worker, and to the others when it has done it: what it has compiled they find.
 
-        Nobody may have to wait for another in such a task. Returns the answers by task and host.
+        Workers on different cores take turns at being first; the first task is the first worker's. Nobody may have to
+        wait for another in such a task.
+
+        Args:
+            hands_on: of the first answer to a task, what the others get as an argument of that name.
+
+        Returns:
+            The answers by task and host.
         """
-        others = range(1, self.cluster.hosts)
-        for task in tasks:
-            self._send(0, **task)
-        answers = []
-        for task in tasks:
-            answers.append([self._answer(0)])
-            for host in others:
-                self._send(host, **task)
-        for got in answers:
-            got += [self._answer(host) for host in others]
+        hosts = range(self.cluster.hosts)
+        first = [i % min(len(hosts), len(os.sched_getaffinity(0))) for i in range(len(tasks))]
+        for task, host in zip(tasks, first):
+            self._send(host, **task)
+        answers: list[list[Any]] = [[None] * len(hosts) for _ in tasks]
+        for task, leader, got in zip(tasks, first, answers):
+            got[leader] = self._answer(leader)
+            more = {hands_on: got[leader][hands_on]} if hands_on else {}
+            for host in hosts:
+                if host != leader:
+                    self._send(host, **task, **more)
+        for leader, got in zip(first, answers):
+            for host in hosts:
+                if host != leader:
+                    got[host] = self._answer(host)
         return answers
 
     def ask_one(self, host: int, do: str, **arguments: Any) -> Any:

@@ -42,7 +42,8 @@ def session(cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(session, text):
     task = {"do": "load", "config": SPLIT.values(text, eval_batches=1), "evaluates": True}
-    return session.ask_staggered([task | {"name": "plain", "order": []}, task | {"name": "turned", "order": [1, 0]}])
+    plain, turned = task | {"name": "plain", "order": []}, task | {"name": "turned", "order": [1, 0]}
+    return session.ask_staggered([plain], "keys") + session.ask_staggered([turned], "keys")
 
 
 def alone(text):
@@ -79,7 +80,12 @@ def test_losses_are_those_of_one_process_in_either_order_of_the_devices(session,
 def test_a_program_compiled_once_is_found_by_the_other_host_and_for_the_other_order(loaded):
     first, *others = loaded[0][0], loaded[0][1], loaded[1][0], loaded[1][1]
     assert not first["found"] and all(answer["found"] for answer in others)
-    assert first["wire"]["collective-permute"] > 0
+
+
+def test_messages_between_stages_are_counted(session, loaded):
+    plain, turned = (session.ask_one(host, "wire", name=name) for host, name in enumerate(("plain", "turned")))
+    assert plain == turned
+    assert plain["collective-permute"] > 0
 
 
 def test_devices_take_their_time_alone_and_together(session, loaded):

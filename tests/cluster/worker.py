@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,52 +31,45 @@ from planner import cluster as clusters
 from planner import measure_cluster, measure_compute
 from planner.meeting import Meeting
 from tests.cluster import device
-from tests.cluster.programs import share_programs
-
-
-def _kept(compile_it: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, bool]:
-    """A program as it comes from the persistent cache, and whether it was there already.
-
-    One that has just been compiled is loaded all the same, as the other processes will: loaded programs may have their
-    collectives in another order than those fresh from the compiler, and gloo aborts where orders differ.
-    """
-    hits: list[str] = []
-
-    def heard(event: str, **_: Any) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(heard)
-    try:
-        program = compile_it()
-        found = bool(hits)
-        if not found:
-            jax.clear_caches()
-            program = compile_it()
-        if not hits:
-            raise RuntimeError("a program that was compiled is not in the cache of compiled programs")
-    finally:
-        jax.monitoring.unregister_event_listener(heard)
-    return program, found
+from tests.cluster.programs import Programs, share_programs
 
 
 class Program:
     """A training step compiled for a mesh over some order of the devices, with a state to run it on."""
 
-    def __init__(self, config: Config, order: Sequence[int], evaluates: bool) -> None:
+    def __init__(
+        self, config: Config, order: Sequence[int], evaluates: bool, programs: Programs, keys: dict[str, str] | None
+    ) -> None:
+        """Args:
+        order: of the devices in the mesh; empty: as they come.
+        programs: where compiled programs are. keys: of this one's, if another process has compiled them.
+        """
         self.config = config
-        self.trainer = Trainer(config, make_mesh(config.mesh, order or None))
-        self.compiled, self.found = _kept(self.trainer.compile_step)
-        if evaluates:
-            state, batch = self.trainer.abstract_state(), self.trainer.abstract_batch()
-            self.evaluate, _ = _kept(lambda: self.trainer.evaluate.lower(state.params, batch).compile())
-        self.shape = self.trainer.abstract_batch().shape
-        self.rows = process_rows(self.trainer.batch_sharding, self.shape)
+        self.trainer = trainer = Trainer(config, make_mesh(config.mesh, order or None))
+        devices = trainer.mesh.devices.ravel().tolist()
+        self.found = True
+        if keys is None:
+            state, batch = trainer.abstract_state(), trainer.abstract_batch()
+            init = jax.jit(
+                lambda: trainer._init(jax.random.key(config.run.seed)), out_shardings=trainer.state_shardings
+            )
+            lowered = {"step": trainer.step.lower(state, batch), "init": init.lower()}
+            if evaluates:
+                lowered["evaluate"] = trainer.evaluate.lower(state.params, batch)
+            options = {"step": trainer.compiler_options}
+            compiled = {name: programs.compile(x, options.get(name, {}), devices) for name, x in lowered.items()}
+            keys, self.found = {name: key for name, (key, _) in compiled.items()}, compiled["step"][1]
+        # Who has compiled loads all the same: loaded programs may have their collectives in another order than those
+        # fresh from the compiler, and gloo aborts where orders differ.
+        self.keys, loaded = keys, {name: programs.load(key, devices) for name, key in keys.items()}
+        self.compiled, self._init, self.evaluate = loaded["step"], loaded["init"], loaded.get("evaluate")
+        self.shape = trainer.abstract_batch().shape
+        self.rows = process_rows(trainer.batch_sharding, self.shape)
         self.fresh()
 
     def fresh(self) -> None:
         """A new state, and the batches from their beginning."""
-        self.state = self.trainer.init(self.config.run.seed)
+        self.state = self._init()
         self._batches = self.batches("train")
         self._batch = next(self._batches)
 
@@ -107,7 +100,8 @@ class Program:
 class Worker:
     """What the tasks work on."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, programs: Programs) -> None:
+        self._compiled = programs
         self.meeting = Meeting(limit)
         self.machines = measure_cluster.meet(self.meeting, "")
         self.programs: dict[str, Program] = {}
@@ -130,13 +124,26 @@ class Worker:
             clusters.save(cluster, pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}
 
-    def load(self, name: str, config: dict, order: list[int], evaluates: bool = False) -> dict[str, Any]:
-        """Compiles a configuration's train step for a device order, and its evaluation if it `evaluates`."""
+    def load(
+        self,
+        name: str,
+        config: dict,
+        order: list[int],
+        evaluates: bool = False,
+        keys: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """A configuration's train step for a device order, and its evaluation if it `evaluates`.
+
+        Compiled, unless `keys` tell as what another worker has done that; the answer's are for the others.
+        """
         if name not in self.programs:
-            self.programs[name] = Program(from_dict(config), order, evaluates)
+            self.programs[name] = Program(from_dict(config), order, evaluates, self._compiled, keys)
         program = self.programs[name]
-        wire = hlo.collective_bytes(program.compiled.as_text())
-        return {"found": program.found, "wire": wire}
+        return {"found": program.found, "keys": program.keys}
+
+    def wire(self, name: str) -> dict[str, int]:
+        """Bytes that a device puts on the wire in a step, by collective."""
+        return hlo.collective_bytes(self.programs[name].compiled.as_text())
 
     def speed(self, slowness: float) -> None:
         """How many times as long as usual devices take; 0: no longer than they need."""
@@ -226,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         initialize(f.coordinator, f.num_processes, f.process_id, 120)
         stack.callback(jax.distributed.shutdown)
-        worker = Worker(300)
+        worker = Worker(300, Programs(pathlib.Path(f.programs)))
         print(json.dumps({"answer": "ready"}), file=answers, flush=True)
         _serve(worker, answers)
 
@@ -236,6 +243,7 @@ def define_flags() -> None:
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
     flags.DEFINE_integer("num_processes", None, "How many there are.")
     flags.DEFINE_integer("process_id", None, "Which of them this is.")
+    flags.DEFINE_string("programs", None, "Folder of compiled programs.")
     flags.DEFINE_integer("cpu_devices", 1, "Virtual devices of this host.")
 
 

@@ -182,12 +182,28 @@ def test_figure_shows_losses_and_skipped_steps(tmp_path):
     assert all(count > 50 for count in without[:3]) and without[3] == 0
 
 
-@pytest.mark.parametrize("values", [{"loss": 3.0}, {"validation_loss": 5.5}, {"loss": 900.0}])
+@pytest.mark.parametrize(
+    "values", [{"loss": 3.0}, {"validation_loss": 5.5}, {"loss": 900.0}, {"validation_loss/web": 5.5}]
+)
 def test_figure_of_a_single_point(tmp_path, values):
     with Metrics(tmp_path, primary=True) as writer:
         writer.write(1, values)
     plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
     assert imread(tmp_path / "loss.png").shape[:2] == (840, 1350)
+
+
+def test_figure_of_several_validation_sets(tmp_path):
+    """Each has a colour of its own."""
+    with Metrics(tmp_path, primary=True) as writer:
+        for step, web, code in ((0, 5.5, 5.4), (60, 3.0, 2.0), (120, 2.5, 1.2)):
+            writer.write(step, {"validation_loss/web": web, "validation_loss/code": code})
+    records = metrics.read(tmp_path / metrics.FILE)
+    assert metrics.validation_losses(records, 60) == {"validation_loss/web": 3.0, "validation_loss/code": 2.0}
+    plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
+    pixels = imread(tmp_path / "loss.png")[..., :3]
+    for colour in ("#d9622b", "#4f8a3c"):
+        rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(pixels - rgb).max(-1) < 0.01).sum() > 50
 
 
 def test_figure_without_losses(tmp_path):

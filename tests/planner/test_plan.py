@@ -78,6 +78,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "a global batch of 31 cannot be split": [cluster_flag, "--global_batch=31", "--pipe=1", "--tensor=1"],
         "--compress must be none or some of": [cluster_flag, "--compress=everything"],
         "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
+        "--schedules=zb_h1 needs --saves=dots or residuals": [cluster_flag, "--schedules=zb_h1", "--saves=inputs"],
         "--tensor must be positive integers": [cluster_flag, "--tensor=two"],
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],

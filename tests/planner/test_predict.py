@@ -53,6 +53,25 @@ def test_parameters_are_the_models(changes):
     assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
 
 
+@pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
+def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
+    """gloo sends what the later one has before it lets the other one send; in a ring of more ranks nobody waits."""
+    some, c = cluster(data * pipe, 1, seed=3), Candidate(data, pipe, 1, 1, 4, "eager_1f1b", (12 // pipe,) * pipe)
+    hosts = np.arange(data * pipe).reshape(1, data, pipe)
+    gpu, cpu = Problem(some, MODEL, c), Problem(some, MODEL, c)
+    cpu.overlap = False
+    fabric = links.fabric(some)
+    found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
+    np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
+    ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
+    size = costs.embedding_parameters(MODEL, 1) * 4 / data
+    there, back = (
+        [fabric.alpha[a, b] + size * fabric.per_byte[a, b] for a, b in x] for x in (ends, [e[::-1] for e in ends])
+    )
+    np.testing.assert_allclose(found.swap, max(map(sum, zip(there, back)), default=0.0))
+    np.testing.assert_allclose(expected.swap, max([*there, *back], default=0.0))
+
+
 def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))
@@ -144,3 +163,11 @@ def test_a_profile_counts_before_the_data_sheet():
     assert 3.0 < wider < 4.2  # four times the products, twice the passes over memory
     assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
+
+    # The backward's parts are the data sheet's shares of it, or those that were measured.
+    shared = at(2)
+    assert 2.0 < shared.backward_input + shared.backward_weights < 2.6
+    parts = {"backward_input": 1.5, "backward_weights": 0.9}
+    lab = cluster(2, 1, device="cpu", memory=1e9, compute=[row | parts])
+    assert (at(2).backward, at(2).backward_input, at(2).backward_weights) == (2.0, 1.5, 0.9)
+    assert at(2, hidden=2048, heads=32).backward_weights / 0.9 == pytest.approx(wider, rel=0.25)

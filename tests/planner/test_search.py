@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxtrain import plan as plans
-from paxtrain.config import CompressConfig
+from paxtrain.config import SCHEDULES, CompressConfig
 from paxtrain.errors import UserError
 from planner import decision, explain
 from planner.budget import Budget
@@ -85,6 +85,19 @@ def test_different_devices_get_different_shares_of_the_layers():
     found = one.run().ranked[0]
     on = [one.cluster.kinds[h] for h in found.placement.hosts[0]]
     assert found.candidate.counts[on.index("h100")] > found.candidate.counts[on.index("a100-80gb")]
+
+
+def test_the_zero_bubble_schedule_is_taken_where_it_fits():
+    """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
+    choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
+    one = search(choices=choices)
+    best, least = one.run().ranked[0], {}
+    for i in range(len(one.space)):
+        least[int(one.space.schedule[i])] = min(least.get(int(one.space.schedule[i]), np.inf), one.bytes[i])
+    assert best.candidate.schedule == "zb_h1"
+    plain, split = (least[SCHEDULES.index(name)] for name in choices.schedules)
+    tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
 
 
 def test_the_plan_is_the_candidate_on_its_hosts():

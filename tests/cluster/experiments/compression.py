@@ -92,10 +92,10 @@ def run(lab: Lab) -> None:
 def _all_times(lab: Lab, records: Records) -> None:
     scene = scenarios.load("paper_ratio", 8, lab.seed)
     with lab.session(scene, "compression") as bench:
-        answers = bench.compile(list(SPLITS.values()))
+        bench.compile(list(SPLITS.values()))
         bench.shape(scene.rates)
         cluster = bench.profile("paper_ratio", SPLITS["dense"])
-        wire = {kind: answers[split.name]["wire"] for kind, split in SPLITS.items()}
+        wire = {kind: bench.wire(split.name) for kind, split in SPLITS.items()}
         for share in SHARES:
             if f"share {share}" not in records:
                 _times(lab, bench, records, cluster, share, wire)

@@ -14,15 +14,15 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
     with lab.session(scene, scene.name) as bench:
         bench.shape(scene.rates)
         base = joint.base(scene.hosts, scene.devices_per_host)
-        cluster = bench.profile(scene.name, base)
+        cluster = bench.profile(f"{scene.name} demonstration", base)
         chosen = joint.choices(base, cluster, lab.seed)
+        orders = [device_order(hosts, scene.devices_per_host, split.mesh[2]) for split, hosts, _ in chosen.values()]
+        bench.free()
+        names = bench.compile([split for split, _, _ in chosen.values()], orders, eval_batches=4)
+        bench.session.ask("speed", slowness=scene.slowness)
+        bench.shape(scene.rates)
         rows = []
-        for what, (split, hosts, predicted) in chosen.items():
-            order = device_order(hosts, scene.devices_per_host, split.mesh[2])
-            bench.free()
-            [name] = bench.compile([split], order=order, eval_batches=4)
-            bench.session.ask("speed", slowness=scene.slowness)
-            bench.shape(scene.rates)
+        for name, (what, (_, _, predicted)) in zip(names, chosen.items(), strict=True):
             seconds = bench.time([name], min(lab.repeats, steps))[name]
             found = bench.session.ask("train", name=name, steps=steps, eval_every=steps)[0]
             losses = found["losses"]

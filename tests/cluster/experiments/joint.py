@@ -98,7 +98,7 @@ def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: n
     if "done" in records:
         return
     chosen = choices(BASE, cluster, lab.seed)
-    answers = bench.compile([split for split, _, _ in chosen.values()])
+    bench.compile([split for split, _, _ in chosen.values()])
     measured: dict[str, list[float]] = {what: [] for what in chosen}
     for _ in range(lab.repeats):
         for what, (split, hosts, _) in chosen.items():
@@ -112,7 +112,7 @@ def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: n
             hosts=hosts.tolist(),
             predicted=predicted,
             seconds=measured[what],
-            wire=answers[split.name]["wire"],
+            wire=bench.wire(split.name),
         )
         lab.say(f"{what}: {summary(measured[what])['median']:.3f} s, predicted {predicted:.3f} s ({split.name})")
     records.add("done")

@@ -129,7 +129,7 @@ def _scenario(lab: Lab, bench: Bench, records: Records, name: str, rates: np.nda
 
 def _ordered(lab: Lab, bench: Bench, records: Records, pair: Pair, rates: np.ndarray) -> None:
     """The same placement made by the order of the devices in the mesh, and by moving the links, in turn."""
-    [name] = bench.compile([pair.split], order=pair.hosts.ravel().tolist())
+    [name] = bench.compile([pair.split], [pair.hosts.ravel().tolist()])
     seconds: dict[str, list[float]] = {"order": [], "links": []}
     for _ in range(lab.repeats):
         bench.shape(rates)
