@@ -21,7 +21,7 @@ class Budget:
         usable: share of a device's memory.
         error: how compressed messages keep their errors, as CompressConfig.error.
         scan_layers: as PipelineConfig's.
-        learned: by the surrogate of the compiler, with its safety margin, where it applies; else in closed form.
+        learned: by the surrogate of the compiler, with its safety margin; False: in closed form.
     """
 
     usable: float = memory.USABLE
@@ -60,22 +60,19 @@ class Budget:
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         """Bytes per device [N] that candidates are held to need, the safety margin included."""
         shape = self.shape(cluster, model, space)
-        closed = memory.analytic(shape)
-        found = np.broadcast_to(closed.total, (len(space),)).astype(float)
-        if not self.uses_surrogate(cluster, model):
-            return found
-        return np.where(space.sequence_parallel, found, surrogate.load().predict(shape, closed).bound)
+        if self.uses_surrogate(cluster, model):
+            return np.asarray(surrogate.load().predict(shape).bound, float)
+        return np.broadcast_to(memory.analytic(shape).total, (len(space),)).astype(float)
 
     def uses_surrogate(self, cluster: Cluster, model: ModelConfig) -> bool:
-        """The surrogate is of GPU programs of GPT-2 without sequence parallelism."""
+        """The surrogate is of GPU programs of GPT-2."""
         return self.learned and cluster.overlaps and model.family == "gpt2"
 
-    def source(self, cluster: Cluster, model: ModelConfig, space: Space) -> str:
-        """Which estimate the candidates' figures are."""
-        if not self.uses_surrogate(cluster, model) or space.sequence_parallel.all():
-            return "closed form"
-        learned = "learned from the compiler's memory, with its safety margin"
-        return f"{learned}; with sequence parallelism closed form" if space.sequence_parallel.any() else learned
+    def source(self, cluster: Cluster, model: ModelConfig) -> str:
+        """Which estimate the figures are."""
+        if self.uses_surrogate(cluster, model):
+            return "learned from the compiler's memory, with its safety margin"
+        return "closed form"
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:

@@ -90,10 +90,11 @@ def sheet(
     passes = _ACTIVATION_PASSES * once
     forward = launched(matmuls + passes, 1) + 2 * reduce
     backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
-    # Of F's collectives, the last one is not run again; of parts B wants the whole again, whatever else was kept.
+    # Of an F that B runs again the last collective is left out: an all-reduce, or a reduce-scatter. What save="dots"
+    # keeps has to be gathered again, twice.
     again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
     if sequence_parallel:
-        again += {"dots": reduce, "residuals": 0.0}.get(save, reduce / 2)
+        again += {"dots": 2, "residuals": 0}.get(save, 1) * reduce / 2
     # Of the backward's products with kernels half are W's.
     kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
     weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)

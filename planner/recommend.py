@@ -80,7 +80,7 @@ class Planner:
         search = self.search
         config = self.plan(chosen).apply(self.values)
         stages = memory.per_stage(config, budget.capability(search.cluster))
-        estimate = search.budget.source(search.cluster, search.model, search.space.take(np.array([chosen.index])))
+        estimate = search.budget.source(search.cluster, search.model)
         return report.Report(
             cluster=search.cluster,
             model=search.model,
@@ -92,27 +92,25 @@ class Planner:
             memory={field.name: getattr(stages, field.name) for field in dataclasses.fields(stages)},
             limit=search.limit,
             memory_source=rows[-1].source if rows else estimate,
-            sources=self.sources(rows, estimate),
+            sources=self.sources(rows),
             noise=self.noise(chosen),
             oracle=rows,
             explained=tuple(explain.neighbours(search, chosen, self.global_batch)) if reasons else (),
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
 
-    def sources(self, rows: tuple[report.OracleRow, ...], estimate: str) -> dict[str, str]:
-        """Where each kind of figure comes from.
-
-        Args:
-            estimate: of the chosen plan's memory.
-        """
+    def sources(self, rows: tuple[report.OracleRow, ...]) -> dict[str, str]:
+        """Where each kind of figure comes from."""
         search, cluster = self.search, self.search.cluster
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
         return {
             "step times": "event simulation of the schedule's table",
             "compute": costs.source(cluster),
             "links": f"{cluster.source or 'the cluster file'}; {measured}",
-            "memory of the ranked plans": search.budget.source(cluster, search.model, search.space),
-            "memory of the chosen plan": rows[-1].source if rows else estimate,
+            "memory of the ranked plans": search.budget.source(search.cluster, search.model),
+            "memory of the chosen plan": rows[-1].source
+            if rows
+            else search.budget.source(search.cluster, search.model),
             "memory by stage": "closed form",
         }
 

@@ -100,9 +100,19 @@ def test_the_zero_bubble_schedule_is_taken_where_it_fits():
     assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
 
 
+def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
+    choices = Choices(tensor=(4,), pipe=(2,), schedules=("1f1b",), sequence_parallel=(False, True))
+    one = search(choices=choices)
+    assert one.run().ranked[0].candidate.sequence_parallel  # hosts are far from each other
+    whole, parts = (one.bytes[one.space.sequence_parallel == value].min() for value in (False, True))
+    tight = Budget(usable=(whole + parts) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
+
+
 def test_the_plan_is_the_candidate_on_its_hosts():
     some = dataclasses.replace(cluster(4, 4), hosts=("d", "c", "b", "a"), named=True)
-    one = search(some, choices=Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,)))
+    choices = Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,), sequence_parallel=(True,))
+    one = search(some, choices=choices)
     found = one.run().ranked[0]
     step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     compress = CompressConfig(error="explicit", factors="float32")
@@ -111,6 +121,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     )
     assert (plan.hosts, plan.devices_per_host) == (("d", "c", "b", "a"), 4)
     config = plan.apply({"model": dataclasses.asdict(MODEL)})
+    assert config.mesh.sequence_parallel
     assert config.stage_layers == found.candidate.counts
     assert config.micro_batches == found.candidate.micro_batches
     assert config.compress.error == "explicit"
