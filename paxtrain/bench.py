@@ -3,6 +3,7 @@
     memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
     throughput  our step on a 1x1x1 mesh beside a plain jit of the same model without any of our machinery
     bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part, beside (m+P-1)/m
+                or, for F, B and W of equal length, (m+(P-1)/3)/m
 
 Every ratio compares things measured in turn in the same run. Nothing here is a test.
 """
@@ -25,7 +26,7 @@ import optax
 from absl import flags
 
 from paxtrain import model, report
-from paxtrain.config import Config, from_dict
+from paxtrain.config import SPLIT, Config, from_dict
 from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
@@ -51,7 +52,7 @@ def tokens(config: Config) -> np.ndarray:
     return np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
 
 
-def interleave(steps: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleave(steps: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, list[float]]:
     """Seconds of every step, run in turn, so that whatever slows the machine slows them all."""
     for step in steps.values():
         step()
@@ -69,7 +70,7 @@ def memory() -> None:
     """Prints temporary bytes of the step on a (1, 4, 2) mesh of virtual devices."""
     print("\ntemporary bytes per device, pipe=4, tensor=2, 8 layers of 256, float32 (CPU buffer assignment)")
     print(f"  {'schedule':<18}{'save':<14}{'m=8':>10}{'m=32':>10}{'ratio':>8}")
-    rows = [("eager_1f1b", "dots"), ("1f1b", "dots"), ("interleaved_1f1b", "dots"), ("gpipe", "dots")]
+    rows = [(schedule, "dots") for schedule in ("eager_1f1b", "1f1b", "interleaved_1f1b", "gpipe", "zb_h1")]
     rows += [("eager_1f1b", save) for save in ("layer_inputs", "residuals", "inputs")]
     for schedule, save in rows:
         chunks = 2 if schedule == "interleaved_1f1b" else 1
@@ -177,14 +178,15 @@ def bubble(repeats: int) -> None:
         raise UserError(f"the two processes of the bubble benchmark ended with {[w.returncode for w in workers]}")
     measured = json.loads(output[0].splitlines()[-1])
     print(f"\nbubble, pipe=2 over two processes, one per core, median of {repeats} steps: step time over m x slope")
-    print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'(m+P-1)/m':>11}")
+    print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'ideal':>8}")
     measured = {schedule: {int(m): s for m, s in seconds.items()} for schedule, seconds in measured.items()}
     few, many = sorted(measured["eager_1f1b"])[-2:]
-    # Seconds that a further micro-batch takes. One slope for both, so that a stall in the steady state shows as well.
+    # Seconds that a further micro-batch takes. One slope for all, so that a stall in the steady state shows as well.
     slope = min((times[many] - times[few]) / (many - few) for times in measured.values())
     for schedule, times in measured.items():
         for m, value in times.items():
-            print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{(m + 1) / m:>11.3f}")
+            ideal = (m + (1 / 3 if schedule in SPLIT else 1)) / m
+            print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{ideal:>8.3f}")
 
 
 def _worker(process: int, coordinator: str, repeats: int) -> None:
@@ -192,11 +194,11 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
     jax.config.update("jax_num_cpu_devices", 1)
     initialize(coordinator, 2, process, 60)
-    result = {}
-    for schedule in ("eager_1f1b", "1f1b"):
-        steps = {str(m): _Ours(configuration((1, 2, 1), m, schedule=schedule), jax.devices()) for m in (2, 4, 8, 16)}
-        seconds = interleave(steps, repeats)
-        result[schedule] = {m: statistics.median(values) for m, values in seconds.items()}
+    cases = [(schedule, m) for schedule in ("eager_1f1b", "1f1b", "zb_h1") for m in (2, 4, 8, 16)]
+    steps = {case: _Ours(configuration((1, 2, 1), case[1], schedule=case[0]), jax.devices()) for case in cases}
+    result: dict[str, dict[int, float]] = {}
+    for (schedule, m), values in interleave(steps, repeats).items():
+        result.setdefault(schedule, {})[m] = statistics.median(values)
     print(json.dumps(result), flush=True)
 
 

@@ -1,8 +1,8 @@
 """Where a schedule's values live between rows: slots of rings, and the rows grouped into loops.
 
-Each stage keeps three rings, as small as the schedule allows: residuals (from F to B), activations received and not yet
-used, gradients received or made by the loss and not yet used. A slot is an index into a ring; the ring's last index,
-`depth`, is a scrap slot that idle stages write.
+Each stage keeps three rings, as small as the schedule allows: residuals (from F to B, or to W where the backward is
+split), activations received and not yet used, gradients received or made by the loss and not yet used. A slot is an
+index into a ring; the ring's last index, `depth`, is a scrap slot that idle stages write.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class RowKind:
     Attributes:
         receive: stage pairs of the gradients that travel before the forward phase as they are.
         receive_compressed: those of the gradients that travel compressed.
-        forward, backward: the chunks that some stage runs.
+        forward, backward, weights: the chunks that some stage runs.
         send: stage pairs of the activations that travel after the forward phase.
         first, head, first_backward: some stage runs F of the first or the last, or B of the first virtual stage.
     """
@@ -31,6 +31,7 @@ class RowKind:
     forward: tuple[int, ...]
     send: tuple[Pair, ...]
     backward: tuple[int, ...]
+    weights: tuple[int, ...]
     first: bool
     head: bool
     first_backward: bool
@@ -46,11 +47,14 @@ COLUMNS = (
     "backward",
     "backward_valid",
     "backward_chunk",
-    "backward_slot",  # of the residual ring, read by B
+    "backward_slot",  # of the residual ring, read by B, which leaves there what W needs
     "gradient_slot",  # of the gradient ring, read by B
     "gradient_arrival_slot",  # of the gradient ring, written before the forward phase
     "head_slot",  # of the gradient ring, written by the head
     "message_chunk",  # that made the gradient that leaves before the forward phase
+    "weights_valid",  # W, whose micro-batch is that of its slot
+    "weights_chunk",
+    "weights_slot",  # of the residual ring, read by W
 )
 
 
@@ -110,17 +114,19 @@ def _kind(
     schedule: Schedule,
     forward: set[tuple[int, int]],
     backward: set[tuple[int, int]],
+    weights: set[tuple[int, int]],
     receive: tuple[Pair, ...],
     receive_compressed: tuple[Pair, ...],
     send: tuple[Pair, ...],
 ) -> RowKind:
-    """The kind of a row in which these (stage, chunk) run F and B."""
+    """The kind of a row in which these (stage, chunk) run F, B and W."""
     return RowKind(
         receive=receive,
         receive_compressed=receive_compressed,
         forward=tuple(sorted({chunk for _, chunk in forward})),
         send=send,
         backward=tuple(sorted({chunk for _, chunk in backward})),
+        weights=tuple(sorted({chunk for _, chunk in weights})),
         first=(0, 0) in forward,
         head=(schedule.stages - 1, schedule.chunks - 1) in forward,
         first_backward=(0, 0) in backward,
@@ -145,7 +151,7 @@ def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -
         if trains:
             used = row_of["backward", virtual, mb]
             made = row_of["backward", virtual + 1, mb] + 1 if virtual < last else row
-            residuals[stage].append((row, used, (virtual, mb)))
+            residuals[stage].append((row, row_of.get(("weights", virtual, mb), used), (virtual, mb)))
             gradients[stage].append((made, used, (virtual, mb)))
 
     def color(intervals: list[list], direct: int, reuse_same_row: bool) -> tuple[list[dict], int]:
@@ -195,16 +201,19 @@ def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -
             column["message_chunk"][row + 1, stage] = chunk
             if (virtual, mb) in compressed:
                 packed[row + 1].add(stage)
+    for row, stage, mb, chunk in schedule.ops("weights"):
+        column["weights_valid"][row, stage], column["weights_chunk"][row, stage] = 1, chunk
+        column["weights_slot"][row, stage] = residual_slots[stage][schedule.virtual_stage(stage, chunk), mb]
 
-    def active(phase: str, row: int) -> list[int]:
-        return [int(s) for s in np.flatnonzero(getattr(schedule, phase)[row] != IDLE)]
+    def active(phase: str, row: int) -> set[tuple[int, int]]:
+        busy, chunk = getattr(schedule, phase)[row] != IDLE, getattr(schedule, phase + "_chunk")[row]
+        return {(int(s), int(chunk[s])) for s in np.flatnonzero(busy)}
 
     def kind(row: int) -> RowKind:
-        f = {(s, int(schedule.forward_chunk[row, s])) for s in active("forward", row)}
-        b = {(s, int(schedule.backward_chunk[row, s])) for s in active("backward", row)}
+        f, b, w = (active(phase, row) for phase in ("forward", "backward", "weights"))
         plain = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] not in packed[row])
         compressed = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] in packed[row])
-        return _kind(schedule, f, b, plain, compressed, schedule.activation_pairs[row])
+        return _kind(schedule, f, b, w, plain, compressed, schedule.activation_pairs[row])
 
     table = np.stack([column[name] for name in COLUMNS], axis=-1)
     kinds = [kind(row) for row in range(rows)]
@@ -274,6 +283,13 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
             inbox[to][cells[to]["arrival_slot"]] = key
             unread.add(("a", *key))
         for s, cell in enumerate(cells):
+            if not cell["weights_valid"]:
+                continue
+            virtual = schedule.virtual_stage(s, cell["weights_chunk"])
+            done, *key = residual[s].pop(cell["weights_slot"], (None,))
+            check(done == "B" and key[0] == virtual, row, s, "B has left nothing for W")
+            seen.add(("W", *key))
+        for s, cell in enumerate(cells):
             if not cell["backward_valid"]:
                 continue
             mb, virtual = cell["backward"], schedule.virtual_stage(s, cell["backward_chunk"])
@@ -283,19 +299,21 @@ def validate(schedule: Schedule, buffers: Buffers) -> None:
             found = gradient_inbox[s].pop(cell["gradient_slot"], None)
             check(found == (virtual, mb), row, s, f"no gradient for {mb}")
             unread.discard(("g", virtual, mb))
+            if schedule.splits:
+                residual[s][cell["backward_slot"]] = ("B", virtual, mb)
             if virtual:
                 sending[s] = ((s - 1) % stages, (virtual - 1, mb))
         for s, cell in enumerate(cells):
             for name, depth in depths.items():
                 fits = cell[name] < max(depth, 1) if (s, name) in kept else cell[name] == depth
                 check(fits, row, s, f"{name} is {cell[name]}, and the scrap slot is {depth}")
-        f, b = (
+        f, b, w = (
             {(s, cell[phase + "_chunk"]) for s, cell in enumerate(cells) if cell[phase + "_valid"]}
-            for phase in ("forward", "backward")
+            for phase in ("forward", "backward", "weights")
         )
-        found = _kind(schedule, f, b, kind.receive, kind.receive_compressed, kind.send)
+        found = _kind(schedule, f, b, w, kind.receive, kind.receive_compressed, kind.send)
         check(kind == found, row, -1, "the row's kind leaves out an op")
-    phases = "FB" if trains else "F"
+    phases = ("FBW" if schedule.splits else "FB") if trains else "F"
     expected = {(p, q, mb) for p in phases for q in range(last + 1) for mb in range(schedule.micro_batches)}
     check(seen == expected, schedule.rows, -1, "an op is missing")
     check(not unread and not sending, schedule.rows, -1, "a message nobody used")

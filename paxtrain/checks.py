@@ -43,3 +43,25 @@ def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
         f"{name} must be numbers from 0 on joined by commas, got {text!r}",
     )
     return values
+
+
+def steps(name: str, text: str, last: int) -> range:
+    """The steps of "FIRST:END", END not among them, in a run of `last` steps; no step for an empty text."""
+    if not text:
+        return range(0)
+    parts = text.split(":")
+    require(
+        len(parts) == 2 and all(part.isascii() and part.isdecimal() for part in parts),
+        f"{name}={text!r} must be FIRST:END, such as 10:13 for the steps 10, 11 and 12",
+    )
+    found = range(*map(int, parts))
+    require(found.start > 0, f"{name}={text} begins with step {found.start}, but steps are counted from 1")
+    require(
+        len(found) > 0,
+        f"{name}={text} holds no step: END comes after the last; {found.start}:{found.start + 1} would do",
+    )
+    require(
+        found.stop <= last + 1,
+        f"{name}={text} reaches to step {found.stop - 1}, but run.steps={last}; ask for more steps, or profile earlier",
+    )
+    return found

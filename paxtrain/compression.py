@@ -80,9 +80,10 @@ class Compression:
 
     @property
     def message(self) -> jax.ShapeDtypeStruct:
-        """What crosses a link between stages, [B, S, H]."""
+        """What crosses a link between stages, [B, S, H], or a device's part of the sequence."""
         c = self.config
-        return jax.ShapeDtypeStruct((c.batch.micro_batch, c.model.sequence, c.model.hidden), c.model.dtype)
+        parts = c.mesh.tensor if c.mesh.sequence_parallel else 1
+        return jax.ShapeDtypeStruct((c.batch.micro_batch, c.model.sequence // parts, c.model.hidden), c.model.dtype)
 
     @property
     def _factors(self) -> str:

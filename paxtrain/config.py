@@ -9,12 +9,15 @@ import math
 import typing
 from typing import Any
 
-from paxtrain.checks import choice, divisors_near, positive, require
+from paxtrain.checks import choice, divisors_near, positive, require, steps
 from paxtrain.compress_config import SECONDS, CompressConfig
+from paxtrain.data_config import DataConfig
 
 FAMILIES = ("gpt2", "llama")
-SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
+SPLIT = ("zb_h1",)  # those that run the backward in two parts, B and W
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+SPLIT_SAVES = ("dots", "residuals")  # those that they can use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class ModelConfig:
         dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
             micro-batches and the optimizer are float32 always.
         attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
+        separator: id of the token that documents begin with (one that ends them begins the next one). Attention stays
+            within a document and positions count from its beginning; -1: all tokens of a sample are one document.
     """
 
     family: str = "gpt2"
@@ -54,6 +59,7 @@ class ModelConfig:
     residual_dropout: float = 0.0
     dtype: str = "bfloat16"
     attention: str = "auto"
+    separator: int = -1
 
     def __post_init__(self) -> None:
         choice("model.family", self.family, FAMILIES)
@@ -86,10 +92,20 @@ class ModelConfig:
         choice("model.dtype", self.dtype, ("bfloat16", "float32"))
         choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
         require(
-            self.attention != "cudnn" or (self.dtype == "bfloat16" and self.head_dim % 8 == 0 and self.head_dim <= 128),
-            f"model.attention=cudnn needs model.dtype=bfloat16 and heads of a multiple of 8 up to 128, got "
-            f"{self.dtype} and {self.head_dim}; auto takes it where it can",
+            -1 <= self.separator < self.vocab_size,
+            f"model.separator must be an id below model.vocab_size={self.vocab_size}, or -1, got {self.separator}",
         )
+        require(
+            self.attention != "cudnn" or self.fits_flash,
+            "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would do",
+        )
+
+    @property
+    def fits_flash(self) -> bool:
+        """Whether cuDNN has flash attention for this shape; its masks want an even sequence."""
+        small = self.head_dim % 8 == 0 and self.head_dim <= 128
+        return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 
     @property
     def padded_vocab(self) -> int:
@@ -153,15 +169,23 @@ class MeshConfig:
     Attributes:
         zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
             False replicates them (all-reduce).
+        sequence_parallel: devices of a tensor group split the sequence between the matrices that they split, so that
+            each keeps and sends a part of the activations.
     """
 
     data: int = 1
     pipe: int = 1
     tensor: int = 1
     zero1: bool = True
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
+        require(
+            not self.sequence_parallel or self.tensor > 1,
+            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "
+            "choose mesh.tensor of 2 or more, or mesh.sequence_parallel=False",
+        )
 
     @property
     def devices(self) -> int:
@@ -173,7 +197,7 @@ class PipelineConfig:
     """How micro-batches flow through the stages.
 
     Attributes:
-        schedule: one of SCHEDULES.
+        schedule: one of SCHEDULES; zb_h1 needs a save of SPLIT_SAVES.
         virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as they get, the last ones shorter.
         save: what a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
@@ -201,6 +225,11 @@ class PipelineConfig:
         require(
             not interleaved or self.virtual_stages > 1,
             "pipeline.schedule=interleaved_1f1b needs pipeline.virtual_stages of 2 or more, got 1",
+        )
+        require(
+            self.schedule not in SPLIT or self.save in SPLIT_SAVES,
+            f"pipeline.save={self.save} is to spare what pipeline.schedule={self.schedule} keeps until a layer's "
+            f"weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
         )
         if self.pipe_layers:
             parts = self.pipe_layers.split(",")
@@ -265,14 +294,21 @@ class BatchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its learning-rate schedule; steps are optimizer steps.
+    """The optimizer and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
+        name: "adamw", or "muon": Muon on the layers' matrices (paxtrain/muon.py) and AdamW on all else.
         schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
         clip_norm: largest global gradient norm; 0 leaves gradients as they are.
+        muon_momentum: decay of Muon's momentum (Nesterov's).
+        muon_steps: iterations of Newton-Schulz.
+        muon_rms: what the entries of an update [n, k] are made to be about: it is scaled by muon_rms x sqrt(max(n, k)).
+            At 0.2 updates are as large as AdamW's, and its learning rate and decay serve both (Liu et al. 2025). 0:
+            Jordan's sqrt(max(1, k / n)) instead, which wants another learning rate.
     """
 
+    name: str = "adamw"
     learning_rate: float = 1e-3
     schedule: str = "cosine"
     warmup_steps: int = 20
@@ -283,36 +319,28 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    muon_rms: float = 0.2
 
     def __post_init__(self) -> None:
+        choice("optimizer.name", self.name, ("adamw", "muon"))
         choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
-        positive("optimizer", self, "learning_rate", "epsilon")
-        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
+        positive("optimizer", self, "learning_rate", "epsilon", "muon_steps")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm", "muon_rms"):
             value = getattr(self, name)
             require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
         require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}")
-        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm"):
+        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm", "muon_rms"):
             value = getattr(self, name)
             require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
         require(
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix."""
-
-    train: str = "runs/data/train"
-    validation: str = "runs/data/validation"
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        positive("data", self, "prefetch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +405,11 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything one training run needs. Checks here are those that join sections."""
+    """Everything one training run needs. Checks here are those that join sections.
+
+    Attributes:
+        profile: "10:13" traces the steps 10, 11 and 12 into the run's folder (paxtrain/profiling.py); "": none.
+    """
 
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
@@ -388,6 +420,7 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    profile: str = ""
 
     def __post_init__(self) -> None:
         model, mesh = self.model, self.mesh
@@ -397,6 +430,11 @@ class Config:
                 f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
                 f"tensor={divisors_near(size, mesh.tensor)} would fit",
             )
+        require(
+            not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
+            f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
+            f"mesh.tensor={mesh.tensor}; tensor={divisors_near(model.sequence, mesh.tensor)} would fit",
+        )
         self.batch.micro_batches(mesh.data)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
         require(
@@ -409,6 +447,7 @@ class Config:
             f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
             f"do not fit into run.steps={self.run.steps}",
         )
+        steps("profile", self.profile, self.run.steps)
         self._check_compression()
 
     def _check_compression(self) -> None:
@@ -452,6 +491,11 @@ class Config:
     def links(self) -> int:
         """Pairs of stages that exchange messages; with virtual stages the last and the first do, too."""
         return self.mesh.pipe - (self.pipeline.virtual_stages == 1)
+
+    @property
+    def profiled(self) -> range:
+        """The steps that `profile` names."""
+        return steps("profile", self.profile, self.run.steps)
 
     @property
     def micro_batches(self) -> int:

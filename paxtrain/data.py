@@ -13,7 +13,7 @@ import array
 import os
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import numpy as np
@@ -92,8 +92,8 @@ class TokenWriter:
             index.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
 
 
-def _read_index(path: str) -> tuple[np.dtype, int, int]:
-    """(dtype, tokens, documents) of an .idx file whose parts fit each other."""
+def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
+    """(dtype, tokens, documents, tokens of the first that has any) of an .idx file whose parts fit each other."""
     length = os.path.getsize(path)
     if length == 0:
         raise UserError(f"{path} is empty; write the data set again")
@@ -124,10 +124,14 @@ def _read_index(path: str) -> tuple[np.dtype, int, int]:
         raise UserError(f"{path} is damaged: its last document index is {last} instead of {sequences} sequences")
     if sequences == 0:
         raise UserError(f"{path} lists no sequences; prepare the data set from text that is not empty")
-    ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
-    if sizes.min() < 0 or pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1]):
+    if documents[0] != 0 or (np.diff(documents) < 0).any():
+        raise UserError(f"{path} is damaged: its document indices do not ascend from 0")
+    ends = np.cumsum(sizes, dtype=np.int64)
+    if sizes.min() < 0 or pointers[0] != 0 or not np.array_equal(pointers[1:], ends[:-1] * dtype.itemsize):
         raise UserError(f"{path} is damaged: its sequences do not follow each other in the .bin file without gaps")
-    return dtype, int(ends[-1]) // dtype.itemsize, indices - 1
+    boundaries = np.append(0, ends)[documents]
+    first = next(iter(boundaries[boundaries > 0]), 0)
+    return dtype, int(ends[-1]), indices - 1, int(first)
 
 
 class TokenFile:
@@ -138,6 +142,7 @@ class TokenFile:
         vocab_size: ids must be below this.
         dtype: of the ids in the file.
         documents: number of documents.
+        first_document: tokens of the first one that has any.
     """
 
     def __init__(self, prefix: Prefix, vocab_size: int = 2**31) -> None:
@@ -155,7 +160,7 @@ class TokenFile:
                     f"there is no token file {needed}; name an existing data set without its suffix, "
                     "or write one with `python -m paxtrain.prepare`"
                 )
-        self.dtype, tokens, self.documents = _read_index(f"{self.prefix}.idx")
+        self.dtype, tokens, self.documents, self.first_document = _read_index(f"{self.prefix}.idx")
         expected, actual = tokens * self.dtype.itemsize, os.path.getsize(path)
         if actual == 0:
             raise UserError(f"{path} is empty, but its index lists {tokens} tokens; write the data set again")
@@ -192,13 +197,16 @@ def samples_per_epoch(tokens: int, sequence: int) -> int:
     return (tokens - 1) // sequence
 
 
-def load(prefix: Prefix, *, vocab_size: int, sequence: int) -> TokenFile:
+def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1) -> TokenFile:
     """Opens a data set and says at once, before anything is compiled, what would stop a training run.
 
     Ids are scanned in the first 64 MiB; later ones are checked when they are read.
 
+    Args:
+        separator: the token with which documents begin or end; -1: any.
+
     Raises:
-        UserError: as TokenFile; too few tokens for one sample; an id outside the vocabulary.
+        UserError: as TokenFile; too few tokens for one sample; an id outside the vocabulary; another separator.
     """
     file = TokenFile(prefix, vocab_size)
     if samples_per_epoch(len(file), sequence) < 1:
@@ -209,7 +217,18 @@ def load(prefix: Prefix, *, vocab_size: int, sequence: int) -> TokenFile:
     scanned = min(len(file), _SCAN_BYTES // file.dtype.itemsize)
     for start in range(0, scanned, _SCAN_TOKENS):
         file.read(start, min(start + _SCAN_TOKENS, scanned))
+    if separator >= 0:
+        _require_separator(file, separator)
     return file
+
+
+def _require_separator(file: TokenFile, separator: int) -> None:
+    first, last = (int(file.read(at, at + 1)[0]) for at in (0, file.first_document - 1))
+    if separator not in (first, last):
+        raise UserError(
+            f"the first document of {file.prefix}.bin begins with token {first} and ends with token {last}, so "
+            f"model.separator={separator} does not divide it from others; name the id that does, or -1 for none"
+        )
 
 
 class _Samples:
@@ -230,6 +249,53 @@ class _Samples:
         return f"_Samples({self._file.prefix})"
 
 
+def epochs(
+    file: TokenFile, sequence: int, *, seed: int | Sequence[int] = 0, shuffle: bool = True
+) -> Sequence[np.ndarray]:
+    """The samples of a file through all epochs, numbered 0, 1, 2, ... without end: int32 [sequence + 1] each.
+
+    Args:
+        seed: decides, together with the epoch, the order of the samples within an epoch.
+        shuffle: False: in the file's order, for validation.
+    """
+    samples = grain.MapDataset.source(_Samples(file, sequence))
+    if shuffle:
+        # grain adds the epoch to its seed: hashing keeps epoch 1 of seed 0 from being epoch 0 of seed 1.
+        samples = samples.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    return samples.repeat()
+
+
+def stream(
+    sample: Callable[[int], np.ndarray],
+    *,
+    global_batch: int,
+    rows: Sequence[int],
+    start_sample: int = 0,
+    prefetch: int = 2,
+) -> Iterator[np.ndarray]:
+    """This process's rows of all global batches, without end; other rows are not read.
+
+    What sample i is depends neither on the mesh nor on the batch size: a run resumes by `start_sample` on any of them.
+
+    Args:
+        sample: sample number i, int32 [sequence + 1].
+        global_batch: samples per batch over all processes.
+        rows: which rows of each global batch to read, in this order.
+        start_sample: samples consumed before.
+        prefetch: batches read ahead, each in its own thread.
+
+    Returns:
+        An iterator whose item n is int32 [len(rows), sequence + 1]: samples start_sample + n * global_batch + row.
+
+    Raises:
+        UserError: (from the iterator) an id is outside the vocabulary.
+    """
+    rows = tuple(rows)
+    first_samples = grain.MapDataset.range(start_sample, sys.maxsize, global_batch)
+    stacked = first_samples.map(lambda first: np.stack([sample(first + row) for row in rows]))
+    return iter(stacked.to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)))
+
+
 def batches(
     file: TokenFile,
     *,
@@ -241,31 +307,8 @@ def batches(
     shuffle: bool = True,
     prefetch: int = 2,
 ) -> Iterator[np.ndarray]:
-    """This process's rows of all global batches, without end; other rows are not read.
-
-    Samples are numbered 0, 1, 2, ... through all epochs. What sample i is depends only on the file, `sequence`, `seed`
-    and `shuffle`: neither on the mesh nor on the batch size, so a run resumes by `start_sample` on any of them.
-
-    Args:
-        global_batch: samples per batch over all processes.
-        rows: which rows of each global batch to read, in this order.
-        seed: decides, together with the epoch, the order of the samples within an epoch.
-        start_sample: samples consumed before.
-        shuffle: False: in the file's order, for validation.
-        prefetch: batches read ahead, each in its own thread.
-
-    Returns:
-        An iterator whose item n is int32 [len(rows), sequence + 1]: samples start_sample + n * global_batch + row.
-
-    Raises:
-        UserError: (from the iterator) an id is outside the vocabulary.
-    """
-    samples = grain.MapDataset.source(_Samples(file, sequence))
-    if shuffle:
-        # grain adds the epoch to its seed: hashing keeps epoch 1 of seed 0 from being epoch 0 of seed 1.
-        samples = samples.shuffle(seed=int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    samples = samples.repeat()
-    rows = tuple(rows)
-    first_samples = grain.MapDataset.range(start_sample, sys.maxsize, global_batch)
-    stacked = first_samples.map(lambda first: np.stack([samples[first + row] for row in rows]))
-    return iter(stacked.to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)))
+    """The `stream` of one file's `epochs`."""
+    samples = epochs(file, sequence, seed=seed, shuffle=shuffle)
+    return stream(
+        samples.__getitem__, global_batch=global_batch, rows=rows, start_sample=start_sample, prefetch=prefetch
+    )

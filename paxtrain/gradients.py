@@ -23,7 +23,7 @@ from paxtrain.compression import Compression
 from paxtrain.layout import Layout, Params, names, tensor_dim
 from paxtrain.rings import only_if
 from paxtrain.stage import Segment, Weights
-from paxtrain.virtual import permute
+from paxtrain.virtual import gather, permute
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -72,6 +72,7 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     return _on_edges(layout, run, shard, shape)
 
 
+@jax.named_scope("gather_weights")
 def gather_weights(layout: Layout, shards: Params) -> Weights:
     """A device's weights in compute dtype from its shards of the master weights.
 
@@ -266,6 +267,18 @@ def _low_rank_layers(
     return _trees(layers, reduced), PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
+def _sum_over_sequence(grads: Weights) -> Weights:
+    """The sum over tensor for norms and biases whose gradients have one device's part of the sequence, in one go."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path((grads.chunks, grads.final_norm))
+    values = [x for _, x in leaves]
+    keys = [tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)) for path, _ in leaves]
+    parts = [i for i, found in enumerate(keys) if tensor_dim(found) is None]
+    for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
+        values[i] = total
+    chunks, final_norm = structure.unflatten(values)
+    return grads._replace(chunks=chunks, final_norm=final_norm)
+
+
 def _paths(layer: Params) -> list[tuple[str, str]]:
     return [(name, leaf) for name in layer for leaf in layer[name]]
 
@@ -284,6 +297,7 @@ def reduce_layers(
     return _dense_layers(compression.layout, layers), state, jnp.float32(0)
 
 
+@jax.named_scope("reduce_gradients")
 def reduce_gradients(
     compression: Compression, ranks: tuple[int, ...], grads: Weights, state: PowerState | tuple[()]
 ) -> Reduced:
@@ -296,6 +310,8 @@ def reduce_gradients(
     """
     layout = compression.layout
     dims = layout.data_dims()
+    if layout.program.group.sequence:
+        grads = _sum_over_sequence(grads)
 
     def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         if layout.holds_tables(path):
@@ -335,4 +351,4 @@ def global_norm(layout: Layout, grads: Params) -> jax.Array:
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
-    return jnp.sqrt(lax.all_gather(sum(every), ("data", "pipe", "tensor")).sum())
+    return jnp.sqrt(gather(sum(every), ("data", "pipe", "tensor")).sum())

@@ -10,6 +10,7 @@ CPU programs carry bfloat16 collectives as float32, so bytes on the wire are tho
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? *\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cudnn)')
@@ -256,19 +258,22 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
     if iota := _GROUPS_IOTA.search(attributes):
         ids = _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
     elif mesh := _GROUPS_MESH.search(attributes):
-        axes, chosen = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1])), re.findall(r"'([^']+)'", mesh[3])
-        if ":" in mesh[3]:
-            raise ValueError(f"groups over a part of an axis are not understood: {mesh[0]}")
-        sizes = [int(size) for size in axes.values()]
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        # 'a':(2)4 is a part of an axis: of its dims 2 x 4 x the rest the second one.
+        chosen = [(name, int(outer or 1), int(size or axes[name])) for name, outer, size in _AXIS.findall(mesh[3])]
+        dims: dict[tuple[str, int], int] = {}  # of the parts into which axes are cut, by where they begin
+        for name, whole in axes.items():
+            cuts = {1, whole, *(cut for other, outer, size in chosen if other == name for cut in (outer, outer * size))}
+            dims |= {(name, low): high // low for low, high in itertools.pairwise(sorted(cuts))}
         if not mesh[2]:
-            ids = np.arange(math.prod(sizes))
+            ids = np.arange(math.prod(axes.values()))
         elif order := _IOTA.fullmatch(mesh[2]):
             ids = _iota(*order.groups())
         else:
             ids = np.array(_numbers(mesh[2]))
-        last = [list(axes).index(name) for name in chosen]
-        ids = np.moveaxis(ids.reshape(sizes), last, range(-len(last), 0))
-        ids = ids.reshape(-1, math.prod(sizes[i] for i in last))
+        last = [list(dims).index((name, outer)) for name, outer, size in chosen if size > 1]
+        ids = np.moveaxis(ids.reshape(list(dims.values())), last, range(-len(last), 0))
+        ids = ids.reshape(-1, math.prod(size for _, _, size in chosen))
     else:
         return ()
     return tuple(tuple(group) for group in ids.tolist())

@@ -24,8 +24,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from paxtrain import model
-from paxtrain.config import Config
+from paxtrain.config import SPLIT, Config
 from paxtrain.stage import Program
+from paxtrain.tensor_parallel import WHOLE, Group
 
 Params = dict[str, Any]
 
@@ -104,7 +105,8 @@ class Layout:
             counts=self.counts,
             save=config.pipeline.save,
             scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
-            axis="tensor" if config.mesh.tensor > 1 else None,
+            splits=config.pipeline.schedule in SPLIT and self.stages > 1,
+            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,
         )
 

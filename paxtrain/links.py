@@ -39,7 +39,7 @@ def send(link: Link, state: Any, x: jax.Array, axis: str, index: jax.Array, pair
         axis, index: the pipe axis, and this stage on it.
         pairs: (sender, receiver) stages. What a stage gets that is no receiver means nothing.
     """
-    with jax.named_scope("compression"):
+    with jax.named_scope("compression"), jax.named_scope("encode"):
         wire, state = link.codec.encode(state, x, among(index, tuple(sender for sender, _ in pairs)))
     if not link.ranks:
         return permute(wire, axis, pairs), state

@@ -7,7 +7,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -16,6 +16,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 
 FILE = "metrics.jsonl"
+VALIDATION = "validation_loss"
 
 # Dense bfloat16 FLOP/s (float16 where there is no bfloat16: V100, T4) from NVIDIA's datasheets, which print twice as
 # much "with sparsity" from Ampere on. First match wins.
@@ -101,6 +102,23 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
     return [record for record in map(_parse, lines) if record is not None]
 
 
+def validation_loss(part: str) -> str:
+    """The name of a data set's validation loss: "validation_loss/web", or "validation_loss" of one without a name."""
+    return f"{VALIDATION}/{part}" if part else VALIDATION
+
+
+def validation_names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The validation losses that records hold, in the order of their first appearance."""
+    names = (name for record in records for name in record)
+    return [name for name in dict.fromkeys(names) if name.split("/")[0] == VALIDATION]
+
+
+def validation_losses(records: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """The finite validation losses of a step, by name."""
+    there = [record for record in records if record["step"] == step]
+    return {n: r[n] for r in there for n in validation_names([r]) if r[n] is not None}
+
+
 class Metrics:
     """Writes scalars per step to out/metrics.jsonl and, for TensorBoard, to out/tensorboard.
 
@@ -134,8 +152,8 @@ class Metrics:
         """Appends one line, {"step": step, **values}.
 
         Args:
-            values: scalars by name. The figures know "loss", "validation_loss", "learning_rate" and "skipped" (true
-                for a step whose gradients were not finite).
+            values: scalars by name. The figures know "loss", what `validation_loss` names, "learning_rate" and
+                "skipped" (true for a step whose gradients were not finite).
         """
         if self._file is None:
             return

@@ -20,7 +20,8 @@ Llama has rotary positions, RMSNorm, SwiGLU and K values for the keys of its few
 With an untied head token is [2, V, H]: the embedding's table, and the head's. So a stage of a pipeline holds one table,
 whichever it is.
 
-Every function takes `axis`, the mesh axis over which heads, ffn and vocabulary are split, or None where they are whole.
+Every function takes `group`, which says over which mesh axis heads, ffn and vocabulary are split, and whether the
+sequence is, too: then S is a device's part of it in all that lies between the split matrices.
 `python -m paxtrain.train` never calls `loss` or `logits`: they are the plain model on one device, for sampling, for
 comparison, and to read.
 
@@ -45,7 +46,8 @@ from paxtrain.errors import UserError
 
 Params = dict[str, Any]
 
-# What save="dots" keeps of a layer besides its input: enough that no matrix product and no collective runs again.
+# What save="dots" keeps of a layer besides its input: enough that no matrix product runs again, and no collective but
+# the all-gathers of sequence parallelism, whose results would be whole.
 SAVED_NAMES = ("qkv", "context", "middle", "up")
 
 
@@ -59,6 +61,23 @@ class Dropout(NamedTuple):
 
     key: jax.Array
     samples: jax.Array
+
+
+def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
+    """Where in its row the document of each token begins, for ids [..., S]: int32 [..., S], or None without separators.
+
+    A document begins with config.separator, or where the row does. Tokens with equal starts see each other, and a
+    token's position is its index minus its start.
+    """
+    if config.separator < 0:
+        return None
+    index = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    return lax.cummax(jnp.where(tokens == config.separator, index, 0), axis=tokens.ndim - 1)
+
+
+def positions(starts: jax.Array) -> jax.Array:
+    """Of the tokens in their documents, int32 [B, S]."""
+    return jnp.arange(starts.shape[-1], dtype=jnp.int32) - starts
 
 
 def shapes(config: ModelConfig) -> Params:
@@ -128,7 +147,11 @@ def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D)."""
+    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D).
+
+    Positions count from the row's beginning also where documents begin within it: queries and keys meet as the
+    difference of their positions, which is the same from any beginning.
+    """
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
@@ -136,13 +159,14 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int) -> jax.Array:
+def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int, group: tp.Group) -> jax.Array:
     """Drops elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
     if not rate or dropout is None:
         return x
     key = jax.random.fold_in(dropout.key, place)
-    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, x.shape[1:]))(dropout.samples)
-    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+    sequence = (group.parts * x.shape[1], x.shape[2])  # drawn for all of it, to be the same on any mesh
+    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, sequence))(dropout.samples)
+    return jnp.where(tp.own(keep, 1, group), x / (1 - rate), 0).astype(x.dtype)
 
 
 def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
@@ -153,8 +177,7 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     """
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     if config.attention == "auto":
-        fits = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
-        return dataclasses.replace(config, attention="cudnn" if fits and capability >= 8 else "xla")
+        return dataclasses.replace(config, attention="cudnn" if config.fits_flash and capability >= 8 else "xla")
     if config.attention == "cudnn" and capability < 8:
         raise UserError(
             f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
@@ -185,53 +208,57 @@ def _feed_forward(p: Params, h: jax.Array, config: ModelConfig) -> jax.Array:
     return jax.nn.gelu(h, approximate=True)
 
 
-def _row_parallel(p: Params, x: jax.Array, axis: str | None) -> jax.Array:
+def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
     """x [B, S, N/T] times a kernel [N/T, H] that is split by rows, and the bias if there is one."""
-    y = tp.reduce(x @ p["kernel"], axis)
+    y = tp.leave(x @ p["kernel"], group)
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
 def layer(
-    p: Params, x: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None, index: jax.Array | int
-) -> jax.Array:
+    p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """One transformer layer.
 
     Args:
         p: one layer's parameters, without the leading L.
         x: [B, S, H] in the compute dtype.
         index: the layer's number in the model; it seeds its dropout.
+        starts: of the documents, see `document_starts`.
     """
-    batch, sequence, _ = x.shape
-
-    h = tp.copy(norm(p["ln1"], x, config.norm_epsilon), axis)
+    h = tp.enter(norm(p["ln1"], x, config.norm_epsilon), group)
     q, k, v = _queries_keys_values(p, h, config)
     # "auto" that nobody has settled (the plain model) is XLA's attention.
     implementation = "cudnn" if config.attention == "cudnn" else "xla"
-    context = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-    context = checkpoint_name(context.reshape(batch, sequence, -1), "context")
-    y = _row_parallel(p["out"], context, axis)
-    x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1)
+    mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
+    context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+    context = checkpoint_name(context.reshape(*context.shape[:2], -1), "context")
+    y = _row_parallel(p["out"], context, group)
+    x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1, group)
     x = checkpoint_name(x, "middle")
 
-    h = tp.copy(norm(p["ln2"], x, config.norm_epsilon), axis)
-    y = _row_parallel(p["down"], _feed_forward(p, h, config), axis)
-    return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2)
+    h = tp.enter(norm(p["ln2"], x, config.norm_epsilon), group)
+    y = _row_parallel(p["down"], _feed_forward(p, h, config), group)
+    return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2, group)
 
 
 def embed(
-    p: Params, tokens: jax.Array, config: ModelConfig, axis: str | None, dropout: Dropout | None = None
-) -> jax.Array:
+    p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Embedding of ids [B, S], with their learned positions if there are any, in the compute dtype."""
     table = p["token"] if config.tied_head else p["token"][0]
-    x = tp.embedding_lookup(table, tokens, axis)
+    x = tp.embedding_lookup(table, tokens, group)
     if "position" in p:
-        x = x + p["position"][: tokens.shape[1]]
-    return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0)
+        where = slice(tokens.shape[1]) if starts is None else positions(starts)
+        position = p["position"][where]
+        x = x + tp.own(position, position.ndim - 2, group)
+    return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0, group)
 
 
 def embed_gradient(
-    grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, axis: str | None,
-    dropout: Dropout | None, active: jax.Array | bool = True,
+    grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, group: tp.Group,
+    dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
 ) -> Params:  # fmt: skip
     """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
 
@@ -239,15 +266,15 @@ def embed_gradient(
         grads: token [V/T, H], or [1 or 2, V/T, H] where the head is untied, and position [S, H] if any; float32.
         active: whether this stage holds the live embedding; where False nothing is added.
     """
-    g = _dropout(g, config.embedding_dropout, dropout, 0).astype(jnp.float32)
+    g = tp.enter(_dropout(g, config.embedding_dropout, dropout, 0, group), group).astype(jnp.float32)
     token = grads["token"]
-    local, here = tp.local_ids(tokens, token.shape[-2], axis)
+    local, here = tp.local_ids(tokens, token.shape[-2], group.axis)
     rows = jnp.where(here & active, local, token.shape[-2])
     place = token.at[rows] if config.tied_head else token.at[0, rows]
     added = {"token": place.add(g, mode="drop")}
     if "position" in grads:
-        position = jnp.where(active, g.sum(axis=0), 0)
-        added["position"] = grads["position"].at[: tokens.shape[1]].add(position)
+        where, total = (slice(tokens.shape[1]), g.sum(axis=0)) if starts is None else (positions(starts), g)
+        added["position"] = grads["position"].at[where].add(jnp.where(active, total, 0))
     return added
 
 
@@ -256,18 +283,16 @@ def head_table(embedding: Params, config: ModelConfig) -> jax.Array:
     return embedding["token"] if config.tied_head else embedding["token"][-1]
 
 
-def _head_logits(
-    final_norm: Params, table: jax.Array, y: jax.Array, config: ModelConfig, axis: str | None
-) -> jax.Array:
-    return tp.project(tp.copy(norm(final_norm, y, config.norm_epsilon), axis), table)
+def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, config: ModelConfig, group: tp.Group) -> jax.Array:
+    return tp.project(tp.enter(norm(final_norm, y, config.norm_epsilon), group), table)
 
 
 def head_loss(
-    final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, axis: str | None
+    final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, group: tp.Group
 ) -> jax.Array:
     """Mean cross-entropy in nats of the last layer's output y [B, S, H] for targets [B, S]; table is [V/T, H]."""
-    losses = tp.cross_entropy(_head_logits(final_norm, table, y, config, axis), targets, config.vocab_size, axis)
-    return losses.mean()
+    logits = _head_logits(final_norm, table, y, config, group)
+    return tp.cross_entropy(logits, targets, config.vocab_size, group.axis).mean()
 
 
 def cast(params: Params, dtype: str) -> Params:
@@ -278,9 +303,11 @@ def cast(params: Params, dtype: str) -> Params:
 
 
 def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
-    x = embed(params["embedding"], tokens, config, None, dropout)
+    starts = document_starts(tokens, config)
+    x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout, starts)
     for i in range(config.layers):
-        x = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), x, config, None, dropout, i)
+        one = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+        x = layer(one, x, config, tp.WHOLE, dropout, i, starts)
     return x
 
 
@@ -289,7 +316,7 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
     params = cast(params, config.dtype)
     y = _trunk(params, tokens, config, None)
     table = head_table(params["embedding"], config)
-    return _head_logits(params["final_norm"], table, y, config, None)[..., : config.vocab_size]
+    return _head_logits(params["final_norm"], table, y, config, tp.WHOLE)[..., : config.vocab_size]
 
 
 @functools.partial(jax.named_call, name="plain_loss")
@@ -298,4 +325,4 @@ def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropou
     params = cast(params, config.dtype)
     y = _trunk(params, tokens[:, :-1], config, dropout)
     table = head_table(params["embedding"], config)
-    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, None)
+    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, tp.WHOLE)

@@ -1,10 +1,11 @@
-"""AdamW with a decay mask, and learning-rate schedules: optax, configured."""
+"""AdamW with a decay mask, Muon beside it, and learning-rate schedules: optax, configured."""
 
 import jax
 import optax
 
 from paxtrain.config import Config
 from paxtrain.layout import Params, names
+from paxtrain.muon import Route, is_matrix, muon
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -32,9 +33,20 @@ def decay_mask(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW. Clipping is not part of it: the global norm must count the tied embedding once (see step.py)."""
-    opt = config.optimizer
-    return optax.adamw(
-        learning_rate(config), opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask
-    )
+def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
+    """AdamW; or Muon on the layers' matrices and AdamW elsewhere.
+
+    Clipping is not part of it: the global norm must count the tied embedding once (see step.py).
+
+    Args:
+        route: of a mesh's global arrays, for Muon (see there); (): of one device.
+    """
+    opt, rate = config.optimizer, learning_rate(config)
+    adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
+    if opt.name == "adamw":
+        return adamw
+
+    def labels(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
+
+    return optax.partition({"adamw": adamw, "muon": muon(opt, rate, route)}, labels)

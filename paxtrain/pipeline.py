@@ -1,6 +1,6 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
-One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, B. F and B are those of
+One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, W, B. They are those of
 stage.py: F puts what its backward needs into a ring, so no autodiff crosses a transfer, and both transfers of a row can
 run under its compute.
 
@@ -11,9 +11,10 @@ Two ways for a stage that is idle in a row:
 
 Rows of equal kind are one scan; in the rest each transfer names only the pairs that carry something.
 
-The named scopes are the parts of paxtrain.breakdown; they change no program.
+The named scopes are the parts of paxtrain.breakdown, and besides what docs/profiling.md lists; they change no program.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +83,8 @@ class Rows:
             y, residuals = stage.forward(chunk, cell["forward"], x, part["residuals"], slot)
             return {"output": y, "residuals": residuals}
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in keys})
+        with jax.named_scope(f"chunk_{chunk}"):
+            carry = carry | self.run(active, body, {k: carry[k] for k in keys})
         if kind.head and chunk == self.program.chunks - 1:
             carry = carry | self._head(carry, cell, active & self.last)
         return carry
@@ -107,25 +109,41 @@ class Rows:
 
     @jax.named_scope("backward")
     def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
-        stage = self.stage
+        stage, splits = self.stage, self.program.splits
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
-        ring = carry["residuals"]
+        ring, slot = carry["residuals"], (cell["backward_slot"],)
+        keys = ("gradient_out", "grads", "residuals" if splits else "scratch")
 
         def body(part: Carry) -> Carry:
-            cotangent, slot = jnp.where(active, g, 0) if self.masked else g, (cell["backward_slot"],)
-            out, grads, scratch = stage.backward(
-                chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
-            )
+            if splits:
+                out, grads, rest = stage.input_gradient(chunk, part["residuals"], slot, g, part["grads"])
+            else:
+                cotangent = jnp.where(active, g, 0) if self.masked else g
+                out, grads, rest = stage.backward(
+                    chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
+                )
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
-            return {"gradient_out": out, "grads": grads, "scratch": scratch}
+            return dict(zip(keys, (out, grads, rest)))
 
-        carry = carry | self.run(active, body, {k: carry[k] for k in ("gradient_out", "grads", "scratch")})
+        with jax.named_scope(f"chunk_{chunk}"):
+            carry = carry | self.run(active, body, {k: carry[k] for k in keys})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
-            out, ring = lax.optimization_barrier((carry["gradient_out"], ring))
+            out, ring = lax.optimization_barrier((carry["gradient_out"], carry["residuals"]))
             carry = carry | {"gradient_out": out, "residuals": ring}
         return carry
+
+    @jax.named_scope("backward")
+    def _weights(self, carry: Carry, cell: Cell, chunk: int) -> Carry:
+        active = (cell["weights_valid"] == 1) & (cell["weights_chunk"] == chunk)
+        ring, slot = carry["residuals"], (cell["weights_slot"],)
+        with jax.named_scope(f"chunk_{chunk}"):
+            body = functools.partial(self.stage.weight_gradients, chunk, ring, slot)
+            grads = self.run(active, body, carry["grads"])
+        # As behind B.
+        grads, ring = lax.optimization_barrier((grads, ring))
+        return carry | {"grads": grads, "residuals": ring}
 
     def _send(
         self, direction: str, carry: Carry, what: str, chunk: jax.Array, pairs: tuple[Pair, ...]
@@ -134,45 +152,60 @@ class Rows:
         states = carry["links"]
         slot = (chunk if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
-        wire, state = send(
-            getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
-        )
+        with jax.named_scope(f"send_{direction}"):
+            wire, state = send(
+                getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
+            )
         return carry | {"links": states | {direction: write(states[direction], slot, state)}}, wire
 
     @jax.named_scope("compression")
+    @jax.named_scope("decode")
     def _decode(self, direction: str, wire: Any) -> jax.Array:
         return getattr(self.links, direction).codec.decode(wire, self.stage.message)
+
+    def _arrive(self, carry: Carry, cell: Cell, kind: RowKind, received: Any, wire: Any) -> tuple[Carry, Any]:
+        """The gradients that have come, decoded, and in their slot where there is a ring."""
+        if kind.receive_compressed:
+            arrived = self._decode("backward", wire)
+            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            received = arrived if received is None else jnp.where(receives, arrived, received)
+        if self.buffers.gradient_depth and received is not None:
+            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+        return carry, received
 
     def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
         """One row; cells is this row's [stages, columns] of the table."""
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
-        depth, received = self.buffers.gradient_depth, None
+        received, wire, splits = None, None, self.program.splits
         if kind.receive:
-            received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
+            with jax.named_scope("send_backward"):
+                received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
         if kind.receive_compressed:
             carry, wire = self._send("backward", carry, "gradient_out", cell["message_chunk"], kind.receive_compressed)
-        elif depth and received is not None:
-            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+        elif not splits:
+            carry, received = self._arrive(carry, cell, kind, received, wire)
         for chunk in kind.forward:
             carry = self._forward(carry, cell, chunk, kind)
-        if kind.receive_compressed:
+        if kind.receive_compressed and not splits:
             # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
             wire, output = lax.optimization_barrier((wire, carry["output"]))
-            arrived = self._decode("backward", wire)
-            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
-            received = arrived if received is None else jnp.where(receives, arrived, received)
-            carry = carry | {"output": output}
-            if depth:
-                carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
+            carry, received = self._arrive(carry | {"output": output}, cell, kind, received, wire)
         if kind.send:
-            carry, wire = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
-            arrived = self._decode("forward", wire)
+            carry, sent = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
+            arrived = self._decode("forward", sent)
             slot = (cell["arrival_slot"],)
             inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
             carry = carry | {"inbox": inbox}
+        for chunk in kind.weights:
+            carry = self._weights(carry, cell, chunk)
+        if splits and (kind.receive or kind.receive_compressed):
+            # Behind F and W, whatever stages do of them: else all would wait for the slowest of their neighbours.
+            after = (carry["output"], carry["grads"])
+            (received, wire), (output, grads) = lax.optimization_barrier(((received, wire), after))
+            carry, received = self._arrive(carry | {"output": output, "grads": grads}, cell, kind, received, wire)
         if kind.backward:
-            if depth:
+            if self.buffers.gradient_depth:
                 g = read(carry["gradients"], (cell["gradient_slot"],))
             elif received is None:
                 g = carry["gradients"]
@@ -193,10 +226,11 @@ class Rows:
                     carry = self.row(carry, cells[i], kind)
                 return carry, None
 
-            if repeats == 1:
-                carry, _ = body(carry, cells)
-            else:
-                carry, _ = lax.scan(body, carry, cells.reshape(repeats, period, *cells.shape[1:]))
+            with jax.named_scope(f"rows_{start}_to_{start + period * repeats - 1}"):
+                if repeats == 1:
+                    carry, _ = body(carry, cells)
+                else:
+                    carry, _ = lax.scan(body, carry, cells.reshape(repeats, period, *cells.shape[1:]))
         return carry
 
 

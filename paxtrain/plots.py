@@ -1,7 +1,9 @@
-"""Figures of a training run, and what all figures share; drawn without a display and without pyplot's global state."""
+"""Figures of training runs, and what all figures share; drawn without a display and without pyplot's global state."""
 
+import itertools
 import math
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +14,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from paxtrain import metrics
 from paxtrain.errors import UserError
 
-_TRAIN, _VALIDATION, _SKIPPED, _RATE = "#2f6f9f", "#d9622b", "#b3261e", "#5c6670"
+_TRAIN, _SKIPPED, _RATE = "#2f6f9f", "#b3261e", "#5c6670"
+_OTHERS = ("#d9622b", "#4f8a3c", "#8a5aa8", "#b8901f", "#2f9c95", "#c2578b")
 
 
 def figure(width: float, height: float) -> Figure:
@@ -48,6 +51,24 @@ def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps), np.array(values, dtype=float)
 
 
+def _draw_validation(axes, records: list[dict], name: str, color: str) -> None:
+    steps, losses = _series(records, name)
+    if not steps.size:
+        return
+    label = name.replace(metrics.VALIDATION, "validation").replace("/", ", ")
+    axes.plot(steps, losses, color=color, linewidth=1.1, marker="o", markersize=5, label=label)
+    axes.annotate(
+        f"{losses[-1]:.3f}",
+        (steps[-1], losses[-1]),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontsize=9,
+        fontweight="bold",
+    )
+
+
 def _draw_losses(axes, records: list[dict]) -> None:
     steps, losses = _series(records, "loss")
     if steps.size:
@@ -56,19 +77,8 @@ def _draw_losses(axes, records: list[dict]) -> None:
         label = f"training (mean over {window} steps)" if window > 1 else "training"
         marker = "o" if steps.size == 1 else None
         axes.plot(steps, smooth(losses, window), color=_TRAIN, linewidth=1.9, marker=marker, label=label)
-    steps, losses = _series(records, "validation_loss")
-    if steps.size:
-        axes.plot(steps, losses, color=_VALIDATION, linewidth=1.1, marker="o", markersize=5, label="validation")
-        axes.annotate(
-            f"{losses[-1]:.3f}",
-            (steps[-1], losses[-1]),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="right",
-            color=_VALIDATION,
-            fontsize=9,
-            fontweight="bold",
-        )
+    for name, color in zip(metrics.validation_names(records), itertools.cycle(_OTHERS)):
+        _draw_validation(axes, records, name, color)
     skipped = [record["step"] for record in records if record.get("skipped")]
     if skipped:
         axes.plot(
@@ -102,7 +112,8 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
         UserError: the metrics cannot be read or hold no loss.
     """
     records = metrics.read(jsonl)
-    if not any(record.get(name) is not None for record in records for name in ("loss", "validation_loss")):
+    names = ["loss", *metrics.validation_names(records)]
+    if not any(record.get(name) is not None for record in records for name in names):
         raise UserError(f"{jsonl} holds no loss yet; train for a step first")
     page = figure(9, 5.6)
     top, bottom = page.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -126,4 +137,39 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     bottom.set_ylabel("learning rate")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     bottom.set_xlabel("optimizer step")
+    page.savefig(png)
+
+
+def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> None:
+    """Draws the losses of several runs, each named by its folder, into a PNG; the steep first tenth is cut off.
+
+    Args:
+        runs: the runs' folders.
+
+    Raises:
+        UserError: a run's metrics cannot be read, or hold less than two steps' losses.
+    """
+    page = figure(9, 5)
+    axes = page.subplots()
+    style(axes)
+    axes.margins(x=0.02)
+    highest, lowest = -math.inf, math.inf
+    for folder, color in zip(map(pathlib.Path, runs), itertools.cycle((_TRAIN, *_OTHERS))):
+        records = metrics.read(folder / metrics.FILE)
+        steps, losses = _series(records, "loss")
+        if steps.size < 2:
+            raise UserError(f"{folder / metrics.FILE} holds less than two steps' losses; train for longer first")
+        drawn = smooth(losses, 2 * min(25, steps.size // 40) + 1)
+        label = folder.name
+        at, validation = _series(records, "validation_loss")
+        if at.size:
+            label += f" (validation {validation[-1]:.3f})"
+            axes.plot(at, validation, color=color, linestyle="none", marker="o", markersize=4)
+        axes.plot(steps, drawn, color=color, linewidth=1.5, label=label)
+        highest, lowest = max(highest, drawn[steps.size // 10]), min(lowest, drawn.min(), *validation)
+    axes.set_ylim(lowest - 0.05 * (highest - lowest or 1.0), highest)
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_ylabel("cross-entropy (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("optimizer step")
     page.savefig(png)

@@ -2,6 +2,7 @@
 
     python -m paxtrain.prepare --out=runs/data                                # Python's standard library, as bytes
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
+    python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
 
 A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`.
 """
@@ -25,9 +26,11 @@ from paxtrain.data import TokenWriter
 from paxtrain.errors import UserError, run
 from paxtrain.tokenizer import (
     END_OF_TEXT,
+    FILE,
     SMALLEST_BPE_VOCABULARY,
     bytes_tokenizer,
     gpt2_tokenizer,
+    kept_tokenizer,
     pieces,
     train_bpe,
     vocabulary_size,
@@ -237,8 +240,10 @@ def _publish(staging: Path, out: Path) -> None:
 def _check_options(
     tokenizer: str, vocab_size: int | None, vocab: str | None, merges: str | None, fraction: float, seed: int
 ) -> None:
-    if tokenizer not in TOKENIZERS:
-        raise UserError(f"--tokenizer must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
+    if tokenizer not in TOKENIZERS and not os.path.isfile(tokenizer):
+        raise UserError(
+            f"--tokenizer={tokenizer} must be one of {', '.join(TOKENIZERS)}, or the {FILE} of another data set"
+        )
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size={vocab_size} goes with --tokenizer=bpe only, got --tokenizer={tokenizer}")
     if vocab_size is not None and vocab_size < SMALLEST_BPE_VOCABULARY:
@@ -272,7 +277,8 @@ def prepare(
 
     Args:
         inputs: files, folders, globs or "stdlib", see `input_files`.
-        tokenizer: "bytes", "bpe" (trained on the training documents) or "gpt2" (from `vocab` and `merges`).
+        tokenizer: "bytes", "bpe" (trained on the training documents), "gpt2" (from `vocab` and `merges`), or the path
+            of another data set's tokenizer.json.
         vocab_size: largest vocabulary of "bpe"; None: DEFAULT_BPE_VOCABULARY.
         vocab, merges: paths of GPT-2's vocab.json and merges.txt.
         json_key: where the text is in the objects of .jsonl files.
@@ -293,6 +299,8 @@ def prepare(
                 encoder = bytes_tokenizer()
             elif tokenizer == "gpt2":
                 encoder = gpt2_tokenizer(vocab, merges)
+            elif tokenizer != "bpe":
+                encoder = kept_tokenizer(tokenizer)
             corpus = _split(files, json_key, validation_fraction, seed)
             if tokenizer == "bpe":
                 encoder = train_bpe(corpus.training(), vocab_size or DEFAULT_BPE_VOCABULARY)
@@ -316,7 +324,9 @@ def define_flags() -> None:
     """Defines this main's flags, which other mains that import `prepare` must not get."""
     flags.DEFINE_list("input", ["stdlib"], "Text and .jsonl files, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
-    flags.DEFINE_enum("tokenizer", "bytes", TOKENIZERS, "bytes, a BPE trained on the input, or GPT-2's BPE.")
+    flags.DEFINE_string(
+        "tokenizer", "bytes", "bytes, bpe (trained on the input), gpt2, or the tokenizer.json of another data set."
+    )
     flags.DEFINE_integer("vocab_size", None, f"Largest vocabulary of bpe; {DEFAULT_BPE_VOCABULARY} if not given.")
     flags.DEFINE_string("vocab", None, "GPT-2's vocab.json.")
     flags.DEFINE_string("merges", None, "GPT-2's merges.txt.")

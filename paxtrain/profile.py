@@ -10,13 +10,11 @@ import os
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from paxtrain import distributed, plan, selective, train
-from paxtrain.breakdown import LINKS, PARTS, Breakdown, breakdown
+from paxtrain.breakdown import Breakdown, breakdown, by_stage, table
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import host_major, make_mesh
@@ -42,29 +40,6 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
         return metrics
 
     return breakdown(one, step, mesh, steps)
-
-
-def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Seconds and hidden seconds of every part by stage, [P]: means over the devices of all processes."""
-    stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
-    mine = np.array([[*(found.seconds[p][i] for p in PARTS), *(found.hidden[p][i] for p in LINKS)]
-                     for i in range(len(found.devices))])  # fmt: skip
-    stages, values = multihost_utils.process_allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
-    means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[1])], axis=1)
-    return dict(zip(PARTS, means)), dict(zip(LINKS, means[len(PARTS) :]))
-
-
-def table(seconds: dict[str, np.ndarray], hidden: dict[str, np.ndarray]) -> str:
-    """Parts by stage in seconds, and the share of each in the step, those that are nowhere left out."""
-    total = sum(seconds.values())
-    heads = [f"stage {s}" for s in range(len(total))]
-    lines = [f"  {'seconds of a step':<18}" + "".join(f"{head:>10}" for head in heads) + f"{'share':>9}"]
-    row = lambda name, values: f"  {name:<18}" + "".join(f"{value:>10.4f}" for value in values)  # noqa: E731
-    for name, values in [*seconds.items(), ("together", total)]:
-        if values.any():
-            lines.append(row(name, values) + f"{values.mean() / total.mean():>9.1%}")
-    under = [row(name, values) for name, values in hidden.items() if values.round(4).any()]
-    return "\n".join([*lines, *(["  in flight under work, and counted as that:"] if under else []), *under])
 
 
 def define_flags() -> None:

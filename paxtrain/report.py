@@ -1,9 +1,11 @@
-"""What a run says about itself at its start: mesh, schedule, and bytes on each device."""
+"""What a run says about itself in tables: mesh, schedule and bytes on each device at its start, losses at its end."""
 
+import math
 from typing import Any
 
 import jax
 
+from paxtrain import metrics
 from paxtrain.selective import StageTimes
 from paxtrain.step import Trainer
 
@@ -39,16 +41,19 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
     depth = trainer.buffers.residual_depth if mesh.pipe > 1 else 1
-    zero = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
+    how = "ZeRO-1 shards" if mesh.zero1 else "replicated optimizer"
+    how += ", sequence parallel" if mesh.sequence_parallel else ""
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
     flying = "chunks" if layout.chunks > 1 else "micro-batches"
-    bubble = (mesh.pipe - 1) / (config.micro_batches * config.pipeline.virtual_stages + mesh.pipe - 1)
+    # Of F, B and W of equal length; split, (P-1)(F+B-W) of m(F+B+W).
+    work = config.micro_batches * (3 if schedule.splits else config.pipeline.virtual_stages)
+    bubble = (mesh.pipe - 1) / (work + mesh.pipe - 1)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return [
         ("model", f"{size(config.model.parameter_count())} parameters, {config.model.layers} layers of "
                   f"{config.model.hidden}, sequence {config.model.sequence}, {config.model.dtype}"),
-        ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {zero}, on "
+        ("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}, on "
                  f"{jax.process_count()} process(es) of {trainer.mesh.devices.flat[0].device_kind}"),
         ("batch", f"{config.batch.global_batch} sequences = {mesh.data} data ranks x {config.micro_batches} "
                   f"micro-batches x {config.batch.micro_batch}"),
@@ -77,3 +82,13 @@ def table(rows: list[tuple[str, str]]) -> str:
     """Two aligned columns."""
     width = max(len(what) for what, _ in rows)
     return "\n".join(f"  {what:<{width}}  {figure}" for what, figure in rows)
+
+
+def losses(what: str, values: dict[str, float]) -> list[tuple[str, str]]:
+    """A row for each validation loss, by its name in the metrics."""
+    rows = []
+    for name, loss in values.items():
+        perplexity = math.inf if loss > 700 else math.exp(loss)  # e**710 is no float: of a run that has diverged
+        part = name.removeprefix(metrics.VALIDATION).replace("/", ", ")
+        rows.append((what + part, f"{loss:.4f} nats per token, perplexity {perplexity:.2f}"))
+    return rows

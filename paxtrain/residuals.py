@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from paxtrain import model
 
@@ -46,7 +47,8 @@ class SplitVjp:
         self._where = where
         self.kept = [leaf for leaf, w in zip(leaves, where) if w < 0]
         kernels = {w.shape for w in jax.tree.leaves(weights) if w.ndim >= 2}
-        assert not kernels & {leaf.shape for leaf in self.kept}, "a weight is kept as a residual"
+        floats = {leaf.shape for leaf in self.kept if jnp.issubdtype(leaf.dtype, jnp.floating)}
+        assert not kernels & floats, "a weight is kept as a residual"
 
     def forward(self, weights: Any, x: jax.Array, *rest: Any) -> tuple[jax.Array, list[jax.Array]]:
         """The output, and the residuals that are not weights."""

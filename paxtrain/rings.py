@@ -30,9 +30,22 @@ def write(ring: Any, index: Index, value: Any) -> Any:
     return jax.tree.map(write_leaf, ring, value) if index else value
 
 
+def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
+    """`write` to some of the leaves, by their numbers."""
+    leaves, structure = jax.tree.flatten(ring)
+    new = [write(leaf, index, values[n]) if n in values else leaf for n, leaf in enumerate(leaves)]
+    return structure.unflatten(new)
+
+
 def add(total: Any, delta: Any) -> Any:
     """total + delta, leaf by leaf, in total's dtypes."""
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)
+
+
+def add_some(total: Any, index: Index, deltas: dict[int, jax.Array]) -> Any:
+    """total with deltas added at an index of some of its leaves, by their numbers."""
+    leaves = jax.tree.leaves(total)
+    return write_some(total, index, {n: add(read(leaves[n], index), delta) for n, delta in deltas.items()})
 
 
 def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:

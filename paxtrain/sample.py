@@ -15,14 +15,14 @@ from paxtrain import checkpoint, model
 from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.errors import UserError, run
 from paxtrain.model import Params
+from paxtrain.tokenizer import FILE as TOKENIZER
 
 CHECKPOINTS = "checkpoints"
-TOKENIZER = "tokenizer.json"
 
 
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
     """What two checkpoints must share to hold the same arrays with the same meaning."""
-    free = ("dtype", "attention", "embedding_dropout", "residual_dropout")
+    free = ("dtype", "attention", "separator", "embedding_dropout", "residual_dropout")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
     return {name: value for name, value in values.items() if name not in free}
 

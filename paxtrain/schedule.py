@@ -1,12 +1,13 @@
 """Pipeline schedules as data: a table of rows x stages that the executor runs and a simulator can read.
 
 A row has two phases. In the forward phase a stage may run the forward F of one micro-batch through one of its chunks of
-layers, in the backward phase the backward B of one. Messages move with the rows:
+layers, in the backward phase the backward B of one. Where a schedule splits the backward, B makes the gradient of the
+chunk's input only, and W, in the backward phase of a later row, makes the weights'. Messages move with the rows:
 
     row t:  gradients that B made in row t-1 travel     } in flight together
             forward phase: F                            }
             activations that F has just made travel     } likewise
-            backward phase: B
+            backward phase: W, B
 
 so an activation made in row t can be used from row t+1 on, and so can a gradient. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
@@ -16,7 +17,8 @@ cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 
 References:
     GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
-    (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023.
+    (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1:
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
 import dataclasses
@@ -39,6 +41,7 @@ class Schedule:
         forward: [rows, stages] micro-batch whose F a stage runs in that row, or IDLE.
         forward_chunk: [rows, stages] the chunk it runs through (0 where idle).
         backward, backward_chunk: the same for B.
+        weights, weights_chunk: the same for W; all IDLE where B is whole.
         masked: stages that have nothing to do compute on scrap while others compute, so that rows need no branch. True
             for schedules in which that costs no time because all busy stages of a phase do the same.
     """
@@ -51,6 +54,8 @@ class Schedule:
     forward_chunk: np.ndarray
     backward: np.ndarray
     backward_chunk: np.ndarray
+    weights: np.ndarray
+    weights_chunk: np.ndarray
     masked: bool
 
     @property
@@ -61,11 +66,16 @@ class Schedule:
     def virtual_stages(self) -> int:
         return self.stages * self.chunks
 
+    @property
+    def splits(self) -> bool:
+        """The backward is split into B and W."""
+        return bool((self.weights != IDLE).any())
+
     def virtual_stage(self, stage: int, chunk: int) -> int:
         return chunk * self.stages + stage
 
     def ops(self, phase: str) -> Iterable[tuple[int, int, int, int]]:
-        """The ops of a phase ("forward" or "backward") in row order, as (row, stage, micro-batch, chunk)."""
+        """The ops of a phase ("forward", "backward" or "weights") in row order, as (row, stage, micro-batch, chunk)."""
         table, chunk = getattr(self, phase), getattr(self, phase + "_chunk")
         for row, stage in np.argwhere(table != IDLE):
             yield int(row), int(stage), int(table[row, stage]), int(chunk[row, stage])
@@ -75,7 +85,7 @@ class Schedule:
         """(phase, virtual stage, micro-batch) -> row."""
         return {
             (phase, self.virtual_stage(stage, chunk), mb): row
-            for phase in ("forward", "backward")
+            for phase in ("forward", "backward", "weights")
             for row, stage, mb, chunk in self.ops(phase)
         }
 
@@ -127,7 +137,8 @@ class Schedule:
         return sum(map(len, self.activation_pairs)) + sum(map(len, self.gradient_pairs))
 
 
-Op = tuple[str, int, int]  # phase "F" or "B", micro-batch, chunk
+_PHASES = "FBW"
+Op = tuple[str, int, int]  # phase, micro-batch, chunk
 
 
 def _from_orders(name: str, stages: int, chunks: int, m: int, orders: list[list[Op]]) -> Schedule:
@@ -143,8 +154,9 @@ def _from_orders(name: str, stages: int, chunks: int, m: int, orders: list[list[
         phase, mb, chunk = op
         virtual = chunk * stages + stage
         if phase == "F":
-            needs = ("F", virtual - 1, mb)
-            return virtual == 0 or needs in done
+            return virtual == 0 or ("F", virtual - 1, mb) in done
+        if phase == "W":
+            return ("B", virtual, mb) in done
         return (("B", virtual + 1, mb) if virtual < last else ("F", virtual, mb)) in done
 
     while any(orders):
@@ -159,13 +171,13 @@ def _from_orders(name: str, stages: int, chunks: int, m: int, orders: list[list[
                 done[phase, chunk * stages + s, mb] = len(rows)
                 orders[s].remove(op)
         rows.append(row)
-    tables = [np.full((len(rows), stages), fill, np.int32) for fill in (IDLE, 0, IDLE, 0)]
+    tables = [np.full((len(rows), stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
     for t, row in enumerate(rows):
         for s, op in enumerate(row):
             if op:
                 phase, mb, chunk = op
-                table, chunk_table = tables[:2] if phase == "F" else tables[2:]
-                table[t, s], chunk_table[t, s] = mb, chunk
+                first = 2 * _PHASES.index(phase)
+                tables[first][t, s], tables[first + 1][t, s] = mb, chunk
     return Schedule(name, stages, chunks, m, *tables, masked=False)
 
 
@@ -176,15 +188,14 @@ def _one_forward_one_backward(forwards: list, backwards: list, warmup: int) -> l
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
 
 
+def _orders_1f1b(stages: int, m: int) -> list[list[Op]]:
+    forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
+    return [_one_forward_one_backward(forwards, backwards, warmup=stages - 1 - s) for s in range(stages)]
+
+
 def _1f1b(stages: int, chunks: int, m: int) -> Schedule:
     """In flight on stage s: P-s micro-batches. Time of equal stages: (m+P-1)(F+B), transfers exposed."""
-    orders = [
-        _one_forward_one_backward(
-            [("F", mb, 0) for mb in range(m)], [("B", mb, 0) for mb in range(m)], warmup=stages - 1 - s
-        )
-        for s in range(stages)
-    ]
-    return _from_orders("1f1b", stages, 1, m, orders)
+    return _from_orders("1f1b", stages, 1, m, _orders_1f1b(stages, m))
 
 
 def _interleaved_1f1b(stages: int, chunks: int, m: int) -> Schedule:
@@ -199,14 +210,32 @@ def _interleaved_1f1b(stages: int, chunks: int, m: int) -> Schedule:
     return _from_orders("interleaved_1f1b", stages, chunks, m, orders)
 
 
+def _zb_h1(stages: int, chunks: int, m: int) -> Schedule:
+    """1f1b with W put off: that of a micro-batch comes s B later on stage s, and fills the wait for the last gradients.
+
+    In flight from F to W: P micro-batches on every stage, as many as on the first one of 1f1b. Time of equal stages
+    from P micro-batches on, where W is no longer than F and B: m(F+B+W) + (P-1)(F+B-W), transfers exposed.
+    """
+    orders = []
+    for s, ops in enumerate(_orders_1f1b(stages, m)):
+        order = []
+        for phase, mb, chunk in ops:
+            order.append((phase, mb, chunk))
+            if phase == "B" and mb >= s:
+                order.append(("W", mb - s, chunk))
+        orders.append(order + [("W", mb, 0) for mb in range(max(m - s, 0), m)])
+    return _from_orders("zb_h1", stages, 1, m, orders)
+
+
 def _closed_form(name: str, stages: int, m: int, rows: int, forward: Callable, backward: Callable) -> Schedule:
     t, s = np.mgrid[:rows, :stages]
 
     def table(micro_batch: np.ndarray) -> np.ndarray:
         return np.where((micro_batch >= 0) & (micro_batch < m), micro_batch, IDLE).astype(np.int32)
 
-    zeros = np.zeros((rows, stages), np.int32)
-    return Schedule(name, stages, 1, m, table(forward(t, s)), zeros, table(backward(t, s)), zeros, masked=True)
+    zeros, never = np.zeros((rows, stages), np.int32), np.full((rows, stages), IDLE, np.int32)
+    phases = (table(forward(t, s)), zeros, table(backward(t, s)), zeros, never, zeros)
+    return Schedule(name, stages, 1, m, *phases, masked=True)
 
 
 def _eager_1f1b(stages: int, chunks: int, m: int) -> Schedule:
@@ -231,6 +260,7 @@ _BUILDERS = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "interleaved_1f1b": _interleaved_1f1b,
+    "zb_h1": _zb_h1,
 }
 
 
@@ -239,7 +269,7 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
     """The training schedule of that name.
 
     Args:
-        name: "eager_1f1b", "gpipe", "1f1b" or "interleaved_1f1b".
+        name: "eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b" or "zb_h1".
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank and step, any number from 1 on.
         chunks: virtual stages per stage, v; above 1 with interleaved_1f1b only.

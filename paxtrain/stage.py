@@ -1,6 +1,7 @@
 """One stage of the pipeline: F and B of one micro-batch on one device, in place over rings and accumulators."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,9 @@ from paxtrain import model
 from paxtrain.config import ModelConfig
 from paxtrain.model import Dropout, Params
 from paxtrain.residuals import SplitVjp, save_policy
-from paxtrain.rings import Index, add, always, only_if, read, write
+from paxtrain.rings import Index, add, add_some, always, only_if, read, write, write_some
+from paxtrain.split_backward import SplitBackward
+from paxtrain.tensor_parallel import Group
 
 
 class Weights(NamedTuple):
@@ -52,11 +55,12 @@ class Program:
     """What the compiled code depends on: everything static.
 
     Attributes:
-        axis: mesh axis of tensor parallelism, or None.
+        group: of tensor and sequence parallelism.
         pipe: mesh axis of the stages, or None where there is one stage.
         counts: layers of every virtual stage, in model order.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
         save: see PipelineConfig.save.
+        splits: the backward is run as B and W.
     """
 
     model: ModelConfig
@@ -66,7 +70,8 @@ class Program:
     counts: tuple[int, ...]
     save: str
     scan_layers: bool
-    axis: str | None
+    splits: bool
+    group: Group
     pipe: str | None
 
     @property
@@ -78,6 +83,28 @@ class Program:
             Segment(0, common, optional=False, scan=scan),
             *(Segment(slot, 1, optional=True, scan=False) for slot in range(common, slots)),
         )
+
+
+class Place(NamedTuple):
+    """A layer of a chunk, while its segment runs.
+
+    Attributes:
+        number: of the layer in the model, int32 [].
+        segment, layer: its place in the chunk.
+        at: (layer,) where layers are scanned and have one part together, stacked; else ().
+    """
+
+    number: jax.Array
+    segment: int
+    layer: Any
+    at: Index
+
+    def of(self, parts: list[Any]) -> Any:
+        """The part that has this layer's, at `at`, of per segment one or a list."""
+        return parts[self.segment] if self.at else parts[self.segment][self.layer]
+
+
+Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
 
 
 class Stage:
@@ -92,29 +119,42 @@ class Stage:
                  first_sample: jax.Array):  # fmt: skip
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
-        self.message = jax.ShapeDtypeStruct((self.batch, length - 1, program.model.hidden), program.model.dtype)
+        shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
+        self.message = jax.ShapeDtypeStruct(shape, program.model.dtype)
         self._dropout_key, self._first_sample = dropout_key, first_sample
+        self._starts = model.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
         one = weights.chunks[0][0]
         one = jax.tree.map(lambda w: w[0], one) if program.segments[0].scan else one[0]
         x = jnp.zeros(self.message.shape, self.message.dtype)
 
-        def layer(weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None) -> jax.Array:
-            return model.layer(weights, x, program.model, program.axis, dropout, index)
+        def layer(
+            weights: Params, x: jax.Array, index: jax.Array, dropout: Dropout | None, starts: jax.Array | None
+        ) -> jax.Array:
+            return model.layer(weights, x, program.model, program.group, dropout, index, starts)
 
-        self._vjp = SplitVjp(save_policy(program.save)(layer), one, x, jnp.int32(0), self._dropout(jnp.int32(0)))
+        first = jnp.int32(0)
+        self._vjp = SplitVjp(
+            save_policy(program.save)(layer), one, x, first, self._dropout(first), self._documents(first)
+        )
+        self._split = SplitBackward(self._vjp, one, x) if program.splits else None
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
             return None
         return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
 
+    def _documents(self, mb: jax.Array) -> jax.Array | None:
+        """Where the documents of a micro-batch start, see model.document_starts."""
+        return None if self._starts is None else self._starts[mb]
+
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
         """Uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
+        leaves = self._split.leaves if self._split else self._vjp.kept
 
         def empty(*dims: int) -> list[jax.Array]:
-            return [lax.empty((*dims, *leaf.shape), leaf.dtype) for leaf in self._vjp.kept]
+            return [lax.empty((*dims, *leaf.shape), leaf.dtype) for leaf in leaves]
 
         return [
             empty(*lead, segment.count) if segment.scan else [empty(*lead) for _ in range(segment.count)]
@@ -122,7 +162,7 @@ class Stage:
         ]
 
     def residuals(self, slots: int) -> Any:
-        """The ring of what F leaves for B."""
+        """The ring of what F leaves for B, and B for W."""
         if self.program.save == "inputs":
             return lax.empty((slots, *self.message.shape), self.message.dtype)
         return self._layer_residuals((slots,))
@@ -133,46 +173,53 @@ class Stage:
         return self._layer_residuals(()) if again else ()
 
     def embed(self, mb: jax.Array) -> jax.Array:
-        tokens = self.tokens[mb, :, :-1]
-        return model.embed(self.weights.embedding, tokens, self.program.model, self.program.axis, self._dropout(mb))
+        tokens, program = self.tokens[mb, :, :-1], self.program
+        return model.embed(
+            self.weights.embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
+        )
 
-    def _segments(self, chunk: int, parts: list[Any]) -> list[tuple[Segment, Any, jax.Array, jax.Array, Any]]:
-        """Per segment: itself, its weights, its layers' numbers, whether this stage has it, its part of a list."""
-        numbers = [self._layer_of[chunk, s.start : s.start + s.count] for s in self.program.segments]
-        return [
-            (segment, weights, layers, layers[0] >= 0, part)
-            for segment, weights, layers, part in zip(
-                self.program.segments, self.weights.chunks[chunk], numbers, parts, strict=True
-            )
-        ]
+    def _each_layer(
+        self, chunk: int, x: Any, parts: list[Any], step: Step, backward: bool = False
+    ) -> tuple[Any, list[Any]]:
+        """x and the layers' parts after a step of every layer of a chunk, of the last one first if `backward`.
+
+        Args:
+            parts: per segment a list of the layers' parts, or one part where layers are scanned.
+            step: (place, weights, x, part) -> (x, part).
+        """
+        parts, numbers = list(parts), range(len(parts))
+        for number in reversed(numbers) if backward else numbers:
+            x, parts[number] = self._segment(chunk, number, x, parts[number], step, backward)
+        return x, parts
+
+    def _segment(self, chunk: int, number: int, x: Any, part: Any, step: Step, backward: bool) -> tuple[Any, Any]:
+        segment, weights = self.program.segments[number], self.weights.chunks[chunk][number]
+        layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
+
+        def one(turn: Any, carry: tuple) -> tuple:
+            i = segment.count - 1 - turn if backward else turn
+            return step(Place(layers[i], number, i, (i,)), jax.tree.map(lambda w: w[i], weights), *carry)
+
+        def unrolled(carry: tuple) -> tuple:
+            x, own = carry[0], list(carry[1])
+            for i in range(segment.count)[:: -1 if backward else 1]:
+                x, own[i] = step(Place(layers[i], number, i, ()), weights[i], x, own[i])
+            return x, own
+
+        if segment.scan:
+            return lax.fori_loop(0, segment.count, one, (x, part))
+        return (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
 
     def _run_layers(
         self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Any], slot: Index
     ) -> tuple[jax.Array, list[Any]]:
-        dropout, kept = self._dropout(mb), []
-        for segment, weights, layers, present, part in self._segments(chunk, residuals):
+        rest = self._dropout(mb), self._documents(mb)
 
-            def one(i: Any, carry: tuple, weights: Any = weights, layers: jax.Array = layers) -> tuple:
-                x, part = carry
-                y, new = self._vjp.forward(jax.tree.map(lambda w: w[i], weights), x, layers[i], dropout)
-                return y, write(part, (*slot, i), new)
+        def step(place: Place, weights: Params, x: jax.Array, part: list) -> tuple[jax.Array, list]:
+            y, kept = self._vjp.forward(weights, x, place.number, *rest)
+            return y, write_some(part, (*slot, *place.at), dict(enumerate(kept)))
 
-            def unrolled(
-                carry: tuple, segment: Segment = segment, weights: Any = weights, layers: Any = layers
-            ) -> tuple:
-                x, part = carry
-                written = []
-                for i in range(segment.count):
-                    x, new = self._vjp.forward(weights[i], x, layers[i], dropout)
-                    written.append(write(part[i], slot, new))
-                return x, written
-
-            if segment.scan:
-                x, part = lax.fori_loop(0, segment.count, one, (x, part))
-            else:
-                x, part = (only_if if segment.optional else always)(present, unrolled, (x, part))
-            kept.append(part)
-        return x, kept
+        return self._each_layer(chunk, x, residuals, step)
 
     def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Any, slot: Index) -> tuple[jax.Array, Any]:
         """F of a chunk: its output, and the residuals with this micro-batch's written into their slot."""
@@ -198,36 +245,46 @@ class Stage:
             x = read(residuals, slot)
             _, residuals = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
             slot, scratch = (), residuals if scratch else ()
-        totals = list(grads.chunks[chunk])
-        for number, (segment, weights, _, present, part) in reversed(list(enumerate(self._segments(chunk, residuals)))):
-            last = segment.count - 1
 
-            def one(j: Any, carry: tuple, weights: Any = weights, part: Any = part, last: int = last) -> tuple:
-                g, total = carry
-                i = last - j
-                delta, g = self._vjp.backward(jax.tree.map(lambda w: w[i], weights), read(part, (*slot, i)), g)
-                return g, write(total, (i,), add(read(total, (i,)), delta))
+        def step(place: Place, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
+            kept = read(place.of(residuals), (*slot, *place.at))
+            delta, g = self._vjp.backward(weights, kept, g)
+            return g, write(total, place.at, add(read(total, place.at), delta))
 
-            def unrolled(carry: tuple, weights: Any = weights, part: Any = part, last: int = last) -> tuple:
-                g, total = carry[0], list(carry[1])
-                for i in range(last, -1, -1):
-                    delta, g = self._vjp.backward(weights[i], read(part[i], slot), g)
-                    total[i] = add(total[i], delta)
-                return g, total
+        g, totals = self._each_layer(chunk, g, grads.chunks[chunk], step, backward=True)
+        return g, _with_chunk(grads, chunk, totals), scratch
 
-            if segment.scan:
-                g, totals[number] = lax.fori_loop(0, segment.count, one, (g, totals[number]))
-            else:
-                run = only_if if segment.optional else always
-                g, totals[number] = run(present, unrolled, (g, totals[number]))
-        chunks = [totals if c == chunk else old for c, old in enumerate(grads.chunks)]
-        return g, grads._replace(chunks=chunks), scratch
+    def input_gradient(
+        self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
+    ) -> tuple[jax.Array, Weights, Any]:
+        """B of a chunk without W: as `backward`, but for matrices' gradients; last the ring with what W needs."""
+
+        def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
+            (ring, total), at = part, (*slot, *place.at)
+            g, early, left = self._split.input_gradient(weights, read(ring, at), g)
+            return g, (write_some(ring, at, left), add_some(total, place.at, early))
+
+        segments, totals = self.program.segments, grads.chunks[chunk]
+        both = [(r, t) if s.scan else list(zip(r, t)) for s, r, t in zip(segments, residuals, totals)]
+        g, both = self._each_layer(chunk, g, both, step, backward=True)
+        residuals, totals = zip(*(part if s.scan else map(list, zip(*part)) for s, part in zip(segments, both)))
+        return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
+
+    def weight_gradients(self, chunk: int, residuals: Any, slot: Index, grads: Weights) -> Weights:
+        """W of a chunk: the accumulators with its matrices' gradients added."""
+
+        def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
+            leaves = read(place.of(residuals), (*slot, *place.at))
+            return x, add_some(total, place.at, self._split.weight_gradients(weights, leaves))
+
+        _, totals = self._each_layer(chunk, (), grads.chunks[chunk], step)
+        return _with_chunk(grads, chunk, totals)
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
         """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = model.embed_gradient(
-            grads.embedding, tokens, g, self.program.model, self.program.axis, dropout, active
+            grads.embedding, tokens, g, self.program.model, self.program.group, dropout, active, self._documents(mb)
         )
         return grads._replace(embedding=embedding)
 
@@ -241,7 +298,7 @@ class Stage:
 
     def _loss(self, final_norm: Params, table: jax.Array, y: jax.Array, mb: jax.Array) -> jax.Array:
         targets = self.tokens[mb, :, 1:]
-        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.axis)
+        loss = model.head_loss(final_norm, table, y, targets, self.program.model, self.program.group)
         return loss / self.micro_batches
 
     def head(
@@ -254,3 +311,7 @@ class Stage:
         token = embedding["token"]
         token = add(token, table) if self.program.model.tied_head else token.at[-1].add(table.astype(token.dtype))
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
+
+
+def _with_chunk(grads: Weights, chunk: int, totals: list[Any]) -> Weights:
+    return grads._replace(chunks=[totals if c == chunk else old for c, old in enumerate(grads.chunks)])

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from paxtrain import buffers, gradients, model, pipeline, schedule, virtual
+from paxtrain import buffers, gradients, model, muon, pipeline, schedule, virtual
 from paxtrain.compression import Compression, settle_implementation
 from paxtrain.config import Config
 from paxtrain.layout import Layout, Params
@@ -37,6 +37,10 @@ GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
 @flax.struct.dataclass
 class TrainState:
     """Everything that a step changes.
@@ -45,7 +49,7 @@ class TrainState:
         step: steps run, int32; it also seeds dropout.
         skipped: those of them whose gradients were not finite and that changed nothing, int32.
         params: float32 master weights in mesh layout.
-        optimizer: optax's state, its arrays shaped and sharded like params.
+        optimizer: optax's state, its arrays shaped like params and sharded like them; Muon's momentum as muon.py says.
         codec: states of the compression, see compression.Compression.init.
     """
 
@@ -76,6 +80,8 @@ class Trainer:
     @functools.cached_property
     def layout(self) -> Layout:
         settled = model.settle_attention(self.config.model, self.mesh.devices.flat[0])
+        if self.virtual and settled.separator >= 0:  # under vmap jax wants one mask per head for cuDNN
+            settled = dataclasses.replace(settled, attention="xla")
         return Layout(dataclasses.replace(self.config, model=settled))
 
     @functools.cached_property
@@ -95,7 +101,7 @@ class Trainer:
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
-        return make_optimizer(self.config)
+        return make_optimizer(self.config, [self._shardings(specs) for specs in muon.route(self.layout)])
 
     @functools.cached_property
     def schedule(self) -> schedule.Schedule:
@@ -119,26 +125,28 @@ class Trainer:
         zero = jnp.zeros((), jnp.int32)
         return TrainState(zero, zero, params, self.transformation.init(params), self.compression.init())
 
-    def _state_specs(self, params: Params) -> TrainState:
-        state = jax.eval_shape(self._init, jax.random.key(0))
-        # Every subtree of the optimizer's state that mirrors the parameters takes their specs.
+    def _state_specs(self) -> TrainState:
+        state, params = jax.eval_shape(self._init, jax.random.key(0)), self.layout.specs()
+        mirror = muon.route(self.layout)[-1] if self.config.optimizer.name == "muon" else params
+        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        # Every subtree of the optimizer's state that mirrors the parameters, or some of them, takes their specs.
         optimizer = optax.tree_utils.tree_map_params(
             self.transformation,
-            lambda _, spec: spec,
+            lambda x, spec: x if masked(x) else spec,
             state.optimizer,
-            params,
+            mirror,
             transform_non_params=lambda _: PartitionSpec(),
+            is_leaf=masked,
         )
         codec = jax.tree.map(lambda _: CODEC_SPEC, state.codec)
         return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, codec)
 
     def _shardings(self, specs: Any) -> Any:
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
-        return self._shardings(self._state_specs(self.layout.specs()))
+        return self._shardings(self._state_specs())
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -191,8 +199,14 @@ class Trainer:
 
     @functools.cached_property
     def canonical_shardings(self) -> dict[str, Any]:
-        specs = flax.serialization.to_state_dict(self._state_specs(self.layout.specs()))
-        return self._shardings(self._map_params_like(lambda _: self.layout.canonical_specs(), specs))
+        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=_is_spec)
+        known = dict(leaves(self.layout.canonical_specs()))
+
+        def canonical(specs: Params) -> Params:  # of all parameters or, in a part of Muon's state, of some
+            return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=_is_spec)
+
+        specs = flax.serialization.to_state_dict(self._state_specs())
+        return self._shardings(self._map_params_like(canonical, specs))
 
     def abstract_canonical(self) -> dict[str, Any]:
         """What a checkpoint holds, as jax.ShapeDtypeStruct with this mesh's shardings."""
@@ -223,14 +237,19 @@ class Trainer:
             return virtual.shard_map(function, sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None) -> Stage:
-        """One device's stage, from its shards of the parameters and its data rank's tokens."""
+    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False) -> Stage:
+        """One device's stage, from its shards of the parameters and its data rank's tokens.
+
+        Args:
+            splits: its backward can be run in two parts even if the schedule has it whole.
+        """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
         weights = gradients.gather_weights(self.layout, params)
-        return Stage(self.layout.program, weights, tokens, key, first_sample)
+        program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
+        return Stage(program, weights, tokens, key, first_sample)
 
     @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:

@@ -21,8 +21,9 @@ from absl import flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from paxtrain import checkpoint, data, model, study_plots, study_probe, study_report
+from paxtrain import checkpoint, model, study_plots, study_probe, study_report
 from paxtrain.config import Config, MeshConfig, from_dict
+from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import make_mesh
 from paxtrain.ranks import Ranks, StageRanks
@@ -90,6 +91,11 @@ def settled(config: Config) -> Config:
             "the study compares the errors of neighbouring micro-batches, but there is 1 per step; "
             f"batch.global_batch={2 * config.batch.global_batch} would make 2"
         )
+    if len(config.data.validation_sets) > 1:
+        raise UserError(
+            "the study compares one validation loss, but data.validation names "
+            f"{len(config.data.validation_sets)} data sets; name one"
+        )
     if c.data_adapt_every:
         raise UserError(f"the study keeps ranks as they are, got compress.data_adapt_every={c.data_adapt_every}; use 0")
     data = c.data
@@ -129,11 +135,7 @@ class Study:
         self.config, self.out = config, pathlib.Path(out)
         self.seeds = range(config.run.seed, config.run.seed + seeds)
         self.variants = variants(self.config, sweep)
-        vocab_size, sequence = config.model.vocab_size, config.model.sequence
-        self.files = {
-            name: data.load(getattr(config.data, name), vocab_size=vocab_size, sequence=sequence)
-            for name in ("train", "validation")
-        }
+        self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
         for variant in self.variants:
@@ -156,17 +158,10 @@ class Study:
 
     def batches(self, name: str, seed: int) -> Iterator[jax.Array]:
         """Global batches of "train" or "validation", as paxtrain.train reads them."""
-        c, sharding = self.config, self.trainer(self.variants[0]).batch_sharding
-        rows = data.batches(
-            self.files[name],
-            sequence=c.model.sequence,
-            global_batch=c.batch.global_batch,
-            rows=range(c.batch.global_batch),
-            seed=seed,
-            shuffle=name == "train",
-            prefetch=c.data.prefetch,
-        )
-        return (jax.device_put(batch, sharding) for batch in rows)
+        sharding, rows = self.trainer(self.variants[0]).batch_sharding, range(self.config.batch.global_batch)
+        [validation] = self.data.validation
+        local = self.data.training(rows, seed=seed) if name == "train" else self.data.validating(validation, rows)
+        return (jax.device_put(batch, sharding) for batch in local)
 
     def run(self, workers: int) -> list[Outcome]:
         """Trains all variants with all seeds, `workers` at a time, and shows how far it is."""

@@ -1,17 +1,28 @@
-"""Tensor parallelism by hand: the two conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
+"""Tensor parallelism by hand: the conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
 
 Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the
 axis, so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
 
+Between the split matrices (norms, dropout, residual sums, and what travels to the next stage) every device has all
+activations or, with sequence parallelism, those of a part of the sequence: the all-reduce then becomes a reduce-scatter
+on the way out of one matrix and an all-gather on the way into the next.
+
 References:
     Shoeybi et al. 2019, Megatron-LM (f and g; vocabulary-parallel cross-entropy).
+    Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (sequence parallelism).
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+@jax.named_scope("tensor")
+def _sum(x: jax.Array, axis: str | None) -> jax.Array:
+    return lax.psum(x, axis) if axis else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -23,11 +34,65 @@ def copy(x: jax.Array, axis: str | None) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def reduce(x: jax.Array, axis: str | None) -> jax.Array:
     """Completes row-parallel partial sums: sum over the axis forward, identity backward."""
-    return lax.psum(x, axis) if axis else x
+    return _sum(x, axis)
 
 
-copy.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis) if axis else g,))
+copy.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (_sum(g, axis),))
 reduce.defvjp(lambda x, axis: (reduce(x, axis), None), lambda axis, _, g: (g,))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(x: jax.Array, axis: str) -> jax.Array:
+    """[B, S/T, H] of each rank as the whole [B, S, H]: all-gather, and reduce-scatter backward."""
+    return lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def scatter(x: jax.Array, axis: str) -> jax.Array:
+    """Partial sums [B, S, H] as each rank's part of their sum, [B, S/T, H]: reduce-scatter, and all-gather backward."""
+    return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+
+
+gather.defvjp(lambda x, axis: (gather(x, axis), None), lambda axis, _, g: (scatter(g, axis),))
+scatter.defvjp(lambda x, axis: (scatter(x, axis), None), lambda axis, _, g: (gather(g, axis),))
+
+
+class Group(NamedTuple):
+    """How devices share a layer.
+
+    Attributes:
+        axis: of the mesh, over which heads, ffn and vocabulary are split; None: they are whole.
+        sequence: between the split matrices each device has a part of the sequence.
+    """
+
+    axis: str | None = None
+    sequence: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the sequence is split."""
+        return lax.axis_size(self.axis) if self.sequence else 1
+
+
+WHOLE = Group()
+
+
+def enter(x: jax.Array, group: Group) -> jax.Array:
+    """x [B, S/T or S, H] as column-parallel weights want it, [B, S, H] on every device."""
+    return gather(x, group.axis) if group.sequence else copy(x, group.axis)
+
+
+def leave(x: jax.Array, group: Group) -> jax.Array:
+    """The sum of row-parallel partial sums x [B, S, H], [B, S/T or S, H]."""
+    return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
+
+
+def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
+    """This device's part of an array that has the whole sequence in that dim."""
+    if not group.sequence:
+        return x
+    size = x.shape[dim] // group.parts
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(group.axis) * size, size, dim)
 
 
 def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
@@ -44,12 +109,12 @@ def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, j
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
-def embedding_lookup(table: jax.Array, ids: jax.Array, axis: str | None) -> jax.Array:
-    """Rows of a vocabulary-parallel table [V/T, H] for ids [B, S]; [B, S, H] on every rank."""
-    if axis is None:
+def embedding_lookup(table: jax.Array, ids: jax.Array, group: Group) -> jax.Array:
+    """Rows of a vocabulary-parallel table [V/T, H] for ids [B, S]; [B, S, H], or this device's part of the sequence."""
+    if group.axis is None:
         return table[ids]
-    local, here = local_ids(ids, table.shape[0], axis)
-    return reduce(jnp.where(here[..., None], table[local], 0), axis)
+    local, here = local_ids(ids, table.shape[0], group.axis)
+    return leave(jnp.where(here[..., None], table[local], 0), group)
 
 
 @jax.custom_vjp

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paxtrain.errors import UserError
 
+FILE = "tokenizer.json"  # beside token files and checkpoints
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 SMALLEST_BPE_VOCABULARY = BYTES + 1
@@ -57,6 +58,22 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
         raise UserError(f"{vocab} and {merges} are no GPT-2 vocabulary and merges: {detail}") from error
     tokenizer = _byte_level(model, split_words=True)
     tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def kept_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a data set that was prepared before, from its tokenizer.json.
+
+    Raises:
+        UserError: the file is no tokenizer, or has no `<|endoftext|>`.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises no narrower class
+        raise UserError(f"{path} is no {FILE} of a data set: {' '.join(str(error).split())}") from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise UserError(f"{path} has no token {END_OF_TEXT}; name the {FILE} of a data set of paxtrain.prepare")
+    tokenizer.encode_special_tokens = True  # which the file does not keep
     return tokenizer
 
 

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-# Annotates each traced step.
+# Annotates what is shared out: each traced step, or several and what lies between them.
 STEP = "paxtrain.trace step"
+# Annotates that the loop waits for a batch.
+READ = "paxtrain.trace read"
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _SCHEDULE, _START, _STOP = (f"ThreadpoolListener::{name}" for name in ("Record", "StartRegion", "StopRegion"))
@@ -31,6 +33,8 @@ class Part(NamedTuple):
 
 
 OTHER = Part("other", link=False)
+# The host waits for its data.
+INPUT = Part("input", link=False)
 
 
 class Span(NamedTuple):
@@ -115,14 +119,15 @@ def read(
         parts: what its instructions count as; None: they only run others. Those of other programs are OTHER.
 
     Returns:
-        The (start, end) of every annotation STEP; and by device its spans, in no order. A device's number here is its
-        `local_hardware_id` on GPUs and its `id` on CPUs.
+        The (start, end) of every annotation STEP; and by device its spans, in no order, those of READ with every
+        device. A device's number here is its `local_hardware_id` on GPUs and its `id` on CPUs.
     """
     steps: list[tuple[float, float]] = []
     spans: dict[int, list[Span]] = collections.defaultdict(list)
     threads: list[_Thread] = []
     links: list[tuple[int, int, Span]] = []
     ended: dict[int, float] = {}
+    reads: list[Span] = []
 
     def what(stats: dict[str, Any]) -> Part | None:
         return parts.get(stats.get("hlo_op"), OTHER) if stats.get("hlo_module") == module else OTHER
@@ -140,6 +145,8 @@ def read(
                 start, end, stats = event.start_ns * 1e-9, event.end_ns * 1e-9, dict(event.stats)
                 if event.name == STEP:
                     steps.append((start, end))
+                elif event.name == READ:
+                    reads.append(Span(start, end, INPUT))
                 elif gpu:
                     # Kernels of a CUDA graph may have the graph's name only.
                     spans[int(gpu[1])].append(Span(start, end, what(stats) or OTHER))
@@ -157,4 +164,6 @@ def read(
         spans[device].append(span._replace(end=max(span.end, ended.get(number, span.end))))
     for device, span in _work(threads):
         spans[device].append(span)
+    for found in spans.values():
+        found += reads
     return sorted(steps), dict(spans)

@@ -1,37 +1,30 @@
 """Trains a GPT: python -m paxtrain.train --config=configs/gpt2_125m.py --config.mesh.pipe=4 [--plan=plan.json]."""
 
-import contextlib
 import dataclasses
-import math
 import os
 import pathlib
 import shutil
-import signal
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from paxtrain import checkpoint, data, distributed, metrics, plan, plots, report, sample, selective, supervised
+from paxtrain import checkpoint, distributed, metrics, plan, plots, report, sample, selective, supervised
 from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.profiling import Profiler
 from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
+from paxtrain.stopping import Stop
 
 LOSSES = "loss.png"
-
-
-def _nats(loss: float) -> str:
-    perplexity = math.inf if loss > 700 else math.exp(loss)  # e**710 is no float: of a run that has diverged
-    return f"{loss:.4f} nats per token, perplexity {perplexity:.2f}"
 
 
 class Run:
@@ -48,52 +41,42 @@ class Run:
         self.primary = jax.process_index() == 0
         self.trainer = Trainer(config, mesh)
         self.progress.placed(place(mesh))
-        model = config.model
-        self.files = {
-            name: data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
-            for name in ("train", "validation")
-        }
+        self.data = DataSets(config)
         self.trainer.compression.check()  # settles attention and kernels, too
         checkpoint.ensure_writable(self.out)
         self.ranks: StageRanks | None = None
         self._reset = ""  # why the state of the compression is not the checkpoint's
         self._steps: dict[Ranks, jax.stages.Compiled] = {}
-        self.shape = (config.batch.global_batch, model.sequence + 1)
+        self.shape = (config.batch.global_batch, config.model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
-        self.tokens_per_step = config.batch.global_batch * model.sequence
+        self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
-        self._stop = False
+        self._stop = Stop()
 
     def _keep_tokenizer(self) -> None:
         """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
-        source = pathlib.Path(self.config.data.train).with_name(sample.TOKENIZER)
+        source = self.data.tokenizer
         target = self.out / sample.TOKENIZER
         if self.primary and source.exists() and source.resolve() != target.resolve():
             shutil.copyfile(source, target)
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
-    def batches(self, name: str, start_sample: int = 0) -> Iterator[jax.Array]:
-        """Global batches of "train" or "validation", without end."""
-        c = self.config
-        local = data.batches(
-            self.files[name],
-            sequence=c.model.sequence,
-            global_batch=c.batch.global_batch,
-            rows=self.rows,
-            seed=c.run.seed,
-            start_sample=start_sample,
-            shuffle=name == "train",
-            prefetch=c.data.prefetch,
-        )
+    def batches(self, name: str, start_sample: int = 0, part: str = "") -> Iterator[jax.Array]:
+        """Global batches to train on ("train") or of one part of "validation", without end."""
+        training = name == "train"
+        local = self.data.training(self.rows, start_sample) if training else self.data.validating(part, self.rows)
         for rows in local:
             yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
 
-    def validate(self, state: TrainState) -> float:
-        """Mean loss over the first eval_batches global batches of the validation data."""
-        some = zip(range(self.config.run.eval_batches), self.batches("validation"))
-        with self.progress.doing("evaluating"):
+    def _validate(self, state: TrainState, part: str) -> float:
+        some = zip(range(self.config.run.eval_batches), self.batches("validation", part=part))
+        with self.progress.doing("evaluating"):  # each set by itself: their number is no reason to take one for stuck
             return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+
+    def validate(self, state: TrainState) -> dict[str, float]:
+        """Mean loss over the first eval_batches global batches of each validation set, named as in the metrics."""
+        return {metrics.validation_loss(part): self._validate(state, part) for part in self.data.validation}
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +98,7 @@ class Run:
                     )
                 self.samples = meta["samples"]
                 self.say(f"resumed from step {step}, {self.samples} samples consumed")
-                if meta["data"] and meta["data"] != self._data_identity():
+                if meta["data"] and meta["data"] != self.data.identity():
                     self.say(f"the data order is another one than before ({meta['data']})")
                 if self._reset:
                     self.say(self._reset)
@@ -170,22 +153,12 @@ class Run:
                 distributed.wait_for_all(f"step {number} is compiled")
         return self._steps[ranks]
 
-    def _data_identity(self) -> dict[str, Any]:
-        """What decides which tokens sample number i is; the tokens are known by their number and the first million."""
-        file = self.files["train"]
-        return {
-            "tokens": len(file),
-            "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes()),
-            "seed": self.config.run.seed,
-            "sequence": self.config.model.sequence,
-        }
-
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
         meta = {
             "step": step,
             "samples": self.samples,
             "model": sample.architecture(self.config.model),
-            "data": self._data_identity(),
+            "data": self.data.identity(),
             "config": to_dict(self.config),
             "compression": {
                 "identity": self.trainer.compression.identity(),
@@ -198,28 +171,6 @@ class Run:
         with self.progress.doing("saving a checkpoint"):
             checkpoints.save(step, self.trainer.canonical(state), meta)
 
-    # --- Stopping -----------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _catch_sigterm(self) -> Iterator[None]:
-        if jax.process_count() > 1:  # jax.distributed listens for it and lets the processes agree on a step
-            yield
-            return
-
-        def stop(*_: Any) -> None:
-            self._stop = True
-
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _must_stop(self, step: int) -> bool:
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._stop
-
     # --- The loop -----------------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -231,27 +182,29 @@ class Run:
         home = self.out / sample.CHECKPOINTS
         # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
         with (
-            self._catch_sigterm(),
+            self._stop,
             checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
             self.progress,
         ):
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)
+            profiler = Profiler(self.config, self.trainer.mesh, first)
             self.choose_ranks(state)
             began = time.perf_counter()
             self.step_of(first + 1)
             self.step_of(self.config.run.steps)  # with compression over data started: all that needs memory is known
             memory = max((s.memory_analysis() for s in self._steps.values()), key=lambda m: m.temp_size_in_bytes)
-            self.say(report.table(report.describe(self.trainer, memory, time.perf_counter() - began)))
-            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer:
+            described = report.describe(self.trainer, memory, time.perf_counter() - began)
+            self.say(report.table(described + self.data.describe()))
+            with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
                 untrained = self._untrained(state, writer)
-                state, speed = self._loop(state, first, checkpoints, writer)
+                state, speed = self._loop(state, first, checkpoints, writer, profiler)
                 self.progress.now("finishing")
                 done = int(state.step)
                 validation = self.validate(state) if done == self.config.run.steps else None
-                if validation is not None and self._recorded_validation(done) is None:
-                    writer.write(done, {"validation_loss": validation})
+                if validation is not None:
+                    self._record(writer, done, validation)
             self.save(checkpoints, state, done)
         if self.primary:
             plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
@@ -261,22 +214,31 @@ class Run:
         self._summary(untrained, validation, speed, int(state.skipped))
         return True
 
-    def _untrained(self, state: TrainState, writer: metrics.Metrics) -> float:
-        """The validation loss before the first step: measured now, or read back after a resume."""
-        if int(state.step) == 0:
-            loss = self.validate(state)
-            writer.write(0, {"validation_loss": loss})
-            return loss
-        known = self._recorded_validation(0)
-        return math.nan if known is None else known
+    def _untrained(self, state: TrainState, writer: metrics.Metrics) -> dict[str, float]:
+        """The validation losses before the first step: measured now, or read back after a resume."""
+        if int(state.step) > 0:
+            return self._recorded(0)
+        losses = self.validate(state)
+        self._record(writer, 0, losses)
+        return losses
 
-    def _recorded_validation(self, step: int) -> float | None:
+    def _recorded(self, step: int) -> dict[str, float]:
         path = self.out / metrics.FILE
-        records = metrics.read(path) if path.exists() else []
-        return next((r["validation_loss"] for r in records if r["step"] == step and "validation_loss" in r), None)
+        return metrics.validation_losses(metrics.read(path), step) if path.exists() else {}
+
+    def _record(self, writer: metrics.Metrics, step: int, losses: dict[str, float]) -> None:
+        """Writes what the metrics do not have yet: a run that is started again at its end adds nothing."""
+        known = self._recorded(step)
+        if new := {name: loss for name, loss in losses.items() if name not in known}:
+            writer.write(step, new)
 
     def _loop(
-        self, state: TrainState, first: int, checkpoints: checkpoint.Checkpoints, writer: metrics.Metrics
+        self,
+        state: TrainState,
+        first: int,
+        checkpoints: checkpoint.Checkpoints,
+        writer: metrics.Metrics,
+        profiler: Profiler,
     ) -> tuple[TrainState, float]:
         """All steps; the figures of step n-1 are handled while step n runs. Returns the state and tokens/s."""
         c, batches = self.config, self.batches("train", self.samples)
@@ -311,30 +273,39 @@ class Run:
                     progress.say(f"step {n}: gradients are not finite, nothing was changed")
                 progress.update(n, float(values["loss"]), speed, seconds)
 
+            profiler.resume(first)
             for number in range(first + 1, c.run.steps + 1):
                 checkpoints.check()
                 if number == self.ranks.start + 1 and number > 1:
                     ranks = ", ".join(map(str, self.ranks.current))
                     progress.say(f"step {number}: compression over data starts, ranks by stage {ranks}")
-                state, values = self.step_of(number)(state, next(batches))
+                with profiler.reading():
+                    batch = next(batches)
+                with profiler.step(number):
+                    state, values = self.step_of(number)(state, batch)
                 self.samples += c.batch.global_batch
                 if pending:
                     handle(*pending)
                 pending = (number, values)
                 due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
                 save = c.checkpoint.every and number % c.checkpoint.every == 0
-                stop = self._must_stop(number)
+                stop = self._stop.after(number)
                 adapt = self.ranks.due(number)
-                if due or save or stop or adapt:
+                if due or save or stop or adapt or profiler.turns(number):
+                    profiler.pause(values)
                     handle(*pending)
                     pending, began = None, time.perf_counter()
+                    if number == profiler.last:
+                        with self.progress.doing("reading the profile"):
+                            writer.write(number, profiler.finish(self.step_of(number), progress.say))
                     if adapt and self.ranks.adapt():
                         ranks = ", ".join(map(str, self.ranks.current))
                         progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
                     if due:
-                        writer.write(number, {"validation_loss": self.validate(state)})
+                        writer.write(number, self.validate(state))
                     if save:
                         self.save(checkpoints, state, number)
+                    profiler.resume(number)
                     paused += time.perf_counter() - began
                     last_time = time.perf_counter()
                 if stop:
@@ -347,10 +318,10 @@ class Run:
     def _peak(self) -> float | None:
         return self.config.run.peak_flops or metrics.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)
 
-    def _summary(self, untrained: float, validation: float, speed: float, skipped: int) -> None:
+    def _summary(self, untrained: dict[str, float], validation: dict[str, float], speed: float, skipped: int) -> None:
         rows = [
-            ("validation loss", _nats(validation)),
-            *([("untrained", _nats(untrained))] if math.isfinite(untrained) else []),
+            *report.losses("validation loss", validation),
+            *report.losses("untrained", untrained),
             *([("speed", f"{report.size(speed)}tokens/s")] if speed else [("steps", "all were done before")]),
             ("checkpoint", str(self.out / sample.CHECKPOINTS)),
             ("metrics", str(self.out / metrics.FILE)),

@@ -32,6 +32,16 @@ def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(receives, leaf, jnp.zeros_like(leaf)), arrived)
 
 
+def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`lax.all_gather` of x over several axes, the major one first, on a real or a virtual mesh: [devices, *shape]."""
+    if axes[0] in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map: one collective
+        return lax.all_gather(x, axes)
+    shape = x.shape
+    for axis in reversed(axes):  # vmap takes one at a time
+        x = lax.all_gather(x, axis)
+    return x.reshape(-1, *shape)
+
+
 def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
     """Per dim of a global array the axes that split it, the major one first."""
     entries = [*spec, *[None] * (ndim - len(spec))]

@@ -241,8 +241,9 @@ def describe(decision: Decision, machines: Machines) -> str:
                 a, b, rate, alpha = links[name]
                 rows.append((name, f"{a} to {b}: {words.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
     mesh, pipeline, batch, compress = plan.mesh, plan.pipeline, plan.batch, plan.compress
-    zero1 = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
-    rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {zero1}"))
+    how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
+    how += ", sequence parallel" if mesh.sequence_parallel else ""
+    rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
     layers = f", layers {pipeline.pipe_layers}" if pipeline.pipe_layers else ""
     rows.append(("schedule", f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{layers}, "
                              f"save={pipeline.save}"))  # fmt: skip

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,22 +29,30 @@ from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.step import Trainer
-from planner import bench_place, measure_cluster, measure_compute, predict
+from planner import bench_place, costs, measure_cluster, measure_compute, predict
 from planner.cluster import Cluster
 from planner.links import fabric
 from planner.meeting import Meeting
 
 SECTIONS = ("executor", "placement", "speed")
-EXECUTED = (("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2))
+# Schedule, chunks and save. Small residuals where they can be: in schedules that skip idle ops XLA for CPUs moves F
+# ahead of B, and so must copy their ring.
+EXECUTED = (
+    ("eager_1f1b", 1, "layer_inputs"),
+    ("gpipe", 1, "layer_inputs"),
+    ("1f1b", 1, "layer_inputs"),
+    ("interleaved_1f1b", 2, "layer_inputs"),
+    ("1f1b", 1, "dots"),
+    ("zb_h1", 1, "dots"),
+)
 MICRO_BATCHES = 8
 # glibc gives a step's big buffers back to the system and faults them in again page by page in the next one, which costs
 # time that grows with the rings. A GPU's allocator keeps its memory; so these settings make glibc.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
-def _executed(schedule: str, chunks: int) -> Config:
-    # Small residuals: in 1f1b and interleaved_1f1b XLA for CPUs moves F ahead of B, and so must copy their ring.
-    return bench.configuration((1, 2, 1), MICRO_BATCHES, schedule=schedule, virtual_stages=chunks, save="layer_inputs")
+def _executed(schedule: str, chunks: int, save: str) -> Config:
+    return bench.configuration((1, 2, 1), MICRO_BATCHES, schedule=schedule, virtual_stages=chunks, save=save)
 
 
 class _Step:
@@ -89,25 +98,34 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     meeting = Meeting(120)
     with meeting.ends_together():
         machines = measure_cluster.meet(meeting, "", f"process{meeting.process}")
-        configs = {schedule: _executed(schedule, chunks) for schedule, chunks in EXECUTED}
-        config = configs[EXECUTED[0][0]]
+        configs = {f"{case[0]} {case[2]}": _executed(*case) for case in EXECUTED}
+        of_save = {config.pipeline.save: config for config in configs.values()}
+        config = _executed(*EXECUTED[0])
         links = measure_cluster.Options(
             sizes=(measure_cluster.MIB, 4 * measure_cluster.MIB), repeats=repeats, micro_batches=()
         )
         cluster, _ = measure_cluster.profile(meeting, machines, config, links, "two processes")
-        turns = measure_compute.Turns(config, 1, config.batch.micro_batch, jax.local_devices())
-        optimizer = measure_compute.Optimizer(config, 1, jax.local_devices())
-        turns.settle(meeting.agree)
-        samples: list[dict[str, float]] = []
-        steps = {"profile": lambda: samples.append(turns.sample() | {"optimizer": optimizer.sample()})}
-        steps |= {schedule: _Step(config) for schedule, config in configs.items()}
+        micro_batch, devices = config.batch.micro_batch, jax.local_devices()
+        turns = {save: measure_compute.Turns(config, 1, micro_batch, devices) for save, config in of_save.items()}
+        optimizer = measure_compute.Optimizer(config, 1, devices)
+        for some in turns.values():
+            some.settle(meeting.agree)
+        samples: dict[str, list[dict[str, float]]] = {save: [] for save in of_save}
+
+        def profile() -> None:
+            for save, some in turns.items():
+                samples[save].append(some.sample() | {"optimizer": optimizer.sample()})
+
+        steps = {"profile": profile} | {name: _Step(config) for name, config in configs.items()}
         seconds = bench.interleave(steps, repeats)
-        compute = {kind: statistics.median(s[kind] for s in samples) for kind in samples[0]}
-        rows = measure_cluster.compute_rows(machines, config, 1, config.batch.micro_batch, meeting.gather(compute))
+        rows: list[dict[str, Any]] = []
+        for save, config in of_save.items():
+            compute = {kind: statistics.median(s[kind] for s in samples[save]) for kind in samples[save][0]}
+            rows += measure_cluster.compute_rows(machines, config, 1, micro_batch, meeting.gather(compute))
         cluster = dataclasses.replace(cluster, compute=tuple(rows))
         if process == 0:
             figures = [[s, statistics.median(seconds[s]), predicted(cluster, c)] for s, c in configs.items()]
-            print(json.dumps([rows[0], figures]), flush=True)
+            print(json.dumps([rows, figures]), flush=True)
         meeting.gather(None)
 
 
@@ -128,13 +146,15 @@ def executor(repeats: int) -> None:
     output = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise UserError(f"the two processes of the executor benchmark ended with {[w.returncode for w in workers]}")
-    row, figures = json.loads(output[0].splitlines()[-1])
-    times = ", ".join(f"{kind} {row[kind] * 1e3:.4g}" for kind in measure_compute.KINDS)
+    rows, figures = json.loads(output[0].splitlines()[-1])
     print(f"\nexecutor, pipe=2 over two processes, one per core, m={MICRO_BATCHES}, median of {repeats} steps")
-    print(f"  profiled, ms: {times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter")
-    print(f"  {'schedule':<18}{'measured':>10}{'predicted':>11}{'error':>8}")
+    for row in rows:
+        kinds = (kind for kind in (*measure_compute.KINDS, *costs.PARTS) if kind in row)
+        times = ", ".join(f"{kind} {row[kind] * 1e3:.4g}" for kind in kinds)
+        print(f"  profiled, {row['save']}, ms: {times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter")
+    print(f"  {'schedule, save':<30}{'measured':>10}{'predicted':>11}{'error':>8}")
     for schedule, measured, guess in figures:
-        print(f"  {schedule:<18}{measured:>9.4f}s{guess:>10.4f}s{guess / measured - 1:>8.1%}")
+        print(f"  {schedule:<30}{measured:>9.4f}s{guess:>10.4f}s{guess / measured - 1:>8.1%}")
 
 
 # Devices, configuration and global batch of dry runs: 8 H100s a host.

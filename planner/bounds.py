@@ -182,7 +182,7 @@ def _fastest_kind(problem: Problem) -> Problem:
     The optimizer waits for the slowest of the devices in use, and all are.
     """
     best = copy.copy(problem)
-    for name in ("forward", "backward", "head", "per_byte"):
+    for name in ("forward", "backward", "weights", "head", "per_byte"):
         values = getattr(problem, name)
         setattr(best, name, np.concatenate([values.min(axis=0, keepdims=True), values]))
     slowest = max(problem.layer, key=lambda x: x.optimizer)

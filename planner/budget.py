@@ -50,6 +50,7 @@ class Budget:
             schedule=space.schedule,
             save=space.save,
             zero1=space.zero1.astype(int),
+            sequence_parallel=space.sequence_parallel.astype(int),
             scan=(scan & (common > 1)) * 1,
             backward_rank=space.backward_rank,
             data_rank=space.data_rank,

@@ -44,6 +44,7 @@ _MOST, _HUGE = 1_000_000, 1e300  # devices; what a number must be below
 _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
 _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
+_OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
 
 
@@ -297,7 +298,7 @@ def _check_compute(rows: Any, kinds: list[str]) -> None:
             raise UserError(f"compute row {number} lacks {', '.join(missing)}; profile again")
         for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if key in row)):
             _integer(f"compute row {number}: {key}", row[key])
-        for key in _SECONDS:
+        for key in (*_SECONDS, *(key for key in _OPTIONAL_SECONDS if key in row)):
             _number(f"compute row {number}: {key}", row[key], zero=key not in ("forward", "backward"))
         known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": FAMILIES}
         for key, known in known_values.items():

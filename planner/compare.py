@@ -47,7 +47,7 @@ def _chosen_by(search: Search, rule: str) -> int:
     groups = cluster.devices_per_host // taken.tensor
     outside = float(np.median(apart)) if apart.size else np.inf
     inside = float(np.median(np.diagonal(cluster.bandwidth)))
-    message = taken.micro_batch * model.sequence * model.hidden * screen.item(model)
+    message = taken.micro_batch * model.sequence // taken.parts * model.hidden * screen.item(model)
     hops = 2 * message / np.where(groups >= taken.data * taken.pipe, inside, outside)
     parameters = screen.parameters(model, taken)
     reduce = closed_forms.ring(parameters * MASTER, taken.data, np.where(groups >= taken.data, inside, outside))

@@ -24,6 +24,8 @@ _ACTIVATION_PASSES = 22
 # A layer's kernels differ, so that some wait for their launch and others for memory: the p-norm of the two sums.
 _SHARPNESS = 4
 ITEM = {"bfloat16": 2, "float32": 4}
+# Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
+_SPLIT_PASSES = {"weights": 12, "input": 18}
 # Forwards that B runs again, by pipeline.save: all of F; nothing; what is no matrix product.
 _RECOMPUTED = {"inputs": 1.0, "layer_inputs": 1.0, "residuals": 0.0, "dots": 0.0}
 
@@ -34,12 +36,15 @@ class LayerCosts:
 
     Attributes:
         forward, backward: of one layer; backward recomputes what is not saved.
+        backward_input, backward_weights: of one layer's in two parts, B and W; together a little more.
         head: loss and its gradient. embedding: look-up and its gradient.
         optimizer: of one float32 parameter held by the device.
     """
 
     forward: float
     backward: float
+    backward_input: float
+    backward_weights: float
     head: float
     embedding: float
     optimizer: float
@@ -53,11 +58,13 @@ def sheet(
     save: str,
     inside: tuple[float, float],
     shares: Shares = ASSUMED,
+    sequence_parallel: bool = False,
 ) -> LayerCosts:
     """Costs from the data sheet.
 
     FLOPs of F: 2 a parameter of the matrices (24 H^2 for GPT-2) + 4 S H a token (attention's scores and values). Two
-    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T.
+    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
+    all-gathers, which are halves of them (Korthikanti et al. 2022).
 
     Args:
         inside: alpha and bandwidth of a link inside a host.
@@ -76,21 +83,34 @@ def sheet(
         return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
     products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
-    matmuls = max(products / flops, model.matrices / tensor * item / memory)
-    # Norms and residual sums run whole on each device of a tensor group, the wide part is split.
-    passes = _ACTIVATION_PASSES * tokens * h * item * (0.4 + 0.6 / tensor) / memory
+    read = model.matrices / tensor * item / memory
+    matmuls = max(products / flops, read)
+    # Norms and residual sums run whole on each device of a tensor group or on parts, the wide part is split.
+    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / memory
+    passes = _ACTIVATION_PASSES * once
     forward = launched(matmuls + passes, 1) + 2 * reduce
     backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
+    # Of an F that B runs again the last collective is left out: an all-reduce, or a reduce-scatter. What save="dots"
+    # keeps has to be gathered again, twice.
     again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
+    if sequence_parallel:
+        again += {"dots": 2, "residuals": 0}.get(save, 1) * reduce / 2
+    # Of the backward's products with kernels half are W's.
+    kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
+    weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)
+    rest = shares.backward * (matmuls + passes) - kernels + _SPLIT_PASSES["input"] * once
+    rest = launched(rest, 1.5) + 2 * reduce + again
     logits = tokens * model.padded_vocab / tensor
     head = 6 * logits * h / flops + 8 * logits * item / memory + 2 * reduce + 20 * LAUNCH
     embedding = 6 * tokens * h * item / memory + reduce + 4 * LAUNCH
-    return LayerCosts(forward, backward + again, head, embedding, shares.optimizer_bytes / memory)
+    optimizer = shares.optimizer_bytes / memory
+    return LayerCosts(forward, backward + again, rest, weights, head, embedding, optimizer)
 
 
 # --- With a profile ---------------------------------------------------------------------------------------------------
 
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
+PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
 # Of a model, what a row of a compute profile names; rows that name no family are of GPT-2.
 PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
 
@@ -118,7 +138,8 @@ def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
     groups = {}
     for shape, rows in found.items():
         rows.sort(key=lambda row: row["micro_batch"])
-        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in ("micro_batch", *TIMES)}
+        keys = ("micro_batch", *TIMES, *(part for part in PARTS if all(part in row for row in rows)))
+        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in keys}
     return groups
 
 
@@ -148,8 +169,18 @@ _CPU = "v100"
 
 
 @functools.lru_cache(maxsize=100_000)
-def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_batch: int, save: str) -> LayerCosts:
+def layer(
+    cluster: Cluster,
+    kind: str,
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    save: str,
+    sequence_parallel: bool = False,
+) -> LayerCosts:
     """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
+
+    Profiles are of groups without sequence parallelism; what that changes is the data sheet's proportion.
 
     Raises:
         UserError: a kind without a data sheet has no profile.
@@ -160,21 +191,24 @@ def layer(cluster: Cluster, kind: str, model: ModelConfig, tensor: int, micro_ba
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
-        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares)
+        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
     shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
-    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in TIMES}
-    if nearest != shape:
+    times = [name for name in (*TIMES, *PARTS) if name in rows]
+    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
+    here = sheet(model, named, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
+    if nearest != shape or sequence_parallel:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
-        here = sheet(model, named, tensor, micro_batch, save, inside)
         # A profile is of groups inside a host, whatever hosts are taken together here.
         measured_inside = _inside(cluster.parts or cluster, kind)
         there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
-    return LayerCosts(**measured)
+    # Where the backward was measured whole its parts are the shares that the data sheet gives them.
+    parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
+    return LayerCosts(**parts | measured)
 
 
 def source(cluster: Cluster) -> str:
@@ -191,14 +225,18 @@ def source(cluster: Cluster) -> str:
 # --- Sizes ------------------------------------------------------------------------------------------------------------
 
 
-def message_bytes(model: ModelConfig, micro_batch: int) -> int:
-    """Activations of one micro-batch between two stages, [B, S, H]: every device of a tensor group sends them whole."""
-    return micro_batch * model.sequence * model.hidden * ITEM[model.dtype]
+def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
+    """Activations of one micro-batch between two stages, [B, S, H], as every device of a tensor group sends them.
+
+    Args:
+        parts: of the sequence, of which a device sends its own.
+    """
+    return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
 
 
-def packed_bytes(model: ModelConfig, micro_batch: int, rank: int) -> int:
+def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1) -> int:
     """The same as factors of a rank in the compute dtype."""
-    return rank * (micro_batch * model.sequence + model.hidden) * ITEM[model.dtype]
+    return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
 
 
 def layer_parameters(model: ModelConfig, tensor: int) -> int:

@@ -46,7 +46,7 @@ def sections(
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
     return {
-        "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1),
+        "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel),
         "pipeline": PipelineConfig(
             schedule=c.schedule,
             virtual_stages=c.chunks,

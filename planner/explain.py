@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
 from planner.search import Found, Search
 from planner.space import BACKWARD
 
 _NAMES = {"schedule": SCHEDULES, "save": SAVE_MODES, "backward": BACKWARD}
+_FLAGS = ("zero1", "sequence_parallel")
 
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
@@ -20,7 +21,16 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
     for factor in (0.5, 2.0):
         if now["micro_batch"] * factor >= 1:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
-    for column in ("schedule", "chunks", "save", "zero1", "backward", "backward_rank", "data_rank"):
+    for column in (
+        "schedule",
+        "chunks",
+        "save",
+        "zero1",
+        "sequence_parallel",
+        "backward",
+        "backward_rank",
+        "data_rank",
+    ):
         for value in np.unique(getattr(search.space, column)).tolist():
             if value != now[column]:
                 yield now | {column: value}
@@ -31,7 +41,7 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
     for column, value in changed.items():
         if value == now[column]:
             continue
-        shown = _NAMES[column][value] if column in _NAMES else (bool(value) if column == "zero1" else value)
+        shown = _NAMES[column][value] if column in _NAMES else (bool(value) if column in _FLAGS else value)
         words.append(f"{column}={shown}")
     return " ".join(words)
 
@@ -41,14 +51,15 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
 
     Figures of neighbours are those of plain layouts, without a placement of their own.
     """
-    columns = ("data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", "zero1", "backward", "data_rank")
-    columns += ("backward_rank",)
+    columns = ("data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS)
+    columns += ("backward", "data_rank", "backward_rank")
     table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
     c = chosen.candidate
     now = {
         "data": c.data, "pipe": c.pipe, "tensor": c.tensor, "micro_batch": c.micro_batch,
         "schedule": SCHEDULES.index(c.schedule), "chunks": c.chunks, "save": SAVE_MODES.index(c.save),
-        "zero1": int(c.zero1), "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
+        "zero1": int(c.zero1), "sequence_parallel": int(c.sequence_parallel),
+        "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
         "backward_rank": c.backward_rank if c.backward != "none" else 0,
     }  # fmt: skip
     found = []
@@ -105,4 +116,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
+    if SCHEDULES[changed["schedule"]] in SPLIT and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+        return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

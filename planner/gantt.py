@@ -19,6 +19,7 @@ Array = np.ndarray
 COLORS = {
     "F": "#9cc3e0",
     "B": "#2f6f9f",
+    "W": "#5aa28f",
     "H": "#f0c04a",
     "exposed": "#d55e00",
     "scrap": "#dfe4e8",
@@ -28,6 +29,7 @@ COLORS = {
 NAMES = {
     "F": "forward",
     "B": "backward",
+    "W": "weights' gradients",
     "H": "loss",
     "exposed": "exposed transfer",
     "scrap": "idle, on scrap",
@@ -35,13 +37,13 @@ NAMES = {
     "optimizer": "optimizer",
 }
 _IDLE = "#f1f3f5"
-_COMPUTE = ("F", "B", "H")
+_COMPUTE = ("F", "B", "W", "H")
 _MOST_OPS = 16_000  # that are simulated one by one
 _MOST_ROWS = 32  # of stages drawn
 
 
 class Span(NamedTuple):
-    """What a stage does from `begin` to `end`, seconds: a key of NAMES; micro_batch: of F, B and H, else -1."""
+    """What a stage does from `begin` to `end`, seconds: a key of NAMES; micro_batch: of F, B, W and H, else -1."""
 
     what: str
     stage: int
@@ -70,7 +72,7 @@ class Activity:
 
 
 def pipeline(table: Table, seconds: simulate.Seconds, overlap: bool) -> list[Span]:
-    """F, B, loss, scrap and exposed transfers of one pipeline.
+    """F, B, W, loss, scrap and exposed transfers of one pipeline.
 
     A transfer is exposed while one of its ends computes nothing.
     """
@@ -98,7 +100,7 @@ def _micro_batches(table: Table) -> dict:
     """By phase and stage, micro-batches in the order in which the replay comes to them; IDLE: scrap."""
     plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     order = {}
-    for what, ops in (("F", plan.forward), ("B", plan.backward)):
+    for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
         replayed = ops[(ops != IDLE).any(axis=1)]
         for stage in range(table.stages):
             own = replayed[:, stage]
@@ -193,7 +195,7 @@ class _Panel:
 def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
     """The chart and its caption."""
     work, c, problem = activity(report), report.chosen.candidate, report.problem
-    period = float((problem.forward + problem.backward).max(axis=0).reshape(c.chunks, c.pipe).sum(axis=0).max())
+    period = float(problem.work.max(axis=0).reshape(c.chunks, c.pipe).sum(axis=0).max())
     first, since = window(work, period)
     end = work.total - work.left_out
     stages = np.unique(np.linspace(0, c.pipe - 1, min(c.pipe, _MOST_ROWS)).round().astype(int)).tolist()
@@ -243,11 +245,11 @@ def _spans(svg: Svg, spans: list[Span], panel: _Panel, y: dict[int, float], row:
         # A hair between neighbours, as far as they are wide enough.
         hair = 0.7 if span.what in _COMPUTE and end - begin > 4 else 0.0
         shapes.setdefault(span.what, []).append(box(begin, y[span.stage], max(end - begin - hair, 0.3), row))
-        if span.what in ("F", "B") and end - begin > 4 + 6.2 * len(str(span.micro_batch)) and row >= 15:
+        if span.what in ("F", "B", "W") and end - begin > 4 + 6.2 * len(str(span.micro_batch)) and row >= 15:
             numbers.append(((begin + end) / 2, span))
     svg.shapes([(COLORS[what], "".join(shapes[what])) for what in NAMES if what in shapes])
     for x, span in numbers:
-        color = "#ffffff" if span.what == "B" else INK
+        color = INK if span.what == "F" else "#ffffff"
         svg.text(x, y[span.stage] + row / 2 + 3.5, str(span.micro_batch), 10, "middle", color)
 
 

@@ -42,6 +42,8 @@ class _State:
             self.now[stage] = begin + s.backward[virtual]
             if virtual:
                 made.append((self.gradients[virtual - 1], self.now[stage] + s.gradient[stage]))
+        for stage, virtual in zip(*map(numbers, row.weights)) if row.weights else ():
+            self.now[stage] = self.now[stage] + s.weights[virtual]
         for inbox, arrival in made:
             inbox.append(arrival)
 

@@ -258,7 +258,7 @@ def measure_all_compute(
             turns, problem = None, ""
             try:
                 if not measures:
-                    turns = measure_compute.Bystander()
+                    turns = measure_compute.Bystander(config)
                 elif tensor not in optimizer:
                     steps = measure_compute.Optimizer(config, tensor, devices)
                     steps.sample()
@@ -273,7 +273,7 @@ def measure_all_compute(
                 continue
             turns.settle(meeting.agree)
             samples = [turns.sample() for _ in range(options.repeats)]
-            value = {kind: statistics.median(s[kind] for s in samples) for kind in measure_compute.KINDS}
+            value = {kind: statistics.median(s[kind] for s in samples) for kind in turns.kinds}
             values = meeting.gather(value | {"optimizer": optimizer[tensor]} if measures else None)
             rows += compute_rows(machines, config, tensor, micro_batch, values)
     return rows, left_out

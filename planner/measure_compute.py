@@ -1,5 +1,7 @@
 """Timed compute: F and B of a layer, the head, the embedding and the optimizer, by the trainer's own functions.
 
+B is timed whole and, with a save mode that lets schedules split it, in its two parts.
+
 One program per tensor size and micro-batch runs each of them in a loop of its own, and how often is an argument: what a
 turn takes is the time of several turns less that of one, over their number, so that dispatch, casts and cleared
 accumulators do not count. The optimizer is a program of its own.
@@ -18,18 +20,25 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from paxtrain import model, pipeline, report
-from paxtrain.config import Config
+from paxtrain.config import SPLIT_SAVES, Config, MeshConfig
 from paxtrain.mesh import AXES, from_process_rows, make_mesh, process_rows
 from paxtrain.rings import read
 from paxtrain.stage import Stage
 from paxtrain.step import Trainer
+from planner import costs
 
 KINDS = ("forward", "backward", "head", "embedding")
+_OF_LAYERS = ("forward", "backward", *costs.PARTS)
 # Layers of the stage that is timed: enough that one does not find its weights in the cache where it left them.
 LAYERS = 4
 _LEAST = 0.05  # seconds that the turns of one measurement take at least
 
 Agree = Callable[[float], float]  # process 0's figure, on all processes
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """What is timed of a configuration."""
+    return (*KINDS, *(costs.PARTS if config.pipeline.save in SPLIT_SAVES else ()))
 
 
 def _turns(stage: Stage, counts: jax.Array) -> Any:
@@ -65,6 +74,19 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
         return stage.embed(i % 2), stage.embed_gradient(i % 2, g, carry[1], jnp.bool_(True))
 
     x, grads = lax.fori_loop(0, counts[3], embedding, (x, grads))
+    if stage.program.splits:
+
+        def backward_input(i: jax.Array, carry: tuple) -> tuple:
+            _, grads, ring = carry
+            return stage.input_gradient(0, ring, (i % 2,), g, grads)
+
+        # Both slots have what W reads, whatever the count.
+        out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))
+
+        def backward_weights(i: jax.Array, grads: Any) -> Any:
+            return stage.weight_gradients(0, ring, (i % 2,), grads)
+
+        grads = lax.fori_loop(0, counts[5], backward_weights, grads)
     return x, y, ring, out, loss[None], delta, grads
 
 
@@ -83,7 +105,7 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **sizes),
-        mesh=dataclasses.replace(config.mesh, data=groups, pipe=1, tensor=tensor, zero1=False),
+        mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, zero1=False),
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
         ),
@@ -111,23 +133,25 @@ class Turns:
         c = trainer.config.model
         key = jax.random.key_data(jax.random.key(0)) if c.embedding_dropout or c.residual_dropout else None
 
+        self.kinds = kinds(config)
+
         def local(params: Any, tokens: jax.Array, counts: jax.Array) -> Any:
-            return _turns(trainer.stage(params, tokens, key), counts)
+            return _turns(trainer.stage(params, tokens, key, splits=costs.PARTS[0] in self.kinds), counts)
 
         specs, whole = trainer.layout.specs(), PartitionSpec()
         mapped = trainer.shard_map(local, (specs, PartitionSpec("data"), whole), PartitionSpec(AXES))
         make = lambda key: trainer.layout.from_canonical(model.init(c, key))  # noqa: E731
         params = jax.jit(make, out_shardings=trainer.state_shardings.params)(jax.random.key(0))
         self._run = functools.partial(jax.jit(mapped), params, _tokens(trainer))
-        self._seconds(KINDS[0], 1)
+        self._seconds("forward", 1)
         self.counts: dict[str, int] = {}
 
     def settle(self, agree: Agree) -> None:
         """Finds how often each kind must run to be timed: as often on all processes, since groups may span several."""
-        self.counts = {kind: self._count(kind, agree) for kind in KINDS}
+        self.counts = {kind: self._count(kind, agree) for kind in self.kinds}
 
     def _seconds(self, kind: str, count: int) -> float:
-        counts = np.array([count if kind == k else 0 for k in KINDS], np.int32)
+        counts = np.array([count if kind == k else 0 for k in self.kinds], np.int32)
         return _timed(lambda: self._run(counts))
 
     def _count(self, kind: str, agree: Agree) -> int:
@@ -140,12 +164,12 @@ class Turns:
             count *= max(2, min(8, round(_LEAST / max(spent, 1e-9))))
 
     def sample(self) -> dict[str, float]:
-        """Seconds of one turn of every kind, F and B of one layer, measured once."""
+        """Seconds of one turn of every kind, F, B and its parts of one layer, measured once."""
         seconds = {}
         for kind, count in self.counts.items():
             # The first turn also brings its buffers into memory.
             one = self._seconds(kind, 1)
-            layers = self.layers if kind in ("forward", "backward") else 1
+            layers = self.layers if kind in _OF_LAYERS else 1
             seconds[kind] = max(self._seconds(kind, 1 + count) - one, 0.0) / count / layers
         return seconds
 
@@ -153,8 +177,8 @@ class Turns:
 class Bystander(Turns):
     """In place of Turns on a process that measures nothing: it takes part in the decisions, which are process 0's."""
 
-    def __init__(self) -> None:
-        self.layers, self.counts = 1, {}
+    def __init__(self, config: Config) -> None:
+        self.kinds, self.layers, self.counts = kinds(config), 1, {}
 
     def _seconds(self, kind: str, count: int) -> float:
         return 0.0

@@ -7,7 +7,7 @@ says what is allocated; `per_stage` what of it a stage has in use, for drawings.
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
     optimizer     Adam's two moments, sharded like the weights
     gradients     float32 accumulators, whole
-    activations   the ring of what F leaves for B: depth x what a forward keeps of a virtual stage
+    activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
     buffers       messages and their rings, and the largest workspace: of the head or of a backward
     compression   states of the codecs
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, Config, ModelConfig
 
 # Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
 # NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
@@ -41,6 +41,7 @@ class Shape:
         micro_batch: sequences; micro_batches: per data rank and step.
         schedule, save: index into paxtrain.config.SCHEDULES and SAVE_MODES.
         zero1: state and gradients are sharded over data.
+        sequence_parallel: activations between the split matrices are sharded over tensor.
         scan: layers run in a loop.
         backward_rank, forward_rank, data_rank: of the factors of what is compressed, 0 where nothing is.
         error: of the messages' compression, index into ("none", "explicit", "lazy").
@@ -63,6 +64,12 @@ class Shape:
     forward_rank: Any = 0
     data_rank: Any = 0
     error: Any = 2
+    sequence_parallel: Any = 0
+
+    @property
+    def parts(self) -> Any:
+        """Of the sequence, in what is sharded over tensor between the split matrices."""
+        return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
     def tokens(self) -> Any:
@@ -95,8 +102,7 @@ def settle(model: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
     """The model with attention="auto" settled for GPUs of a compute capability, as paxtrain.model does it."""
     if model.attention != "auto":
         return model
-    fits = model.dtype == "bfloat16" and model.head_dim % 8 == 0 and model.head_dim <= 128
-    return dataclasses.replace(model, attention="cudnn" if fits and capability >= (8, 0) else "xla")
+    return dataclasses.replace(model, attention="cudnn" if model.fits_flash and capability >= (8, 0) else "xla")
 
 
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
@@ -122,46 +128,73 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         forward_rank=compress.forward_rank if compress.forward != "none" else 0,
         data_rank=compress.data_rank if compress.data != "none" else 0,
         error=_ERRORS.index(compress.error),
+        sequence_parallel=int(mesh.sequence_parallel),
     )
 
 
 def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
     """Depths of the rings of residuals, activations and gradients as buffers.assign finds them, without scrap slots.
 
-    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b P, interleaved 2(P-1)+(v-1)P+1. Messages of
-    interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
+    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b and zb_h1 P, interleaved 2(P-1)+(v-1)P+1.
+    Messages of interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
     """
     p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
-    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b")]
+    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")]
     several = np.asarray(p) > 1
-    flight = np.select(which, [2 * (p - 1) + 1, m, p], 2 * (p - 1) + (v - 1) * p + 1)
-    activation = np.select(which, [0, 0, 1], 2) * several
-    gradient = np.select(which, [0, m, 1], np.minimum(p // 2 + 1, m)) * several
+    flight = np.select(which, [2 * (p - 1) + 1, m, p, p], 2 * (p - 1) + (v - 1) * p + 1)
+    activation = np.select(which, [0, 0, 1, 1], 2) * several
+    gradient = np.select(which, [0, m, 1, 1], np.minimum(p // 2 + 1, m)) * several
     return np.where(several, np.minimum(flight, m * v), 0), activation, gradient
 
 
 def kept(shape: Shape) -> dict[str, Any]:
     """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
 
-    What paxtrain.residuals.SplitVjp keeps: activations [t, H] whole, [t, H/T] sharded over tensor, softmax sums or,
-    with XLA's attention and everything saved, its [S, S] probabilities. Of jax 0.10; newer ones keep up to a tenth less
-    where everything is saved.
+    What paxtrain.residuals.SplitVjp keeps: activations [t, H] between the split matrices, which sequence parallelism
+    shards, [t, H/T] sharded over tensor, softmax sums or, with XLA's attention and everything saved, its [S, S]
+    probabilities; and, with everything saved, the inputs of two matrices, which are always whole. Where documents are
+    apart, also their beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10;
+    newer ones keep up to a tenth less where everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
-    whole, part, drop = model.hidden, model.hidden / shape.tensor, model.residual_dropout > 0
+    part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
+    between = model.hidden / shape.parts
     sums = 4 * t * model.heads / shape.tensor
     flash = model.attention == "cudnn"
     up = 2 * model.ffn if model.family == "llama" else model.ffn
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
-    dots = t * c * (2 * whole + wide + flash * part) + sums * flash
-    everything = t * ((24 + 2 * c) * whole + 16 + drop * 2 * (c + 1) * whole)
+    dots = t * c * (2 * between + wide + flash * part) + sums * flash
+    everything = t * (24 * between + 2 * c * model.hidden + 16 / shape.parts + drop * 2 * (c + 1) * between)
+    everything = everything + 8 * (model.hidden + 4)  # the norms' scales, and scalars
     if model.family == "llama":
         everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
         everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
     else:
         everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
-    return {"dots": dots, "layer_inputs": t * c * whole, "residuals": everything}
+    apart = model.separator >= 0
+    everything = everything + (apart and flash) * t * c * model.sequence
+    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
+
+
+def left(shape: Shape) -> dict[str, Any]:
+    """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
+
+    Of the gradients of what the layer's matrices make, those for which paxtrain.split_backward finds no place among
+    what F keeps and W does not read. With matrix products saved, those of queries, keys and values do. With everything
+    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H]. With sequence
+    parallelism F keeps none that is whole, and where matrix products are saved B leaves what it has gathered for W.
+    """
+    model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
+    whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
+    sequence = np.asarray(shape.sequence_parallel) == 1
+    ends = 2 * whole * (sequence | (not wide and model.residual_dropout == 0))  # of out and down
+    dots = 2 * whole * (1 + sequence)
+    if model.family == "llama":
+        up = 2 * model.ffn / tensor
+        queries = np.where(wide & (tensor == 1), 0, part)
+        return {"dots": one * (dots + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
+    return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
 def _matrices(shape: Shape) -> list[list[Any]]:
@@ -201,7 +234,7 @@ def parameters(shape: Shape) -> tuple[Any, Any, Any]:
 def _codec_state(shape: Shape) -> Any:
     """Bytes of the compression's states of one device, see compress.codec.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
-    n, k, total = shape.tokens, model.hidden, 0
+    n, k, total = shape.tokens // shape.parts, model.hidden, 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
@@ -221,7 +254,7 @@ def ring_slots(shape: Shape) -> Any:
 
 
 def _message(shape: Shape) -> Any:
-    return shape.tokens * shape.model.hidden * shape.compute
+    return shape.tokens // shape.parts * shape.model.hidden * shape.compute
 
 
 def _messages(shape: Shape) -> Any:
@@ -243,11 +276,12 @@ def _head(shape: Shape) -> Any:
 def _fused(shape: Shape) -> Any:
     """Bytes that are really kept of a layer between its F and its B where no ring asks for more, unlike `kept`.
 
-    Of unrolled layers XLA sees all: it keeps what save="dots" would and the two norms' float32 inputs. A loop over
-    layers keeps all it is told to.
+    Of unrolled layers XLA sees all: it keeps what save="dots" would, the two norms' float32 inputs and, with sequence
+    parallelism, what is gathered of them. A loop over layers keeps all it is told to.
     """
-    layer = kept(shape)
-    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * shape.tokens * shape.model.hidden, layer["residuals"])
+    layer, whole = kept(shape), shape.tokens * shape.model.hidden
+    gathered = 2 * shape.compute * whole * (np.asarray(shape.sequence_parallel) == 1)
+    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * whole / shape.parts + gathered, layer["residuals"])
     return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
 
 
@@ -258,9 +292,12 @@ def _backward(shape: Shape) -> Any:
     dtype: read off its buffer assignments, like `_fused`; all other figures here are counted from the code.
     """
     model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
-    layer = t * model.hidden * (24 + 5.5 * c + 7 * c / tensor)
+    gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
+    layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / tensor)
     if model.attention != "cudnn":
         layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
+    elif model.separator >= 0:
+        layer = layer + t * c * model.sequence  # the mask; its gradient, which nobody uses, finds room elsewhere
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
@@ -276,6 +313,8 @@ def analytic(shape: Shape) -> Memory:
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
+    splits = np.isin(shape.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (np.asarray(shape.pipe) > 1)
+    layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
     layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
@@ -308,6 +347,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
         "gpipe": np.full(stages, m),
         "1f1b": stages - s,
         "interleaved_1f1b": 2 * (stages - 1 - s) + (v - 1) * stages + 1,
+        "zb_h1": np.full(stages, stages),
     }[config.pipeline.schedule]
     in_flight = np.minimum(flight, m * v) / np.maximum(ring_slots(shape), 1)
     return Memory(

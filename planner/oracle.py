@@ -74,7 +74,8 @@ def program(config: Config) -> dict[str, Any]:
     values, opt = to_dict(config), config.optimizer
     sections = {name: values[name] for name in ("model", "mesh", "pipeline", "batch", "compress")}
     sections["pipeline"]["pipe_layers"] = ",".join(map(str, config.stage_layers))
-    sections["optimizer"] = {"schedule": opt.schedule, "warmup": bool(opt.warmup_steps), "clip": bool(opt.clip_norm)}
+    sections["optimizer"] = {"name": opt.name, "schedule": opt.schedule}
+    sections["optimizer"] |= {"warmup": bool(opt.warmup_steps), "clip": bool(opt.clip_norm)}
     return sections
 
 

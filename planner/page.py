@@ -113,9 +113,10 @@ def _head(report: Report) -> str:
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
     )
-    zero = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
-        f"{mesh(c)} (data x pipe x tensor), {zero}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
+        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
@@ -167,7 +168,7 @@ def _stages(report: Report) -> str:
     kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
     stage = np.arange(c.pipe)
     virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
-    each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.backward)]  # [D, P]
+    each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
     slow = np.argmax(each[0] + each[1], axis=0)
     forward, backward = (x[slow, stage] for x in each)
     loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)

@@ -107,11 +107,11 @@ def place(
             where, found = exact.search(objective, every)
             return better(where, found, found, "exact", len(every) + 1)
     rng = np.random.default_rng(seed)
-    work = problem.forward[0] + problem.backward[0]
+    work = problem.work[0]
     begin = anneal.starts(
         (c.data, c.pipe, slots),
         fabric.per_byte,
-        speed=(problem.forward + problem.backward).sum(axis=1)[problem.kind_of_host],
+        speed=problem.work.sum(axis=1)[problem.kind_of_host],
         load=work.reshape(c.chunks, c.pipe).sum(axis=0),
         rng=rng,
     )

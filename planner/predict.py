@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import ModelConfig
+from paxtrain.config import SPLIT, ModelConfig
 from planner import costs, simulate
 from planner.cluster import Cluster
 from planner.links import Fabric, Paths, paths
@@ -37,7 +37,7 @@ class Candidate:
     """A plan without its placement.
 
     Attributes:
-        data, pipe, tensor: sizes of the mesh. zero1: as MeshConfig's.
+        data, pipe, tensor: sizes of the mesh. zero1, sequence_parallel: as MeshConfig's.
         schedule, chunks, save: as PipelineConfig's; counts: layers of each virtual stage.
         backward: "none", "epilogue" or "all"; backward_rank: of its factors.
         data_rank: rank of the factors over data of those stages whose reduction ends the step; 0: none is compressed.
@@ -53,6 +53,7 @@ class Candidate:
     chunks: int = 1
     save: str = "dots"
     zero1: bool = True
+    sequence_parallel: bool = False
     backward: str = "none"
     backward_rank: int = 16
     data_rank: int = 0
@@ -61,6 +62,11 @@ class Candidate:
     def groups(self) -> int:
         """Tensor groups, each on one host."""
         return self.data * self.pipe
+
+    @property
+    def parts(self) -> int:
+        """Of the sequence, in what a device keeps and sends."""
+        return self.tensor if self.sequence_parallel else 1
 
     @property
     def slots(self) -> int:
@@ -114,29 +120,39 @@ class Problem:
         kinds = sorted(set(cluster.kinds))
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
         c = candidate
-        self.layer = [costs.layer(cluster, kind, model, c.tensor, c.micro_batch, c.save) for kind in kinds]
+        how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
+        self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward)
         counts = np.array(c.counts, float)
         first = np.zeros(len(counts))
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
         self.forward = np.array([x.forward * counts + x.embedding * first for x in self.layer])  # [kinds, V]
-        self.backward = np.array([x.backward * counts + x.embedding * first for x in self.layer])
+        splits = c.schedule in SPLIT and c.pipe > 1
+        backward = [x.backward_input if splits else x.backward for x in self.layer]
+        self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
+        self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
         self.head = np.array([x.head for x in self.layer])
         # The optimizer's time is passes over memory: so fast is memory in the other passes, too.
         self.per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+
+    @property
+    def work(self) -> Array:
+        """[kinds, V] seconds of one micro-batch: F, B and W."""
+        return self.forward + self.backward + self.weights
 
     # --- Sizes --------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def message(self) -> int:
         """Bytes of a message between stages."""
-        return costs.message_bytes(self.model, self.candidate.micro_batch)
+        return costs.message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
 
     @functools.cached_property
     def packed(self) -> int:
         """Bytes of a compressed one."""
-        return costs.packed_bytes(self.model, self.candidate.micro_batch, self.candidate.backward_rank)
+        c = self.candidate
+        return costs.packed_bytes(self.model, c.micro_batch, c.backward_rank, c.parts)
 
     @functools.cached_property
     def layer_parameters(self) -> int:
@@ -200,6 +216,7 @@ class Problem:
         return simulate.Seconds(
             forward=self.forward[on, stage],
             backward=self.backward[on, stage],
+            weights=self.weights[on, stage],
             activation=flat(links.activation),
             gradient=flat(links.gradient),
             head=self.head[flat(kinds)[:, -1]],

@@ -17,7 +17,7 @@ from paxtrain import distributed, report
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError, run
 from planner import cluster as clusters
-from planner import measure_cluster, measure_compute, rollcall
+from planner import costs, measure_cluster, measure_compute, rollcall
 from planner.cluster import Cluster
 from planner.measure_cluster import MIB, Options
 from planner.meeting import Meeting
@@ -33,7 +33,8 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
             said.append((name, f"{report.size(b.min(), 'B/s')} to {report.size(b.max(), 'B/s')}, "
                                f"{a.min() * 1e6:.0f} to {a.max() * 1e6:.0f} us"))  # fmt: skip
     for row in cluster.compute:
-        times = ", ".join(f"{kind} {row[kind] * 1e3:.3g} ms" for kind in measure_compute.KINDS)
+        kinds = (kind for kind in (*measure_compute.KINDS, *costs.PARTS) if kind in row)
+        times = ", ".join(f"{kind} {row[kind] * 1e3:.3g} ms" for kind in kinds)
         said.append((f"{row['kind']}, tensor={row['tensor']}, micro_batch={row['micro_batch']}",
                      f"{times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter"))  # fmt: skip
     return said

@@ -140,8 +140,9 @@ def tokens(per_second: float) -> str:
 
 
 def mesh(candidate: Candidate) -> str:
-    """ "32 x 4 x 1": data x pipe x tensor."""
-    return f"{candidate.data} x {candidate.pipe} x {candidate.tensor}"
+    """ "32 x 4 x 1": data x pipe x tensor, with " seq" behind it where tensor also splits the sequence."""
+    sequence = " seq" if candidate.sequence_parallel else ""
+    return f"{candidate.data} x {candidate.pipe} x {candidate.tensor}{sequence}"
 
 
 def schedule(candidate: Candidate) -> str:

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 
 from paxtrain import schedule as schedules
+from paxtrain.config import SPLIT
 from paxtrain.schedule import IDLE, Schedule
 
 Array = np.ndarray
@@ -49,7 +50,7 @@ class Row:
     """One kind of row; what does not happen in it is None.
 
     Attributes:
-        forward, backward: (stages, virtual stages) that run F or B, idle ones that compute on scrap included.
+        forward, backward, weights: (stages, virtual stages) that run F, B or W, idle ones that compute on scrap too.
         head: the last virtual stage's F is among them.
         plain, packed, activations: (senders, receivers) of the messages.
         hides: F does not wait for the gradients.
@@ -57,6 +58,7 @@ class Row:
 
     forward: tuple[Where, Where] | None
     backward: tuple[Where, Where] | None
+    weights: tuple[Where, Where] | None
     head: bool
     plain: tuple[Where, Where] | None
     packed: tuple[Where, Where] | None
@@ -70,8 +72,9 @@ Run = tuple[tuple[Row, ...], int]  # rows, and how often they come in a row
 def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
     """The table's rows, with what idle stages compute or without; those that are alike are one object."""
     stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
-    f, b = schedule.forward != IDLE, schedule.backward != IDLE
-    f_virtual, b_virtual = (x * schedule.stages + stages for x in (schedule.forward_chunk, schedule.backward_chunk))
+    f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
+    chunks = schedule.forward_chunk, schedule.backward_chunk, schedule.weights_chunk
+    f_virtual, b_virtual, w_virtual = (x * schedule.stages + stages for x in chunks)
     # What travels before a row is what its predecessor's B has made.
     sends, packed = np.zeros_like(b), np.zeros_like(b)
     sends[1:] = (b & (b_virtual > 0))[:-1]
@@ -79,7 +82,8 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
         chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
         for row, stage in np.argwhere(sends):
             packed[row, stage] = (int(b_virtual[row - 1, stage]), int(schedule.backward[row - 1, stage])) in chosen
-    signatures = np.concatenate([f, f * f_virtual, b, b * b_virtual, sends, packed], axis=1).astype(np.int32)
+    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed]
+    signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
     def phase(busy: Array, virtual: Array) -> tuple[Where, Where] | None:
         busy = np.full_like(busy, True) if scrap and schedule.masked and busy.any() else busy
@@ -93,11 +97,12 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
         return Row(
             forward=phase(f[t], f_virtual[t]),
             backward=phase(b[t], b_virtual[t]),
+            weights=phase(w[t], w_virtual[t]),
             head=bool(f[t, -1] and f_virtual[t, -1] == last),
             plain=ends(sends[t] & ~packed[t], -1),
             packed=ends(packed[t], -1),
             activations=ends(f[t] & (f_virtual[t] < last), 1),
-            hides=schedule.masked,
+            hides=schedule.masked or schedule.splits,
         )
 
     kinds: dict[bytes, Row] = {}
@@ -127,7 +132,7 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 @functools.lru_cache(maxsize=1024)
 def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: str, scrap: bool) -> list[Run]:
     schedule = schedules.build(name, stages, micro_batches, chunks)
-    return _runs(_rows(schedule, compressed, scrap), longest=2 * schedule.virtual_stages)
+    return _runs(_rows(schedule, compressed, scrap), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,7 +143,7 @@ def runs(table: Table, scrap: bool = True) -> list[Run]:
     """
     step = table.stages if table.chunks > 1 else 1
     # Enough that some stage has rows in which all that is steady happens, whatever is left over.
-    few = (2 if table.chunks == 1 else 4) * table.stages + table.micro_batches % step
+    few = (4 if table.chunks > 1 or table.schedule in SPLIT else 2) * table.stages + table.micro_batches % step
     make = lambda m: _few(table.schedule, table.stages, m, table.chunks, table.compressed, scrap)  # noqa: E731
     if table.micro_batches <= few + step:
         return make(table.micro_batches)

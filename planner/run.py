@@ -17,9 +17,10 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from paxtrain import data, distributed, supervised, train
+from paxtrain import distributed, supervised, train
 from paxtrain import plan as plans
 from paxtrain.config import Config, to_dict
+from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
 from planner import allocation, auto_plan, environment, measure_cluster, rollcall, search_flags
 from planner.auto_plan import Decision, Request
@@ -53,10 +54,9 @@ def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int |
 
 def _check_data(meeting: Meeting, config: Config) -> None:
     """Finds out on every process whether it can read the data, before anything is measured."""
-    problem, model = "", config.model
+    problem = ""
     try:
-        for name in ("train", "validation"):
-            data.load(getattr(config.data, name), vocab_size=model.vocab_size, sequence=model.sequence)
+        DataSets(config)
     except UserError as error:
         problem = str(error)
 

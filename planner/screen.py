@@ -13,7 +13,7 @@ The parts, each below what planner.predict says of any placement and any split o
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, ModelConfig
 from planner import costs
 from planner.cluster import Cluster, between
 from planner.predict import MASTER, POWER_PASSES
@@ -35,15 +35,16 @@ def parameters(model: ModelConfig, space: Space) -> Array:
 
 def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Array]:
     """Columns of the layer costs on the quickest kind of device."""
-    keys = np.stack([space.tensor, space.micro_batch, space.save])
+    keys = np.stack([space.tensor, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
     kinds = sorted(set(cluster.kinds))
     rows = []
-    for tensor, micro_batch, save in different.T.tolist():
-        found = [costs.layer(cluster, kind, model, tensor, micro_batch, SAVE_MODES[save]) for kind in kinds]
-        rows.append([min(getattr(x, name) for x in found) for name in costs.TIMES])
+    for tensor, micro_batch, save, sequence in different.T.tolist():
+        how = (tensor, micro_batch, SAVE_MODES[save], bool(sequence))
+        found = [costs.layer(cluster, kind, model, *how) for kind in kinds]
+        rows.append([min(getattr(x, name) for x in found) for name in (*costs.TIMES, *costs.PARTS)])
     table = np.array(rows)[where.ravel()]
-    return dict(zip(costs.TIMES, table.T))
+    return dict(zip((*costs.TIMES, *costs.PARTS), table.T))
 
 
 def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array]:
@@ -98,7 +99,8 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     """Seconds [N] below which no placement and no split of layers brings a candidate's predicted step."""
     c = compute(cluster, model, space)
     p, m, d = space.pipe, space.micro_batches, space.data
-    layer = c["forward"] + c["backward"]
+    splits = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (p > 1)
+    layer = c["forward"] + np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
     masked = np.isin(space.schedule, MASKED)
     rows = m + np.where(masked, p - 1, 0)
     whole = rows * (model.layers * layer + c["embedding"]) + m * c["head"]
@@ -106,8 +108,9 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     hop_alpha, hop_byte, ring_alpha, ring_byte = _fastest(cluster, space)
 
     size = item(model)
-    message = hop_alpha + space.micro_batch * model.sequence * model.hidden * size * hop_byte
-    packed = hop_alpha + space.backward_rank * (space.micro_batch * model.sequence + model.hidden) * size * hop_byte
+    tokens = space.micro_batch * model.sequence // space.parts
+    message = hop_alpha + tokens * model.hidden * size * hop_byte
+    packed = hop_alpha + space.backward_rank * (tokens + model.hidden) * size * hop_byte
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
     alone = p == 1
     gpipe, plain = (space.schedule == SCHEDULES.index(name) for name in ("gpipe", "1f1b"))

@@ -119,6 +119,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
         chunks=int(space.chunks[i]),
         save=SAVE_MODES[space.save[i]],
         zero1=bool(space.zero1[i]),
+        sequence_parallel=bool(space.sequence_parallel[i]),
         backward=BACKWARD[space.backward[i]],
         backward_rank=int(space.backward_rank[i]) or 16,
         data_rank=int(space.data_rank[i]),

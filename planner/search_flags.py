@@ -9,6 +9,8 @@ from absl import flags
 from paxtrain.config import (
     SAVE_MODES,
     SCHEDULES,
+    SPLIT,
+    SPLIT_SAVES,
     BatchConfig,
     CompressConfig,
     ModelConfig,
@@ -22,6 +24,7 @@ from planner.search import Options, Search
 from planner.space import BACKWARD, Choices
 
 _KINDS = ("epilogue", "all", "data")
+_SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 _NAMES = (
     "compress",
@@ -32,6 +35,7 @@ _NAMES = (
     "pipe",
     "micro_batch",
     "virtual_stages",
+    "sequence_parallel",
     "schedules",
     "saves",
     "uneven",
@@ -57,6 +61,7 @@ def define_flags() -> None:
     flags.DEFINE_list("pipe", [], "Sizes of the pipe axis to try; likewise.")
     flags.DEFINE_list("micro_batch", [], "Micro-batches to try; likewise.")
     flags.DEFINE_list("virtual_stages", ["2", "4"], "Chunks per stage of interleaved schedules to try.")
+    flags.DEFINE_enum("sequence_parallel", "no", list(_SEQUENCE), "Split the sequence wherever tensor is above 1.")
     flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to try.")
     flags.DEFINE_list("saves", list(SAVE_MODES), "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", True, "Also split layers unevenly over the stages.")
@@ -78,7 +83,8 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
     """What the planner takes of a configuration, nested.
 
     Raises:
-        UserError: a section is missing or wrong, or asks for compression that the planner does not know.
+        UserError: a section is missing or wrong, or asks for a compression or an optimizer that the planner does not
+            know.
     """
     for name in _SECTIONS:
         if name not in values:
@@ -94,6 +100,11 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
+    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
+        raise UserError(
+            f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "
+            "plan with adamw, and train with --plan=plan.json and the other"
+        )
     return found
 
 
@@ -111,13 +122,18 @@ def choices(min_ratio: float) -> Choices:
     for kind in kinds:
         if kind not in _KINDS:
             raise UserError(f"--compress must be none or some of {', '.join(_KINDS)}, got {kind!r}")
+    schedules, saves = _known("schedules", SCHEDULES), _known("saves", SAVE_MODES)
+    if set(schedules) <= set(SPLIT) and not set(saves) & set(SPLIT_SAVES):
+        known = " or ".join(SPLIT_SAVES)
+        raise UserError(f"--schedules={','.join(schedules)} needs --saves={known}, got {','.join(saves)}")
     return Choices(
         tensor=integers("tensor"),
         pipe=integers("pipe"),
         micro_batch=integers("micro_batch"),
         virtual_stages=integers("virtual_stages"),
-        schedules=tuple(_known("schedules", SCHEDULES)),
-        saves=tuple(_known("saves", SAVE_MODES)),
+        sequence_parallel=_SEQUENCE[f.sequence_parallel],
+        schedules=tuple(schedules),
+        saves=tuple(saves),
         backward=tuple(kind for kind in kinds if kind in BACKWARD),
         backward_ranks=integers("backward_ranks"),
         data_ranks=integers("data_ranks") if "data" in kinds else (),

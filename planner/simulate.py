@@ -1,18 +1,18 @@
 """The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
 
 It replays, row by row, what `paxtrain.pipeline.Rows.row` does on every stage: gradients travel, F, activations travel,
-B. A transfer starts when both of its ends have come to it: a GPU's send waits for its receive to be posted, and so does
-gloo's on CPUs. What waits for its end differs by backend:
+W, B. A transfer starts when both of its ends have come to it: a GPU's send waits for its receive to be posted, and so
+does gloo's on CPUs. What waits for its end differs by backend:
 
     overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
                       end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
                       goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed:
-                      that is where the compiler puts it.
+                      that is where the compiler puts it. In zb_h1 the executor puts it behind W.
     blocking (CPU)    the receiver waits for a transfer where it stands in the compiled program; the sender only for its
                       start, since the socket takes the message at once. In rows that are not turns of a loop of one
                       row XLA for CPUs puts F before the B of the row before, with two stages its sends too; with more
                       they follow that B. The loss comes after the sends of its row. So it does with 2, 4 and 8
-                      stages, but for some of the first and last rows.
+                      stages, but for some of the first and last rows. In zb_h1 rows stay as they are.
 
 All of this is maxima and sums, so the result is monotone in every duration; and what is added to the state of all
 stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from paxtrain.config import SPLIT
 from planner.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
@@ -41,7 +42,8 @@ class Seconds:
     """Durations of a batch of candidates that run the same table; arrays [batch, ...] or without the batch dim.
 
     Attributes:
-        forward, backward: [batch, virtual stages] of F and of B of one micro-batch, in the order of a token's way.
+        forward, backward, weights: [batch, virtual stages] of F, B and W of one micro-batch, in the order of a token's
+            way; weights only where the schedule has W.
         activation: [batch, P] of the message with which stage s sends activations, to (s+1) mod P.
         gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P.
         head: [batch] of the loss and its gradient, in the forward phase of the last virtual stage.
@@ -59,6 +61,7 @@ class Seconds:
     packed: Array | float = 0.0
     encode: Array | float = 0.0
     decode: Array | float = 0.0
+    weights: Array | float = 0.0
 
 
 def concatenate(parts: list[Seconds]) -> Seconds:
@@ -79,7 +82,8 @@ def concatenate(parts: list[Seconds]) -> Seconds:
 
 def spread(table: Table, seconds: Seconds) -> Seconds:
     """The durations as contiguous arrays with the batch last: [virtual stages, batch], [P, batch], head [batch]."""
-    sizes = {"forward": table.stages * table.chunks, "backward": table.stages * table.chunks, "head": None}
+    virtual = table.stages * table.chunks
+    sizes = {"forward": virtual, "backward": virtual, "weights": virtual, "head": None}
     given = {field.name: np.asarray(getattr(seconds, field.name), float) for field in dataclasses.fields(seconds)}
     batch = max(len(x) if x.ndim == 1 + (name != "head") else 1 for name, x in given.items())
 
@@ -112,7 +116,7 @@ class _Replay:
     def __init__(self, table: Table, seconds: Seconds, overlap: bool, record: Recorder | None) -> None:
         self.seconds = spread(table, seconds)
         self.now = self.seconds.start.copy()
-        self.overlap, self.record = overlap, record
+        self.overlap, self.record, self.splits = overlap, record, table.schedule in SPLIT
 
     def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
         """Until when each end of the messages waits, per pair."""
@@ -158,6 +162,10 @@ class _Replay:
         if row.backward:
             self._compute("B", row.backward, self.seconds.backward)
 
+    def _weights(self, row: Row) -> None:
+        if row.weights:
+            self._compute("W", row.weights, self.seconds.weights)
+
     def _encode(self, row: Row) -> None:
         if row.packed:
             self.now[row.packed[0]] += self.seconds.encode[row.packed[0]]
@@ -187,7 +195,8 @@ class _Replay:
                     self._wait(ends, until)
             self._forward(row)
             self._head(row)
-            posted = self.now.copy() if later and row.activations else self.now
+            posted = self.now.copy() if row.activations and (later or row.weights) else self.now
+            self._weights(row)
             for ends, until in later:
                 self._wait(ends, until)
             self._decode(row)
@@ -202,7 +211,7 @@ class _Replay:
 
     def _blocking(self, rows: tuple[Row, ...]) -> None:
         """Rows of one computation, in the order that the module's docstring tells."""
-        early = [i > 0 and row.activations and not row.packed for i, row in enumerate(rows)]
+        early = [i > 0 and row.activations and not (row.packed or self.splits) for i, row in enumerate(rows)]
         sends_early = len(self.now) == 2
         for i, row in enumerate(rows):
             if early[i] and not sends_early:
@@ -219,6 +228,7 @@ class _Replay:
                 self._forward(rows[i + 1])
                 if sends_early:
                     self._send(rows[i + 1])
+            self._weights(row)
             self._backward(row)
 
     def run(self, stretches: list[Run]) -> Array:
@@ -251,8 +261,8 @@ class Event:
     """What one stage does from `begin` to `end`, seconds.
 
     Attributes:
-        what: "F", "B", "H" (loss), "activation" or "gradient" (sent by that stage).
-        stage: of the pipeline; virtual stage: of an F, B or H, else -1.
+        what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
+        stage: of the pipeline; virtual stage: of an F, B, W or H, else -1.
     """
 
     what: str
@@ -268,7 +278,7 @@ def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event
 
     def record(what: str, where: Where, begin: Array, end: Array) -> None:
         for place, b, e in zip(numbers(where), begin[:, 0].tolist(), end[:, 0].tolist()):
-            computes = what in ("F", "B", "H")
+            computes = what in ("F", "B", "W", "H")
             events.append(Event(what, place % table.stages, place if computes else -1, b, e))
 
     _Replay(table, seconds, overlap, record).run(runs(table))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
 from planner import costs
 from planner.cluster import Cluster
@@ -24,6 +24,7 @@ class Choices:
     Attributes:
         tensor, pipe, micro_batch: sizes to try; empty: all that divide.
         schedules, saves, zero1: values to try. virtual_stages: chunks of interleaved schedules.
+        sequence_parallel: values to try where tensor has several devices that the sequence can be split over.
         backward: kinds of compressed activation gradients allowed besides none; backward_ranks: at which ranks.
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
         min_ratio: nothing is compressed that does not shrink so many times.
@@ -36,6 +37,7 @@ class Choices:
     virtual_stages: tuple[int, ...] = (2, 4)
     saves: tuple[str, ...] = SAVE_MODES
     zero1: tuple[bool, ...] = (True, False)
+    sequence_parallel: tuple[bool, ...] = (False,)
     backward: tuple[str, ...] = ("epilogue",)
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
@@ -59,6 +61,7 @@ class Space:
     chunks: Array
     save: Array
     zero1: Array
+    sequence_parallel: Array
     backward: Array
     backward_rank: Array
     data_rank: Array
@@ -66,6 +69,11 @@ class Space:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    @property
+    def parts(self) -> Array:
+        """Of the sequence, in what a device keeps and sends."""
+        return np.where(self.sequence_parallel, self.tensor, 1)
 
     def take(self, where: Array) -> "Space":
         """Some of the candidates."""
@@ -113,12 +121,14 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             continue
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (schedule, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
-            policies = _compressions(choices, model, data, pipe, tensor, micro_batch)
+            m = global_batch // data // micro_batch
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
-            for save, zero, policy in itertools.product(choices.saves, zero1, policies):
-                m = global_batch // data // micro_batch
-                save_index = SAVE_MODES.index(save)
-                rows.append((data, pipe, tensor, micro_batch, m, schedule, chunks, save_index, zero, *policy))
+            saves = [s for s in choices.saves if SCHEDULES[schedule] not in SPLIT or s in SPLIT_SAVES]
+            for sequence in _sequence_parallel(choices, model, tensor):
+                policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
+                for save, zero, policy in itertools.product(saves, zero1, policies):
+                    how = (schedule, chunks, SAVE_MODES.index(save), zero, sequence)
+                    rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
     if not rows:
         smallest = sorted({data for data, *_ in meshes})
         raise UserError(
@@ -140,6 +150,7 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
     """(index of the schedule, chunks). With one stage all are the same."""
     if pipe == 1:
         plain = [name for name in choices.schedules if name != "interleaved_1f1b"]
+        plain.sort(key=lambda name: name in SPLIT)  # which cannot use all saves
         yield from [(SCHEDULES.index(name), 1) for name in plain[:1]]
         return
     for name in choices.schedules:
@@ -148,11 +159,17 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
                 yield SCHEDULES.index(name), chunks
 
 
+def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:
+    if tensor == 1 or model.sequence % tensor:
+        return (False,)
+    return choices.sequence_parallel
+
+
 def _compressions(
-    choices: Choices, model: ModelConfig, data: int, pipe: int, tensor: int, micro_batch: int
+    choices: Choices, model: ModelConfig, data: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
 ) -> list[tuple[int, int, int]]:
     """(backward, its rank, rank over data), as far as the trainer would compress anything."""
-    n, k = micro_batch * model.sequence, model.hidden
+    n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
     between = [(0, 0)]
     if pipe > 1:
         ranks = [r for r in choices.backward_ranks if compression_ratio(n, k, r) >= choices.min_ratio]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paxtrain.config import SCHEDULES
 from planner.memory import USABLE, Memory, Shape, analytic, kept, ring_depths
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -47,6 +48,8 @@ def features(shape: Shape, memory: Memory) -> np.ndarray:
     depth, _, gradient = ring_depths(shape)
     layers, logits = shape.slots * shape.virtual_stages, shape.tokens * model.padded_vocab / shape.tensor
     layer = kept(shape)["residuals"]
+    # There is no label of zb_h1, whose program is most like that of 1f1b.
+    schedule = np.where(np.asarray(shape.schedule) == SCHEDULES.index("zb_h1"), SCHEDULES.index("1f1b"), shape.schedule)
     columns = [
         *(getattr(memory, name) / total for name in _SHARES),
         shape.compute * layers * model.matrices / shape.tensor / total,
@@ -69,7 +72,7 @@ def features(shape: Shape, memory: Memory) -> np.ndarray:
         np.asarray(shape.data) > 1,
         model.attention == "cudnn",
         *(shape.save == code for code in range(4)),
-        *(shape.schedule == code for code in range(4)),
+        *(schedule == code for code in range(4)),
         np.asarray(shape.backward_rank) > 0,
         np.asarray(shape.data_rank) > 0,
     ]

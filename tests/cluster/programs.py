@@ -7,6 +7,7 @@ cores. What is loaded is the compiler's own output for the module that the train
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import io
 import os
 import pathlib
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax._src import cache_key, compilation_cache, compiler
 from jax.experimental import serialize_executable
@@ -90,7 +90,12 @@ class Programs:
         self, lowered: jax.stages.Lowered, options: dict[str, Any], devices: Sequence[jax.Device]
     ) -> tuple[str, bool]:
         """Compiles a program unless one like it is there: its key, and whether it was."""
-        settings = (jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS", ""), sorted(options.items()))
+        settings = (
+            jax.__version__,
+            importlib.metadata.version("jaxlib"),
+            os.environ.get("XLA_FLAGS", ""),
+            sorted(options.items()),
+        )
         key = hashlib.sha256(f"{settings} {len(devices)} {lowered.as_text()}".encode()).hexdigest()
         with (self._folder / f"{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be compiling it

@@ -12,7 +12,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import checkpoint, data, huggingface, plan, prepare, sample, train
+from paxtrain import checkpoint, compare, data, huggingface, metrics, plan, prepare, sample, train
 from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
 from paxtrain.step import Trainer
 from tests import mains
@@ -28,10 +28,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 def home(tmp_path_factory):
     """Good data, and files of every bad kind."""
     home = tmp_path_factory.mktemp("home")
-    for name in ("train", "validation"):
+    for name, tokens in (("train", 257), ("validation", 257), ("few", 20)):
         with data.TokenWriter(home / name, 257) as writer:
-            writer.extend(range(257))
+            writer.extend(range(tokens))
             writer.end_document()
+    for name, text in (("first", "{}"), ("second", "{ }")):
+        (home / name).mkdir()
+        (home / name / "tokenizer.json").write_text(text)
+        for suffix in (".idx", ".bin"):
+            (home / name / f"train{suffix}").write_bytes((home / f"train{suffix}").read_bytes())
     index, ids = (home / "train.idx").read_bytes(), (home / "train.bin").read_bytes()
     for name, idx, bin in (
         ("empty", b"", ids),
@@ -116,6 +121,14 @@ BAD_CONFIGURATION = {
         ["model.family=llama", "model.kv_heads=1"],
         ["model.key_value_heads=1", "mesh.tensor=2", "tensor=1 would fit"],
     ),
+    "parts of the sequence": (
+        ["mesh.sequence_parallel=True", "model.sequence=255"],
+        ["model.sequence=255", "not divisible by mesh.tensor=2", "tensor=1 or 3 would fit"],
+    ),
+    "parts of the sequence over one device": (
+        ["mesh.sequence_parallel=True", "mesh.tensor=1", "mesh.data=4"],
+        ["mesh.sequence_parallel splits the sequence over tensor", "mesh.tensor=1", "mesh.tensor of 2 or more"],
+    ),
     "odd heads": (
         ["model.family=llama", "model.heads=4", "model.hidden=12"],
         ["model.hidden=12 / model.heads=4 leaves 3", "an even number"],
@@ -133,7 +146,7 @@ BAD_CONFIGURATION = {
     "batch": (["batch.global_batch=30"], ["batch.global_batch=30", "batch.micro_batch=4", "24 or 32 would fit"]),
     "schedule": (["pipeline.schedule=zigzag"], ["'zigzag'", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
     "chunks": (["pipeline.virtual_stages=2"], ["pipeline.virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
-    "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, tensor, zero1"]),
+    "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, sequence_parallel, tensor, zero1"]),
     "section": (["foo=1"], ["foo", "known here: batch, checkpoint, compress, data, mesh"]),
     "key of an unknown section": (["foo.bar=1"], ["foo", "--config.section.key=value"]),
     "key of a value": (["run.steps.bar=1"], ["run.steps.bar", "--config.section.key=value"]),
@@ -141,6 +154,7 @@ BAD_CONFIGURATION = {
     "fraction for a number": (["mesh.data=2.5"], ["--config.mesh.data=2.5", "int"]),
     "number for a section": (["mesh=3"], ["--config.mesh=3"]),
     "word for a truth value": (["mesh.zero1=perhaps"], ["--config.mesh.zero1=perhaps", "boolean"]),
+    "word for another": (["mesh.sequence_parallel=yes"], ["--config.mesh.sequence_parallel=yes", "boolean"]),
     "compression without messages": (
         ["compress.backward=all", "mesh.pipe=1", "mesh.data=4"],
         ["compress.backward=all", "mesh.pipe=1", "mesh.pipe of 2 or more"],
@@ -162,6 +176,15 @@ BAD_CONFIGURATION = {
     "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA A100", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),
     "warm-up": (["optimizer.warmup_steps=600"], ["optimizer.warmup_steps=600", "run.steps=500"]),
+    "optimizer": (["optimizer.name=lion"], ["optimizer.name", "adamw, muon", "'lion'"]),
+    "momentum": (["optimizer.muon_momentum=1.0"], ["optimizer.muon_momentum must be in [0, 1)", "1.0"]),
+    "iterations": (["optimizer.muon_steps=0"], ["optimizer.muon_steps must be positive", "0"]),
+    "size of updates": (["optimizer.muon_rms=-0.2"], ["optimizer.muon_rms must not be negative", "-0.2"]),
+    "steps to profile": (["profile=12"], ["profile='12'", "FIRST:END", "10:13"]),
+    "steps to profile as words": (["profile=a:b"], ["profile='a:b'", "10:13"]),
+    "steps to profile backwards": (["profile=13:13"], ["profile=13:13", "no step", "13:14"]),
+    "steps to profile from 0": (["profile=0:3"], ["profile=0:3", "counted from 1"]),
+    "steps to profile beyond": (["profile=499:502"], ["profile=499:502", "step 501", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
     "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
     "missing validation": (["data.validation=nowhere/validation"], ["nowhere/validation"]),
@@ -170,6 +193,33 @@ BAD_CONFIGURATION = {
     "cut index": (["data.train={home}/cut_index"], ["cut_index.idx is cut off", "40 bytes"]),
     "cut tokens": (["data.train={home}/cut_ids"], ["cut_ids.bin", "100 bytes"]),
     "no index": (["data.train={home}/magic"], ["magic.idx is no Megatron index", "NOTMAGIC!", "MMIDIDX"]),
+    "sets without weights": (
+        ["data.train=a={home}/train,b={home}/few"],
+        ["the data sets a, b", "data.weights is empty"],
+    ),
+    "weight of no set": (["data.train=a={home}/train", "data.weights=a=1,c=2"], ["'c'", "data.train has a"]),
+    "negative weight": (
+        ["data.train=a={home}/train,b={home}/few", "data.weights=a=1,b=-0.5"],
+        ["a positive number", "b=-0.5"],
+    ),
+    "name clash": (
+        ["data.validation=a={home}/train,a={home}/few"],
+        ["data.validation", "two data sets of the name a"],
+    ),
+    "set with too few tokens": (
+        ["data.train=a={home}/train,b={home}/few", "data.weights=a=1,b=1"],
+        ["few.bin has 20 tokens", "model.sequence=128"],
+    ),
+    "validation set that is missing": (["data.validation=a={home}/train,b=nowhere/x"], ["nowhere/x"]),
+    "sets of different tokenizers": (
+        ["data.train=a={home}/first/train,b={home}/second/train", "data.weights=a=1,b=1"],
+        ["first/tokenizer.json and", "second/tokenizer.json are different tokenizers", "the same one"],
+    ),
+    "separator outside the vocabulary": (["model.separator=257"], ["model.separator", "model.vocab_size=257"]),
+    "separator that separates nothing": (
+        ["model.separator=7"],
+        ["train.bin begins with token 0 and ends with token 256", "model.separator=7", "or -1 for none"],
+    ),
     "small vocabulary": (["model.vocab_size=100"], ["train.bin", "100"]),
     "long sequences": (["model.sequence=512"], ["train.bin has 257 tokens", "model.sequence=512", "at most 256"]),
     "unwritable": (["run.out=/dev/null/x"], ["cannot write to /dev/null/x", "name a directory that can be written"]),
@@ -294,6 +344,25 @@ def test_models_of_hugging_face(home, run_main, given, words):
     said = run_main(huggingface, *(flag.format(home=home) for flag in given))
     assert all(word.format(home=home) in said for word in words), said
     assert not (home / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], ["--runs must have a value"]),
+        (["--runs={home}/nowhere"], ["nowhere/metrics.jsonl"]),
+        (["--runs={home}/run", "--out={home}/nowhere/a.png"], ["cannot write {home}/nowhere/a.png", "No such file"]),
+        (["--runs={home}/run", "--out={home}/a.txt"], ["--out={home}/a.txt", "a .png"]),
+        (["{home}/run"], ["unexpected argument", "--runs=FOLDER,FOLDER"]),
+    ],
+)
+def test_comparing_runs(home, tmp_path, run_main, given, words):
+    with metrics.Metrics(home / "run", primary=True) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+    defaults = [f"--runs={home / 'run'}"] * bool(given) + [f"--out={tmp_path / 'out.png'}"]
+    said = run_main(compare, *defaults, *(flag.format(home=home) for flag in given))
+    assert all(word.format(home=home) in said for word in words), said
 
 
 def test_commands_leave_with_2(home, tmp_path):

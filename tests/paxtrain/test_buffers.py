@@ -13,12 +13,18 @@ from paxtrain.buffers import COLUMNS, assign, validate
 from paxtrain.schedule import build, forward_only
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
-SHAPES = [(name, stages, 1) for name in SIMPLE for stages in range(1, 9)]
+SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
 shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 
 # Small ones for corrupting: (name, stages, micro-batches, chunks).
-SMALL = [("eager_1f1b", 3, 7, 1), ("gpipe", 3, 4, 1), ("1f1b", 3, 5, 1), ("interleaved_1f1b", 2, 3, 2)]
+SMALL = [
+    ("eager_1f1b", 3, 7, 1),
+    ("gpipe", 3, 4, 1),
+    ("1f1b", 3, 5, 1),
+    ("interleaved_1f1b", 2, 3, 2),
+    ("zb_h1", 3, 5, 1),
+]
 small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape[0])
 
 # Slots that idle stages write as well: there they must be the scrap slot.
@@ -30,7 +36,8 @@ def replay(schedule, buffers):
     """Does what the executor does, stage by stage, with names for values; idle stages' writes are done too.
 
     An activation is ("x", the virtual stage that takes it, micro-batch), a gradient is ("g", the virtual stage that
-    takes it, micro-batch), residuals are ("r", virtual stage, micro-batch); None is a value that must not count.
+    takes it, micro-batch), residuals are ("r", virtual stage, micro-batch), and ("w", ...) what B leaves of them for W;
+    None is a value that must not count.
     """
     stages, last, masked = schedule.stages, schedule.virtual_stages - 1, schedule.masked
 
@@ -74,6 +81,12 @@ def replay(schedule, buffers):
         for s, cell in enumerate(cells):
             if kind.send:
                 inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+        for chunk, (s, cell) in itertools.product(kind.weights, enumerate(cells)):
+            if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
+                left = residuals[s][cell["weights_slot"]]
+                assert left is not UNSET
+                if left and left[:2] == ("w", chunk * stages + s):
+                    done["weights", *left[1:]] += 1
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
@@ -89,7 +102,10 @@ def replay(schedule, buffers):
                 gradient_out[s] = ("g", virtual - 1, mb) if good else None
                 done["backward", virtual, mb] += good
                 done["embedding", mb] += good and kind.first_backward and virtual == 0
-    everything = [("backward", v, mb) for v in range(last + 1) for mb in range(schedule.micro_batches)]
+                if schedule.splits:
+                    residuals[s][cell["backward_slot"]] = ("w", virtual, mb) if good else None
+    phases = ("backward", "weights") if schedule.splits else ("backward",)
+    everything = [(p, v, mb) for p in phases for v in range(last + 1) for mb in range(schedule.micro_batches)]
     everything += [(what, mb) for what in ("loss", "embedding") for mb in range(schedule.micro_batches)]
     assert +done == collections.Counter(everything)
 
@@ -130,7 +146,7 @@ def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks):
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(
     st.one_of(
-        st.tuples(st.sampled_from(SIMPLE), st.integers(1, 12), st.integers(1, 40), st.just(1)),
+        st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.integers(1, 40), st.just(1)),
         st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(1, 40), st.integers(2, 5)),
     )
 )
@@ -161,7 +177,7 @@ def test_depths(name, stages, chunks):
         elif name == "eager_1f1b":
             assert buffers.residual_depth == min(m, 2 * (stages - 1) + 1)
             assert (buffers.activation_depth, buffers.gradient_depth) == (0, 0)
-        elif name == "1f1b":
+        elif name in ("1f1b", "zb_h1"):
             assert buffers.residual_depth == min(m, stages)
             assert max(buffers.activation_depth, buffers.gradient_depth) <= 1
         elif m % stages == 0:
@@ -208,11 +224,11 @@ def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunk
         assert unrolled == buffers.kinds
 
 
-@pytest.mark.parametrize("name", SIMPLE)
+@pytest.mark.parametrize("name", (*SIMPLE, "zb_h1"))
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_compiled_rows_do_not_grow_with_micro_batches(name, stages):
     compiled = {m: sum(period for _, period, _ in assign(build(name, stages, m)).runs()) for m in (16, 32, 64)}
-    assert compiled[16] == compiled[32] == compiled[64] <= 4 * stages
+    assert compiled[16] == compiled[32] == compiled[64] <= (7 if name == "zb_h1" else 4) * stages
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
@@ -253,6 +269,8 @@ def scrap(buffers, name):
 
 def matters(schedule, buffers, name):
     """Whether the executor looks at a column: rings of depth 0 have no slots, and one chunk has no number."""
+    if name.startswith("weights"):
+        return schedule.splits
     if name in ("input_slot", "arrival_slot"):
         return buffers.activation_depth > 0
     if name in ("gradient_slot", "gradient_arrival_slot", "head_slot"):
@@ -276,9 +294,10 @@ def test_swapped_micro_batches_are_refused(shape):
 def test_a_dropped_op_is_refused(shape):
     """Also the last one, which no other op waits for."""
     schedule, buffers = small_case(shape)
-    row, stage, *_ = list(schedule.ops("backward"))[-1]
-    with pytest.raises(AssertionError, match=schedule.name):
-        validate(schedule, with_cell(buffers, row, stage, "backward_valid", 0))
+    for phase in ("forward", "backward", *(["weights"] if schedule.splits else [])):
+        row, stage, *_ = list(schedule.ops(phase))[-1]
+        with pytest.raises(AssertionError, match=schedule.name):
+            validate(schedule, with_cell(buffers, row, stage, phase + "_valid", 0))
 
 
 @small
@@ -340,13 +359,13 @@ def test_a_message_ring_too_small_is_refused(shape, ring, check):
 
 
 @pytest.mark.parametrize("check", [replay, validate])
-@pytest.mark.parametrize("field", ["forward", "backward", "first", "head", "first_backward"])
+@pytest.mark.parametrize("field", ["forward", "backward", "weights", "first", "head", "first_backward"])
 @small
 def test_a_kind_that_leaves_out_an_op_is_refused(shape, field, check):
     schedule, buffers = small_case(shape)
     rows = [row for row, kind in enumerate(buffers.kinds) if getattr(kind, field)]
-    assert rows
+    assert rows or field == "weights"
     for row in rows:
-        nothing = () if field in ("forward", "backward") else False
+        nothing = () if field in ("forward", "backward", "weights") else False
         with pytest.raises(AssertionError):
             check(schedule, with_kind(buffers, row, **{field: nothing}))

@@ -23,13 +23,13 @@ MESSAGE = (2 * SEQUENCE, HIDDEN)
 
 
 def config(
-    mesh=(2, 4, 1), micro_batches=6, layers=4, zero1=True, schedule="eager_1f1b", chunks=1, **compress
+    mesh=(2, 4, 1), micro_batches=6, layers=4, zero1=True, sequence=False, schedule="eager_1f1b", chunks=1, **compress
 ) -> Config:
     data, pipe, tensor = mesh
     return from_dict({
         "model": {"layers": layers, "hidden": HIDDEN, "heads": 4, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
                   "vocab_multiple": 64, "dtype": "float32"},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
         "pipeline": {"schedule": schedule, "virtual_stages": chunks},
         "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
@@ -109,8 +109,10 @@ FULL = {"backward": "all", "backward_rank": 32, "min_ratio": 0.0}
          config((1, 4, 2), micro_batches=3, schedule="1f1b")),
         (config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
          config((1, 2, 1), schedule="interleaved_1f1b", chunks=2)),
+        (config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
+         config((1, 2, 2))),
     ],
-    ids=["eager", "forward too, qr", "1f1b explicit", "interleaved epilogue"],
+    ids=["eager", "forward too, qr", "1f1b explicit", "interleaved epilogue", "sequence parallel"],
 )  # fmt: skip
 def test_full_rank_is_no_compression(c, dense):
     loss, grads, *_ = evaluated(c)
@@ -186,6 +188,13 @@ def test_bytes_of_ranks_by_link_and_of_int8_factors():
     expected = {(k, k + 1): 6 * DENSE for k in range(3)}
     expected |= {(k + 1, k): 6 * (wire(rank, 1) + scales(rank)) for k, rank in enumerate((2, 6, 4))}
     assert found == expected
+
+
+def test_with_sequence_parallelism_each_device_compresses_its_part():
+    found = by_pair(trainer(config((1, 4, 2), sequence=True, backward="all", backward_rank=4)))
+    part, k = MESSAGE[0] // 2, MESSAGE[1]
+    expected = {(s, s + 1): 6 * part * k * 4 for s in range(3)}
+    assert found == expected | {(s + 1, s): 6 * 4 * (part + k) * 4 for s in range(3)}
 
 
 def all_reduced(trained: Trainer) -> dict[str, int]:

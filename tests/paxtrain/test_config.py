@@ -23,9 +23,11 @@ from paxtrain.config import (
     from_dict,
     to_dict,
 )
+from paxtrain.data_config import DataConfig
 from paxtrain.errors import UserError
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+MIXED = {"train": "a=x,b=y"}
 
 
 def refusal(function, *args, **kwargs) -> str:
@@ -54,6 +56,23 @@ def test_to_dict_and_back():
     assert hash(from_dict(to_dict(config))) == hash(config)
 
 
+@pytest.mark.parametrize(
+    ("train", "weights", "prefixes", "mixture"),
+    [
+        ("runs/x", "", {"": "runs/x"}, {"": 1}),
+        ("runs/year=2024/a", "", {"": "runs/year=2024/a"}, {"": 1}),
+        ("web=runs/x", "", {"web": "runs/x"}, {"web": 1}),
+        ("web=w, a.b-c=/u=1/v", "web=0.70,a.b-c=0.3", {"web": "w", "a.b-c": "/u=1/v"}, {"a.b-c": 3, "web": 7}),
+        ("a=x,b=y", "a=300,b=600", {"a": "x", "b": "y"}, {"a": 1, "b": 2}),
+        ("a=x,b=y,c=z", "a=1/3,b=1/6,c=1e-3", {"a": "x", "b": "y", "c": "z"}, {"a": 1000, "b": 500, "c": 3}),
+    ],
+)
+def test_data_sets_and_their_weights_in_smallest_whole_numbers(train, weights, prefixes, mixture):
+    config = DataConfig(train=train, weights=weights)
+    assert config.train_sets == prefixes
+    assert list(config.mixture.items()) == list(mixture.items())
+
+
 def test_what_is_left_out_keeps_its_default():
     assert from_dict({}) == Config()
     assert from_dict({"run": {"steps": 50}}) == Config(run=RunConfig(steps=50))
@@ -68,7 +87,7 @@ def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted():
     ("values", "words"),
     [
         ({"mehs": {}}, ["unknown configuration key mehs", "mesh", "pipeline"]),
-        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, tensor, zero1"]),
+        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, sequence_parallel, tensor, zero1"]),
         ({"mesh": 3}, ["mesh must be a mapping", "3"]),
         (3, ["the configuration must be a mapping", "3"]),
         ({"mesh": {"data": "2"}}, ["mesh.data", "int", "'2'"]),
@@ -91,6 +110,24 @@ def test_keys_and_types(values, words):
         (ModelConfig, {"hidden": 0}, ["model.hidden", "positive", "0"]),
         (ModelConfig, {"residual_dropout": 1.0}, ["model.residual_dropout", "[0, 1)", "1.0"]),
         (ModelConfig, {"dtype": "float16"}, ["model.dtype", "bfloat16, float32", "'float16'"]),
+        (ModelConfig, {"separator": 257}, ["model.separator", "below model.vocab_size=257", "-1", "got 257"]),
+        (ModelConfig, {"separator": -2}, ["model.separator", "got -2"]),
+        *[
+            (DataConfig, {"train": text}, ["data.train", "one prefix, or named data sets", f"got '{text}'"])
+            for text in ("a=x,y", "x,y", "a=x,=y", "a=x,", "a=x,b=")
+        ],
+        (DataConfig, {"validation": "a=x,a=y"}, ["data.validation", "two data sets of the name a"]),
+        (DataConfig, {"train": "a=x,b=y"}, ["data sets a, b", "data.weights is empty", "a=1,b=1"]),
+        (DataConfig, {"weights": "a=1"}, ["data.weights=a=1", "with names", "data.train=runs/data/train"]),
+        (DataConfig, MIXED | {"weights": "a=1,c=1"}, ["names the data set 'c'", "data.train has a, b"]),
+        (DataConfig, MIXED | {"weights": "a=1"}, ["no weight for b", "a, b"]),
+        (DataConfig, MIXED | {"weights": "a=1,b"}, ["NAME=WEIGHT", "'a=1,b'"]),
+        (DataConfig, MIXED | {"weights": "a=1,a=2,b=3"}, ["gives the data set a two weights"]),
+        *[
+            (DataConfig, MIXED | {"weights": f"a=1,b={bad}"}, ["a positive number", f"got b={bad}"])
+            for bad in ("0", "-1", "nan", "inf", "many", "1/0", "", "1e999999999")
+        ],
+        (DataConfig, MIXED | {"weights": "a=0.123456,b=0.876544"}, ["15,625 samples", "10,000", "four decimals"]),
         (ModelConfig, {"attention": "flash"}, ["model.attention", "auto, xla, cudnn", "'flash'"]),
         (MeshConfig, {"pipe": -1}, ["mesh.pipe", "positive", "-1"]),
         (PipelineConfig, {"schedule": "zigzag"}, ["pipeline.schedule", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
@@ -98,6 +135,7 @@ def test_keys_and_types(values, words):
         (PipelineConfig, {"scan_layers": "yes"}, ["pipeline.scan_layers", "auto, on, off", "'yes'"]),
         (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
+        (PipelineConfig, {"schedule": "zb_h1", "save": "inputs"}, ["save=inputs", "zb_h1", "dots or residuals"]),
         (PipelineConfig, {"pipe_layers": "2,,2"}, ["pipeline.pipe_layers", "commas", "'2,,2'"]),
         (PipelineConfig, {"pipe_layers": "4,0"}, ["pipeline.pipe_layers", "positive", "'4,0'"]),
         (PipelineConfig, {"pipe_layers": "4;4"}, ["pipeline.pipe_layers", "commas", "'4;4'"]),

@@ -206,6 +206,8 @@ def gap(prefix):
         (index(6, 8, [21], [0, 1]), r"tokens are float64"),
         (index(8, 2, [21], [0, 2]), r"last document index is 2 instead of 1"),
         (index(8, 2, [21], []), r"last document index is none instead of 1"),
+        (index(8, 2, [5, 16], [0, 2, 1, 2]), r"document indices do not ascend from 0"),
+        (index(8, 2, [5, 16], [1, 2]), r"document indices do not ascend from 0"),
         (index(8, 2, [], [0]), r"lists no sequences"),
         (index(8, 2, [-1, 22], [0, 2]), r"do not follow each other"),
         (gap, r"do not follow each other"),
@@ -228,6 +230,18 @@ def test_too_few_tokens_for_one_sample(megatron):
 def test_ids_outside_the_vocabulary_are_found_on_open(megatron):
     with pytest.raises(UserError, match=r"token id 120 at position 20, .* vocabulary of 120 ids"):
         data.load(megatron, vocab_size=120, sequence=SEQUENCE)
+
+
+@pytest.mark.parametrize("documents", [[0, 1, 1, 3], [0, 0, 2, 3]], ids=["an empty one within", "an empty one first"])
+def test_the_separator_begins_or_ends_documents(tmp_path, documents):
+    sizes = [5, 6, 10]
+    write(tmp_path / "x", megatron_index(8, 2, sizes, documents), struct.pack("<21H", *range(100, 121)))
+    last = 104 if documents[1] else 110
+    assert data.TokenFile(tmp_path / "x").first_document == last - 99
+    for separator in (-1, 100, last):
+        data.load(tmp_path / "x", vocab_size=121, sequence=SEQUENCE, separator=separator)
+    with pytest.raises(UserError, match=rf"begins with token 100 and ends with token {last}, so model\.separator=3 "):
+        data.load(tmp_path / "x", vocab_size=121, sequence=SEQUENCE, separator=3)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**31, 2**32 + 5])

@@ -63,7 +63,7 @@ def table_permute_bytes(trained: Trainer) -> int:
     """What the schedule sends on all links of all data and tensor ranks, and the exchange of the tied embedding."""
     c = trained.config
     groups = c.mesh.data * c.mesh.tensor
-    message = c.batch.micro_batch * c.model.sequence * c.model.hidden * 2
+    message = math.prod(trained.compression.message.shape) * 2
     embedding = c.model.padded_vocab * c.model.hidden * 4
     shards = c.mesh.data if c.mesh.zero1 else 1
     return trained.schedule.messages() * message * groups + 2 * embedding // shards * c.mesh.data
@@ -96,6 +96,8 @@ def test_configurations_compile_and_overlap(name, capsys):
         ("interleaved_1f1b", {"virtual_stages": 2}),
         ("eager_1f1b", {"pipe_layers": "3,1"}),
         ("1f1b", {"scan_layers": "on"}),
+        ("zb_h1", {}),
+        ("zb_h1", {"scan_layers": "on"}),
     ],
 )
 def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):
@@ -104,6 +106,27 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
     assert_no_large_copy(trained, text)
     assert hlo.conditionals(text) == 0
     assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+
+
+def test_sequence_parallelism_keeps_and_sends_less():
+    """The 1.3B model's shape with two layers a stage on (2,2,2)."""
+    c = gpt("gpt_1_3b", batch={"global_batch": 32, "micro_batch": 2})
+    c = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=4))
+    activations, slots = c.batch.micro_batch * c.model.sequence * c.model.hidden * 2, 4
+    temporary, kinds = [], []
+    for sequence in (False, True):
+        trained = trainer(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, sequence_parallel=sequence)))
+        program = compiled(trained)
+        text = program.as_text()
+        assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+        assert all(transfer.matmuls >= 1 for transfer in steady(text))
+        assert_no_large_copy(trained, text)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+        sent = [op for op in hlo.collectives(text) if op.dtype == "bf16" and op.bytes == activations]
+        kinds.append({op.kind for op in sent} - {"collective-permute"})
+    assert kinds == [{"all-reduce"}, {"reduce-scatter"}]
+    kept = slots * 2 * 2 * activations  # of two layers the input and the middle
+    assert temporary[0] - temporary[1] >= kept / c.mesh.tensor
 
 
 def test_both_transfers_lie_under_unrolled_compute():
@@ -184,6 +207,13 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     assert {p, w} <= reduced
 
 
+def test_flash_attention_stays_within_documents():
+    config = small()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
+    kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
+    assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
+
+
 def test_memory_does_not_grow_with_micro_batches():
     def temporary(global_batch: int, schedule: str) -> int:
         config = small(schedule)
@@ -193,3 +223,17 @@ def test_memory_does_not_grow_with_micro_batches():
     eager = temporary(128, "eager_1f1b")
     assert eager <= 1.03 * temporary(32, "eager_1f1b")
     assert temporary(128, "gpipe") > 2 * eager
+
+
+def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
+    """As test_muon.py asserts of CPU programs: there and back, over data and over tensor."""
+    values = {"mesh": {"data": 2, "pipe": 2, "tensor": 2}, "optimizer": {"name": "muon"}}
+    trained = trainer(gpt("llama_1b", model={"layers": 8, "hidden": 512, "intermediate": 1408}, **values))
+    state, c = trained.abstract_state(), trained.config
+    update = jax.jit(
+        lambda state, loss, grads: trained.update(state, loss, grads, state.codec),
+        out_shardings=(trained.state_shardings, None),
+    )
+    program = aot.compile(update.lower(state, jax.ShapeDtypeStruct((), "float32"), state.params))
+    sent = {kind: size for kind, size in hlo.collective_bytes(program.as_text()).items() if size > 1000}
+    assert sent == {"all-to-all": 4 * 4 * c.model.layers * c.model.matrices // c.mesh.devices}

@@ -1,5 +1,6 @@
 """Loss and every gradient of the parallel step against jax.grad of the plain model on one device, in float32."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain import hlo, model
+from paxtrain import gradients, hlo, model
 from paxtrain import tensor_parallel as tp
-from paxtrain.config import CompressConfig, PipelineConfig, from_dict
+from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
 from paxtrain.links import Link
 from paxtrain.mesh import make_mesh
 from paxtrain.pipeline import Links
@@ -29,15 +30,18 @@ SHAPES = {
 }
 
 
-def config(mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", **pipeline):
+def config(
+    mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", separator=-1, sequence=False,
+    **pipeline,
+):  # fmt: skip
     data, pipe, tensor = mesh
     return from_dict({
         "model": {
             "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
             "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
-            **SHAPES[shape],
+            "separator": separator, **SHAPES[shape],
         },
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
         "pipeline": pipeline,
         "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
     })  # fmt: skip
@@ -52,12 +56,14 @@ class Reference(NamedTuple):
 
 
 @functools.cache
-def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2") -> Reference:
+def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2", separator: int = -1) -> Reference:
     """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
-    c = config((1, 1, 1), global_batch, dropout, layers, shape=shape).model
+    c = config((1, 1, 1), global_batch, dropout, layers, shape=shape, separator=separator).model
     params = model.init(c, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
     tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
+    if separator >= 0:
+        tokens = jnp.where(jax.random.bernoulli(jax.random.key(2), 0.2, tokens.shape), separator, tokens)
     key = jax.random.key_data(jax.random.key(7)) if dropout else None
     drop = model.Dropout(key, jnp.arange(global_batch)) if dropout else None
     loss, grads = jax.jit(jax.value_and_grad(lambda p: model.loss(p, tokens, c, drop)))(params)
@@ -89,7 +95,9 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
 
 def check(c) -> None:
     model_config = c.model
-    ref = reference(c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c))
+    ref = reference(
+        c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c), model_config.separator
+    )
     wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
@@ -111,12 +119,26 @@ COVERING = [
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
     config((2, 2, 2), scan_layers="on"),
     config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
+    config((2, 2, 2), 8, separator=5, scan_layers="on"),
+    config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
+    config((2, 2, 1), 8, separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
+    config((2, 2, 2), schedule="zb_h1", dropout=0.2),
+    config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
+    config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
+    config((2, 2, 2), shape="llama untied", schedule="zb_h1", separator=5),
     config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
     config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
     config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
     config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
     config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
     config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
+    config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b"),
+    config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
+    config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
+    config((1, 2, 4), sequence=True, schedule="zb_h1"),
+    config((2, 1, 4), sequence=True, save="layer_inputs", dropout=0.2, shape="llama untied"),
+    config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
+    config((1, 4, 2), sequence=True, schedule="gpipe", scan_layers="on", layers=8, pipe_layers="2,3,2,1"),
 ]
 
 
@@ -130,6 +152,7 @@ def name(c) -> str:
     extra = ["" if shape(c) == "gpt2" else shape(c)]
     extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
     extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
+    extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 
@@ -143,12 +166,12 @@ def everything():
     """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
-    schedules = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b")
-    for mesh, schedule, save, model_shape in itertools.product(meshes, schedules, modes, ("gpt2", "llama untied")):
+    shapes = ("gpt2", "llama untied")
+    for mesh, schedule, save, model_shape in itertools.product(meshes, SCHEDULES, modes, shapes):
         if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
             continue
         chunks = 2 if schedule == "interleaved_1f1b" else 1
-        if chunks == 1 or mesh[1] > 1:
+        if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
             yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
@@ -161,10 +184,11 @@ def test_gradients_equal_one_device_everywhere(c):
 
 def test_covering_set_has_every_mesh_schedule_and_save_mode():
     meshes = {(c.mesh.data, c.mesh.pipe, c.mesh.tensor) for c in COVERING}
-    assert meshes == {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
+    assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
     piped = [c for c in COVERING if c.mesh.pipe > 1]
-    assert {c.pipeline.schedule for c in piped} == {"eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b"}
+    assert {c.pipeline.schedule for c in piped} == set(SCHEDULES)
     assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
+    assert {c.pipeline.save for c in piped if c.pipeline.schedule in SPLIT} == set(SPLIT_SAVES)
     assert PipelineConfig().save == "dots"
 
 
@@ -176,6 +200,22 @@ def test_a_missing_sum_over_tensor_shows(monkeypatch):
     found = errors(trainer(config((2, 1, 2))), reference(16, 0.0, LAYERS))
     assert found["loss"] <= TOLERANCE  # the forward is right
     assert found["['layers']['ln1']['scale']"] > 0.01
+
+
+def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
+    monkeypatch.setattr(gradients, "_sum_over_sequence", lambda grads: grads)
+    found = errors(trainer(config((2, 1, 2), sequence=True)), reference(16, 0.0, LAYERS))
+    wrong = {name for name, error in found.items() if not error <= TOLERANCE}
+    arrays = {"['layers']['ln1']", "['layers']['ln2']", "['final_norm']"}
+    expected = {f"{array}['{leaf}']" for array in arrays for leaf in ("scale", "bias")}
+    assert wrong - {"norm"} == expected | {"['layers']['out']['bias']", "['layers']['down']['bias']"}
+
+
+def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
+    own = lambda x, dim, group: x[(slice(None),) * dim + (slice(x.shape[dim] // group.parts),)]  # noqa: E731
+    monkeypatch.setattr(tp, "own", own)  # the first part's, on all devices
+    c = config((2, 1, 2), sequence=True, dropout=0.2, shape="llama")  # without positions, of which one has a part, too
+    assert errors(trainer(c), reference(16, 0.2, LAYERS, "llama"))["loss"] > 10 * TOLERANCE
 
 
 class Lossy(NamedTuple):
@@ -211,7 +251,7 @@ def with_codec(c, codec) -> Trainer:
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "zb_h1"])
 def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
     c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
     assert max(errors(with_codec(c, Doubling()), ref).values()) <= TOLERANCE
@@ -240,16 +280,59 @@ def test_bytes_on_the_links_are_the_tables(schedule):
     assert trained.schedule.messages() == 2 * 6 * 3
 
 
-def temporary(global_batch: int, schedule: str, save: str = "dots") -> int:
-    """Temporary bytes of the train step by XLA's memory analysis, with pipe=2 and global_batch / 2 micro-batches."""
-    c = config((1, 2, 1), global_batch, schedule=schedule, save=save)
+def sent_over_tensor(**settings) -> collections.Counter[tuple[str, int]]:
+    """Executions of collectives by kind and a participant's bytes, with tensor=2 alone and four micro-batches."""
+    found = collections.Counter()
+    for op in hlo.collectives(trainer(config((1, 1, 2), 8, **settings)).compile_step().as_text()):
+        found[op.kind, op.bytes] += op.executions
+    return found
+
+
+def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
+    activations, part, m = 2 * SEQUENCE * HIDDEN * 4, SEQUENCE * HIDDEN * 4, 4
+    sums = m * (4 * LAYERS + 2)  # two of each layer's F and B, the embedding's, and the head's B
+    before = sent_over_tensor()
+    assert before["all-reduce", activations] == sums
+    after = sent_over_tensor(sequence=True)
+    again = m * 2 * LAYERS  # B's copies of what F gathered, which save="dots" does not keep
+    assert (after["reduce-scatter", activations], after["all-gather", part]) == (sums, sums + again)
+    vectors = 4 * HIDDEN * (6 * LAYERS + 2)  # norms, biases behind row-parallel matrices
+    del before["all-reduce", activations], after["reduce-scatter", activations], after["all-gather", part]
+    assert after == before + collections.Counter({("all-reduce", vectors): 1})
+
+
+def test_with_sequence_parallelism_a_device_sends_its_part():
+    message, tied = 2 * SEQUENCE * HIDDEN * 4, 2 * 64 * HIDDEN * 4
+    for sequence in (False, True):
+        trained = trainer(config((1, 2, 4), 8, sequence=sequence))
+        senders = 1 if sequence else 4  # of a whole message
+        sent = hlo.permute_bytes(trained.compile_step().as_text())
+        assert sent == trained.schedule.messages() * message * senders + tied
+
+
+def temporary(global_batch: int, schedule: str, save: str = "dots", mesh: tuple = (1, 2, 1), **settings) -> int:
+    """Temporary bytes of the train step by XLA's memory analysis, with global_batch / 2 micro-batches."""
+    c = config(mesh, global_batch, schedule=schedule, save=save, **settings)
     return trainer(c).compile_step().memory_analysis().temp_size_in_bytes
 
 
 def test_memory_of_the_step():
-    """Flat in m for 1F1B of both kinds, both below GPipe; recomputing a stage takes less than keeping everything."""
-    eager, plain = temporary(64, "eager_1f1b"), temporary(64, "1f1b")
+    """Flat in m for 1F1B of all kinds, all below GPipe; recomputing a stage takes less than keeping everything."""
+    eager, plain, split = (temporary(64, name) for name in ("eager_1f1b", "1f1b", "zb_h1"))
     assert eager <= 1.03 * temporary(16, "eager_1f1b")
     assert plain <= 1.03 * temporary(16, "1f1b")
-    assert max(eager, plain) < temporary(64, "gpipe")
+    assert plain < split <= 1.03 * temporary(16, "zb_h1")
+    assert max(eager, plain, split) < temporary(64, "gpipe")
     assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")
+
+
+def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
+    """Of each one GPipe keeps a gradient that waits for its B and, by this save mode, its layers' inputs."""
+
+    def kept(sequence: bool) -> float:
+        few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (16, 32))
+        return (many - few) / 8
+
+    message = 2 * SEQUENCE * HIDDEN * 4
+    assert kept(sequence=False) == pytest.approx(message * (1 + LAYERS // 2), rel=0.01)
+    assert kept(sequence=True) == pytest.approx(message / 4 * (1 + LAYERS // 2), rel=0.01)

@@ -182,7 +182,9 @@ def test_figure_shows_losses_and_skipped_steps(tmp_path):
     assert all(count > 50 for count in without[:3]) and without[3] == 0
 
 
-@pytest.mark.parametrize("values", [{"loss": 3.0}, {"validation_loss": 5.5}, {"loss": 900.0}])
+@pytest.mark.parametrize(
+    "values", [{"loss": 3.0}, {"validation_loss": 5.5}, {"loss": 900.0}, {"validation_loss/web": 5.5}]
+)
 def test_figure_of_a_single_point(tmp_path, values):
     with Metrics(tmp_path, primary=True) as writer:
         writer.write(1, values)
@@ -190,8 +192,45 @@ def test_figure_of_a_single_point(tmp_path, values):
     assert imread(tmp_path / "loss.png").shape[:2] == (840, 1350)
 
 
+def test_figure_of_several_validation_sets(tmp_path):
+    """Each has a colour of its own."""
+    with Metrics(tmp_path, primary=True) as writer:
+        for step, web, code in ((0, 5.5, 5.4), (60, 3.0, 2.0), (120, 2.5, 1.2)):
+            writer.write(step, {"validation_loss/web": web, "validation_loss/code": code})
+    records = metrics.read(tmp_path / metrics.FILE)
+    assert metrics.validation_losses(records, 60) == {"validation_loss/web": 3.0, "validation_loss/code": 2.0}
+    plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
+    pixels = imread(tmp_path / "loss.png")[..., :3]
+    for colour in ("#d9622b", "#4f8a3c"):
+        rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        assert (np.abs(pixels - rgb).max(-1) < 0.01).sum() > 50
+
+
 def test_figure_without_losses(tmp_path):
     with Metrics(tmp_path, primary=True) as writer:
         writer.write(1, {"loss": float("nan")})
     with pytest.raises(UserError, match="holds no loss yet"):
         plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
+
+
+def test_figure_of_several_runs(tmp_path, monkeypatch):
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, rate in zip(runs, (0.5, 0.9)):
+        with Metrics(run, primary=True) as writer:
+            for step in range(1, 41):
+                writer.write(step, {"loss": 1 + rate**step})
+            writer.write(40, {"validation_loss": 1.25})
+    drawn = []
+    monkeypatch.setattr(plots, "style", drawn.append)
+    plots.plot_runs(runs, tmp_path / "losses.png")
+    assert imread(tmp_path / "losses.png").shape[:2] == (750, 1350)
+    [axes] = drawn
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one (validation 1.250)",
+        "two (validation 1.250)",
+    ]
+    curves = {line.get_label(): line.get_ydata() for line in axes.lines if not line.get_label().startswith("_")}
+    assert [curve[0] for curve in curves.values()] == [1.5, 1.9]
+    write(tmp_path / "short", [1])
+    with pytest.raises(UserError, match=r"short/metrics.jsonl holds less than two steps' losses"):
+        plots.plot_runs([tmp_path / "short"], tmp_path / "losses.png")

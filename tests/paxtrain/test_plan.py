@@ -82,7 +82,10 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"meshes": {}}, ["unknown key meshes", "mesh, pipeline"]),
         ({"mesh": None}, ["section mesh is missing"]),
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
-        ({"mesh": {"data": 2, "model": 4}}, ["unknown configuration key mesh.model", "data, pipe, tensor"]),
+        (
+            {"mesh": {"data": 2, "model": 4}},
+            ["unknown configuration key mesh.model", "data, pipe, sequence_parallel, tensor"],
+        ),
         ({"mesh": {"data": "2"}}, ["mesh.data must be of type int", "'2'"]),
         ({"pipeline": {"schedule": "2f2b"}}, ["pipeline.schedule", "eager_1f1b", "'2f2b'"]),
         ({"batch": {"micro_batch": 0}}, ["batch.micro_batch must be positive"]),
@@ -92,7 +95,10 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"device_order": "01234567"}, ["device_order must be a list of int", "'01234567'"]),
         ({"device_order": [0.0, 1, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         ({"device_order": [False, True, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
-        ({"mesh": {"data": 10**12, "pipe": 1, "tensor": 1, "zero1": True}}, ["device_order", "8 entries"]),
+        (
+            {"mesh": {"data": 10**12, "pipe": 1, "tensor": 1, "zero1": True, "sequence_parallel": False}},
+            ["device_order", "8 entries"],
+        ),
         ({"hosts": ["a", "a"]}, ["hosts must differ", "a, a"]),
         ({"hosts": ["a", "b", "c"]}, ["3 hosts", "12 devices", "needs 8"]),
         ({"hosts": ["a", 2]}, ["hosts must be a list of str"]),

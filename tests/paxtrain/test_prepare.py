@@ -69,6 +69,22 @@ def test_what_is_held_out_depends_on_the_seed_only(texts, tmp_path):
     assert runs["a"][0] != runs["c"][0]
 
 
+def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
+    """As mixing needs it: the same ids and the same file, whatever the text."""
+    folder, contents = texts
+    first = prepare([str(folder / "z.jsonl")], tmp_path / "a", tokenizer="bpe", vocab_size=300)
+    second = prepare([str(folder)], tmp_path / "b", tokenizer=first.tokenizer)
+    assert Path(second.tokenizer).read_bytes() == Path(first.tokenizer).read_bytes()
+    saved = Tokenizer.from_file(first.tokenizer)
+    assert sorted(text for prefix in second.prefixes for text in read_documents(prefix, saved)) == sorted(contents)
+    with pytest.raises(UserError, match=r"z\.jsonl is no tokenizer\.json of a data set"):
+        prepare([str(folder)], tmp_path / "c", tokenizer=str(folder / "z.jsonl"))
+    foreign = json.loads(Path(first.tokenizer).read_text().replace("<|endoftext|>", "<eos>"))
+    (tmp_path / "foreign.json").write_text(json.dumps(foreign))
+    with pytest.raises(UserError, match=r"foreign\.json has no token <\|endoftext\|>"):
+        prepare([str(folder)], tmp_path / "c", tokenizer=str(tmp_path / "foreign.json"))
+
+
 def test_bpe_learns_nothing_from_held_out_text(tmp_path):
     words = ["alpha", "omega"]
     for word in words:
@@ -211,7 +227,7 @@ def test_bad_text_is_told_with_its_place(texts, tmp_path, change, message):
     [
         ({"inputs": []}, r"--input is empty"),
         ({"inputs": ["no/such/*.txt"]}, r"--input=no/such/\*\.txt names no files"),
-        ({"tokenizer": "words"}, r"--tokenizer must be one of bytes, bpe, gpt2, got 'words'"),
+        ({"tokenizer": "words"}, r"--tokenizer=words must be one of bytes, bpe, gpt2, or the tokenizer\.json"),
         ({"vocab_size": 300}, r"--vocab_size=300 goes with --tokenizer=bpe only"),
         ({"tokenizer": "bpe", "vocab_size": 256}, r"--vocab_size=256 is too small: .* need 257"),
         ({"tokenizer": "gpt2"}, r"needs both .* got neither"),

@@ -17,6 +17,7 @@ from paxtrain.mesh import make_mesh
 from paxtrain.prepare import prepare
 from paxtrain.step import Trainer
 from paxtrain.study_report import Outcome
+from paxtrain.tensor_parallel import WHOLE
 from tests import mains
 
 # ml_collections loads configuration files with it.
@@ -64,13 +65,13 @@ def plain_boundary(config, params, tokens):
         tokens: [n, B, S + 1].
     """
     c = config.model
-    layer = lambda i, x: model.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, None, None, i)  # noqa: E731
+    layer = lambda i, x: model.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)  # noqa: E731
 
     def loss(x, t):
-        return model.head_loss(params["final_norm"], params["embedding"]["token"], layer(1, x), t[:, 1:], c, None)
+        return model.head_loss(params["final_norm"], params["embedding"]["token"], layer(1, x), t[:, 1:], c, WHOLE)
 
     def one(t):
-        x = layer(0, model.embed(params["embedding"], t[:, :-1], c, None))
+        x = layer(0, model.embed(params["embedding"], t[:, :-1], c, WHOLE))
         return x, jax.grad(loss)(x, t)
 
     return jax.vmap(one)(tokens)

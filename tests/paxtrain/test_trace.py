@@ -2,7 +2,7 @@
 
 from jax.profiler import ProfileData
 
-from paxtrain.trace import STEP, Part, read
+from paxtrain.trace import READ, STEP, Part, read
 
 PARTS = {
     "loop": None,
@@ -96,6 +96,11 @@ def test_a_collective_is_in_flight_until_its_end_wherever_that_is_told():
 def test_other_programs_and_other_events_do_not_count_as_this_one():
     found = cpu(a=[("ThunkExecutor::Execute", 1, 30), op("multiply", 2, 1, module="jit_else"), op("unknown", 4, 1)])
     assert found == {0: [(2, 3, "other"), (4, 5, "other")]}
+
+
+def test_waits_for_batches_are_every_devices():
+    found = cpu(a=[op("multiply", 2, 1), op("multiply", 4, 1, device=7), (READ, 5, 3)])
+    assert found == {0: [(2, 3, "work"), (5, 8, "input")], 7: [(4, 5, "work"), (5, 8, "input")]}
 
 
 def test_a_trace_of_gpus_is_read_from_its_streams():

@@ -4,7 +4,6 @@ One run of the command, `reference`, is what all others are compared with; most 
 """
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
@@ -17,47 +16,28 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from paxtrain import data, metrics, model, plan, sample
+from paxtrain import metrics, plan, sample
 from paxtrain.checkpoint import Checkpoints
-from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError
 from paxtrain.mesh import make_mesh
-from paxtrain.optimizer import make_optimizer
-from paxtrain.prepare import prepare
 from paxtrain.step import Trainer
 from paxtrain.train import Run
+from tests.paxtrain.training import (
+    EVERY,
+    STEPS,
+    configuration,
+    corpus,
+    curve,
+    expected_batches,
+    same_bits,
+    settings,
+    started,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STEPS, EVERY = 120, 20
-SETTINGS = {
-    "model.vocab_size": 257,
-    "model.layers": 4,
-    "model.hidden": 32,
-    "model.heads": 4,
-    "model.sequence": 32,
-    "model.dtype": "float32",
-    "model.embedding_dropout": 0.1,
-    "mesh.data": 2,
-    "mesh.pipe": 2,
-    "mesh.tensor": 2,
-    "batch.global_batch": 8,
-    "batch.micro_batch": 2,
-    "optimizer.warmup_steps": 10,
-    "optimizer.learning_rate": 3e-3,
-    "pipeline.scan_layers": "on",
-    "checkpoint.every": EVERY,
-    "checkpoint.keep": 2,
-    "checkpoint.keep_every": 3 * EVERY,
-    "run.steps": STEPS,
-    "run.eval_every": 50,
-    "run.eval_batches": 2,
-    "run.sample_tokens": 20,
-}
 
 # The command itself, with a record of what it read, saved and ran on.
 RECORDER = """
@@ -88,29 +68,8 @@ finally:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, cache):
-    """A folder with a small corpus whose samples all differ; all runs share a cache of compiled programs."""
-    path = tmp_path_factory.mktemp("train")
-    (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
-    prepare([str(path / "corpus.txt")], path / "data")
-    return path
-
-
-def settings(home, out, **changes):
-    paths = {"data.train": home / "data/train", "data.validation": home / "data/validation", "run.out": out}
-    changes = {name.replace("__", "."): value for name, value in changes.items()}
-    return SETTINGS | {name: str(value) for name, value in paths.items()} | changes
-
-
-def started(config: Config) -> Run:
-    return Run(config, make_mesh(config.mesh))
-
-
-def configuration(*args, **changes):
-    sections: dict = {}
-    for name, value in settings(*args, **changes).items():
-        section, key = name.split(".")
-        sections.setdefault(section, {})[key] = value
-    return from_dict(sections)
+    """All runs share a cache of compiled programs."""
+    return corpus(tmp_path_factory.mktemp("train"))
 
 
 @contextlib.contextmanager
@@ -162,15 +121,6 @@ def wait_for_step(processes, out, step):
         time.sleep(0.005)
 
 
-def curve(out):
-    """All figures of all steps but those that tell the time."""
-    times = ("step_seconds", "tokens_per_second")
-    return [
-        {name: value for name, value in record.items() if name not in times}
-        for record in metrics.read(out / metrics.FILE)
-    ]
-
-
 def losses(out):
     return {record["step"]: record["loss"] for record in metrics.read(out / metrics.FILE) if "loss" in record}
 
@@ -188,22 +138,11 @@ def final_state(config):
     return jax.device_get(found[0]), found[1]
 
 
-def same_bits(a, b):
-    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
-
-
 def assert_same_run(home, out, reference):
     assert curve(out) == curve(reference)
     (state, meta), (expected, expected_meta) = (final_state(configuration(home, path)) for path in (out, reference))
     assert same_bits(state, expected)
     assert (meta["step"], meta["samples"]) == (expected_meta["step"], expected_meta["samples"])
-
-
-def expected_batches(home, steps):
-    """The first global batches, [steps, global_batch, sequence + 1]."""
-    file = data.TokenFile(home / "data/train")
-    stream = data.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
-    return np.stack([next(stream) for _ in range(steps)])
 
 
 @pytest.fixture(scope="module")
@@ -327,10 +266,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_p
 class Recorded(Run):
     """A run that keeps the batches on which it trains."""
 
-    def batches(self, name, start_sample=0):
+    def batches(self, name, start_sample=0, part=""):
         if name == "train":
             self.consumed = []
-        for batch in super().batches(name, start_sample):
+        for batch in super().batches(name, start_sample, part):
             if name == "train":
                 self.consumed.append(np.asarray(batch))
             yield batch
@@ -339,11 +278,11 @@ class Recorded(Run):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "pipeline__virtual_stages": 2,
-         "pipeline__schedule": "interleaved_1f1b"},
+        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "mesh__sequence_parallel": True,
+         "pipeline__virtual_stages": 2, "pipeline__schedule": "interleaved_1f1b"},
         pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
     ],
-    ids=["interleaved", "four-stages"],
+    ids=["interleaved-sequence-parallel", "four-stages"],
 )  # fmt: skip
 def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
     run = Recorded(c := configuration(home, past, **changes), make_mesh(c.mesh))
@@ -417,101 +356,3 @@ def test_a_plan_overrides_the_configuration(home, reference, past, tmp_path):
     assert "data=2 pipe=2 tensor=2" in stdout and "2 micro-batches x 2" in stdout
     assert tuple(json.loads(record.read_text())["devices"]) == order
     assert_same_run(home, past, reference)
-
-
-# --- The step ---------------------------------------------------------------------------------------------------------
-
-
-def trainer_of(home, tmp_path, **changes):
-    config = configuration(home, tmp_path, **changes)
-    return Trainer(config, make_mesh(config.mesh))
-
-
-def plain_steps(config, params, batches):
-    """Losses and parameters of training on one device, in plain JAX."""
-    optimizer = optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), make_optimizer(config))
-    seed = jax.random.key(config.run.seed)
-
-    @jax.jit
-    def step(params, state, tokens, number):
-        key = jax.random.key_data(jax.random.fold_in(seed, number))
-        dropout = model.Dropout(key, jnp.arange(tokens.shape[0]))
-        loss, grads = jax.value_and_grad(model.loss)(params, tokens, config.model, dropout)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state, found = optimizer.init(params), []
-    for number, tokens in enumerate(batches):
-        params, state, loss = step(params, state, tokens, number)
-        found.append(float(loss))
-    return found, params
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model__embedding_dropout": 0.0, "pipeline__scan_layers": "off"},
-        {"mesh__zero1": False, "mesh__pipe": 4, "mesh__tensor": 1, "model__residual_dropout": 0.1},
-        pytest.param(
-            {"mesh__zero1": False, "model__residual_dropout": 0.1, "pipeline__scan_layers": "off"},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["zero1", "replicated-dropout-four-stages", "replicated-dropout"],
-)
-def test_ten_steps_are_those_of_plain_jax(home, tmp_path, changes):
-    trainer = trainer_of(home, tmp_path, **changes)
-    batches = expected_batches(home, 10)
-    initial = model.init(trainer.config.model, jax.random.key(3))
-    state, found, clipped = trainer.from_params(initial), [], False
-    for tokens in batches:
-        state, values = trainer.step(state, jax.device_put(tokens, trainer.batch_sharding))
-        found.append(float(values["loss"]))
-        clipped |= float(values["grad_norm"]) > trainer.config.optimizer.clip_norm
-    expected, params = plain_steps(trainer.config, initial, batches)
-    assert clipped and found[-1] < found[0] - 0.1
-    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
-    mine = jax.device_get(trainer.layout.to_canonical(state.params))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=0), mine, jax.device_get(params))
-
-    tables = jax.device_get(state.params["embedding"]["token"])
-    assert same_bits(tables[0], tables[-1]) and np.abs(tables[0]).max() > 0
-    assert not tables[1:-1].any()
-
-
-def test_a_step_that_is_not_finite_changes_nothing(home, tmp_path):
-    trainer = trainer_of(home, tmp_path, model__embedding_dropout=0.0, pipeline__scan_layers="off")
-    batches = [jax.device_put(tokens, trainer.batch_sharding) for tokens in expected_batches(home, 3)]
-    state, _ = trainer.step(trainer.init(0), batches[0])
-    before = jax.device_get(state)
-    poisoned = jax.tree.map(np.copy, before.params)
-    poisoned["layers"]["up"]["kernel"][1, 3, 5] = np.nan
-
-    def step(state, tokens):
-        state, values = trainer.step(jax.device_put(state, trainer.state_shardings), tokens)
-        return jax.device_get((state, values))
-
-    after, values = step(before.replace(params=poisoned), batches[1])
-    assert not values["finite"]
-    assert (after.step, after.skipped) == (2, 1)
-    assert same_bits((after.params, after.optimizer), (poisoned, before.optimizer))
-
-    healed, values = step(after.replace(params=before.params), batches[2])
-    expected, expected_values = step(before, batches[2])
-    assert values["finite"] and same_bits(values, expected_values)
-    assert (healed.step, healed.skipped, expected.skipped) == (3, 1, 0)
-    assert same_bits((healed.params, healed.optimizer), (expected.params, expected.optimizer))
-    assert not same_bits(healed.params, before.params)
-
-
-def test_a_run_that_diverges_says_so_and_ends(home, tmp_path, capsys):
-    """With this rate the loss becomes huge, but finite, and then its gradients overflow."""
-    changes = {"optimizer__learning_rate": 1e6, "optimizer__warmup_steps": 0, "run__steps": 6, "model__layers": 2}
-    started(configuration(home, tmp_path, run__sample_tokens=0, **changes)).train()
-    stdout, stderr = capsys.readouterr()
-    records = [record for record in curve(tmp_path) if "loss" in record]
-    skipped = [record["step"] for record in records if record["skipped"]]
-    assert len(records) == 6 and 1 not in skipped and 6 in skipped
-    assert re.findall(r"step (\d): gradients are not finite, nothing was changed", stderr) == [*map(str, skipped)]
-    assert re.search(rf"skipped steps +{len(skipped)}, their gradients were not finite", stdout)
-    assert re.search(r"validation loss +\d{4,}\.\d{4} nats per token, perplexity inf", stdout)

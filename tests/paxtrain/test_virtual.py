@@ -103,6 +103,7 @@ def test_collectives(sizes):
                 "index": (i + 1) * x,
             }
         out["all"] = lax.psum(x, AXES)
+        out["gathered"] = virtual.gather(x, AXES), virtual.gather(constant, AXES)
         return jax.tree.map(lambda v: v[None, None, None], out)
 
     everywhere = P("data", "pipe", "tensor")
@@ -183,37 +184,43 @@ def test_control_flow_and_gradients(sizes):
 # --- A whole step -----------------------------------------------------------------------------------------------------
 
 QUICK = [((2, 2, 2), "1f1b", False), ((2, 4, 1), "eager_1f1b", True)]
-ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b"], [True, False])
-STEPS = [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
+ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
+STEPS = [pytest.param(*c, False, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
+STEPS += [((2, 2, 2), "1f1b", False, True)]
 
 
-def configuration(sizes, schedule, zero1):
+def configuration(sizes, schedule, zero1, sequence):
     return from_dict({
         "model": {
             "layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64,
             "dtype": "float32",
         },
-        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1},
+        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
         "pipeline": {"schedule": schedule},
         "batch": {"global_batch": 8, "micro_batch": 1},
     })  # fmt: skip
 
 
-def loss_and_gradients(trainer):
+def loss_gradients_and_norm(trainer):
     """Of parameters and tokens that depend on the configuration's model and batch alone."""
     c, rng = trainer.config, np.random.default_rng(0)
     canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), model.shapes(c.model))
     tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)
     params = jax.device_put(trainer.layout.from_canonical(canonical), trainer.state_shardings.params)
     tokens = jax.device_put(tokens, trainer.batch_sharding)
-    return jax.device_get(jax.jit(trainer.loss_and_gradients)(params, tokens)[:2])
+
+    def run(params, tokens):
+        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
+        return loss, grads, trainer.norm(grads)
+
+    return jax.device_get(jax.jit(run)(params, tokens))
 
 
-@pytest.mark.parametrize("sizes, schedule, zero1", STEPS)
-def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1):
-    c = configuration(sizes, schedule, zero1)
-    expected = loss_and_gradients(Trainer(c, make_mesh(c.mesh)))
-    found = loss_and_gradients(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
+@pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
+def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
+    c = configuration(sizes, schedule, zero1, sequence)
+    expected = loss_gradients_and_norm(Trainer(c, make_mesh(c.mesh)))
+    found = loss_gradients_and_norm(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
     for path, value in jax.tree_util.tree_leaves_with_path(expected):
         assert np.abs(value).max() > 1e-3, path
     wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)

@@ -38,13 +38,15 @@ def test_outside_is_what_a_fine_grid_says():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["eager_1f1b", "gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["eager_1f1b", "gpipe", "1f1b", "zb_h1"])
 def test_micro_batches_pass_the_stages_in_order(name, overlap):
-    spans = gantt.pipeline(Table(name, 4, 7), EXAMPLE, overlap)
-    when = {(s.what, s.stage, s.micro_batch): s for s in spans if s.what in ("F", "B", "H")}
-    assert set(when) == {(k, s, m) for k in "FB" for s in range(4) for m in range(7)} | {("H", 3, m) for m in range(7)}
+    spans = gantt.pipeline(Table(name, 4, 7), dataclasses.replace(EXAMPLE, weights=1.0), overlap)
+    when = {(s.what, s.stage, s.micro_batch): s for s in spans if s.what in ("F", "B", "W", "H")}
+    phases = "FBW" if name == "zb_h1" else "FB"
+    losses = {("H", 3, m) for m in range(7)}
+    assert set(when) == losses | {(k, s, m) for k in phases for s in range(4) for m in range(7)}
     for (what, stage, m), span in when.items():
-        before = {"F": ("F", stage - 1, m), "B": ("B", stage + 1, m), "H": ("F", 3, m)}[what]
+        before = {"F": ("F", stage - 1, m), "B": ("B", stage + 1, m), "W": ("B", stage, m), "H": ("F", 3, m)}[what]
         if stage == 3 and what == "B":
             before = ("H", 3, m)
         if before in when:

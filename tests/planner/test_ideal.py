@@ -10,7 +10,7 @@ from planner.simulate import Seconds
 
 SIZES = ((1, 3), (2, 5), (4, 3), (4, 40), (3, 200))
 TABLES = [
-    *[Table(name, p, m) for name in ("eager_1f1b", "gpipe", "1f1b") for p, m in SIZES],
+    *[Table(name, p, m) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1") for p, m in SIZES],
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29))],
 ]  # fmt: skip
 
@@ -18,7 +18,8 @@ TABLES = [
 def drawn(table: Table, seed: int = 0) -> Seconds:
     rng, stages, virtual = np.random.default_rng(seed), table.stages, table.stages * table.chunks
     times = lambda size: rng.uniform(0.2, 2, (2, size))  # noqa: E731
-    return Seconds(times(virtual), times(virtual), times(stages), times(stages), rng.uniform(0, 1, 2), times(stages))
+    durations = times(virtual), times(virtual), times(stages), times(stages), rng.uniform(0, 1, 2), times(stages)
+    return Seconds(*durations, weights=times(virtual))
 
 
 def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
@@ -27,6 +28,7 @@ def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
     last, free, arrived = table.stages * table.chunks - 1, list(s.start[i]), {}
     ops = [(row, 0, "F", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("forward")]
     ops += [(row, 1, "B", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("backward")]
+    ops += [(row, 2, "W", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("weights")]
     for _, _, phase, stage, mb, chunk in sorted(ops):
         q = chunk * table.stages + stage
         begin = max(free[stage], arrived.get((phase, q, mb), 0.0))
@@ -34,6 +36,8 @@ def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
             free[stage] = begin + s.forward[i, q] + (s.head[i] if q == last else 0.0)
             if q < last:
                 arrived["F", q + 1, mb] = free[stage] + s.activation[i, stage]
+        elif phase == "W":
+            free[stage] += s.weights[i, q]
         else:
             free[stage] = begin + s.backward[i, q]
             if q:

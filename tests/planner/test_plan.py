@@ -32,8 +32,10 @@ def cluster_file(tmp_path) -> pathlib.Path:
 
 def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     out = tmp_path / "plan"
-    run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", "--explain", "--top=3", "--placed=1")
+    flags = ("--explain", "--top=3", "--placed=1", "--sequence_parallel=both")
+    run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", *flags)
     assert run.returncode == 0, run.stderr
+    assert "sequence_parallel=" in run.stdout
     assert "step" in run.stdout and "not     " in run.stdout and str(out / "plan.json") in run.stdout
     plan = plans.load(out / "plan.json")
     assert sorted(plan.device_order) == list(range(8))
@@ -78,10 +80,13 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "a global batch of 31 cannot be split": [cluster_flag, "--global_batch=31", "--pipe=1", "--tensor=1"],
         "--compress must be none or some of": [cluster_flag, "--compress=everything"],
         "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
+        "--schedules=zb_h1 needs --saves=dots or residuals": [cluster_flag, "--schedules=zb_h1", "--saves=inputs"],
         "--tensor must be positive integers": [cluster_flag, "--tensor=two"],
+        "--sequence_parallel=maybe": [cluster_flag, "--sequence_parallel=maybe"],
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],
         "compress.forward=all is not planned for": [cluster_flag, "--model.compress.forward=all"],
+        "optimizer.name=muon is not planned for": [cluster_flag, "--model.optimizer.name=muon"],
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],

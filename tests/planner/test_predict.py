@@ -21,6 +21,7 @@ CANDIDATES = [
     Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, zero1=False),
     Candidate(16, 1, 1, 1, 2, "eager_1f1b", (12,), save="residuals"),
     Candidate(1, 4, 4, 4, 3, "gpipe", (3, 3, 3, 3), backward="all", save="inputs"),
+    Candidate(2, 4, 2, 2, 6, "1f1b", (3, 3, 3, 3), backward="epilogue", sequence_parallel=True),
 ]
 
 
@@ -53,6 +54,32 @@ def test_parameters_are_the_models(changes):
     assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
 
 
+def test_sequence_parallelism_sends_parts_and_gathers_them_again():
+    some = cluster(2, 4, seed=None)
+    whole = Candidate(1, 2, 4, 2, 6, "1f1b", (6, 6), backward="epilogue")
+    parts = dataclasses.replace(whole, sequence_parallel=True)
+    before, after = Problem(some, MODEL, whole), Problem(some, MODEL, parts)
+    assert after.message == before.message / 4 == 2 * 256 * 1024 * 2
+    assert (before.packed, after.packed) == (16 * (2 * 1024 + 1024) * 2, 16 * (2 * 256 + 1024) * 2)
+    # Between slow hosts the messages are what counts.
+    hosts = np.arange(2).reshape(1, 1, 2)
+    assert after.step(links.fabric(some), hosts).total < before.step(links.fabric(some), hosts).total
+
+
+@pytest.mark.parametrize(("save", "gathers"), [("residuals", 0), ("dots", 2), ("layer_inputs", 1), ("inputs", 1)])
+def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
+    """Against links of no size: of the data sheet's seconds what is left is what travels, a gather at a time."""
+
+    def backward(bandwidth: float, sequence: bool) -> float:
+        inside = (0.0, bandwidth)
+        return costs.sheet(MODEL, "h100", 4, 2, save, inside, sequence_parallel=sequence).backward
+
+    slow, none = 1e9, 1e30
+    travels = [backward(slow, sequence) - backward(none, sequence) for sequence in (False, True)]
+    assert travels[1] - travels[0] == pytest.approx(gathers * 3 / 4 * 2 * 1024 * 1024 * 2 / slow, rel=1e-6, abs=1e-9)
+    assert backward(none, True) < backward(none, False)  # norms and dropout run on a part
+
+
 @pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
 def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
     """gloo sends what the later one has before it lets the other one send; in a ring of more ranks nobody waits."""
@@ -64,7 +91,7 @@ def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
     found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
     np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
     ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
-    size = costs.embedding_parameters(MODEL, 1) * 4 / data
+    size = costs.embedding_parameters(MODEL, 1, pipe) * 4 / data
     there, back = (
         [fabric.alpha[a, b] + size * fabric.per_byte[a, b] for a, b in x] for x in (ends, [e[::-1] for e in ends])
     )
@@ -163,3 +190,11 @@ def test_a_profile_counts_before_the_data_sheet():
     assert 3.0 < wider < 4.2  # four times the products, twice the passes over memory
     assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
+
+    # The backward's parts are the data sheet's shares of it, or those that were measured.
+    shared = at(2)
+    assert 2.0 < shared.backward_input + shared.backward_weights < 2.6
+    parts = {"backward_input": 1.5, "backward_weights": 0.9}
+    lab = cluster(2, 1, device="cpu", memory=1e9, compute=[row | parts])
+    assert (at(2).backward, at(2).backward_input, at(2).backward_weights) == (2.0, 1.5, 0.9)
+    assert at(2, hidden=2048, heads=32).backward_weights / 0.9 == pytest.approx(wider, rel=0.25)

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import from_dict
+from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
 from planner import cluster as clusters
 from planner import costs, measure_cluster, measure_compute, measure_links
 from planner.measure_cluster import MIB, Machines, Options
 from planner.meeting import Meeting
+from tests.planner.examples import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60, "dtype": "float32"}
@@ -133,9 +134,9 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
     assert takes(4 * size) > seconds / 2 or size == measure_cluster._LARGEST
 
 
-def test_who_measures_nothing_takes_part_in_the_decisions():
+def test_who_measures_nothing_takes_part_in_the_decisions(config):
     """However many turns process 0 wants, both ask each other as often: else they would wait for ever."""
-    turns = measure_compute.Bystander()
+    turns = measure_compute.Bystander(config)
     asked = iter(x * measure_compute._LEAST for x in (0.02, 0.4, 1.2, 4, 0.2, 1.1, 6))
     turns.settle(lambda mine: next(asked) + mine)
     assert next(asked, None) is None
@@ -158,12 +159,29 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
     assert sample["embedding"] == pytest.approx(4.0)
 
 
+def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monkeypatch, config):
+    dots = dataclasses.replace(config, pipeline=PipelineConfig(save="dots"))
+    turns = measure_compute.Turns(dots, 1, 1, jax.devices()[:1])
+    assert turns.kinds == measure_compute.Bystander(dots).kinds == (*measure_compute.KINDS, *costs.PARTS)
+    assert measure_compute.kinds(config) == measure_compute.KINDS
+    asked = dict(zip(turns.kinds, (2.0, 6.0, 1.0, 1.0, 5.0, 3.0)))
+    monkeypatch.setattr(turns, "_seconds", lambda kind, count: asked[kind] * count)
+    turns.counts = dict.fromkeys(turns.kinds, 2)
+    sample = turns.sample()
+    assert [sample[part] for part in costs.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
+    machines = Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",))
+    [row] = measure_cluster.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
+    some = cluster(1, 1, device="cpu", memory=1e9, compute=[row])
+    found = costs.layer(some, "cpu", dots.model, 1, 1, "dots")
+    assert (found.backward_input, found.backward_weights) == (5.0 / turns.layers, 3.0 / turns.layers)
+
+
 @pytest.mark.slow
 def test_every_kind_takes_longer_with_more_turns():
     """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
     turns = measure_compute.Turns(config, 1, 4, jax.devices()[:1])
-    for kind in measure_compute.KINDS:
+    for kind in turns.kinds:
         few, many = (min(turns._seconds(kind, n) for _ in range(5)) for n in (8, 88))
         none = min(turns._seconds(kind, 0) for _ in range(5))
         assert many - none > 3 * (few - none), kind

@@ -132,6 +132,7 @@ CASES = [
     {"micro_batches": 8, "schedule": "interleaved_1f1b"},
     {"pipe": 1, "schedule": "1f1b"},
     {"pipe": 8, "schedule": "gpipe", "micro_batches": 40},
+    {"micro_batches": 24, "schedule": "zb_h1"},
     {"noise": None, "oracle": (), "explained": (), "command": "", "comparisons": []},
     {"cluster": cluster(40, 2), "pipe": 4},
     {"cluster": cluster(1, 8), "pipe": 2},

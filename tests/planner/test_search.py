@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paxtrain import plan as plans
-from paxtrain.config import CompressConfig
+from paxtrain.config import SCHEDULES, CompressConfig
 from paxtrain.errors import UserError
 from planner import decision, explain
 from planner.budget import Budget
@@ -87,9 +87,32 @@ def test_different_devices_get_different_shares_of_the_layers():
     assert found.candidate.counts[on.index("h100")] > found.candidate.counts[on.index("a100-80gb")]
 
 
+def test_the_zero_bubble_schedule_is_taken_where_it_fits():
+    """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
+    choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
+    one = search(choices=choices)
+    best, least = one.run().ranked[0], {}
+    for i in range(len(one.space)):
+        least[int(one.space.schedule[i])] = min(least.get(int(one.space.schedule[i]), np.inf), one.bytes[i])
+    assert best.candidate.schedule == "zb_h1"
+    plain, split = (least[SCHEDULES.index(name)] for name in choices.schedules)
+    tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
+
+
+def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
+    choices = Choices(tensor=(4,), pipe=(2,), schedules=("1f1b",), sequence_parallel=(False, True))
+    one = search(choices=choices)
+    assert one.run().ranked[0].candidate.sequence_parallel  # hosts are far from each other
+    whole, parts = (one.bytes[one.space.sequence_parallel == value].min() for value in (False, True))
+    tight = Budget(usable=(whole + parts) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
+
+
 def test_the_plan_is_the_candidate_on_its_hosts():
     some = dataclasses.replace(cluster(4, 4), hosts=("d", "c", "b", "a"), named=True)
-    one = search(some, choices=Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,)))
+    choices = Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,), sequence_parallel=(True,))
+    one = search(some, choices=choices)
     found = one.run().ranked[0]
     step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     compress = CompressConfig(error="explicit", factors="float32")
@@ -98,6 +121,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     )
     assert (plan.hosts, plan.devices_per_host) == (("d", "c", "b", "a"), 4)
     config = plan.apply({"model": dataclasses.asdict(MODEL)})
+    assert config.mesh.sequence_parallel
     assert config.stage_layers == found.candidate.counts
     assert config.micro_batches == found.candidate.micro_batches
     assert config.compress.error == "explicit"

@@ -14,11 +14,11 @@ from planner.simulate import Seconds, concatenate, pipeline, timeline
 TABLES = [
     *[
         Table(name, p, m)
-        for name in ("eager_1f1b", "gpipe", "1f1b")
+        for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")
         for p, m in ((1, 3), (2, 5), (4, 3), (4, 17), (5, 40))
     ],
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29), (4, 50))],
-    *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b") for kind in ("epilogue", "all")],
+    *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
     Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
 ]
 
@@ -36,6 +36,7 @@ def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
         packed=times(stages, 0.5),
         encode=times(stages, 0.2),
         decode=times(stages, 0.2),
+        weights=times(virtual, 1.5),
     )
 
 
@@ -76,7 +77,7 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
         ready, later = list(now), []
         for a, b, small in messages:
             done = max(ready[a], ready[b]) + (s.packed if small else s.gradient)[i, a]
-            if small or schedule.masked:
+            if small or schedule.masked or schedule.splits:
                 later.append((a, b, done))
             else:
                 now[a], now[b] = max(now[a], done), max(now[b], done)
@@ -85,6 +86,8 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
         if has_head(schedule, t):
             now[-1] += s.head[i]
         posted = list(now)
+        for stage, virtual in computing(schedule, "weights", t):
+            now[stage] += s.weights[i, virtual]
         for a, b, done in later:
             now[a], now[b] = max(now[a], done), max(now[b], done)
         for _, b, small in messages:
@@ -111,10 +114,10 @@ def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
         bodies += [list(range(start + k * period, start + (k + 1) * period)) for k in range(repeats)]
         unrolled = []
     for body in [*bodies, unrolled]:
-        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "B")]
+        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "W", "B")]
         for t in body[1:]:
             small = any(small for *_, small in gradient_messages(schedule, t, packed))
-            if schedule.activation_pairs[t] and not small:
+            if schedule.activation_pairs[t] and not schedule.splits and not small:
                 ops.remove(("F", t))
                 ops.remove(("send", t))
                 at = ops.index(("B", t - 1))
@@ -150,9 +153,9 @@ def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
             for _, b, small in messages:
                 now[b] += s.decode[i, b] if small else 0
         else:
-            what, seconds = ("forward", s.forward) if op == "F" else ("backward", s.backward)
+            what = {"F": "forward", "B": "backward", "W": "weights"}[op]
             for stage, virtual in computing(schedule, what, t):
-                now[stage] += seconds[i, virtual]
+                now[stage] += getattr(s, what)[i, virtual]
     return now
 
 
@@ -169,6 +172,18 @@ def test_equals_a_plain_replay_of_the_schedule(table, overlap):
 def test_equal_stages_without_transfers_take_the_closed_form(schedule, p, m):
     found = pipeline(Table(schedule, p, m), Seconds(np.full((1, p), 1.0), np.full((1, p), 2.0)))
     np.testing.assert_allclose(found.max(), (m + p - 1) * 3.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 3, 1), (1, 2, 1)])
+@pytest.mark.parametrize(("p", "m"), [(1, 7), (2, 2), (2, 9), (4, 16), (8, 8), (8, 100), (3, 1000)])
+def test_weight_gradients_fill_the_bubble(p, m, times):
+    """(P-1)(F+B-W), the bubble of ZB-H1 (Qi et al. 2023), where that of 1f1b is (P-1)(F+B+W)."""
+    f, b, w = (np.full((1, p), float(x)) for x in times)
+    work, bubble = m * sum(times), (p - 1) * (times[0] + times[1] - times[2])
+    found = pipeline(Table("zb_h1", p, m), Seconds(f, b, weights=w)).max()
+    np.testing.assert_allclose(found, work + bubble, rtol=1e-12)
+    whole = pipeline(Table("1f1b", p, m), Seconds(f, b + w)).max()
+    np.testing.assert_allclose(whole - found, 2 * (p - 1) * times[2], atol=1e-9)
 
 
 def test_transfers_hide_in_the_eager_schedule_alone():
@@ -194,24 +209,26 @@ def test_monotone_in_every_duration_and_above_every_stages_work(table, overlap, 
         longer.flat[rng.integers(longer.size)] += 0.3
         more = pipeline(table, Seconds(**{**vars(s), name: longer}), overlap)
         assert (more >= base - 1e-12 * base).all(), name
-    work = table.micro_batches * (s.forward + s.backward).reshape(table.chunks, table.stages).sum(axis=0)
+    each = s.forward + s.backward + s.weights * (table.schedule == "zb_h1")
+    work = table.micro_batches * each.reshape(table.chunks, table.stages).sum(axis=0)
     assert (base[0] >= work + s.start[0] - 1e-9).all()
     once = (s.forward + s.backward).sum() + s.head[0]
     assert base.max() >= once - 1e-9
 
 
-@pytest.mark.parametrize("table", [TABLES[3], TABLES[17], TABLES[-1]], ids=str)
+@pytest.mark.parametrize("table", [TABLES[3], TABLES[18], TABLES[22], TABLES[-1]], ids=str)
 def test_the_timeline_is_the_same_run(table):
     s = drawn(table, batch=1)
     events, finish = timeline(table, s), pipeline(table, s)
     assert max(e.end for e in events) <= finish.max() + 1e-9
     for stage in range(table.stages):
-        mine = [e for e in events if e.stage == stage and e.what in "FBH"]
+        mine = [e for e in events if e.stage == stage and e.what in "FBWH"]
         assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:]))
     real = [e for e in events if e.what == "H"]
     assert len(real) == table.micro_batches
-    virtual = {e.virtual_stage for e in events if e.what == "B"}
-    assert virtual == set(range(table.stages * table.chunks))
+    for what in "FBW" if table.schedule == "zb_h1" else "FB":
+        virtual = {e.virtual_stage for e in events if e.what == what}
+        assert virtual == set(range(table.stages * table.chunks))
 
 
 def test_a_batch_of_batches_is_each_of_them():

@@ -33,13 +33,18 @@ def test_all_candidates_and_no_others():
 
 
 def test_every_candidate_is_a_configuration():
-    space = enumerate_candidates(cluster(2, 4), MODEL, 16, Choices(backward_ranks=(16, 64)))
+    choices = Choices(backward_ranks=(16, 64), sequence_parallel=(False, True))
+    space = enumerate_candidates(cluster(2, 4), MODEL, 16, choices)
     assert {SCHEDULES[i] for i in space.schedule} == set(SCHEDULES)
+    assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
     for i in np.random.default_rng(0).choice(len(space), 300, replace=False):
         row = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space)}
         config = from_dict({
             "model": dataclasses.asdict(MODEL),
-            "mesh": {"data": row["data"], "pipe": row["pipe"], "tensor": row["tensor"], "zero1": bool(row["zero1"])},
+            "mesh": {
+                **{axis: row[axis] for axis in ("data", "pipe", "tensor")},
+                **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
+            },
             "pipeline": {
                 "schedule": SCHEDULES[row["schedule"]],
                 "virtual_stages": row["chunks"],
@@ -62,6 +67,12 @@ def test_the_budget_of_quality_is_kept():
     assert set(space.backward_rank.tolist()) == {0, 8}  # the trainer would not compress at the others
     assert set(space.data_rank.tolist()) == {0, 64}
     assert not space.backward[space.pipe == 1].any() and not space.data_rank[space.data == 1].any()
+
+
+def test_a_sequence_that_tensor_does_not_divide_stays_whole():
+    odd = dataclasses.replace(MODEL, sequence=1022)
+    space = enumerate_candidates(cluster(2, 4), odd, 16, Choices(sequence_parallel=(True,)))
+    assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 1), (4, 0)}
 
 
 def test_any_number_of_hosts_and_more_stages_than_hosts():

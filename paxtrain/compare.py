@@ -1,0 +1,31 @@
+"""Draws the losses of runs beside each other: python -m paxtrain.compare --runs=runs/a,runs/b --out=losses.png."""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from paxtrain import plots
+from paxtrain.errors import UserError, run
+
+
+def define_flags() -> None:
+    """Defines this main's flags."""
+    flags.DEFINE_list("runs", None, "Folders of the runs, joined by commas.", required=True)
+    flags.DEFINE_string("out", None, "The PNG.", required=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draws."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; runs are named --runs=FOLDER,FOLDER")
+    out = flags.FLAGS.out
+    if not out.endswith(".png"):
+        raise UserError(f"--out={out} must be the name of a .png")
+    try:
+        plots.plot_runs(flags.FLAGS.runs, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out} ({error.strerror}); name a file in a folder that there is") from error
+
+
+if __name__ == "__main__":
+    run(main, define_flags)

@@ -1,0 +1,81 @@
+"""Small runs on a corpus whose samples all differ, for the tests of the main job and of its step."""
+
+import jax
+import numpy as np
+
+from paxtrain import data, metrics
+from paxtrain.config import Config, from_dict
+from paxtrain.mesh import make_mesh
+from paxtrain.prepare import prepare
+from paxtrain.train import Run
+
+STEPS, EVERY = 120, 20
+SETTINGS = {
+    "model.vocab_size": 257,
+    "model.layers": 4,
+    "model.hidden": 32,
+    "model.heads": 4,
+    "model.sequence": 32,
+    "model.dtype": "float32",
+    "model.embedding_dropout": 0.1,
+    "mesh.data": 2,
+    "mesh.pipe": 2,
+    "mesh.tensor": 2,
+    "batch.global_batch": 8,
+    "batch.micro_batch": 2,
+    "optimizer.warmup_steps": 10,
+    "optimizer.learning_rate": 3e-3,
+    "pipeline.scan_layers": "on",
+    "checkpoint.every": EVERY,
+    "checkpoint.keep": 2,
+    "checkpoint.keep_every": 3 * EVERY,
+    "run.steps": STEPS,
+    "run.eval_every": 50,
+    "run.eval_batches": 2,
+    "run.sample_tokens": 20,
+}
+
+
+def corpus(path):
+    """Prepares the data in a folder, which is returned."""
+    (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
+    prepare([str(path / "corpus.txt")], path / "data")
+    return path
+
+
+def settings(home, out, **changes):
+    paths = {"data.train": home / "data/train", "data.validation": home / "data/validation", "run.out": out}
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    return SETTINGS | {name: str(value) for name, value in paths.items()} | changes
+
+
+def started(config: Config) -> Run:
+    return Run(config, make_mesh(config.mesh))
+
+
+def configuration(*args, **changes):
+    sections: dict = {}
+    for name, value in settings(*args, **changes).items():
+        section, key = name.split(".")
+        sections.setdefault(section, {})[key] = value
+    return from_dict(sections)
+
+
+def curve(out):
+    """All figures of all steps but those that tell the time."""
+    times = ("step_seconds", "tokens_per_second")
+    return [
+        {name: value for name, value in record.items() if name not in times}
+        for record in metrics.read(out / metrics.FILE)
+    ]
+
+
+def same_bits(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+def expected_batches(home, steps):
+    """The first global batches, [steps, global_batch, sequence + 1]."""
+    file = data.TokenFile(home / "data/train")
+    stream = data.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
+    return np.stack([next(stream) for _ in range(steps)])
