@@ -44,13 +44,15 @@ reduce.defvjp(lambda x, axis: (reduce(x, axis), None), lambda axis, _, g: (g,))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather(x: jax.Array, axis: str) -> jax.Array:
     """[B, S/T, H] of each rank as the whole [B, S, H]: all-gather, and reduce-scatter backward."""
-    return lax.all_gather(x, axis, axis=1, tiled=True)
+    with jax.named_scope("tensor"):
+        return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def scatter(x: jax.Array, axis: str) -> jax.Array:
     """Partial sums [B, S, H] as each rank's part of their sum, [B, S/T, H]: reduce-scatter, and all-gather backward."""
-    return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+    with jax.named_scope("tensor"):
+        return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
 
 gather.defvjp(lambda x, axis: (gather(x, axis), None), lambda axis, _, g: (scatter(g, axis),))
