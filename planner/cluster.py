@@ -34,9 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import FAMILIES, SAVE_MODES
+from paxtrain.config import SAVE_MODES
 from paxtrain.errors import UserError
 from paxtrain.gpus import GPUS
+from paxtrain.model_config import FAMILIES
 
 VERSION = 1
 _MOST, _HUGE = 1_000_000, 1e300  # devices; what a number must be below

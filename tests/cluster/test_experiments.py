@@ -91,6 +91,14 @@ def test_the_rate_for_a_share_gives_that_share():
         assert compression._share(at, split.config.model, split.candidate) == pytest.approx(share, abs=0.01)
 
 
+def test_processes_of_one_machine_have_two_data_ranks_at_most():
+    """Without network namespaces all of the lab's hosts have one name, and are one host to the planner."""
+    one = cluster(hosts=1, devices=4)
+    chosen = joint.choices(joint.base(4), one, seed=0)
+    assert max(split.mesh[0] for split, _, _ in chosen.values()) <= 2
+    assert all(split.mesh[0] * split.mesh[1] == 4 for split, _, _ in chosen.values())
+
+
 def test_the_joint_choice_is_predicted_quickest():
     chosen = joint.choices(joint.BASE, cluster(), seed=0)
     seconds = {what: found[-1] for what, found in chosen.items()}

@@ -50,8 +50,8 @@ def config(home, out, profile="", mesh=(2, 2, 2), **run):
 class Slow(train.Run):
     """A run that gets its batches late while it is profiled."""
 
-    def batches(self, name, start_sample=0):
-        for number, batch in enumerate(super().batches(name, start_sample), 1):
+    def batches(self, name, start_sample=0, part=""):
+        for number, batch in enumerate(super().batches(name, start_sample, part), 1):
             if name == "train" and number in PROFILED:
                 time.sleep(PAUSE)
             yield batch

@@ -16,7 +16,7 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
         base = joint.base(scene.hosts, scene.devices_per_host)
         cluster = bench.profile(f"{scene.name} demonstration", base)
         chosen = joint.choices(base, cluster, lab.seed)
-        orders = [device_order(hosts, scene.devices_per_host, split.mesh[2]) for split, hosts, _ in chosen.values()]
+        orders = [device_order(hosts, cluster.devices_per_host, split.mesh[2]) for split, hosts, _ in chosen.values()]
         bench.free()
         names = bench.compile([split for split, _, _ in chosen.values()], orders, eval_batches=4)
         bench.session.ask("speed", slowness=scene.slowness)

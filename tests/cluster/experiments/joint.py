@@ -53,10 +53,10 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
 
 def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray, float]:
     """The planner's choice among all it knows: the split, its hosts [D, P], and its predicted seconds."""
-    config, hosts = base.config, len(cluster.hosts)
+    config, groups = base.config, cluster.devices // base.mesh[2]
     choices = Choices(
         tensor=(base.mesh[2],),
-        pipe=(hosts, max(1, hosts // 2)),  # at most two data ranks, see growth.py
+        pipe=(groups, max(1, groups // 2)),  # at most two data ranks: gloo's reduce-scatter aborts with more
         micro_batch=(base.micro_batch,),
         saves=(models.SAVE,),
         zero1=(True,),

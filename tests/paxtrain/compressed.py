@@ -1,0 +1,90 @@
+"""A small model whose training step is compressed in one way or another: its gradients, steps and compiled program."""
+
+import functools
+
+import jax
+import numpy as np
+
+from paxtrain import model
+from paxtrain.config import Config, from_dict
+from paxtrain.mesh import make_mesh
+from paxtrain.step import Trainer
+
+FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
+HIDDEN, SEQUENCE, VOCABULARY = 32, 16, 61
+MESSAGE = (2 * SEQUENCE, HIDDEN)
+
+
+def config(
+    mesh=(2, 4, 1), micro_batches=6, layers=4, zero1=True, sequence=False, schedule="eager_1f1b", chunks=1, **compress
+) -> Config:
+    data, pipe, tensor = mesh
+    return from_dict({
+        "model": {"layers": layers, "hidden": HIDDEN, "heads": 4, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
+                  "vocab_multiple": 64, "dtype": "float32"},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
+        "pipeline": {"schedule": schedule, "virtual_stages": chunks},
+        "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
+        "run": {"steps": 100},
+        "compress": compress,
+    })  # fmt: skip
+
+
+def trainer(c: Config, **kwargs) -> Trainer:
+    return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]), **kwargs)
+
+
+def compiled(trained: Trainer) -> jax.stages.Compiled:
+    return trained.step.lower(trained.abstract_state(), trained.abstract_batch()).compile(FAST)
+
+
+@functools.cache
+def canonical(layers: int = 4) -> model.Params:
+    """Large random parameters, so that nothing hides behind zeros."""
+    params = model.init(config((1, 1, 1), layers=layers).model, jax.random.key(0))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+
+def batch(trained: Trainer) -> jax.Array:
+    shape = trained.abstract_batch().shape
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.int32)
+    return jax.device_put(tokens, trained.batch_sharding)
+
+
+@functools.cache
+def evaluated(c: Config, stage_ranks: tuple[int, ...] | None = None) -> tuple[float, dict, dict, np.ndarray]:
+    """Loss, canonical gradients, mesh-layout gradients and codec state of one step's gradients."""
+    trained = trainer(c, stage_ranks=stage_ranks)
+    params = jax.device_put(
+        jax.jit(trained.layout.from_canonical)(canonical(c.model.layers)), trained.state_shardings.params
+    )
+    tokens = batch(trained)
+    run = jax.jit(trained.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, codec, _ = run(params, tokens)
+    return float(loss), jax.device_get(trained.layout.to_canonical(grads)), jax.device_get(grads), jax.device_get(codec)
+
+
+def trained_steps(c: Config, steps: int) -> tuple[list[float], dict]:
+    trained = trainer(c)
+    state = trained.from_params(canonical(c.model.layers))
+    tokens, losses = batch(trained), []
+    step = compiled(trained)
+    for _ in range(steps):
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(state)
+
+
+def differences(mine, right) -> dict[str, float]:
+    """Per array max |difference| / max |right|."""
+    error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), mine, right)
+    return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
+
+
+def assert_close(mine, right, tolerance=1e-5):
+    wrong = {name: e for name, e in differences(mine, right).items() if not e <= tolerance}
+    assert not wrong, wrong
+
+
+FULL = {"backward": "all", "backward_rank": 32, "min_ratio": 0.0}
