@@ -1,13 +1,15 @@
 """Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble].
 
     memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
-    throughput  our step on a 1x1x1 mesh beside a plain jit of the same model without any of our machinery
+    throughput  our step on a 1x1x1 mesh beside a plain jit of the same model without any of our machinery; of a small
+                model, or of the one that --config=configs/gpt_1_3b.py names: tokens/s, MFU and bytes
     bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part, beside (m+P-1)/m
                 or, for F, B and W of equal length, (m+(P-1)/3)/m
 
 Every ratio compares things measured in turn in the same run. Nothing here is a test.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -24,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from ml_collections import config_flags
 
-from paxtrain import model, report
-from paxtrain.config import SPLIT, Config, from_dict
+from paxtrain import metrics, model, report
+from paxtrain.config import SPLIT, BatchConfig, Config, MeshConfig, from_dict
 from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
@@ -113,6 +116,11 @@ def plain_step(config: Config) -> Any:
     return jax.jit(step, donate_argnums=(0, 1))
 
 
+def _bytes(compiled: jax.stages.Compiled) -> int:
+    m = compiled.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
 class _Ours:
     """Our step with its state, to be called for its time; the loss of the last call is kept."""
 
@@ -123,6 +131,7 @@ class _Ours:
         rows = process_rows(sharding, shape)
         self._tokens = from_process_rows(sharding, shape, rows, tokens(config)[rows])
         self._step = self._trainer.compile_step()
+        self.bytes = _bytes(self._step)
 
     def __call__(self) -> None:
         self._state, metrics = self._step(self._state, self._tokens)
@@ -135,27 +144,51 @@ class _Plain:
     def __init__(self, config: Config) -> None:
         self._params = jax.jit(functools.partial(model.init, config.model))(jax.random.key(0))
         self._state = make_optimizer(config).init(self._params)
-        self._tokens, self._step = jnp.asarray(tokens(config)), plain_step(config)
+        self._tokens = jnp.asarray(tokens(config))
+        self._step = plain_step(config).lower(self._params, self._state, self._tokens).compile()
+        self.bytes = _bytes(self._step)
 
     def __call__(self) -> None:
         self._params, self._state, loss = self._step(self._params, self._state, self._tokens)
         self.loss = float(loss)
 
 
-def throughput(repeats: int) -> None:
-    """Prints tokens/s of our step on one device beside the plain one's."""
-    c = configuration((1, 1, 1), 8)
-    count = c.batch.global_batch * c.model.sequence
+def _of_one_device(config: Config) -> Config:
+    """A configuration's model on one device: 8 micro-batches of its size, and the attention that suits the device."""
+    micro = config.batch.micro_batch
+    return dataclasses.replace(
+        config,
+        model=model.settle_attention(config.model, jax.devices()[0]),
+        mesh=MeshConfig(),
+        pipeline=dataclasses.replace(config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers=""),
+        batch=BatchConfig(global_batch=8 * micro, micro_batch=micro),
+    )
+
+
+def throughput(repeats: int, config: Config) -> None:
+    """Prints tokens/s, bytes and, where the device's peak is known, MFU of our step and of the plain one on one device.
+
+    Bytes are the compiled program's: state, batch and temporary.
+    """
+    c = _of_one_device(config)
+    count, device = c.batch.global_batch * c.model.sequence, jax.devices()[0]
+    peak = c.run.peak_flops or metrics.peak_flops(device.device_kind)
     steps = {"plain jit": _Plain(c)}
     for save in ("residuals", "dots"):
-        steps[f"ours, save={save}"] = _Ours(configuration((1, 1, 1), 8, save=save), jax.devices()[:1])
+        changed = dataclasses.replace(c, pipeline=dataclasses.replace(c.pipeline, save=save))
+        steps[f"ours, save={save}"] = _Ours(changed, [device])
     seconds = interleave(steps, repeats)
-    print(f"\ntokens/s on one device, 8 layers of 256, 8 micro-batches, median of {repeats} steps run in turn")
+    shape = f"{c.model.layers} layers of {c.model.hidden}, sequence {c.model.sequence}, {c.model.dtype}"
+    batch = f"8 micro-batches of {c.batch.micro_batch}"
+    print(f"\none {device.device_kind}, {shape}, {batch}, median of {repeats} steps run in turn")
     for name, values in seconds.items():
         # Ratios step by step: neighbours in time see the same machine.
         ratio = statistics.median(a / b for a, b in zip(seconds["plain jit"], values, strict=True))
-        median = statistics.median(values)
-        print(f"  {name:<22}{count / median:>10,.0f} tokens/s{ratio:>8.3f} of plain   loss {steps[name].loss:.6f}")
+        speed = count / statistics.median(values)
+        figures = f"{speed:>10,.0f} tokens/s{ratio:>8.3f} of plain"
+        if peak:
+            figures += f"{metrics.mfu(speed, c.model, 1, peak):>8.1%} MFU"
+        print(f"  {name:<22}{figures}{report.size(steps[name].bytes, 'B'):>10}   loss {steps[name].loss:.6f}")
 
 
 def _free_port() -> int:
@@ -214,18 +247,34 @@ def main(argv: Sequence[str]) -> None:
     if unknown:
         raise UserError(f"unknown section {sorted(unknown)[0]!r}; known are {', '.join(SECTIONS)}")
     jax.config.update("jax_num_cpu_devices", 8)
+    config = from_dict(f.config) if f.config else configuration((1, 1, 1), 8)
+    sections = {
+        "memory": memory,
+        "throughput": lambda: throughput(f.repeats, config),
+        "bubble": lambda: bubble(f.repeats),
+    }
     for section in f.sections:
-        {"memory": memory, "throughput": lambda: throughput(f.repeats), "bubble": lambda: bubble(f.repeats)}[section]()
+        sections[section]()
 
 
 def define_flags() -> None:
     """Defines this main's flags."""
     flags.DEFINE_list("sections", list(SECTIONS), "What to measure.")
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "For throughput: a file with model, micro-batch and optimizer.",
+        lock_config=False,
+        accept_new_attributes=True,
+    )
+    # A file that could not be loaded raises when it is first used: here, while flags are parsed.
+    flags.register_validator(
+        "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"
+    )
     flags.DEFINE_integer("repeats", 15, "Steps per figure, of which the median counts.", lower_bound=1)
     flags.DEFINE_integer("worker", None, "For the bubble's own processes.")
     flags.DEFINE_string("coordinator", None, "For the bubble's own processes.")
 
 
 if __name__ == "__main__":
-    define_flags()
-    run(main)
+    run(main, define_flags)
