@@ -31,6 +31,8 @@ from tests.paxtrain.compressed import (
     trainer,
 )
 
+pytestmark = pytest.mark.once
+
 # --- Gradients between the stages -------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,8 @@ from tests.paxtrain.compressed import (
     trainer,
 )
 
+pytestmark = pytest.mark.once
+
 # --- Tied embedding ---------------------------------------------------------------------------------------------------
 
 
