@@ -81,7 +81,9 @@ class Local:
             mine = f"--hosts={hosts}", f"--host={host}", f"--logs={job.logs}"
             among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
             own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
-            own += ("--compute_hosts=1",)  # they share this machine's cores: all measured at once would be slower
+            # They share this machine's cores: all measured at once would be slower, and the one that compiles and
+            # measures for all may take minutes. A lost process is known sooner, its supervisor tells.
+            own += ("--compute_hosts=1", "--answer_timeout=600")
             limit = ",".join(map(str, pipes(count * self._devices)))
             run = [sys.executable, *job.run(*among, *own, f"--pipe={limit}")]
             popen = subprocess.Popen(
