@@ -21,7 +21,7 @@ from paxtrain.errors import UserError
 from planner import budget, memory
 from planner import cluster as clusters
 from planner.search import Options, Search
-from planner.space import BACKWARD, Choices
+from planner.space import BACKWARD, TRIED, Choices
 
 _KINDS = ("epilogue", "all", "data")
 _SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -62,7 +62,7 @@ def define_flags() -> None:
     flags.DEFINE_list("micro_batch", [], "Micro-batches to try; likewise.")
     flags.DEFINE_list("virtual_stages", ["2", "4"], "Chunks per stage of interleaved schedules to try.")
     flags.DEFINE_enum("sequence_parallel", "no", list(_SEQUENCE), "Split the sequence wherever tensor is above 1.")
-    flags.DEFINE_list("schedules", list(SCHEDULES), "Schedules to try.")
+    flags.DEFINE_list("schedules", list(TRIED), f"Schedules to try, of {', '.join(SCHEDULES)}.")
     flags.DEFINE_list("saves", list(SAVE_MODES), "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", True, "Also split layers unevenly over the stages.")
     flags.DEFINE_integer("tensor_hosts", 1, "Hosts in a row that each tensor group spans.", lower_bound=1)

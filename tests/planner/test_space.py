@@ -33,7 +33,7 @@ def test_all_candidates_and_no_others():
 
 
 def test_every_candidate_is_a_configuration():
-    choices = Choices(backward_ranks=(16, 64), sequence_parallel=(False, True))
+    choices = Choices(schedules=SCHEDULES, backward_ranks=(16, 64), sequence_parallel=(False, True))
     space = enumerate_candidates(cluster(2, 4), MODEL, 16, choices)
     assert {SCHEDULES[i] for i in space.schedule} == set(SCHEDULES)
     assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
