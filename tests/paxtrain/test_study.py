@@ -190,6 +190,7 @@ def finished(home, out):
     return config, outcomes
 
 
+@pytest.mark.once
 def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch):
     # Compiling is not what is tested: once per program, and without optimization, is enough.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)

@@ -1,0 +1,16 @@
+"""Emulated clusters take turns: two at once, each of several processes, starve each other until their limits of time pass."""
+
+import fcntl
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> Iterator[None]:
+    """Waits while another process's tests, of pytest-xdist's for instance, have a cluster."""
+    with (pathlib.Path(tempfile.gettempdir()) / "paxtrain-cluster.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
