@@ -1,4 +1,4 @@
-"""Emulated clusters take turns: two at once, each of several processes, starve each other until their limits of time pass."""
+"""Emulated clusters take turns: two at once, each of several processes, starve each other until limits of time pass."""
 
 import fcntl
 import pathlib
