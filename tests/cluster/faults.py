@@ -133,7 +133,7 @@ def full_disk(lab: Lab) -> Figures:
     _go_on(lab, EVERY + 1)
     run, filler = lab.running, lab.out / sample.CHECKPOINTS / "filler"
     broken = time.monotonic()
-    with filler.open("wb") as file, contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
             file.flush()
