@@ -136,7 +136,6 @@ def full_disk(lab: Lab) -> Figures:
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
-            file.flush()
     ended, sentence = run.wait_for_end(limit=LIMITS.bound + 30)
     require("the worker found its disk full" in sentence and "a checkpoint could not be written" in sentence, sentence)
     filler.unlink()
