@@ -29,6 +29,7 @@ from tests.cluster.supervised_run import (
     HOSTS,
     LIMITS,
     MBIT,
+    PATIENCE,
     ROOT,
     Figures,
     Lab,
@@ -81,7 +82,8 @@ def killed_host(lab: Lab) -> Figures:
     left = [host for host in range(HOSTS) if host != lost]
     started = lab.start(left, plan)
     on_the_rest = 2 * EVERY  # steps that count: up to a checkpoint
-    lab.running.wait_for("a checkpoint", lambda: max(checkpoints(lab.out)) >= started["resumed_from"] + on_the_rest, 90)
+    enough = started["resumed_from"] + on_the_rest
+    lab.running.wait_for("a checkpoint", lambda: max(checkpoints(lab.out)) >= enough, PATIENCE)
     more = {"plan_seconds": seconds, "hosts_left": len(left), "steps_on_the_rest": on_the_rest}
     return _figures("a host is killed", broken, ended, sentence, **more, **started)
 

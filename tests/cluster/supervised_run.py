@@ -22,6 +22,7 @@ HOSTS, MBIT = 4, 200.0
 BATCH, EVERY = 12, 20  # samples of a step; steps between two checkpoints
 LIMITS = Limits(link=6.0, settle=3.0, grace=1.0, start=60.0)
 DISK = 24  # MB for checkpoints
+PATIENCE = 300.0  # seconds for what has no bound of its own, on a machine that has others to serve as well
 _COORDINATOR = 9701
 _MODEL = {"vocab_size": 257, "layers": 4, "hidden": 32, "heads": 4, "sequence": 32, "dtype": "float32"}
 _SETTINGS = {
@@ -79,10 +80,10 @@ class Running:
             time.sleep(0.02)
         return time.monotonic() - self.began
 
-    def wait_for_step(self, step: int, limit: float = 60.0) -> float:
+    def wait_for_step(self, step: int, limit: float = PATIENCE) -> float:
         return self.wait_for(f"step {step}", lambda: self.lab.last_step() >= step, limit)
 
-    def wait_for_words(self, host: int, words: str, limit: float = 30.0) -> float:
+    def wait_for_words(self, host: int, words: str, limit: float = PATIENCE) -> float:
         return self.wait_for(f"{words!r} on host {host}", lambda: words in self.said(host), limit)
 
     def wait_for_end(self, dead: Sequence[int] = (), limit: float = LIMITS.bound) -> tuple[float, str]:
@@ -103,7 +104,7 @@ class Running:
     def report(self, host: int) -> dict[str, Any]:
         return json.loads((self.folder / f"host{host}.json").read_text())
 
-    def stop(self, limit: float = 60.0) -> None:
+    def stop(self, limit: float = PATIENCE) -> None:
         """SIGTERM, as a scheduler gives it: the run saves a checkpoint and ends well."""
         for popen in self.supervisors.values():
             popen.send_signal(signal.SIGTERM)
@@ -192,7 +193,7 @@ class Lab:
             said = folder / f"host{host}.said"
             supervisors[host] = self.cluster.start(host, [*watch, *train], log=said, env=self.environment)
         self.running = Running(self, tuple(hosts), folder, supervisors, began)
-        self.running.wait_for("new metrics", lambda: self._metrics_file() != file, 90)
+        self.running.wait_for("new metrics", lambda: self._metrics_file() != file, PATIENCE)
         if saved:
             [line] = [line for line in self.running.said(hosts[0]).splitlines() if line.startswith("resumed from ")]
             saved = int(line.split()[3].rstrip(","))
