@@ -97,6 +97,10 @@ class _Connection:
         while self._writer.transport.get_write_buffer_size() and not self._writer.is_closing():
             await asyncio.sleep(0.01)
 
+    @property
+    def closed(self) -> bool:
+        return self._writer.is_closing()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -128,6 +132,7 @@ class SideChannel:
         self.asides: dict[int, Any] = {}
         self.refused: set[int] = set()
         self._connections: dict[int, list[_Connection]] = {}  # of a neighbour maybe one from each side
+        self._made: set[_Connection] = set()  # all that may still be open, also those that nobody converses over yet
         self._heard: dict[int, float] = {}
         self._silences: dict[int, tuple[float, float]] = {}  # how long, and when it ended
         self._listeners: list[Callable[[str], None]] = []
@@ -176,6 +181,11 @@ class SideChannel:
 
     # --- Connections --------------------------------------------------------------------------------------------------
 
+    def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Connection:
+        made = _Connection(reader, writer)
+        self._made = {connection for connection in self._made if not connection.closed} | {made}
+        return made
+
     def _open(self) -> list[_Connection]:
         return [connection for several in self._connections.values() for connection in several]
 
@@ -216,8 +226,14 @@ class SideChannel:
         known = self._boot_of(hello["rank"])
         return (known == hello["boot"] or bool(self.missing)) and (hello["you"] == self._boot or not hello["joined"])
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(reader, writer)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = self._connection(reader, writer)
+        if self._closed:
+            connection.close()
+        else:
+            self._spawn(self._answer(connection))
+
+    async def _answer(self, connection: _Connection) -> None:
         try:
             with contextlib.suppress(asyncio.TimeoutError):
                 hello = await asyncio.wait_for(connection.receive(), _DIAL)
@@ -228,8 +244,6 @@ class SideChannel:
                 while ours and hello["what"] == "parcels" and (message := await connection.receive()):
                     await connection.swallow(message.get("parcel", 0))
                     connection.send({"took": message.get("parcel")})
-        except asyncio.CancelledError:
-            pass  # the server is being closed
         finally:
             connection.close()
 
@@ -242,7 +256,7 @@ class SideChannel:
         """
         host, port = self._addresses[rank]
         reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=_LINE), _DIAL)
-        connection = _Connection(reader, writer)
+        connection = self._connection(reader, writer)
         try:
             connection.send(self._hello(rank, what))
             answer = await asyncio.wait_for(connection.receive(), _DIAL)
@@ -387,12 +401,14 @@ class SideChannel:
         """Sends what is unsent, as far as it goes, and ends."""
         self._closed = True
         if self._server is not None:
+            for listening in self._server.sockets:  # asyncio leaves open what it has just accepted for a closed server
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            await asyncio.sleep(0)
             self._server.close()
-        connections = self._open()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(c.drain() for c in connections)), _DIAL)
+            await asyncio.wait_for(asyncio.gather(*(c.drain() for c in self._open())), _DIAL)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in connections:
+        for connection in self._made:
             connection.close()

@@ -192,7 +192,8 @@ def test_all_parts_of_a_step_are_there_and_add_up_and_the_head_is_the_last_stage
     assert found.devices == tuple(jax.devices())
     assert {name for name, values in found.seconds.items() if not values.any()} == {"input"}
     head = found.seconds["head"].reshape(2, 2, 2)
-    assert head[:, 1].min() > 5 * head[:, 0].max()
+    # Medians: a thread that had to wait for a core took as long as a head.
+    assert np.median(head[:, 1]) > 5 * np.median(head[:, 0])
 
 
 def test_what_a_mesh_does_not_have_takes_no_time():

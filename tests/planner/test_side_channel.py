@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import pathlib
 import signal
@@ -54,6 +55,23 @@ def forwarded(count: int, start: int, cut: set[tuple[int, int]]) -> dict[int, in
         fresh = list(dict.fromkeys(fresh))
         hops |= dict.fromkeys(fresh, max(hops.values()) + 1)
     return hops
+
+
+def test_nothing_stays_open_whenever_a_channel_is_closed():
+    """A connection that is left open is a warning of its transport, which fails the test."""
+
+    async def for_so_many_turns(turns: int) -> None:
+        made = [SideChannel(i, addresses, "run") for i in range(2)]
+        for channel in made:
+            await channel.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.gather(*(channel.close() for channel in made))
+
+    for turns in range(40):
+        addresses = [("127.0.0.1", port) for port in free_ports(2)]
+        asyncio.run(for_so_many_turns(turns))
+    gc.collect()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 17, 1000])

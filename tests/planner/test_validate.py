@@ -165,7 +165,8 @@ def test_other_methods_say_something_else(table, tmp_path, run, method):
         for m in ("simulate", method)
     ]
     # Where transfers cost next to nothing, AMP's closed form is the event simulation.
-    assert (results[0] != results[1]) == (method == "pipette") and results[1]["mape"] < 0.3
+    apart = abs(results[0]["mape"] - results[1]["mape"])
+    assert (apart > 1e-3 if method == "pipette" else apart < 1e-5) and results[1]["mape"] < 0.3
 
 
 def test_folds_and_seeds(table, tmp_path, run):
