@@ -18,6 +18,7 @@ from paxtrain.prepare import prepare
 from paxtrain.step import Trainer
 from paxtrain.train import Run
 
+pytestmark = pytest.mark.once
 STEPS, EVERY = 12, 4
 COMPRESS = {
     "backward": "epilogue", "backward_rank": 4, "factors": "int8", "data": "all", "data_rank": 8, "data_rank_min": 2,
