@@ -254,7 +254,9 @@ def with_codec(c, codec) -> Trainer:
     return trained
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", *(pytest.param(s, marks=pytest.mark.once) for s in ("1f1b", "zb_h1"))])
+@pytest.mark.parametrize(
+    "schedule", ["eager_1f1b", *(pytest.param(s, marks=pytest.mark.once) for s in ("1f1b", "zb_h1"))]
+)
 def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
     c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
     assert max(errors(with_codec(c, Doubling()), ref).values()) <= TOLERANCE
