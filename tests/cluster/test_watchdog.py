@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.cluster import hosts
-from tests.cluster.supervised_run import HOSTS, MBIT, Lab
+from tests.cluster.supervised_run import HOSTS, MBIT, PATIENCE, Lab
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 SLOWER = 20
@@ -13,8 +13,18 @@ SLOWER = 20
 SETTINGS = {"model.hidden": 224, "checkpoint.every": 0}
 
 
-def notes(said: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith("note: step ")]
+def notes(run) -> list[str]:
+    return [line for line in run.said(0).splitlines() if line.startswith("note: step ")]
+
+
+def about_links(found: list[str]) -> list[str]:
+    """Those left when the machine's other work has slowed a host's CPU, which then is what a note rightly names."""
+    return [note for note in found if "its CPU takes" not in note]
+
+
+def shape(cluster, rate) -> None:
+    for a, b in ((0, 2), (2, 0)):
+        cluster.rate(a, b, rate)
 
 
 def test_a_link_that_becomes_slow_is_named(tmp_path):
@@ -23,17 +33,23 @@ def test_a_link_that_becomes_slow_is_named(tmp_path):
         lab.start()
         run = lab.running
         run.wait_for_step(15)
-        assert notes(run.said(0)) == []
-        for a, b in ((0, 2), (2, 0)):
-            cluster.rate(a, b, MBIT / SLOWER)
-        run.wait_for_words(0, "note: step ")
-    note, *_ = notes(run.said(0))
+        assert about_links(notes(run)) == []
+        for _ in range(3):
+            known = len(notes(run))
+            shape(cluster, MBIT / SLOWER)
+            run.wait_for("a note of a slow step", lambda known=known: len(notes(run)) > known, PATIENCE)
+            shape(cluster, MBIT)
+            if about_links(notes(run)):
+                break
+            run.wait_for_step(lab.last_step() + 5)
+        note, *_ = about_links(notes(run))
     now, before = re.fullmatch(
         r"note: step \d+ (?:has taken|took) \S+ s(?: so far)?, \S+ times the median of \S+ s; "
         r"the link pax0 \(stage 0, data 0\) - pax2 \(stage 0, data 1\) carries (\S+) MB/s, (\S+) MB/s when the run "
         r"began(?:; .*)?",
         note,
     ).groups()
-    assert float(before) == pytest.approx(MBIT / 8, rel=0.5) and float(now) < 1.5 * MBIT / 8 / SLOWER
+    # What else the machine does makes links look slower than they are, never faster.
+    assert float(now) < 1.5 * MBIT / 8 / SLOWER and 4 * float(now) < float(before) < 1.5 * MBIT / 8
     for host in range(HOSTS):
         assert (note in (run.folder / f"host{host}.log").read_text()) == (host in (0, 2))
