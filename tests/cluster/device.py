@@ -8,7 +8,9 @@ time that it takes. A model has to be small enough that its real compute fits in
 The op is a custom call that XLA looks up by name, so that compiled programs can be kept and loaded by other processes.
 """
 
+import collections
 import ctypes
+import threading
 import time
 from typing import Any
 
@@ -26,7 +28,9 @@ BACKWARD = {save: 2 if save in ("residuals", "dots") else 3 for save in SAVE_MOD
 
 _NAME = "paxtrain_device"
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
-_began: dict[int, float] = {}
+_began: dict[tuple[int, int], collections.deque[float]] = collections.defaultdict(collections.deque)
+_busy: dict[int, float] = collections.defaultdict(float)  # when a device will have done what it was given
+_lock = threading.Lock()
 _slowness = 1.0  # times as long as said above; 0: as fast as the machine
 
 
@@ -38,21 +42,28 @@ def slow_down(factor: float) -> None:
 
 @_SIGNATURE
 def _hold(out: int, inputs: Any) -> None:
-    """Copies its input; with microseconds given it first waits until so long after the call without them."""
-    size, microseconds, device = ctypes.cast(inputs[1], ctypes.POINTER(ctypes.c_int32))[:3]
+    """Copies its input; with microseconds given it first waits until the op of which it is the end is done.
+
+    A device does one op after the other. XLA may run the beginning of one ahead of the end of another.
+    """
+    size, microseconds, device, op = ctypes.cast(inputs[1], ctypes.POINTER(ctypes.c_int32))[:4]
     ctypes.memmove(out, inputs[0], size)
-    if not microseconds:
-        _began[device] = time.perf_counter()
-    else:
-        rest = _began[device] + _slowness * microseconds * 1e-6 - time.perf_counter()
-        if rest > 0:
-            time.sleep(rest)
+    now = time.perf_counter()
+    with _lock:
+        began = _began[device, op]
+        if not microseconds:
+            began.append(now)
+            return
+        done = max(began.popleft(), _busy[device]) + _slowness * microseconds * 1e-6
+        _busy[device] = max(done, now)
+    if done > now:
+        time.sleep(done - now)
 
 
-def _at(x: jax.Array, seconds: float) -> jax.Array:
-    """x, when the device's clock is started (0 seconds) or has run so long."""
+def _at(x: jax.Array, seconds: float, op: int) -> jax.Array:
+    """x, when the op is begun (0 seconds) or done, which takes so long; of equal ops the first begun is done first."""
     device = lax.axis_index(("data", "pipe", "tensor"))
-    words = jnp.stack([jnp.int32(x.size * x.dtype.itemsize), jnp.int32(round(seconds * 1e6)), device])
+    words = jnp.stack([jnp.int32(x.size * x.dtype.itemsize), jnp.int32(round(seconds * 1e6)), device, jnp.int32(op)])
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Without a side effect XLA would start the clock of a loop's turns once for all of them.
     return jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)(x, words)
@@ -69,20 +80,21 @@ def install() -> None:
     capsule = make(ctypes.cast(_hold, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)
     jax.ffi.register_ffi_target(_NAME, capsule, platform="cpu", api_version=0)
     forward, backward, head = Stage.forward, Stage.backward, Stage.head
+    # Ops by number: the same in every process, as they are part of the programs that these share.
 
     def timed_forward(self: Stage, chunk: int, mb: Any, x: jax.Array, *rest: Any) -> Any:
-        share = self.message.shape[0] * self.message.shape[1] / TOKENS
-        y, residuals = forward(self, chunk, mb, _at(x, 0.0), *rest)
-        return _at(y, _layers(self) * LAYER * share), residuals
+        op, share = 3 * chunk, self.message.shape[0] * self.message.shape[1] / TOKENS
+        y, residuals = forward(self, chunk, mb, _at(x, 0.0, op), *rest)
+        return _at(y, _layers(self) * LAYER * share, op), residuals
 
     def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
-        share = self.message.shape[0] * self.message.shape[1] / TOKENS
-        out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0), *rest)
-        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share), grads, scratch
+        op, share = 3 * chunk + 1, self.message.shape[0] * self.message.shape[1] / TOKENS
+        out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), *rest)
+        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share, op), grads, scratch
 
     def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
-        share = self.message.shape[0] * self.message.shape[1] / TOKENS
-        loss, g, *others = head(self, mb, _at(y, 0.0), *rest)
-        return loss, _at(g, HEAD * share), *others
+        op, share = 2, self.message.shape[0] * self.message.shape[1] / TOKENS
+        loss, g, *others = head(self, mb, _at(y, 0.0, op), *rest)
+        return loss, _at(g, HEAD * share, op), *others
 
     Stage.forward, Stage.backward, Stage.head = timed_forward, timed_backward, timed_head

@@ -34,9 +34,6 @@ CAVEATS = (
     """**Devices are emulated.** Their speed is a number in `tests/cluster/device.py`. So these figures say how well
     step times are predicted from profiled compute and links, and what placement and compression gain at a given ratio
     of compute to communication. They say nothing of how fast a GPU is, nor of compute that varies.""",
-    """**An emulated device has one clock.** Where XLA starts F and B of a device together, as in the first and last
-    rows of eager_1f1b, both end when the longer one would: by a replay of the compiled programs these steps take up to
-    5% less than on a device that does one after the other.""",
     """**The CPU backend waits for what it receives.** What overlaps on GPUs does not overlap here. The simulator's
     blocking model is tested, the overlapping one is only shown.""",
     """**Placements are made by moving links under processes** that stay where they are. Hosts are alike but for their
