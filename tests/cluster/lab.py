@@ -25,11 +25,11 @@ from tests.cluster.session import SessionError
 # In the order in which they run, with about how many seconds each takes.
 EXPERIMENTS = {
     "links": (links.run, 50),
-    "growth": (growth.run, 60),
-    "schedules": (schedules.run, 560),
-    "placements": (placements.run, 1000),
-    "compression": (compression.run, 1300),
-    "faults": (breakage.run, 300),
+    "growth": (growth.run, 85),
+    "schedules": (schedules.run, 465),
+    "placements": (placements.run, 890),
+    "compression": (compression.run, 1160),
+    "faults": (breakage.run, 245),
 }
 
 
