@@ -26,7 +26,7 @@ bench: $(VENV)/run.txt  ## measure the training step and the planner
 	$(RUN) -m paxtrain.bench
 	$(RUN) -m planner.bench
 
-lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, 50 minutes)
+lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, 45 minutes)
 	$(RUN) -m tests.cluster.lab $(ARGS)
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest

@@ -246,9 +246,10 @@ def parse_cases(kind: str, sizes: Sequence[str], ranks: Sequence[str]) -> list[C
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; the exit code."""
-    del argv
     options = flags.FLAGS
     try:
+        if len(argv) > 1:
+            raise ValueError(f"unexpected argument {argv[1]!r}; what is measured is named with flags")
         cases = parse_cases("message", options.sizes, options.ranks)
         cases += parse_cases("gradient", options.gradient_sizes, options.gradient_ranks)
         device = jax.devices()[0]
@@ -257,7 +258,9 @@ def main(argv: Sequence[str]) -> int:
                 f"compress.bench needs an NVIDIA GPU, found {device.platform}; on a machine that has one, "
                 "pip install -r requirements-gpu.txt"
             )
-    except ValueError as error:
+        if options.out:
+            open(options.out, "a").close()  # before anything slow
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     bandwidth = copy_bandwidth(1 << 29, options.repeats, options.iterations)
@@ -272,6 +275,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    app.run(main, flags_parser=_parse)

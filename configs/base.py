@@ -42,7 +42,11 @@ def gpt2(layers: int, hidden: int, heads: int, out: str, **sections: dict[str, A
 def llama(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, out: str, **sections: dict[str, Any]
 ) -> ConfigDict:
-    """A model with Llama 2's shape and size of vocabulary, and data prepared with its tokenizer.json."""
+    """A model with Llama 2's shape and size of vocabulary, and data in its tokens.
+
+    `paxtrain.prepare` makes those of a tokenizer.json that has GPT-2's end of text; of Llama 2's own, Megatron's tools
+    do, whose files are read as they are.
+    """
     model = {
         "family": "llama",
         "vocab_size": 32000,

@@ -17,6 +17,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,9 @@ from paxtrain.optimizer import make_optimizer
 from paxtrain.step import Trainer, TrainState
 
 SECTIONS = ("memory", "throughput", "bubble")
+# glibc gives a step's big buffers back to the system and faults them in again page by page in the next one, which costs
+# time that grows with the rings. A GPU's allocator keeps its memory; so these settings make glibc.
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
 def configuration(mesh: tuple[int, int, int], micro_batches: int, hidden: int = 256, **pipeline: Any) -> Config:
@@ -191,25 +195,46 @@ def throughput(repeats: int, config: Config) -> None:
         print(f"  {name:<22}{figures}{report.size(steps[name].bytes, 'B'):>10}   loss {steps[name].loss:.6f}")
 
 
-def _free_port() -> int:
+def two_processes(module: str, repeats: int) -> Any:
+    """What the first of two processes of a module prints as its last line, JSON; None where there is one core only.
+
+    Each calls `enter` with what its flags --worker and --coordinator say.
+
+    Raises:
+        UserError: one of them failed.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        return None
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
+    command = [sys.executable, "-m", module, f"--coordinator={coordinator}", f"--repeats={repeats}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # stdin closes when this process ends
+    environment = os.environ | _KEEP_MEMORY
+    workers = [subprocess.Popen([*command, f"--worker={i}"], **pipes, text=True, env=environment) for i in range(2)]
+    output = [worker.stdout.read() for worker in workers]
+    codes = [worker.wait() for worker in workers]
+    for worker in workers:
+        worker.stdin.close()
+    if any(codes):
+        raise UserError(f"the two processes of {module} ended with {codes}")
+    return json.loads(output[0].splitlines()[-1])
+
+
+def enter(process: int, coordinator: str) -> None:
+    """Makes this one of `two_processes`: on a core of its own, with one device, and ended when its parent is."""
+    threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
+    jax.config.update("jax_num_cpu_devices", 1)
+    initialize(coordinator, 2, process, 60)
 
 
 def bubble(repeats: int) -> None:
     """Prints the pipeline's bubble over two processes, each on a core of its own."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    measured = two_processes("paxtrain.bench", repeats)
+    if measured is None:
         print("\nbubble: skipped, it needs two cores")
         return
-    coordinator = f"127.0.0.1:{_free_port()}"
-    command = [sys.executable, "-m", "paxtrain.bench", f"--coordinator={coordinator}", f"--repeats={repeats}"]
-    workers = [subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True) for i in range(2)]
-    output = [worker.communicate()[0] for worker in workers]
-    if any(worker.returncode for worker in workers):
-        raise UserError(f"the two processes of the bubble benchmark ended with {[w.returncode for w in workers]}")
-    measured = json.loads(output[0].splitlines()[-1])
     print(f"\nbubble, pipe=2 over two processes, one per core, median of {repeats} steps: step time over m x slope")
     print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'ideal':>8}")
     measured = {schedule: {int(m): s for m, s in seconds.items()} for schedule, seconds in measured.items()}
@@ -224,10 +249,8 @@ def bubble(repeats: int) -> None:
 
 def _worker(process: int, coordinator: str, repeats: int) -> None:
     """One of the two processes of `bubble`: step times of several numbers of micro-batches, as JSON."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
-    jax.config.update("jax_num_cpu_devices", 1)
-    initialize(coordinator, 2, process, 60)
-    cases = [(schedule, m) for schedule in ("eager_1f1b", "1f1b", "zb_h1") for m in (2, 4, 8, 16)]
+    enter(process, coordinator)
+    cases = [(schedule, m) for schedule in ("eager_1f1b", "1f1b", "zb_h1") for m in (2, 4, 8)]
     steps = {case: _Ours(configuration((1, 2, 1), case[1], schedule=case[0]), jax.devices()) for case in cases}
     result: dict[str, dict[int, float]] = {}
     for (schedule, m), values in interleave(steps, repeats).items():

@@ -5,15 +5,17 @@ and, for each array, dtype, shape and a fingerprint of its bits. Decompression d
 fingerprint does, on any mesh.
 """
 
+import contextlib
 import json
 import logging as python_logging
 import math
 import pathlib
 import sys
 import tempfile
+import time
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
@@ -22,6 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
@@ -32,6 +35,7 @@ Meta = dict[str, Any]
 Wanted = Callable[[Meta, dict[str, str], str], set[str]]
 
 _SET_ASIDE = "set_aside"
+_VISIBLE = 90.0  # seconds after which a network's folder shows what another host has made: NFS keeps names for 60
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -131,6 +135,20 @@ def _steps(directory: pathlib.Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def _same_everywhere(directory: pathlib.Path) -> list[int]:
+    """Process 0's steps, on every process: of a folder on a network each process may see another state."""
+    steps = _steps(directory)
+    if jax.process_count() == 1:
+        return steps
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    given = np.array((steps + [0] * count)[:count], np.int32)
+    steps = [int(step) for step in multihost_utils.broadcast_one_to_all(given)]
+    until = time.monotonic() + _VISIBLE
+    while not set(steps) <= set(_steps(directory)) and time.monotonic() < until:
+        time.sleep(0.5)
+    return steps
 
 
 def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
@@ -293,6 +311,38 @@ def restore_params(
     return restored[1]["params"], restored[2]
 
 
+class _Barrier:
+    """Where orbax's background threads wait for those of the other processes, and where a save that failed is seen.
+
+    Orbax gives the error of a save to whoever looks first. If that is `CheckpointManager.check_for_errors`, its own
+    thread, which waits for the save, sees none, and deletes the checkpoints that the failed one was to replace. If it
+    is that thread, `check_for_errors` sees none, while the thread, in a `finally` on the error's way up, waits for the
+    other processes, of which none comes: they wait for the save that failed. So nobody asks orbax; here, where the
+    error passes by, it is kept, and ends the thread.
+
+    Attributes:
+        failure: of a save; None: none is known.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._wait = get_barrier_sync_fn()
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        error = sys.exception()
+        if error is not None:
+            self.failure = error
+            raise error
+        self._wait(key=key, timeout_ms=timeout_ms)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but that it leaves jax's agreement on SIGTERM alone, which counts what is asked (see stopping.py)."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpoints:
     """The checkpoints of one training run.
 
@@ -310,6 +360,7 @@ class Checkpoints:
         self._config = config
         self._restored_step = -1
         self._manager: ocp.CheckpointManager | None = None
+        self._barrier = _Barrier()
 
     def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
         """The newest good checkpoint, on the mesh of `abstract`.
@@ -327,7 +378,7 @@ class Checkpoints:
         Raises:
             UserError: a checkpoint of another model or other arrays, or checkpoints of which none is good.
         """
-        steps = _steps(self._directory)
+        steps = _same_everywhere(self._directory)
         for path in self._directory.glob(f"*{_UNFINISHED}*"):
             step = path.name.split(".")[0]
             _report(self.problems, f"checkpoint {step} in {self._directory} was never finished and is left out")
@@ -347,6 +398,9 @@ class Checkpoints:
         Args:
             state: nested dict of jax.Arrays, global, in the layout that does not depend on the mesh.
             meta: plain JSON values; "model" is the architecture.
+
+        Raises:
+            RuntimeError: it could not be written, as far as is known by now, and why.
         """
         if self._manager is None:
             self._manager = self._open()
@@ -355,7 +409,20 @@ class Checkpoints:
         record = {"meta": meta, "arrays": kinds(state), "fingerprints": _fingerprints(state)}
         record = {**record, "checksum": _checksum(record)}
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
-        self._manager.save(step, args=args, force=True)
+        with self._named():
+            self._manager.save(step, args=args, force=True)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says of an error in the block what it means."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise  # says nothing about the checkpoint
+        except Exception as error:  # orbax and tensorstore have many
+            # Tensorstore names the file, in full, several times, and then all of its settings.
+            text, *_ = str(error).replace(f"{self._directory}/", "").split(" [tensorstore_spec=")
+            raise RuntimeError(f"a checkpoint could not be written to {self._directory}: {text}") from error
 
     def check(self) -> None:
         """Raises if it is known by now that the last save went wrong: steps that are not saved may be lost.
@@ -363,21 +430,29 @@ class Checkpoints:
         Raises:
             RuntimeError: it could not be written, and why.
         """
-        if self._manager is not None:
-            try:
-                self._manager.check_for_errors()
-            except Exception as error:  # orbax and tensorstore have many
-                raise RuntimeError(f"a checkpoint could not be written to {self._directory}: {error}") from error
+        with self._named():
+            if self._barrier.failure is not None:
+                raise self._barrier.failure
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk; raises what went wrong there."""
+        """Returns when everything saved is on disk.
+
+        Raises:
+            RuntimeError: it could not be written, and why.
+        """
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            with self._named():
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, then ends the background threads."""
+        """Waits, then ends the background threads.
+
+        Raises:
+            RuntimeError: what was saved last could not be written, and why.
+        """
         if self._manager is not None:
-            self._manager.close()
+            with self._named():
+                self._manager.close()
             self._manager = None
 
     def __enter__(self) -> Self:
@@ -398,9 +473,11 @@ class Checkpoints:
         if self._config.keep_every:
             keep.append(policies.EveryNSteps(self._config.keep_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep), cleanup_tmp_directories=True
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )
-        return ocp.CheckpointManager(self._directory, options=options)
+        return _Manager(self._directory, options=options)
 
     def _set_aside(self, step: int) -> None:
         home = self._directory / _SET_ASIDE

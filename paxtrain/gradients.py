@@ -194,23 +194,6 @@ class Reduced(NamedTuple):
     left_out: jax.Array
 
 
-def _dense_layers(layout: Layout, layers: list[Params]) -> list[Params]:
-    """Means over data, in one collective or two where XLA does not bucket them, see `_gather`."""
-    dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
-
-    def each(layers: list[Params]) -> list[Params]:
-        # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
-        return [jax.tree.map(lambda x, dim: _mean(layout, x, dim), layer, dims) for layer in layers]
-
-    def together(layers: list[Params]) -> list[Params]:
-        places = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
-        return _trees(layers, _packed_rest(layout, places, dims))
-
-    if layout.config.mesh.data == 1:
-        return layers
-    return lax.platform_dependent(layers, cpu=together, default=each)
-
-
 def _trees(layers: list[Params], arrays: dict[Place, jax.Array]) -> list[Params]:
     """Arrays by their places, structured as the layers."""
     return [
@@ -219,17 +202,35 @@ def _trees(layers: list[Params], arrays: dict[Place, jax.Array]) -> list[Params]
     ]
 
 
-def _packed_rest(layout: Layout, rest: dict[Place, jax.Array], dims: Params) -> dict[Place, jax.Array]:
-    """The means over data of what is not compressed, packed in one collective, or two where some have no shards."""
-    data = layout.config.mesh.data
+def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    """Means over data, each as this rank's shard along its dim, in one collective, or two where some (-1) are whole."""
+    data, means = layout.config.mesh.data, list(arrays)
     if data == 1:
-        return rest
-    dim = {place: dims[place[1]][place[2]] for place in rest}
-    shards = {place: x for place, x in rest.items() if dim[place] >= 0}
-    whole = {place: x for place, x in rest.items() if dim[place] < 0}
-    sums = packed_scatter(list(shards.values()), [dim[place] for place in shards], "data")
-    means = packed(lambda x: lax.pmean(x, "data"), list(whole.values()))
-    return dict(zip(shards, (x / data for x in sums))) | dict(zip(whole, means))
+        return means
+    shards, whole = ([i for i, dim in enumerate(dims) if (dim >= 0) == sharded] for sharded in (True, False))
+    sums = packed_scatter([arrays[i] for i in shards], [dims[i] for i in shards], "data")
+    for i, x in zip(shards, sums, strict=True):
+        means[i] = x / data
+    for i, x in zip(whole, packed(lambda x: lax.pmean(x, "data"), [arrays[i] for i in whole]), strict=True):
+        means[i] = x
+    return means
+
+
+def _means(layout: Layout, tree: Any, dims: Any) -> Any:
+    """Means over data of a tree's arrays, packed where XLA does not bucket collectives, see `_gather`."""
+    arrays, structure = jax.tree.flatten(tree)
+    dims = jax.tree.leaves(dims)
+    if layout.config.mesh.data == 1:
+        return tree
+
+    def each(arrays: list[jax.Array]) -> list[jax.Array]:
+        # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+        return [_mean(layout, x, dim) for x, dim in zip(arrays, dims, strict=True)]
+
+    def together(arrays: list[jax.Array]) -> list[jax.Array]:
+        return _packed_means(layout, arrays, dims)
+
+    return structure.unflatten(lax.platform_dependent(arrays, cpu=together, default=each))
 
 
 @jax.named_scope("compression")
@@ -255,7 +256,9 @@ def _low_rank_layers(
         error[n], q[n] = new_error, new_q
 
     compressed = [places[n] for n in used]
-    reduced = _packed_rest(layout, {p: x for p, x in gradients.items() if p not in compressed}, dims)
+    rest = [place for place in gradients if place not in compressed]
+    dense = _packed_means(layout, [gradients[p] for p in rest], [dims[name][leaf] for _, name, leaf in rest])
+    reduced = dict(zip(rest, dense, strict=True))
     for place, (p, w) in zip(compressed, factors, strict=True):
         dim, shape = dims[place[1]][place[2]], gradients[place].shape
         if dim == 0:  # of the product only this rank's rows are formed
@@ -294,7 +297,8 @@ def reduce_layers(
     """The layers' part of `reduce_gradients` on a stage of that rank; see Reduced for what comes back."""
     if rank:
         return _low_rank_layers(compression, layers, state, rank)
-    return _dense_layers(compression.layout, layers), state, jnp.float32(0)
+    dims = jax.tree.map(lambda dim: max(dim - 1, -1), compression.layout.data_dims()["layers"])
+    return _means(compression.layout, layers, [dims] * len(layers)), state, jnp.float32(0)
 
 
 @jax.named_scope("reduce_gradients")
@@ -313,12 +317,6 @@ def reduce_gradients(
     if layout.program.group.sequence:
         grads = _sum_over_sequence(grads)
 
-    def edge(path: tuple, x: jax.Array, dim: int) -> jax.Array:
-        if layout.holds_tables(path):
-            return _tables(layout, x, dim)
-        dim = max(dim - 1, -1)  # x has no leading dim of stages
-        return (_tied_embedding if names(path)[-1] == "token" else _mean)(layout, x, dim)[None]
-
     layers, kinds = layer_gradients(grads), sorted(set(ranks))
     branches = [functools.partial(reduce_layers, compression, rank, layers, state) for rank in kinds]
     if len(kinds) == 1:
@@ -327,10 +325,18 @@ def reduce_gradients(
         # A data group is of one stage: all its ranks take the same branch, so its collectives match.
         mine = jnp.array([kinds.index(rank) for rank in ranks])[lax.axis_index("pipe")]
         reduced, state, left_out = lax.switch(mine, branches)
+    one = lambda dim: max(dim - 1, -1)  # noqa: E731  # of an array without the leading dim of stages
+    table, dim = grads.embedding["token"], dims["embedding"]["token"]
+    tied = layout.config.model.tied_head
+    table = _tied_embedding(layout, table, one(dim))[None] if tied else _tables(layout, table, dim)
+    # All else that a stage has beside its layers: positions, where there are any, and the final norm.
+    rest = [{k: x for k, x in part.items() if k != "token"} for part in (grads.embedding, grads.final_norm)]
+    places = [{k: one(of[k]) for k in part} for part, of in zip(rest, (dims["embedding"], dims["final_norm"]))]
+    positions, final_norm = jax.tree.map(lambda x: x[None], _means(layout, rest, places))
     tree = {
-        "embedding": jax.tree_util.tree_map_with_path(edge, grads.embedding, dims["embedding"]),
+        "embedding": {"token": table, **positions},
         "layers": jax.tree.map(lambda *slots: jnp.stack(slots), *reduced),
-        "final_norm": jax.tree_util.tree_map_with_path(edge, grads.final_norm, dims["final_norm"]),
+        "final_norm": final_norm,
     }
     return Reduced(tree, state, left_out)
 

@@ -48,7 +48,7 @@ class Collective:
         bytes: size of one participant's operands: for an all-gather its shard, for a reduce-scatter all it reduces.
         pairs: (source, target) partition ids of a collective-permute; a partition id is a position in
             `mesh.devices.flat`, not a device's id.
-        group_size: participants of one group; 0 for a collective-permute or where one group holds all.
+        groups: partition ids that exchange values with one another; empty for a collective-permute or where all do.
         executions: how often one execution of the program runs it.
         computation: name of the computation it stands in.
     """
@@ -57,7 +57,7 @@ class Collective:
     dtype: str
     bytes: int
     pairs: tuple[tuple[int, int], ...]
-    group_size: int
+    groups: tuple[tuple[int, ...], ...]
     executions: int
     computation: str
 
@@ -292,7 +292,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
                     dtype=_arrays(operands[0])[0][0],
                     bytes=sum(map(_bytes, operands)),
                     pairs=_pairs(op.attributes),
-                    group_size=len(groups[0]) if groups else 0,
+                    groups=groups,
                     executions=times,
                     computation=computation,
                 )
@@ -323,7 +323,11 @@ def instructions(text: str) -> dict[str, Instruction]:
 
 
 def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
-    """Bytes of one participant's operands, added up over all executions, for each kind of collective there is."""
+    """Bytes of one participant's operands, added up over all executions, for each kind of collective there is.
+
+    What is in the program, not what a device sends: that depends on its branches and on the permutes it takes part in
+    (`study_probe.wire_bytes`).
+    """
     total: collections.Counter[str] = collections.Counter()
     for op in collectives(text, unknown_trip_count):
         total[op.kind] += op.bytes * op.executions

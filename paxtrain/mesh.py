@@ -11,6 +11,12 @@ from paxtrain.errors import UserError
 from paxtrain.supervised import Place
 
 AXES = ("data", "pipe", "tensor")
+_MOST_CPU_DEVICES = 1024  # of a process: 2,048 take a third of a second to make, 40,000 do not come within minutes
+
+
+def cpu_devices(config: MeshConfig, processes: int) -> int:
+    """Virtual CPU devices that a process should ask for: its share of the mesh, as far as there is one that can run."""
+    return min(max(1, config.devices // processes), _MOST_CPU_DEVICES)
 
 
 def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:

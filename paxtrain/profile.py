@@ -17,7 +17,7 @@ from paxtrain import distributed, plan, selective, train
 from paxtrain.breakdown import Breakdown, breakdown, by_stage, table
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import host_major, make_mesh
+from paxtrain.mesh import cpu_devices, host_major, make_mesh
 from paxtrain.step import Trainer
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     chosen = plan.load(f.plan) if f.plan else None
     config = chosen.apply(f.config) if chosen else from_dict(f.config)
     processes = f.num_processes or distributed.expected_processes(os.environ)
-    jax.config.update("jax_num_cpu_devices", f.cpu_devices or max(1, config.mesh.devices // processes))
+    jax.config.update("jax_num_cpu_devices", f.cpu_devices or cpu_devices(config.mesh, processes))
     distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout)
     mesh, problem = None, None
     try:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from paxtrain import breakdown, distributed, timeline
@@ -62,6 +63,8 @@ class Profiler:
                     f"profile={config.profile} begins with step {steps.start}, but the run goes on after step {first}; "
                     "name later steps, or another run.out to start anew"
                 )
+            if not any(folder.rglob(TABLE)):
+                logging.warning("the profile of steps %s was cut short: name later steps to have one", config.profile)
             steps = range(0)
         self.last = steps.stop - 1 if steps else 0
         self._mesh, self._steps = mesh, steps

@@ -11,7 +11,7 @@ import numpy as np
 
 from compress.codec import Record
 from paxtrain import hlo, model
-from paxtrain.config import ModelConfig
+from paxtrain.config import MeshConfig, ModelConfig
 from paxtrain.layout import Params
 from paxtrain.step import Trainer
 
@@ -32,22 +32,27 @@ _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "whil
 # --- Bytes on the wire ------------------------------------------------------------------------------------------------
 
 
-def _sent_by_one(text: str, devices: int, unknown_trip_count: int) -> collections.Counter[str]:
-    """Bytes that one device sends in collectives other than permutes, by kind."""
+# A partition's number is (data * stages + stage) * tensor + its rank in the tensor group.
+
+
+def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collections.Counter[str]:
+    """Bytes that one device sends in collectives other than permutes and those of tensor groups, by kind."""
     sent: collections.Counter[str] = collections.Counter()
     for op in hlo.collectives(text, unknown_trip_count):
-        if op.kind in _RING:
-            sent[op.kind] += _RING[op.kind](op.group_size or devices) * op.bytes * op.executions
+        group = op.groups[0] if op.groups else range(mesh.devices)
+        if op.kind in _RING and len({number // mesh.tensor for number in group}) > 1:
+            sent[op.kind] += _RING[op.kind](len(group)) * op.bytes * op.executions
     return sent
 
 
-def _sent_by_permutes(text: str, stages: int) -> collections.Counter[str]:
+def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
     """Bytes that all devices send to other stages, by what they are."""
     sent: collections.Counter[str] = collections.Counter()
+    stage = lambda number: number // mesh.tensor % mesh.pipe  # noqa: E731
     for op in hlo.collectives(text):
-        # A partition's number is data * stages + stage; only the swap of the tied embedding goes both ways at once.
-        steps = {(source % stages, target % stages) for source, target in op.pairs}
-        if steps == {(0, stages - 1), (stages - 1, 0)}:
+        steps = {(stage(source), stage(target)) for source, target in op.pairs}
+        # Only the swap of the tied embedding goes both ways at once.
+        if steps == {(0, mesh.pipe - 1), (mesh.pipe - 1, 0)}:
             kind = "embedding"
         else:
             kind = "forward" if all(target == source + 1 for source, target in steps) else "backward"
@@ -58,11 +63,12 @@ def _sent_by_permutes(text: str, stages: int) -> collections.Counter[str]:
 def wire_bytes(trainer: Trainer) -> dict[str, int]:
     """Bytes that all devices together put on the links in a step, by the kinds BYTES, from the compiled HLO.
 
-    Collectives are taken to run over rings. What a stage sends over data is read from a program whose stages all have
-    that stage's rank; the HLO does not tell which stage takes which branch of a program with different ranks.
+    Without what tensor groups exchange, inside of hosts. Collectives are taken to run over rings. What a stage sends
+    over data is read from a program whose stages all have that stage's rank; the HLO does not tell which stage takes
+    which branch of a program with different ranks.
 
     Args:
-        trainer: on the real mesh, without tensor parallelism and virtual stages.
+        trainer: on the real mesh, without virtual stages.
     """
     mesh, ranks = trainer.config.mesh, trainer.ranks
     total: collections.Counter[str] = collections.Counter()
@@ -70,12 +76,12 @@ def wire_bytes(trainer: Trainer) -> dict[str, int]:
         alike = dataclasses.replace(trainer, stage_ranks=(rank,) * mesh.pipe)
         lowered = alike.step.lower(alike.abstract_state(), alike.abstract_batch())
         text = lowered.compile(_COMPILE).as_text()
-        always, edges = (_sent_by_one(text, mesh.devices, count) for count in (0, 1))
+        always, edges = (_sent_by_one(text, mesh, count) for count in (0, 1))
         for stage in (stage for stage, own in enumerate(ranks) if own == rank):
             # Loops that may run once are the branch of the stages with an embedding.
             for kind, sent in (edges if stage in (0, mesh.pipe - 1) else always).items():
-                total[kind] += round(sent * mesh.data)
-    return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh.pipe))
+                total[kind] += round(sent * mesh.data * mesh.tensor)
+    return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh))
 
 
 # --- Messages between the stages --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from paxtrain import checkpoint, distributed, metrics, plan, plots, report, samp
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.mesh import cpu_devices, from_process_rows, host_major, make_mesh, place, process_rows
 from paxtrain.profiling import Profiler
 from paxtrain.ranks import Ranks, StageRanks
 from paxtrain.step import Trainer, TrainState
@@ -289,7 +289,7 @@ class Run:
                 pending = (number, values)
                 due = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
                 save = c.checkpoint.every and number % c.checkpoint.every == 0
-                stop = self._stop.after(number)
+                stop = self._stop.now()
                 adapt = self.ranks.due(number)
                 if due or save or stop or adapt or profiler.turns(number):
                     profiler.pause(values)
@@ -382,7 +382,7 @@ def main(argv: Sequence[str]) -> None:
     config = chosen.apply(options.config) if chosen else from_dict(options.config)
     # Only the CPU backend reads this; on GPU clusters it changes nothing.
     processes = options.num_processes or distributed.expected_processes(os.environ)
-    jax.config.update("jax_num_cpu_devices", options.cpu_devices or max(1, config.mesh.devices // processes))
+    jax.config.update("jax_num_cpu_devices", options.cpu_devices or cpu_devices(config.mesh, processes))
     with supervised.Progress(os.environ) as progress:
         distributed.initialize(
             options.coordinator,

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from absl import flags
 
 from paxtrain import bench
 from paxtrain.config import Config
-from paxtrain.distributed import initialize
 from paxtrain.errors import UserError, run
 from paxtrain.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.step import Trainer
@@ -46,9 +44,6 @@ EXECUTED = (
     ("zb_h1", 1, "dots"),
 )
 MICRO_BATCHES = 8
-# glibc gives a step's big buffers back to the system and faults them in again page by page in the next one, which costs
-# time that grows with the rings. A GPU's allocator keeps its memory; so these settings make glibc.
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
 def _executed(schedule: str, chunks: int, save: str) -> Config:
@@ -92,9 +87,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
 
     Compute is profiled and steps are timed in turn, so that whatever slows the machine slows both.
     """
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
-    jax.config.update("jax_num_cpu_devices", 1)
-    initialize(coordinator, 2, process, 60)
+    bench.enter(process, coordinator)
     meeting = Meeting(120)
     with meeting.ends_together():
         machines = measure_cluster.meet(meeting, "", f"process{meeting.process}")
@@ -131,22 +124,11 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
 
 def executor(repeats: int) -> None:
     """Prints measured and predicted step times."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+    found = bench.two_processes("planner.bench", repeats)
+    if found is None:
         print("\nexecutor: skipped, it needs two cores")
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{s.getsockname()[1]}"
-    command = [sys.executable, "-m", "planner.bench", f"--coordinator={coordinator}", f"--repeats={repeats}"]
-    workers = [
-        subprocess.Popen([*command, f"--worker={i}"], stdout=subprocess.PIPE, text=True, env=os.environ | _KEEP_MEMORY)
-        for i in range(2)
-    ]
-    output = [worker.communicate()[0] for worker in workers]
-    if any(worker.returncode for worker in workers):
-        raise UserError(f"the two processes of the executor benchmark ended with {[w.returncode for w in workers]}")
-    rows, figures = json.loads(output[0].splitlines()[-1])
+    rows, figures = found
     print(f"\nexecutor, pipe=2 over two processes, one per core, m={MICRO_BATCHES}, median of {repeats} steps")
     for row in rows:
         kinds = (kind for kind in (*measure_compute.KINDS, *costs.PARTS) if kind in row)

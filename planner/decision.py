@@ -60,6 +60,8 @@ def sections(
             backward=c.backward,
             backward_rank=c.backward_rank,
             backward_ranks="",
+            # One stage has no tied copies to synchronise.
+            embedding="auto" if c.pipe == 1 else compress.embedding,
             data=stages or "none",
             data_rank=c.data_rank if stages else compress.data_rank,
             data_rank_min=min(compress.data_rank_min, c.data_rank) if stages else compress.data_rank_min,

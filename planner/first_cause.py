@@ -21,11 +21,12 @@ from typing import Any
 
 from planner.worker_process import Status
 
-# What other processes' ends make of one's own: collectives that lost a peer, and jax's coordination service.
+# What other processes' ends make of one's own: collectives that lost a peer, jax's coordination service, and the
+# sentences of those who wait for another one before training (rollcall, meeting), which all say where to look.
 _CASCADE = re.compile(
     r"gloo|nccl|collective|coordination|heartbeat|connection (reset|closed)|socket closed|broken pipe|timed out waiting"
     r"|barrier|another task|distributed (service|runtime)|its own output says what|did not find each other|preempt"
-    r"|deadline.exceeded|unavailable",
+    r"|deadline.exceeded|unavailable|see whether (its|that) (host|network) is up",
     re.IGNORECASE,
 )
 # Exceptions that no collective raises.

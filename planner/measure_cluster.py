@@ -153,7 +153,8 @@ def _affordable(
     def verdict(values: list[list[list[Any]]]) -> int:
         # Of each round what its slowest pair takes, in both directions.
         slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
-        seconds = sum(slowest) * repeats * measure_links.BACK_TO_BACK / _PROBE  # per byte
+        messages = repeats * measure_links.CALLS * measure_links.BACK_TO_BACK
+        seconds = sum(slowest) * messages / _PROBE  # per byte
         size = _PROBE
         while size < _LARGEST and 4 * size * 1.25 * seconds < (until - time.monotonic()) / 2:
             size *= 4

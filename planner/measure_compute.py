@@ -26,6 +26,7 @@ from paxtrain.rings import read
 from paxtrain.stage import Stage
 from paxtrain.step import Trainer
 from planner import costs
+from planner.measure_links import CALLS
 
 KINDS = ("forward", "backward", "head", "embedding")
 _OF_LAYERS = ("forward", "backward", *costs.PARTS)
@@ -99,9 +100,8 @@ def _tokens(trainer: Trainer) -> jax.Array:
 
 
 def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device], **sizes: int) -> Trainer:
-    """Groups of `tensor` devices with one stage each and two micro-batches, or as `sizes` say."""
+    """Groups of `tensor` devices with one stage each and two micro-batches; `sizes` are the model's."""
     groups = len(devices) // tensor
-    count = sizes.pop("micro_batches", 2)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **sizes),
@@ -109,7 +109,7 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
         ),
-        batch=dataclasses.replace(config.batch, global_batch=groups * count * micro_batch, micro_batch=micro_batch),
+        batch=dataclasses.replace(config.batch, global_batch=groups * 2 * micro_batch, micro_batch=micro_batch),
         compress=type(config.compress)(),
     )
     return Trainer(config, make_mesh(config.mesh, devices=devices))
@@ -167,10 +167,11 @@ class Turns:
         """Seconds of one turn of every kind, F, B and its parts of one layer, measured once."""
         seconds = {}
         for kind, count in self.counts.items():
-            # The first turn also brings its buffers into memory.
-            one = self._seconds(kind, 1)
+            # The first turn also brings its buffers into memory. The quickest of a few counts, as of links: one turn on
+            # a host that is still busy with something else would make all others look short.
+            one, some = (min(self._seconds(kind, n) for _ in range(CALLS)) for n in (1, 1 + count))
             layers = self.layers if kind in _OF_LAYERS else 1
-            seconds[kind] = max(self._seconds(kind, 1 + count) - one, 0.0) / count / layers
+            seconds[kind] = max(some - one, 0.0) / count / layers
         return seconds
 
 
@@ -185,10 +186,16 @@ class Bystander(Turns):
 
 
 class Optimizer:
-    """The optimizer's part of a train step, by itself."""
+    """The optimizer's part of a train step, by itself, on the group of `tensor` devices that has this process's first.
+
+    Of a group that it takes no part in, a process would time nothing but the call.
+    """
 
     def __init__(self, config: Config, tensor: int, devices: Sequence[jax.Device]) -> None:
-        trainer = _trainer(config, tensor, 1, devices[:tensor], layers=min(LAYERS, config.model.layers))
+        own = next(i for i, device in enumerate(devices) if device.process_index == jax.process_index())
+        first = own // tensor * tensor
+        self.devices = devices[first : first + tensor]
+        trainer = _trainer(config, tensor, 1, self.devices, layers=min(LAYERS, config.model.layers))
         self._state = trainer.init(0)
         self._grads = jax.tree.map(jnp.zeros_like, self._state.params)
         update = lambda state, grads: trainer.update(state, jnp.float32(0), grads, state.codec)  # noqa: E731

@@ -7,6 +7,9 @@ longer than measuring. Each process times its own part; a pair's time is that of
     latency     of tiny messages sent to and fro, half of a turn: the two directions cannot be told apart without
                 clocks that agree
     bandwidth   of big messages sent back to back, each direction by itself
+
+Each is timed a few times in a row, of which the quickest counts: a machine that was busy elsewhere says nothing of the
+link. Repeats are taken further apart, and differ as the link does.
 """
 
 import dataclasses
@@ -25,7 +28,8 @@ Pairs = list[tuple[int, int]]
 _AXIS = "device"
 _TINY = 8  # bytes
 _ECHOES = 16  # tiny messages to and fro per measurement
-BACK_TO_BACK = 4  # big ones per measurement
+BACK_TO_BACK = 2  # big ones per measurement
+CALLS = 3  # measurements in a row, of which the quickest counts
 
 
 def tournament(count: int) -> list[Pairs]:
@@ -105,15 +109,17 @@ class Exchange:
 
     def __call__(self, number: int) -> Times:
         """Runs one round. Before each timed call the pairs exchange tiny messages, so that both ends start together."""
-        directions = []
-        echo = min(_seconds(self._echo, number) for _ in range(3)) / (2 * _ECHOES)
-        for offset in (0, len(self.rounds)):
-            seconds = []
-            for send in self._send:
-                self._echo(number)
-                seconds.append(_seconds(send, number + offset) / BACK_TO_BACK)
-            directions.append(seconds)
-        return Times(echo, *directions)
+        echo = min(_seconds(self._echo, number) for _ in range(CALLS)) / (2 * _ECHOES)
+
+        def call(send: Any, branch: int) -> float:
+            self._echo(number)
+            return _seconds(send, branch) / BACK_TO_BACK
+
+        there, back = (
+            [min(call(send, number + offset) for _ in range(CALLS)) for send in self._send]
+            for offset in (0, len(self.rounds))
+        )
+        return Times(echo, there, back)
 
 
 def _seconds(run: Any, branch: int) -> float:

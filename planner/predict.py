@@ -168,6 +168,13 @@ class Problem:
         """The first and the last stage exchange the gradients of the tied embedding."""
         return self.candidate.pipe > 1 and self.model.tied_head
 
+    @property
+    def meets(self) -> Array:
+        """[P] bool: stages whose data ranks gather and reduce an embedding; over gloo all do (gradients._on_edges)."""
+        stages = np.arange(self.candidate.pipe)
+        everywhere = not self.overlap and len(self.cluster.hosts) > 1
+        return (stages == 0) | (stages == stages[-1]) | everywhere
+
     @functools.cached_property
     def factor_bytes(self) -> int:
         """Bytes of a stage's gradients over data as factors, and of what is not compressed."""
@@ -225,12 +232,12 @@ class Problem:
         )
 
     def _gather(self, links: LinkSeconds) -> Array:
-        """[batch, P] all-gather of the weights in compute dtype; the embedding's on the first and the last stage."""
+        """[batch, P] all-gather of the weights in compute dtype, the embedding's included."""
         c = self.candidate
         if not c.zero1 or c.data == 1:
             return np.zeros(links.ring_latency.shape)
         weights = np.full(c.pipe, self.layer_parameters * costs.ITEM[self.model.dtype])
-        weights[[0, -1]] += self.embedding_parameters * costs.ITEM[self.model.dtype]
+        weights[self.meets] += self.embedding_parameters * costs.ITEM[self.model.dtype]
         seconds = links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
         return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
 
@@ -247,9 +254,7 @@ class Problem:
         turns = 1 if c.zero1 else 2  # a reduce-scatter, and without ZeRO-1 the all-gather that makes it an all-reduce
         dense = turns * (links.ring_latency + self.layer_parameters * MASTER * turn)
         table = turns * (links.ring_latency + self.embedding_parameters * MASTER * turn)
-        edge[:, 0] += table[:, 0]
-        if c.pipe > 1:
-            edge[:, -1] += table[:, -1]
+        edge[:, self.meets] += table[:, self.meets]
         if not c.data_rank:
             return dense, np.full(shape, np.inf), edge
         slowest = self.per_byte[kinds].max(axis=1)

@@ -100,6 +100,10 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
+    if compress.embedding == "fused" and not found[0].tied_head:
+        raise UserError(
+            "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
+        )
     if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
         raise UserError(
             f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "

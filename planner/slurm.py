@@ -106,7 +106,7 @@ elif ((code == {stopped})); then
   if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
     requeue "preempted"
   fi
-  say "stopped by SIGTERM, with a checkpoint; scontrol requeue $SLURM_JOB_ID continues"
+  say "stopped by SIGTERM; scontrol requeue $SLURM_JOB_ID continues from the newest checkpoint"
   exit 0
 fi
 

@@ -118,7 +118,7 @@ class Supervisor:
     # --- A run --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Returns the exit code: 0, 2 for bad input, or FAULT."""
+        """Returns the exit code: 0, 2 for bad input, STOPPED by SIGTERM before the first step, or FAULT."""
         await self._channel.start()
         try:
             self._joined = await self._gather()
@@ -126,6 +126,8 @@ class Supervisor:
                 return STOPPED
             if self._joined:
                 await self._worker.start()
+                if self._stopped:  # by a signal that came before there was somebody to pass it on to
+                    self._worker.ask()
                 beside = [asyncio.create_task(work) for work in (self._pace.keep(), self._watchdog.run())]
                 try:
                     done = await self._watch()
@@ -135,8 +137,12 @@ class Supervisor:
                 if done:
                     return 0
             cause, judge = await self._agree()
-            self._say(f"error: {cause.sentence}")
+            # A worker that is still importing or planning knows nothing of SIGTERM, which then ends it.
+            stopped = self._stopped and cause.kind == "stopped" and cause.step is None
+            self._say("note: stopped before the first step" if stopped else f"error: {cause.sentence}")
             await self._worker.end(self._limits.grace)
+            if stopped:
+                return STOPPED
             self._write(cause, judge)
             return 2 if cause.kind == "bad input" else FAULT
         finally:

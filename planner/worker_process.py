@@ -189,6 +189,8 @@ class Worker:
                 if not self._tracing and _TRACE.match(line):
                     self._look()  # steps before it do not end it
                     self._tracing = True
+                if self._tracing:
+                    self._look()  # a step since then: the worker has survived it
                 # A sentence may be about another process's fault: the supervisors say whose it is.
                 if not self._tracing and not line.startswith(b"error: "):
                     self._show(sys.stderr, line + b"\n")
@@ -227,8 +229,13 @@ class Worker:
                 self._kills = [self._kills[1], _kernel_kills()]
             await asyncio.sleep(_POLL)
 
+    async def _gone(self) -> None:
+        """Returns when the process has ended. `Process.wait` also waits for its pipes, which a child may hold."""
+        while self._process.returncode is None:
+            await asyncio.sleep(_POLL / 5)
+
     async def _wait(self) -> None:
-        await self._process.wait()
+        await self._gone()
         self._ended = time.monotonic()
         with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipes open
             await asyncio.wait_for(asyncio.gather(*self._tasks[:2]), 0.5)
@@ -303,10 +310,10 @@ class Worker:
             if self._ended is None:
                 self.ask()
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), grace)
+                    await asyncio.wait_for(self._gone(), grace)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+            await self._gone()
             await asyncio.wait(self._tasks[3:], timeout=1)
         for task in self._tasks:
             task.cancel()

@@ -124,7 +124,7 @@ def slow_host(lab: Lab) -> Figures:
     words = "pax2's CPU takes"
     run.wait_for_words(0, words)
     named = time.monotonic() - began
-    require(lab.last_step() > last, "training stood still")
+    run.wait_for_step(last + 1)  # training goes on
     lab.cluster.limit(None, 2)
     note, *_ = [line for line in run.said(0).splitlines() if words in line]
     return {"fault": "a host is slow", "named_seconds": named, "sentence": note.removeprefix("note: "), "lost_steps": 0}
@@ -252,6 +252,9 @@ def run(out: pathlib.Path, say: Callable[[str], None]) -> list[Figures]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(f"error: unexpected argument {sys.argv[1]!r}; there are no flags", file=sys.stderr)
+        sys.exit(2)
     if why_not():
         sys.exit(f"error: there is no shaped cluster here: {why_not()}")
     with tempfile.TemporaryDirectory(prefix="paxtrain-faults-") as folder:

@@ -111,7 +111,7 @@ class Bench:
         return names
 
     def wire(self, name: str) -> dict[str, int]:
-        """Bytes that a device puts on the wire in a step of a compiled program, by collective."""
+        """Bytes that all devices together put on the links in a step of a compiled program, by what they are."""
         return self.session.ask_one(0, "wire", name=name)
 
     def free(self) -> None:
@@ -132,7 +132,7 @@ class Bench:
         beside = [answer[0] for answer in self.session.ask("compute", **task)]
         return statistics.fmean(alone) / statistics.fmean(beside) - 1
 
-    def profile(self, name: str, split: Split, repeats: int = 2) -> Cluster:
+    def profile(self, name: str, split: Split) -> Cluster:
         """The planner's profile of the cluster as it is now; compute is measured the first time, and does not change.
 
         Raises:
@@ -150,7 +150,8 @@ class Bench:
         path = self.lab.out / "clusters" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         measured = [] if self._compute else [split.micro_batch]
-        options = {"sizes": SIZES, "repeats": repeats, "micro_batches": measured, "tensor": [split.mesh[2]]}
+        options = {"sizes": SIZES, "repeats": 2 if measured else 1}
+        options |= {"micro_batches": measured, "tensor": [split.mesh[2]]}
         [answer, *_] = self.session.ask(
             "profile", config=split.values(self.lab.data), options=options, name=name, path=str(path)
         )

@@ -56,10 +56,11 @@ def test_all_sides_end_with_one_sentence(tmp_path, how, links, sentence):
             variables = {"PYTHONPATH": str(ROOT)}
             started.append(cluster.start(host, command, log=tmp_path / f"said{host}", env=variables))
         deadline = time.monotonic() + 20
-        while not all((tmp_path / f"log{host}").exists() for host in range(HOSTS)):
+        logs = [tmp_path / f"log{host}" for host in range(HOSTS)]
+        while not all(log.exists() and log.stat().st_size for log in logs):  # written into when all have met
             assert time.monotonic() < deadline and all(popen.poll() is None for popen in started)
             time.sleep(0.02)
-        time.sleep(2.0)  # they have met
+        time.sleep(1.0)  # the workers run
         for a, b in links:
             getattr(cluster, how)(a, b)
         (tmp_path / "stop").touch()

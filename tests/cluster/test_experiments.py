@@ -91,6 +91,11 @@ def test_the_rate_for_a_share_gives_that_share():
         assert compression._share(at, split.config.model, split.candidate) == pytest.approx(share, abs=0.01)
 
 
+def test_nothing_gains_more_than_all_that_communication_takes():
+    gains = compression.paper_speedups()
+    assert 1 < gains["CB"] < gains["CB+SC"] < gains["all gradients"] < 1 / (1 - compression.paper_share())
+
+
 def test_processes_of_one_machine_have_two_data_ranks_at_most():
     """Without network namespaces all of the lab's hosts have one name, and are one host to the planner."""
     one = cluster(hosts=1, devices=4)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from tests.cluster import hosts, janitor, quota
@@ -46,14 +45,14 @@ time.sleep(2)
 
 
 def _seconds(cluster, sender, receiver, size, tmp_path, count=3):
-    """Median seconds of a message between two hosts."""
+    """Seconds of a message between two hosts, the quickest: what else this machine does only delays it."""
     arguments = [str(size), str(count)]
     receive = cluster.start(receiver, [sys.executable, "-c", RECEIVE, *arguments], stdout=subprocess.PIPE)
     cluster.start(sender, [sys.executable, "-c", SEND, *arguments, cluster.addresses[receiver]])
     lines = receive.stdout.read().decode().split()
     receive.stdout.close()
     assert receive.wait() == 0
-    return float(np.median([float(line) for line in lines]))
+    return min(float(line) for line in lines)
 
 
 def _left(token):

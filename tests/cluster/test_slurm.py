@@ -1,8 +1,9 @@
 """The generated batch script on a real SLURM of four hosts: what it survives, how long that takes, and the curve of it.
 
 One job goes through the tests in their order (the slow ones make one of their own). It is compared with runs to which
-nothing happened: on the same hosts to the bit, in one process to rounding, which on some processors differs there. With
--s the times are printed.
+nothing happened: on the same hosts to the bit, in one process to rounding. A host here has one core, and there XLA
+divides a product otherwise than with the several threads that a process of several devices has. With -s the times are
+printed.
 """
 
 import dataclasses
@@ -241,7 +242,9 @@ def test_stopped_by_sigterm_it_saves_and_a_requeue_goes_on(lab):
     lab.tell("stopped, and requeued", broken, figures, last)
     assert lab.resumed() == last and "again: same nodes" in lab.said
     lab.keep_plan()
-    assert is_same_to_rounding(lab.curve, lab.undisturbed(last + 5))
+    here, there = lab.curve, lab.undisturbed_on_the_hosts(last + 5)
+    assert largest_difference(here, there, shift=1) > 3e-3  # what a step left out, or one done twice, would show
+    assert [step for step in there if here[step] != there[step]] == []
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from paxtrain import breakdown, data, hlo
+from paxtrain import breakdown, data, study_probe
 from paxtrain.config import Config, from_dict
 from paxtrain.distributed import initialize
 from paxtrain.errors import run
@@ -142,8 +142,8 @@ class Worker:
         return {"found": program.found, "keys": program.keys}
 
     def wire(self, name: str) -> dict[str, int]:
-        """Bytes that a device puts on the wire in a step, by collective."""
-        return hlo.collective_bytes(self.programs[name].compiled.as_text())
+        """Bytes that all devices together put on the links in a step, by what they are."""
+        return study_probe.wire_bytes(self.programs[name].trainer)
 
     def speed(self, slowness: float) -> None:
         """How many times as long as usual devices take; 0: no longer than they need."""

@@ -106,14 +106,22 @@ def test_cases_are_all_combinations():
     ]
 
 
-def test_without_a_gpu_it_says_so_at_once():
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "compress.bench needs an NVIDIA GPU, found cpu; "),
+        (["--repeats=0"], "flag --repeats=0"),
+        (["--nope"], "Unknown command line flag 'nope'"),
+        (["messages"], "unexpected argument 'messages'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_at_once(given, words):
     done = subprocess.run(
-        [sys.executable, "-m", "compress.bench"],
+        [sys.executable, "-m", "compress.bench", *given],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: compress.bench needs an NVIDIA GPU, found cpu; ")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {words}") and done.stderr.count("\n") == 1, done.stderr

@@ -1,16 +1,15 @@
 """Checkpoints: bit-exact on any mesh, and damage of every kind is found and survived."""
 
+import contextlib
 import pathlib
 import resource
 import shutil
-import socket
-import subprocess
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -18,6 +17,7 @@ from paxtrain import checkpoint
 from paxtrain.checkpoint import Checkpoints
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
+from tests.paxtrain.two_processes import run_two_processes
 
 MODEL = {"hidden": 16, "layers": 8}
 
@@ -107,24 +107,40 @@ def test_a_save_survives_donation_of_the_state(tmp_path):
     assert restore(tmp_path) == (3, [])
 
 
-def test_a_save_that_fails_is_told_before_the_next_one(tmp_path):
+def assert_told(checkpoints, directory):
+    """`check` raises within seconds, and each time."""
+    sentence = f"could not be written to {directory}: .*File too large"
+    with pytest.raises(RuntimeError, match=sentence):
+        for _ in range(100):
+            time.sleep(0.1)
+            checkpoints.check()
+    with pytest.raises(RuntimeError, match=sentence):
+        checkpoints.check()
+
+
+@contextlib.contextmanager
+def files_up_to(size: int):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 3000])  # for no file at all, and for those that say what there is, but no array
+def test_a_save_that_fails_is_told_before_the_next_one(tmp_path, room):
     """As a full disk is: here files may not grow."""
-    checkpoints, limits = Checkpoints(tmp_path, CheckpointConfig()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.check()
     checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
     checkpoints.wait()
     checkpoints.check()
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    with files_up_to(room):
         checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
-        with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}: .*File too large"):
-            for _ in range(1000):
-                time.sleep(0.01)
-                checkpoints.check()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with pytest.raises((OSError, ValueError), match="File too large"):
-            checkpoints.close()
+        assert_told(checkpoints, tmp_path)
+    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}: .*File too large"):
+        checkpoints.close()
     assert restore(tmp_path) == (1, [f"checkpoint 2 in {tmp_path} was never finished and is left out"])
 
 
@@ -270,17 +286,14 @@ def test_fingerprint_sees_bits_and_places_but_not_the_mesh(dtype):
     assert int(checkpoint.fingerprint(np.ascontiguousarray(x[::-1]))) != reference
 
 
-TWO_PROCESSES = """
-import sys
-import jax
+# Of the functions above, in two processes.
+HERE = """
+import os
+from tests.paxtrain.test_checkpoint import *
 
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-sys.path[:0] = [sys.argv[3], sys.argv[4]]
-from test_checkpoint import *
-
-directory = pathlib.Path(sys.argv[5])
+directory = pathlib.Path(sys.argv[1])
+"""
+DAMAGED = """
 with Checkpoints(directory, CheckpointConfig()) as checkpoints:
     for step in (1, 2):
         state = jax.jit(lambda tree: tree, donate_argnums=0)(make_state((2, 2, 2), step))
@@ -294,25 +307,70 @@ with Checkpoints(directory, CheckpointConfig()) as checkpoints:
     assert meta["step"] == 1 and len(checkpoints.problems) == 1, checkpoints.problems
     checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
 """
+# As on a network's folder that shows the newest checkpoint to some hosts later than to others.
+LATE = """
+with Checkpoints(directory, CheckpointConfig()) as checkpoints:
+    for step in (1, 2):
+        checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
+jax.experimental.multihost_utils.sync_global_devices("saved")
+if jax.process_index() == int(sys.argv[2]):
+    there, began = checkpoint._steps, time.monotonic()
+    checkpoint._steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
+seen = 1 if sys.argv[2] == "0" else 2
+checkpoints = Checkpoints(directory, CheckpointConfig())
+state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)
+assert meta["step"] == seen and not checkpoints.problems, (meta, checkpoints.problems)
+"""
+# The other process waits in the background for the one whose save has failed; what waits for that would hang here.
+FAILED = """
+checkpoints = Checkpoints(directory, CheckpointConfig())
+checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+checkpoints.wait()
+failing = jax.process_index() == int(sys.argv[2])
+with files_up_to(3000) if failing else contextlib.nullcontext():
+    checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+    if failing:
+        assert_told(checkpoints, directory)
+        with pytest.raises(RuntimeError, match="File too large"):
+            checkpoints.close()
+    else:
+        checkpoints.check()
+jax.experimental.multihost_utils.sync_global_devices("told")
+os._exit(0)
+"""
 
 
 def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
-    with socket.create_server(("localhost", 0)) as server:
-        address = f"localhost:{server.getsockname()[1]}"
-    here = pathlib.Path(__file__).resolve()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, address, str(i), here.parents[2], here.parent, tmp_path / "run"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_two_processes(HERE + DAMAGED, tmp_path / "run")
     assert restore(tmp_path / "run", (1, 2, 4)) == (2, [])
+
+
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_a_save_that_fails_in_one_of_two_processes_is_told_there(tmp_path, failing):
+    run_two_processes(HERE + FAILED, tmp_path / "run", failing)
+    assert steps_in(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_path, late):
+    run_two_processes(HERE + LATE, tmp_path / "run", late)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(tmp_path, monkeypatch):
+    """Also where whoever looks for errors is quicker than orbax's own thread, which removes it."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+    checkpoints.wait()
+    waits = ocp.AsyncCheckpointer.wait_until_finished
+
+    def late(self):
+        time.sleep(0.5)
+        waits(self)
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", late)
+    with files_up_to(3000):
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+        assert_told(checkpoints, tmp_path)
+    with pytest.raises(RuntimeError, match="File too large"):
+        checkpoints.close()
+    assert steps_in(tmp_path) == [1]

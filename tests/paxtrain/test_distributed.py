@@ -1,6 +1,7 @@
 """Joining processes: launchers are recognized, wrong flags told, and nobody waits longer than the limit."""
 
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -146,7 +147,9 @@ def test_nobody_waits_longer_than_the_limit():
     The runtime would go on for a minute and then abort with another code.
     """
     code = "import sys; from paxtrain import distributed; distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), 1)"
-    cases = [("192.0.2.1:9", "1"), ("localhost:1", "1"), ("127.0.0.1:45123", "0")]  # the first is for documentation
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    cases = [("192.0.2.1:9", "1"), ("localhost:1", "1"), (f"127.0.0.1:{free}", "0")]  # the first is for documentation
     processes = [
         subprocess.Popen([sys.executable, "-c", code, *case], stderr=subprocess.PIPE, text=True, cwd=ROOT)
         for case in cases

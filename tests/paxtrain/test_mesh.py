@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
-from paxtrain.mesh import AXES, from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.mesh import AXES, cpu_devices, from_process_rows, host_major, make_mesh, place, process_rows
 from paxtrain.supervised import Place
 
 
@@ -23,6 +23,14 @@ def test_axes_and_row_major_order():
     assert mesh.axis_types == (AxisType.Auto,) * 3
     np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 2))
     assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 2)
+
+
+def test_a_mesh_that_is_far_too_large_is_refused_without_making_its_devices():
+    assert cpu_devices(MeshConfig(2, 2, 2), 1) == 8 and cpu_devices(MeshConfig(2, 2, 2), 4) == 2
+    large = MeshConfig(10_000, 2, 2)
+    assert cpu_devices(large, 1) == 1024
+    with pytest.raises(UserError, match="is 40000 devices, but there are 8"):
+        make_mesh(large)
 
 
 def test_a_plans_order():

@@ -131,7 +131,7 @@ def test_table_and_picture(profiled):
         assert (np.abs(pixels - color).max(-1) < 0.01).sum() > 50, name
 
 
-def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, monkeypatch):
+def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, monkeypatch, caplog):
     """And it trains as one that never was profiled does, which starts no profiler."""
     with pytest.raises(
         UserError, match=r"profile=2:4 begins with step 2, but the run goes on after step 6; name later"
@@ -139,6 +139,11 @@ def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, mon
         started(config(home, profiled, "2:4", steps=8)).train()
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: pytest.fail("it is traced"))
     started(config(home, profiled, "3:6", steps=7)).train()  # as after an interruption: that has been done
+    cut = home / "cut" / "profile" / "steps_2_to_3"
+    cut.mkdir(parents=True)  # as of a run that was ended while it traced
+    with caplog.at_level("WARNING", logger="absl"):
+        assert Profiler(config(home, home / "cut", "2:4", steps=8), None, 3).last == 0
+    assert "the profile of steps 2:4 was cut short" in caplog.text
     plain = home / "plain"
     started(config(home, plain)).train()
     started(config(home, plain, steps=7)).train()

@@ -178,6 +178,23 @@ def test_bytes_are_those_that_formulas_say(fused):
         assert abs(found[kind] - size) < 1500, (kind, found[kind], size)  # losses and norms: scalars
 
 
+def test_bytes_of_tensor_groups_stay_inside_of_hosts():
+    """Each of a group sends its shards, and what all of it hold alike: messages, norms, positions, some biases."""
+    found = {}
+    for tensor in (1, 2):
+        config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data": "none"})
+        trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[: 4 * tensor]))
+        found[tensor] = study_probe.wire_bytes(trainer)
+    pipe, h, sequence = 2, 16, 8
+    for kind in ("forward", "backward"):
+        assert found[2][kind] == 2 * found[1][kind] > 0
+    assert found[2]["embedding"] == found[1]["embedding"] > 0  # its table is split
+    alike = pipe * (6 * h + 2 * h + sequence * h) * 4
+    for kind in ("all-gather", "reduce-scatter"):
+        assert abs(found[2][kind] - found[1][kind] - alike) < 500  # scalars
+    assert found[2]["all-reduce"] < 1500  # losses and norms: scalars
+
+
 # --- A study ----------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ def start(
         script: of Python, with its host's number and the folder as arguments.
     """
     addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
-    flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace")]
+    flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace", "slow_step")]
     flags += [f"--{name}_timeout={getattr(limits, name)}" for name in ("link", "hang", "start")]
     started = {}
     try:

@@ -5,8 +5,11 @@ import itertools
 
 import pytest
 
+from paxtrain.errors import UserError
+from planner import meeting, rollcall
 from planner.first_cause import REFUSED, Cause, Report, first, is_cascade
 from planner.worker_process import Status
+from tests.planner.ports import free_ports
 
 NAMES = ("pax0", "pax1", "pax2", "pax3")
 GLOO = "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.77.0.3]:26321"
@@ -72,6 +75,37 @@ def test_a_reason_of_its_own_comes_before_all_others(worker, kind, words):
     assert words in cause.sentence and "\n" not in cause.sentence
     without_3 = reports(earlier[0], earlier[1], worker, pax0={"unreachable": {1: "no answer", 3: "no answer"}})
     assert judged(without_3).kind == kind
+
+
+def _no_answer() -> str:
+    with pytest.raises(UserError) as raised:
+        rollcall._call("127.0.0.1", free_ports(1)[0], 1, 0.3)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda: f"process 3 has not answered for 60 s; {meeting._ADVICE}",
+        lambda: f"process 0 has waited 48 s for process 3; {meeting._ADVICE}",
+        lambda: meeting.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(0, 3, "timed out")]),
+        lambda: meeting.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(3, 0, "x"), (3, 1, "x")]),
+        lambda: rollcall.missing_sentence([3], {0: "pax0"}, NAMES, "pax0:1", 300.0),
+        _no_answer,
+    ],
+    ids=["no answer", "waited", "cannot be reached", "cannot reach", "not come", "no process 0"],
+)
+def test_who_waits_for_another_one_before_training_has_not_been_given_bad_input(said):
+    """So that the job is tried again, and who is lost or stands still is named."""
+    waited = ended(code=2, error=f"error: {said()}", step=None)
+    assert judged(reports(waited, waited, waited, RUNNING)).kind == "collective"
+    silent = {"unreachable": {3: "no answer for 2 s"}, "silences": {3: (62.0, 0.0)}}
+    cause = judged(reports(waited, waited, waited, pax0=silent, pax1=silent, pax2=silent))
+    assert (cause.kind, cause.leave_out) == ("lost", ("pax3",))
+    frozen = dataclasses.replace(RUNNING, step=None, doing="starting", frozen="waiting for a disk", told_age=65.0)
+    assert judged(reports(waited, waited, waited, frozen)).kind == "frozen"
+    refused = ended(code=2, error="error: --out=x cannot be written; name another folder", step=None)
+    assert judged(reports(waited, waited, waited, refused)).hosts == ("pax3",)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -62,6 +62,14 @@ def test_all_rounds_are_branches_of_one_program_per_size(monkeypatch):
         assert all(second > 0 for second in times.there + times.back)
 
 
+def test_a_call_during_which_the_machine_was_busy_does_not_count(monkeypatch):
+    took = iter([0.32, 9.0, 0.33] + [9.0, 4.2, 4.0] + [6.2, 6.0, 9.0])  # echoes; there; back
+    exchange = Exchange(jax.devices(), plan(8, 1, 1), (MIB,))
+    monkeypatch.setattr(exchange, "_echo", lambda number: None)
+    monkeypatch.setattr(measure_links, "_seconds", lambda run, branch: next(took))
+    assert exchange(0) == Times(0.01, [2.0], [3.0])
+
+
 def test_messages_are_as_big_and_as_many_as_said(monkeypatch):
     texts = []
     real = jax.stages.Lowered.compile

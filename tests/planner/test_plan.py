@@ -67,6 +67,15 @@ def test_a_plan_for_the_hosts_that_are_left(tmp_path):
     assert sorted(plan.hosts) == ["a", "c"] and sorted(plan.device_order) == list(range(8))
 
 
+def test_one_stage_has_no_copies_of_the_embedding_to_synchronise(cluster_file, tmp_path):
+    for pipe, embedding in ((1, "auto"), (2, "fused")):
+        out = tmp_path / str(pipe)
+        chosen = [f"--pipe={pipe}", "--model.compress.embedding=fused", "--top=1", "--placed=1", "--compress=none"]
+        run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={out}", *chosen)
+        assert run.returncode == 0, run.stderr
+        assert plans.load(out / "plan.json").compress.embedding == embedding
+
+
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
     broken = tmp_path / "broken.json"
     values = json.loads(cluster_file.read_text())
@@ -86,6 +95,11 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],
         "compress.forward=all is not planned for": [cluster_flag, "--model.compress.forward=all"],
+        "compress.embedding=fused is about the embedding's tied copies": [
+            cluster_flag,
+            "--model.compress.embedding=fused",
+            "--model.model.tied_head=False",
+        ],
         "optimizer.name=muon is not planned for": [cluster_flag, "--model.optimizer.name=muon"],
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],

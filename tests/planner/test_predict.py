@@ -99,6 +99,20 @@ def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
     np.testing.assert_allclose(expected.swap, max([*there, *back], default=0.0))
 
 
+@pytest.mark.parametrize(("overlap", "middle"), [(True, 0), (False, 1)])
+def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overlap, middle):
+    """The trainer runs them there on zeros."""
+    some, c = cluster(8, 1, seed=None), Candidate(2, 4, 1, 1, 4, "eager_1f1b", (3,) * 4)
+    problem = Problem(some, MODEL, c)
+    problem.overlap = overlap
+    step = problem.step(links.fabric(some), np.arange(8).reshape(1, 2, 4))
+    layers, table = 3 * costs.layer_parameters(MODEL, 1), costs.embedding_parameters(MODEL, 1, 4)
+    turn = lambda parameters, item: 1e-5 + parameters / 2 * item / 25e9  # noqa: E731
+    np.testing.assert_allclose(step.reduce[0, 1:3], turn(layers, 4) + middle * turn(table, 4), rtol=1e-9)
+    gather = turn(layers + middle * table, 2) * (1 if overlap else predict.EXCHANGE)
+    np.testing.assert_allclose(step.gather[0, 1:3], gather, rtol=1e-9)
+
+
 def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))

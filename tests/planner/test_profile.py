@@ -1,6 +1,7 @@
 """The profile: a cluster file from one process's devices, its bounds, bad input, and processes that do not come."""
 
 import dataclasses
+import json
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from planner import cluster as clusters
 from planner import costs, measure_cluster, measure_compute, measure_links
 from planner.measure_cluster import MIB, Machines, Options
 from planner.meeting import Meeting
+from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +116,7 @@ def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 1.0), ("h100", 7.0)]
 
 
-@pytest.mark.parametrize(("rate", "size"), [(1.5e6, 64 * 1024), (25e9, 16 * MIB), (1e4, 16 * 1024)])
+@pytest.mark.parametrize(("rate", "size"), [(2.5e6, 64 * 1024), (25e9, 16 * MIB), (1e4, 16 * 1024)])
 def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeypatch, meeting, rate, size):
     class Exchange:
         def __init__(self, devices, rounds, sizes):
@@ -129,7 +131,8 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
     rounds, repeats, seconds = measure_links.plan(8, 1, 63), 3, 22.5
     smaller, larger = measure_cluster._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
     assert (smaller, larger) == (size // 4, size)
-    takes = lambda largest: len(rounds) * repeats * 2 * measure_links.BACK_TO_BACK * 1.25 * largest / rate  # noqa: E731
+    messages = len(rounds) * repeats * 2 * measure_links.CALLS * measure_links.BACK_TO_BACK
+    takes = lambda largest: messages * 1.25 * largest / rate  # noqa: E731
     assert takes(size) < seconds / 2 or size == measure_cluster._PROBE
     assert takes(4 * size) > seconds / 2 or size == measure_cluster._LARGEST
 
@@ -201,7 +204,27 @@ def test_the_optimizers_parameters_are_the_devices(config):
     h = MODEL["hidden"]
     held = 2 * costs.layer_parameters(config.model, 2) + costs.embedding_parameters(config.model, 2, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
-    assert optimizer.sample() >= 0
+    assert optimizer.sample() > 0
+
+
+OPTIMIZERS = """
+import json
+from paxtrain.config import from_dict
+from planner.measure_compute import Optimizer
+
+made = [Optimizer(from_dict({"model": json.loads(sys.argv[1])}), tensor, jax.devices()) for tensor in (1, 2, 8)]
+assert all(optimizer.sample() > 0 for optimizer in made)
+print(json.dumps([[device.id for device in optimizer.devices] for optimizer in made]))
+"""
+
+
+def test_each_process_times_the_optimizer_on_devices_of_its_own():
+    """Of a host with two processes, as with one for each of its devices."""
+    outputs = run_two_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 8}))
+    first, second = (json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("[["))
+    assert [len(ids) for ids in first] == [1, 2, 8]
+    assert not set(first[0]) & set(second[0]) and not set(first[1]) & set(second[1])
+    assert first[2] == second[2]
 
 
 # --- The main ---------------------------------------------------------------------------------------------------------

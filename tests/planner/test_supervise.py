@@ -4,6 +4,8 @@ The workers are scripts of a few lines that do what training does: they tell of 
 another one does not go on (a file that all look at stands for the collective).
 """
 
+import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,11 +18,15 @@ import pytest
 
 from paxtrain import supervised
 from planner import supervise
-from planner.supervisor import FAULT, Limits, environment
+from planner.side_channel import SideChannel
+from planner.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
+from planner.worker_process import Worker
 from tests.planner.ports import free_ports
 from tests.planner.supervisors import HOSTS, ROOT, start, wait, wait_for
 
-LIMITS = Limits(link=1.0, hang=2.0, settle=2.0, grace=0.5, start=20.0)
+# Without notes on slow steps: a machine that has others to serve is slow as it pleases.
+LIMITS = Limits(link=1.0, hang=60.0, settle=2.0, grace=0.5, start=20.0, slow_step=1e6)
+HANG = 2.0
 FATAL = "F1121 22:19:30.478666 6661 client.h:80] Terminating process because the JAX distributed service failed"
 ABORT = f"print({FATAL!r}, file=sys.stderr, flush=True); os.abort()"
 GLOO = "raise RuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')"
@@ -38,7 +44,7 @@ with supervised.Progress(os.environ) as p:
         (folder / f"{host}.{step}").touch()
         if "EVENT" != "pass" and step == 5 and host == 1:
             (folder / "broken").touch()
-            time.sleep(0.2)  # the others fail first
+            time.sleep(0.1)  # the others fail first
             EVENT
         while not all((folder / f"{other}.{step}").exists() for other in range(3)) or (
             host != 1 and (folder / "broken").exists()
@@ -91,13 +97,13 @@ def test_where_nothing_happens_nothing_is_said(tmp_path):
     ids=["killed", "disk", "exception", "bad input", "hang", "busy", "stopped"],
 )  # fmt: skip
 def test_all_say_who_was_first(tmp_path, event, others, code, kind, words):
-    limits = LIMITS if kind == "stalled" else Limits(**{**vars(LIMITS), "hang": 60.0})
+    limits = dataclasses.replace(LIMITS, hang=HANG) if kind == "stalled" else LIMITS
     with supervisors(tmp_path, event, others, limits=limits) as started:
         wait_for(tmp_path, "broken")
         broken = time.monotonic()
         assert wait(tmp_path, started) == [code] * HOSTS
         seconds = time.monotonic() - broken
-    assert seconds < (6.2 if kind in ("busy", "frozen") else LIMITS.hang) + LIMITS.settle + LIMITS.grace + 3
+    assert seconds < (6.2 if kind in ("busy", "frozen") else HANG) + LIMITS.settle + LIMITS.grace + 3
     said = sentence(tmp_path)
     assert words in said and (kind == "stalled" or "127.0.0.1:" in said)
     written = [json.loads((tmp_path / f"report{host}.json").read_text()) for host in range(HOSTS)]
@@ -124,8 +130,7 @@ def test_a_host_of_which_nothing_is_left(tmp_path):
 
 def test_a_host_from_which_nothing_comes(tmp_path):
     """As one whose power or network is gone: no connection is refused, none is ended."""
-    limits = Limits(**{**vars(LIMITS), "hang": 60.0})
-    with supervisors(tmp_path, limits=limits, steps=4000) as started:
+    with supervisors(tmp_path, steps=4000) as started:
         wait_for(tmp_path, "2.3")
         began = time.monotonic()
         started[1].send_signal(signal.SIGSTOP)
@@ -160,9 +165,53 @@ def test_a_worker_that_saves_when_it_is_told_to_end(tmp_path):
         assert wait(tmp_path, started) == [0] * HOSTS
 
 
+def test_who_is_stopped_before_the_first_step_has_not_failed(tmp_path):
+    """It is still importing or planning, and knows nothing of signals."""
+    with supervisors(tmp_path, worker="import pathlib, sys, time; print('up', flush=True); time.sleep(60)") as started:
+        for host in range(HOSTS):
+            wait_for(tmp_path, f"out{host}", lambda path: path.stat().st_size > 0)
+        for process in started.values():
+            process.send_signal(signal.SIGTERM)
+        assert wait(tmp_path, started) == [STOPPED] * HOSTS
+    assert {(tmp_path / f"err{host}").read_text().splitlines()[0] for host in range(HOSTS)} == {
+        "note: stopped before the first step"
+    }
+    assert not list(tmp_path.glob("report*"))
+
+
+def test_a_signal_that_comes_while_the_worker_is_started_is_passed_on(tmp_path):
+    """Between when all have come and when there is a process."""
+    [port] = free_ports(1)
+
+    async def main():
+        worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
+        channel = SideChannel(0, [("127.0.0.1", port)], "run")
+        supervisor = Supervisor(0, ["alone"], channel, worker, LIMITS, None)
+        start = worker.start
+
+        async def start_late():
+            supervisor.stop()
+            await start()
+
+        worker.start = start_late
+        return await asyncio.wait_for(supervisor.run(), 20)
+
+    assert asyncio.run(main()) == STOPPED
+
+
+def test_a_worker_that_leaves_a_child_behind_has_ended(tmp_path):
+    """Though the child holds its pipes, for longer than anybody waits."""
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    with supervisors(tmp_path, f"import subprocess; {child}; os.kill(os.getpid(), 9)", GLOO) as started:
+        wait_for(tmp_path, "broken")
+        began = time.monotonic()
+        assert wait(tmp_path, started) == [FAULT] * HOSTS
+        assert time.monotonic() - began < LIMITS.settle + LIMITS.grace + 4
+    assert "the worker was killed by SIGKILL, after step 5" in sentence(tmp_path)
+
+
 def test_a_host_that_does_not_come_is_named(tmp_path):
-    limits = Limits(**{**vars(LIMITS), "start": 2.0})
-    with supervisors(tmp_path, hosts=(0, 2), limits=limits) as started:
+    with supervisors(tmp_path, hosts=(0, 2), limits=dataclasses.replace(LIMITS, start=2.0)) as started:
         assert wait(tmp_path, started) == [FAULT] * 2
     assert "has not come: no supervisor there has been heard" in sentence(tmp_path, (0, 2))
     assert not (tmp_path / "0.1").exists()  # nobody has begun

@@ -187,7 +187,7 @@ def test_a_trace_that_the_worker_survives_hides_nothing_that_follows(tmp_path, c
 import traceback
 try: 1 / 0
 except ZeroDivisionError: traceback.print_exc()
-time.sleep(0.3); p.finished(1); time.sleep(0.3)
+time.sleep(0.5); p.finished(1); time.sleep(0.5)
 print("step 2/10", file=sys.stderr)
 """
     assert run(script, tmp_path / "log").error == ""

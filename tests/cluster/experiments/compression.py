@@ -29,6 +29,7 @@ KINDS = {
     "CB": _CB,
     "CB+FE": _CB | {"embedding": "fused"},
     "CB+FE+SC": _CB | {"embedding": "fused", "data": "0,1"},
+    "all gradients": {"backward": "all", "embedding": "fused", "data": "all"},
     "everything": {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"},
 }
 SHARES = (None, 0.5, 0.7)  # of a dense step that communication takes; None: as in the paper's setting
@@ -57,12 +58,29 @@ def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
     return float(1 - fast / slow)
 
 
-def paper_share() -> float:
-    """Of a step of 8.3B parameters on 128 A100s by the planner's figures: what communication between hosts takes."""
+def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
+    """The setting of Optimus-CC: 8.3B parameters on 128 A100s."""
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
-    measured = clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json")
-    return _share(measured, model, candidate)
+    return clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
+
+
+def paper_share() -> float:
+    """Of a step in that setting, by the planner's figures: what communication between hosts takes."""
+    return _share(*_paper())
+
+
+def paper_speedups() -> dict[str, float]:
+    """What the planner predicts for that setting itself; it knows neither FE nor compressed activations."""
+    cluster, model, dense = _paper()
+    kinds = {
+        "CB": dataclasses.replace(dense, backward="epilogue"),
+        "CB+SC": dataclasses.replace(dense, backward="epilogue", data_rank=128),
+        "all gradients": dataclasses.replace(dense, backward="all", data_rank=128),
+    }
+    order = host_order(dense, cluster.devices_per_host)
+    seconds = lambda c: Problem(cluster, model, c).step(fabric(cluster), order).total[0]  # noqa: E731
+    return {kind: float(seconds(dense) / seconds(c)) for kind, c in kinds.items()}
 
 
 def rate_for(cluster: Cluster, split: Split, share: float) -> float:
@@ -124,6 +142,7 @@ def _times(
     parts = {}
     if share is None:
         parts = {kind: bench.session.ask("breakdown", name=split.name) for kind, split in SPLITS.items()}
-    records.add(f"share {share}", share=wanted, rate=rate, seconds=named, wire=wire, parts=parts)
+    predicted = paper_speedups() if share is None else {}
+    records.add(f"share {share}", share=wanted, rate=rate, seconds=named, wire=wire, parts=parts, predicted=predicted)
     said = ", ".join(f"{kind} {summary(times)['median']:.3f} s" for kind, times in named.items())
     lab.say(f"links of {rate:.0f} Mbit/s, communication {wanted:.0%} of a dense step: {said}")

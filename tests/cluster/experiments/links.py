@@ -25,7 +25,7 @@ def profile(cluster: hosts.Cluster, out: pathlib.Path, logs: pathlib.Path, confi
     """Runs `python -m planner.profile` on every host; its seconds, from the first process's start to the last's end."""
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "planner.profile", f"--config={config}", f"--out={out}", f"--sizes={SIZES}"]
-    command += ["--repeats=3", "--links_only", "--answer_timeout=120"]
+    command += ["--repeats=2", "--links_only", "--answer_timeout=120"]
     command += [f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={cluster.hosts}"]
     began = time.monotonic()
     started = [

@@ -16,7 +16,7 @@ from tests.cluster.section import Drawing, Section, Target, factor, lab, percent
 TITLE, SOURCE = "Compression", "compression.jsonl"
 DENSE, PAPER, ALL = "dense", "CB+FE+SC", "everything"
 AT = "share None"  # the key of the line at the paper's share of communication
-COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#8e5aa8")))
+COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#2f6f9f", "#8e5aa8")))
 FASTER = Target.at_least(
     f"Speed-up of {PAPER} over dense, at the share of communication of Optimus-CC's setting", 1.3, factor
 )
@@ -25,7 +25,7 @@ CLOSE = Target.at_most(f"Validation loss of {PAPER} against dense after equal st
 _PARTS = {
     "forward": "#2f6f9f", "backward": "#8fb3cf", "head": "#3c9d8f", "compression": "#8e5aa8", "optimizer": "#8aa83a",
     "pipeline": "#d9822b", "data": "#c0392b", "embedding": "#e0b040", "tensor": "#b58a6a", "sync": "#5c6670",
-    "other": "#b9c0c6", "idle": "#e6e8ea",
+    "other": "#b9c0c6", "idle": "#e6e8ea", "input": "#1d1d1f",
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _draw_parts(lines: list[dict]) -> Figure:
     spare = iter(figures.COLORS * 2)
     order = [*(part for part in _PARTS if part in known), *(part for part in known if part not in _PARTS)]
     colors = {part: _PARTS.get(part) or next(spare) for part in order}
-    figure = plots.figure(12, 1.5 + 0.34 * len(found[0]))
+    figure = plots.figure(12, 1.7 + 0.34 * len(found[0]))
     panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
     for axes, line, kinds in zip(panels, lines, found):
         plots.style(axes)
@@ -88,7 +88,8 @@ def _draw_parts(lines: list[dict]) -> Figure:
         axes.set_title(f"communication {_links(line)}", **figures.TITLE)
         axes.set_xlabel("seconds of a step, mean over hosts")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=len(labels), loc="outside upper center", **(figures.LEGEND | {"fontsize": 8}))
+    columns = -(-len(labels) // 2)
+    figure.legend(handles, labels, ncols=columns, loc="outside upper center", **(figures.LEGEND | {"fontsize": 8}))
     return figure
 
 
@@ -97,16 +98,36 @@ def _draw_parts(lines: list[dict]) -> Figure:
 
 def _words(lines: list[dict], paper: dict | None) -> str:
     split = experiment.SPLITS[ALL]
-    rank, width = dict(split.compress)["backward_rank"], split.config.model.hidden
+    ranks, width = dict(split.compress), split.config.model.hidden
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
-    return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, ranks {rank} of
-    {width}. CB compresses the gradients between stages that nothing hides, FE fuses the tied embedding's
-    synchronisation, SC compresses the gradients over data of stages 0 and 1; "everything" compresses every message
-    between stages, activations too, and all gradients over data. The links are set so that communication takes a given
+    return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, rank
+    {ranks["backward_rank"]} of {width} between stages and {ranks["data_rank"]} over data. CB compresses the gradients
+    between stages that nothing hides, FE fuses the tied embedding's synchronisation, SC compresses the gradients over
+    data of stages 0 and 1; "all gradients" compresses, beside FE, every gradient between stages and over data;
+    "{ALL}" compresses the activations between stages, too. The links are set so that communication takes a given
     share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
-    Optimus-CC, by the planner's figures. {repeats} repeats of each, taken in turn; the spread of a speed-up is that of
-    each repeat's own ratio."""
+    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each, taken in turn; the spread of a
+    speed-up is that of each repeat's own ratio."""
+
+
+def _predicted(paper: dict | None) -> str:
+    if not paper or not paper.get("predicted"):
+        return ""
+    said = ", ".join(f"{factor(gain)} of {kind}" for kind, gain in paper["predicted"].items())
+    return f"""For that setting itself the planner, which knows neither FE nor compressed activations, predicts
+    speed-ups of {said}."""
+
+
+def _quickest(lines: list[dict], curves: dict[str, losses.Curve]) -> str:
+    """What compression gains at most where it costs next to nothing."""
+    near = [kind for kind, curve in curves.items() if kind != DENSE and curve.last <= losses.NEAR * curves[DENSE].last]
+    if not near:
+        return f"No kind is within {losses.NEAR - 1:.0%} of dense's loss after equal steps."
+    best = {_links(line): max((speedups(line)[kind][0], kind) for kind in near) for line in lines}
+    said = ", ".join(f"{factor(gain)} at {links} ({kind})" for links, (gain, kind) in best.items())
+    return f"""Of the kinds within {losses.NEAR - 1:.0%} of dense's loss after equal steps, or below it, the quickest at
+    each share are: {said}."""
 
 
 def _times(lines: list[dict]) -> str:
@@ -122,14 +143,14 @@ def _times(lines: list[dict]) -> str:
 
 
 def _wire(line: dict) -> str:
-    collectives = sorted({name for sent in line["wire"].values() for name in sent})
+    parts = list(dict.fromkeys(name for sent in line["wire"].values() for name, size in sent.items() if size >= 500))
     dense = sum(line["wire"][DENSE].values())
     rows = [
-        (kind, *(f"{sent.get(name, 0) / 1e3:.1f}" for name in collectives), f"{sum(sent.values()) / 1e3:.1f}",
+        (kind, *(f"{sent.get(name, 0) / 1e3:,.0f}" for name in parts), f"{sum(sent.values()) / 1e3:,.0f}",
          percent(sum(sent.values()) / dense))
         for kind, sent in line["wire"].items()
     ]  # fmt: skip
-    return table(["kB a step", *collectives, "all", "of dense"], rows)
+    return table(["kB a step", *parts, "all", "of dense"], rows)
 
 
 def _breakdown(line: dict) -> str:
@@ -145,8 +166,10 @@ def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
         _words(lines, paper),
         _times(lines),
         Drawing("speedups", caption, _draw_speedups(lines)),
-        """Bytes on the wire: those of one device's operands in a step, by collective, counted in the compiled program.
-        They do not depend on the links.""",
+        """Bytes on the wire: what all devices together send between hosts in a step, counted in the compiled program.
+        Forward and backward are the messages between stages; embedding is what the first and the last stage exchange of
+        the tied table; the rest goes over data. What tensor groups exchange stays inside of hosts and is not counted.
+        Over gloo the stages between take part in the embedding's collectives over data, with zeros.""",
         _wire(lines[0]),
     ]
     if traced := [line for line in lines if parts(line)]:
@@ -181,5 +204,5 @@ def section(folder: pathlib.Path) -> Section:
     blocks = _blocks(lines, paper) if lines else []
     if DENSE in curves:
         times = {_links(line): {k: summary(t)["median"] for k, t in line["seconds"].items()} for line in lines}
-        blocks += losses.blocks(curves, times, DENSE, COLORS)
+        blocks += [*losses.blocks(curves, times, DENSE, COLORS), _quickest(lines, curves)]
     return Section(TITLE, lab("compression"), (SOURCE,), (faster, close, fastest), tuple(blocks))

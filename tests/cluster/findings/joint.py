@@ -34,6 +34,6 @@ def section(folder: pathlib.Path) -> Section:
     headings = ("what the planner chooses", "plan", "step", "spread", "predicted", "error", "speed-up",
                 "MB on the wire")  # fmt: skip
     words = f"""On the links of two_racks. Nothing chosen is 1F1B over hosts in order, without compression; the speed-up
-    is over that. MB on the wire are those of one device in a step, as the compiled program counts them. Medians of
-    {span(len(line["seconds"]) for line in lines.values())} repeats, taken in turn."""
+    is over that. MB on the wire are what all devices together send in a step, counted in the compiled program. Medians
+    of {span(len(line["seconds"]) for line in lines.values())} repeats, taken in turn."""
     return Section(TITLE, lab("placements"), (SOURCE,), (target,), (words, table(headings, rows, words=2)))

@@ -1,0 +1,43 @@
+"""SIGTERM to one of two processes: both stop after the same step, whenever it comes."""
+
+import json
+
+import pytest
+
+from tests.paxtrain.two_processes import run_two_processes
+
+STOPPING = """
+import json, os, signal, tempfile, time
+import numpy as np
+from paxtrain.checkpoint import Checkpoints
+from paxtrain.config import CheckpointConfig
+from paxtrain.stopping import Stop
+from jax.experimental import multihost_utils
+
+folder, when = sys.argv[1], int(sys.argv[2])  # steps that this start has done when the signal comes
+first, asked = 1000, []  # as of a run that was resumed after step 1000
+everywhere = jax.make_mesh((8,), ("data",))
+state = {"w": jax.device_put(np.zeros(8, np.float32), jax.NamedSharding(everywhere, jax.P("data")))}
+with Stop() as stop, Checkpoints(folder, CheckpointConfig()) as checkpoints:
+    for step in range(first + 1, first + 40):
+        if step == first + 1 + when:
+            if jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)  # they have agreed before the next question
+        multihost_utils.sync_global_devices("the step")
+        time.sleep(0.05)
+        asked.append(stop.now())
+        if asked[-1]:
+            break
+        if step % 4 == 0:
+            checkpoints.save(step, state, {"step": step})
+print(json.dumps(asked))
+"""
+
+
+@pytest.mark.parametrize("when", [0, 4])  # before the first step, and after a checkpoint
+def test_both_stop_after_the_same_step_soon_after_the_signal(tmp_path, when):
+    outputs = run_two_processes(STOPPING, tmp_path / "checkpoints", str(when))
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert first == second
+    assert when < len(first) < when + 20 and first[-1] and not any(first[:-1])
