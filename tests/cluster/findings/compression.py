@@ -14,7 +14,7 @@ from tests.cluster.records import Records
 from tests.cluster.section import Drawing, Section, Target, factor, lab, percent, seconds, span, table
 
 TITLE, SOURCE = "Compression", "compression.jsonl"
-DENSE, PAPER, ALL = "dense", "CB+FE+SC", "everything"
+DENSE, PAPER, ALL = "dense", experiment.SELECTIVE, "everything"
 AT = "share None"  # the key of the line at the paper's share of communication
 COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#2f6f9f", "#8e5aa8")))
 FASTER = Target.at_least(
@@ -98,17 +98,24 @@ def _draw_parts(lines: list[dict]) -> Figure:
 
 def _words(lines: list[dict], paper: dict | None) -> str:
     split = experiment.SPLITS[ALL]
-    ranks, width = dict(split.compress), split.config.model.hidden
+    ranks, (_, pipe, _), width = dict(split.compress), split.mesh, split.config.model.hidden
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
+    chosen = ", ".join(f"{_stages(line['selected'], pipe)} at {line['share']:.0%}" for line in lines)
     return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, rank
     {ranks["backward_rank"]} of {width} between stages and {ranks["data_rank"]} over data. CB compresses the gradients
     between stages that nothing hides, FE fuses the tied embedding's synchronisation, SC compresses the gradients over
-    data of stages 0 and 1; "all gradients" compresses, beside FE, every gradient between stages and over data;
-    "{ALL}" compresses the activations between stages, too. The links are set so that communication takes a given
-    share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
-    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each, taken in turn; the spread of a
-    speed-up is that of each repeat's own ratio."""
+    data of those stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "All gradients"
+    compresses every gradient between stages and over data, "{ALL}" the activations between stages, too, both with FE.
+    The links are set so that communication takes a given share of a dense step, by the planner's prediction. {where}
+    for 8.3B parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats}
+    repeats of each, taken in turn; the spread of a speed-up is that of each repeat's own ratio."""
+
+
+def _stages(selected: str, pipe: int) -> str:
+    if selected == "none":
+        return "none"
+    return "all" if selected.count(",") == pipe - 1 else f"stages {selected}"
 
 
 def _predicted(paper: dict | None) -> str:
@@ -119,15 +126,25 @@ def _predicted(paper: dict | None) -> str:
     speed-ups of {said}."""
 
 
-def _quickest(lines: list[dict], curves: dict[str, losses.Curve]) -> str:
+def _trained(line: dict, paper: dict | None) -> dict[str, str]:
+    """By kind the name of its losses: other stages of selective compression have their own."""
+    names = {kind: kind for kind in experiment.KINDS}
+    if paper and line.get("selected", paper["selected"]) != paper["selected"]:
+        names[PAPER] = f"{PAPER} of stages {line['selected']}"
+    return names
+
+
+def _quickest(times: dict[str, dict[str, float]], curves: dict[str, losses.Curve]) -> str:
     """What compression gains at most where it costs next to nothing."""
-    near = [kind for kind, curve in curves.items() if kind != DENSE and curve.last <= losses.NEAR * curves[DENSE].last]
-    if not near:
-        return f"No kind is within {losses.NEAR - 1:.0%} of dense's loss after equal steps."
-    best = {_links(line): max((speedups(line)[kind][0], kind) for kind in near) for line in lines}
+    near = {kind for kind, curve in curves.items() if kind != DENSE and curve.last <= losses.NEAR * curves[DENSE].last}
+    within = f"within {losses.NEAR - 1:.0%} of dense's loss after equal steps, or below it"
+    best = {
+        links: max((each[DENSE] / each[kind], kind) for kind in near & each.keys())
+        for links, each in times.items()
+        if near & each.keys()
+    }
     said = ", ".join(f"{factor(gain)} at {links} ({kind})" for links, (gain, kind) in best.items())
-    return f"""Of the kinds within {losses.NEAR - 1:.0%} of dense's loss after equal steps, or below it, the quickest at
-    each share are: {said}."""
+    return f"Of the kinds that are {within}, the quickest are: {said}." if best else f"No kind is {within}."
 
 
 def _times(lines: list[dict]) -> str:
@@ -166,12 +183,13 @@ def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
         _words(lines, paper),
         _times(lines),
         Drawing("speedups", caption, _draw_speedups(lines)),
-        """Bytes on the wire: what all devices together send between hosts in a step, counted in the compiled program.
+    ]
+    if paper:
+        words = """Bytes on the wire: what all devices send between hosts in a step, counted in the compiled program.
         Forward and backward are the messages between stages; embedding is what the first and the last stage exchange of
         the tied table; the rest goes over data. What tensor groups exchange stays inside of hosts and is not counted.
-        Over gloo the stages between take part in the embedding's collectives over data, with zeros.""",
-        _wire(lines[0]),
-    ]
+        Over gloo the stages between take part in the embedding's collectives over data, with zeros."""
+        blocks += [words, _wire(paper)]
     if traced := [line for line in lines if parts(line)]:
         caption = "Parts of a step, by kind of compression."
         blocks += [
@@ -188,9 +206,9 @@ def section(folder: pathlib.Path) -> Section:
     """Step times, bytes, breakdown and losses of every kind of compression."""
     records = Records(folder / SOURCE)
     lines = sorted((line for line in records if "share" in line), key=lambda line: line["share"])
-    curves = {line["kind"]: losses.Curve.of(line) for line in records if "validation" in line}
-    faster, fastest, close = FASTER, FASTEST, CLOSE
     paper = next((line for line in lines if line["key"] == AT), None)
+    curves = {_trained(line, paper)[line["kind"]]: losses.Curve.of(line) for line in records if "validation" in line}
+    faster, fastest, close = FASTER, FASTEST, CLOSE
     if paper:
         # If nothing had to travel at all.
         most = factor(1 / (1 - paper["share"]))
@@ -203,6 +221,9 @@ def section(folder: pathlib.Path) -> Section:
         close = CLOSE.judged(last, f"{curves[PAPER].steps[-1]:.0f} steps, one seed")
     blocks = _blocks(lines, paper) if lines else []
     if DENSE in curves:
-        times = {_links(line): {k: summary(t)["median"] for k, t in line["seconds"].items()} for line in lines}
-        blocks += [*losses.blocks(curves, times, DENSE, COLORS), _quickest(lines, curves)]
+        times = {
+            _links(line): {_trained(line, paper)[k]: summary(t)["median"] for k, t in line["seconds"].items()}
+            for line in lines
+        }
+        blocks += [*losses.blocks(curves, times, DENSE, COLORS), _quickest(times, curves)]
     return Section(TITLE, lab("compression"), (SOURCE,), (faster, close, fastest), tuple(blocks))

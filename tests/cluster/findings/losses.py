@@ -60,13 +60,16 @@ def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: 
     for axes, (links, seconds) in zip(panels, times.items()):
         plots.style(axes)
         for kind, curve in curves.items():
+            if kind not in seconds:
+                continue
             wall, color = curve.steps[1:] * seconds[kind], colors.get(kind, figures.MUTED)
             axes.plot(wall, curve.losses[1:], color=color, linewidth=1.5, marker="o", markersize=3.5, label=kind)
         axes.set_title(f"communication {links}", **figures.TITLE)
         axes.set_xlabel("seconds of training")
         axes.set_xlim(left=0)
     panels[0].set_ylabel("validation loss, nats per token")
-    panels[0].legend(**figures.LEGEND)
+    shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    panels[0].legend(shown.values(), shown, **figures.LEGEND)
     return figure
 
 
@@ -85,15 +88,20 @@ def blocks(
 
     Args:
         curves: by kind of compression; `dense` is the one that the others are compared with.
-        times: median seconds of a step by kind, by the words for the links; may be empty.
+        times: median seconds of a step by kind, by the words for the links; may be empty, and lack kinds.
     """
-    first = {links: min(c.steps[-1] * each[kind] for kind, c in curves.items()) for links, each in times.items()}
+    first = {
+        links: min(curves[kind].steps[-1] * taken for kind, taken in each.items() if kind in curves)
+        for links, each in times.items()
+    }
     rows = []
     for kind, curve in curves.items():
         row = [kind, f"{curve.last:.4f}", "" if kind == dense else signed(curve.last / curves[dense].last - 1)]
         for links, each in times.items():
-            compared = _compared(curve, each[kind], curves[dense], each[dense], first[links])
-            row += ["", ""] if kind == dense else compared
+            if kind == dense or kind not in each:
+                row += ["", ""]
+            else:
+                row += _compared(curve, each[kind], curves[dense], each[dense], first[links])
         rows.append(row)
     headings = ["", f"loss after {curves[dense].steps[-1]:.0f} steps", "against dense"]
     for links in times:
