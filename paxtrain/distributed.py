@@ -18,6 +18,7 @@ from paxtrain.errors import UserError
 
 _BARRIER = 3_600_000  # milliseconds
 
+_INTERACTIVE = "4294967290"  # SLURM's number of the step that salloc's shell may be: no task either
 # Variables that say: this is one of several processes of a launch. jax.distributed reads the rest itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 
@@ -36,15 +37,31 @@ def detect(environment: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, or None.
 
     SLURM and Open MPI are told by their count of tasks; Kubernetes by an indexed Job's JOB_COMPLETION_INDEX.
+
+    Raises:
+        UserError: it is in the shell of an allocation of several tasks or nodes, of which it would use only a part.
     """
+    step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_STEP_ID") != _INTERACTIVE
     for launcher, variable in _SIZES.items():
-        # srun sets SLURM_PROCID in each task; inside a bare salloc or sbatch shell there is a count but no task.
-        started = launcher != "SLURM" or "SLURM_PROCID" in environment
+        # The shell of salloc or sbatch has a count of tasks, that of sbatch also SLURM_PROCID=0; srun makes steps.
+        started = launcher != "SLURM" or step
         if started and int(environment.get(variable, "1")) > 1:
             return launcher
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         return "Kubernetes"
+    if "SLURM_JOB_ID" in environment and not step and "OMPI_COMM_WORLD_SIZE" not in environment:
+        for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
+            if (count := int(environment.get(variable, "1"))) > 1:
+                raise UserError(
+                    f"this process is in SLURM's allocation of {count} {what}, but not one of its tasks; start it with "
+                    "srun, or with srun --nodes=1 --ntasks=1 to be alone"
+                )
     return None
+
+
+def alone(coordinator: str | None, processes: int | None, process: int | None) -> bool:
+    """Whether the flags say that this process is the only one."""
+    return (coordinator, processes, process) == (None, 1, None)
 
 
 def expected_processes(environment: Mapping[str, str]) -> int:
@@ -132,7 +149,8 @@ def initialize(
     """Joins the processes of a launch; without flags and launcher this process stays alone.
 
     Args:
-        coordinator: HOST:PORT of process 0; processes, process: their number and this one's. All three or none.
+        coordinator: HOST:PORT of process 0; processes, process: their number and this one's. All three or none, or
+            only one process, which then is alone whatever the launcher says.
         timeout: seconds to wait for the coordinator and for the other processes.
         heartbeat: seconds after which a process that has not been heard ends all others; None: as jax has it.
 
@@ -142,9 +160,11 @@ def initialize(
     """
     given = {"--coordinator": coordinator, "--num_processes": processes, "--process_id": process}
     missing = [flag for flag, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
+    if 0 < len(missing) < len(given) and not alone(coordinator, processes, process):
         raise UserError(f"{', '.join(missing)} missing; --coordinator, --num_processes and --process_id go together")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if alone(coordinator, processes, process):
+        return
     if not missing:
         if not 0 <= process < processes:
             raise UserError(f"--process_id must be in [0, {processes}), got {process}")

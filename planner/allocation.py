@@ -1,10 +1,12 @@
-"""The nodes that a job got: whether they share its folder, whether a plan is for them, whether they were profiled."""
+"""The nodes that a job got: their devices, and whether they share its folder, have a plan, and were profiled."""
 
 import dataclasses
 import pathlib
 import secrets
 import time
 from collections.abc import Sequence
+
+import jax
 
 from paxtrain import checkpoint
 from paxtrain.config import ModelConfig
@@ -18,6 +20,46 @@ from planner.meeting import Meeting
 
 _SHARED_WITHIN = 5.0  # seconds in which a file must be seen on all nodes: clients of NFS look again after some
 _PAUSE = 0.2
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
+    """Why these are not the `gpus` GPUs (0: CPUs) that a process of the host is to have; empty if they are."""
+    found = [device.device_kind for device in devices if device.platform != "cpu"]
+    if len(found) == gpus:
+        return ""
+    kinds = f"{len(found)} x {', '.join(dict.fromkeys(found))}"
+    if not gpus:
+        return (
+            f"jax finds {kinds} on {host}, but --gpus=0 asks for CPUs; set JAX_PLATFORMS=cpu, or launch with a node's "
+            "number of GPUs as --gpus_per_node"
+        )
+    if not found:
+        return (
+            f"jax finds no GPU on {host}, but --gpus={gpus} asks for {gpus}; install requirements-gpu.txt there, see "
+            "that nvidia-smi lists them and JAX_PLATFORMS is not set, or launch with --gpus_per_node=0 to train on CPUs"
+        )
+    return (
+        f"jax finds {kinds} on {host} for one process, but --gpus={gpus} asks for {gpus}; ask for nodes that have as "
+        "many, or launch with a node's number of GPUs as --gpus_per_node"
+    )
+
+
+def check_devices(meeting: Meeting, gpus: int, host: str) -> None:
+    """Ends this process, and so the others, where its devices are not what it is to have.
+
+    It waits for nobody: where one process alone finds no GPU, jax's runtime holds up the others, who wait for its GPUs.
+
+    Raises:
+        UserError: if it is alone.
+    """
+    problem = wrong_devices(jax.local_devices(), gpus, host)
+    if problem and meeting.count > 1:
+        meeting.fail(problem)
+    if problem:
+        raise UserError(problem)
 
 
 # --- The folder -------------------------------------------------------------------------------------------------------

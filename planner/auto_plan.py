@@ -61,11 +61,13 @@ class Decision:
 
     Attributes:
         source: in words. seconds: that deciding took.
+        given: it is the user's own.
     """
 
     plan: Plan
     source: str
     seconds: float
+    given: bool = False
 
 
 def check(values: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
     """The plan, the same on every process.
 
     Args:
-        why: why a plan that was given is not taken, for the log; empty: none was.
+        why: why a plan that was given is not taken ("plan.json is not for these nodes"); empty: none was.
 
     Raises:
         UserError: on every process: nothing fits, or a process was lost.
@@ -101,7 +103,7 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
         plan, reason = _former(machines, request)
         found = allocation.kept_profile(request.out / PROFILES, machines, config.model, request.age)
         kept.extend([found] if found else [])
-        return plan and plans.to_json(plan), why or reason, bool(kept)
+        return plan and plans.to_json(plan), _source(plan is not None, reason, why), bool(kept)
 
     former, reason, profiled = meeting.gather(None, look)
     if former:
@@ -125,6 +127,17 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
     with progress.doing("planning"):
         plan = plans.from_json(meeting.gather(None, _told(search, request.out)))
     return Decision(plan, reason, time.monotonic() - began)
+
+
+def _source(again: bool, reason: str, why: str) -> str:
+    """Where the plan is from, in words.
+
+    Args:
+        again: whether it is the one of an earlier start. reason: why it is that one, or is not. why: as decide has it.
+    """
+    if not why:
+        return reason
+    return f"{reason} (--replan: {why})" if again else f"made anew (--replan): {why}"
 
 
 def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any]:

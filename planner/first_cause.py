@@ -29,6 +29,7 @@ _CASCADE = re.compile(
     r"|deadline.exceeded|unavailable|see whether (its|that) (host|network) is up",
     re.IGNORECASE,
 )
+_UNMET = re.compile(r"see whether (its|that) (host|network) is up")
 # Exceptions that no collective raises.
 _OWN = re.compile(
     r"(OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError|AssertionError|AttributeError|IndexError"
@@ -147,6 +148,8 @@ def _ended(rank: int, worker: Status) -> _Candidate | None:
         return _Candidate(order, kind, (rank,), f"the worker {what}", worker.ended_age, detail, **more)
 
     while_ = f" while {worker.doing}" if worker.failed and worker.doing not in ("", "starting") else ""
+    if _UNMET.search(worker.error) and is_cascade(worker):
+        return own("collective", "did not reach all others before the first step", order=5)
     if is_cascade(worker):
         return own("collective", "lost the others, though every host answers and every link carries", order=5)
     if worker.asked and worker.signal:

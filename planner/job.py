@@ -51,6 +51,10 @@ class Job:
         return self.gpus_per_node if self.per_gpu else 1
 
     @property
+    def gpus_per_process(self) -> int:
+        return self.gpus_per_node // self.processes_per_node
+
+    @property
     def logs(self) -> str:
         return str(pathlib.PurePath(self.out, LOGS))
 
@@ -67,6 +71,9 @@ class Job:
     def run(self, *more: str) -> list[str]:
         """planner.run's arguments; `arguments` come last, and so count."""
         given = [f"--config={self.config}", f"--plan={self.plan}", f"--out={self.out}"]
+        given.append(f"--gpus={self.gpus_per_process}")
+        if self.plan != "auto" and self.min_nodes < self.nodes:
+            given.append("--replan")  # a plan is for all nodes, and the job goes on with fewer
         return ["-m", "planner.run", *given, *more, *self.arguments]
 
 

@@ -14,6 +14,11 @@ from planner.job import GPU_VARIABLES, Job, shell
 from planner.side_channel import PORT
 
 COORDINATOR = 9101  # port of process 0
+# Seconds in which all pods must have started: one node still pulls the image, or is only being bought. A pod that waits
+# costs less than a start of all pods, of which there are --max_restarts.
+START_TIMEOUT = 86_400
+# `source` and what conda writes want bash, which not every image has. $0 is the script.
+_SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 _WORKER, _CONTAINER = "node", "train"
 
 
@@ -63,12 +68,14 @@ def _command(job: Job, kubernetes: Kubernetes) -> str:
     """What the container runs."""
     hosts = ",".join(_host(kubernetes.name, pod) for pod in range(job.nodes))
     among = [f"--coordinator={_host(kubernetes.name, 0)}:{COORDINATOR}", f"--num_processes={job.nodes}"]
-    watch = job.supervise(f"--hosts={hosts}", f"--port={PORT}", f"--logs={job.logs}")
+    watch = job.supervise(
+        f"--hosts={hosts}", f"--port={PORT}", f"--logs={job.logs}", f"--start_timeout={START_TIMEOUT}"
+    )
     lines = [
+        *kubernetes.setup,  # before `set -u`: conda's scripts read what is not set
         "set -eu",
-        *kubernetes.setup,
         # JOB_COMPLETION_INDEX is the pod's number in the Job, NODE_NAME the machine it is on.
-        f'exec python {shell(watch, 2)} --host="$JOB_COMPLETION_INDEX" -- \\',
+        f'exec python {shell(watch, 2)} --host="$JOB_COMPLETION_INDEX" --name="$NODE_NAME" -- \\',
         f"  python {shell(job.run(*among), 2)} \\",
         '  --process_id="$JOB_COMPLETION_INDEX" --host_name="$NODE_NAME"',
     ]
@@ -83,7 +90,8 @@ def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     container = {
         "name": _CONTAINER,
         "image": kubernetes.image,
-        "command": ["/bin/sh", "-c", _command(job, kubernetes)],
+        "command": ["/bin/sh", "-c", _SHELL],
+        "args": [_command(job, kubernetes)],
         "env": variables,
         "ports": [{"containerPort": port, "protocol": "TCP"} for port in (PORT, COORDINATOR)],
         "volumeMounts": [
@@ -95,7 +103,16 @@ def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
         variables += [{"name": name, "value": value} for name, (value, _) in GPU_VARIABLES.items()]
         variables.append({"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{job.out}/cache"})
         container["resources"] = {"limits": {"nvidia.com/gpu": str(job.gpus_per_node)}}
+    else:
+        variables.append({"name": "JAX_PLATFORMS", "value": "cpu"})  # also where jax would find GPUs
     return container
+
+
+def _apart(kubernetes: Kubernetes) -> dict[str, Any]:
+    """Affinity that keeps two of the pods from one node: each counts on all of its node's network and memory."""
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": kubernetes.name}}  # which the controller gives all pods
+    term = {"labelSelector": own, "topologyKey": "kubernetes.io/hostname"}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
 def manifest(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
@@ -103,6 +120,7 @@ def manifest(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "restartPolicy": "Never",  # a pod that ends ends the Job, and the JobSet decides
         "terminationGracePeriodSeconds": job.signal_ahead,
+        "affinity": _apart(kubernetes),
         "containers": [_container(job, kubernetes)],
         "volumes": [
             {"name": "out", "persistentVolumeClaim": {"claimName": kubernetes.claim}},

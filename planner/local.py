@@ -78,7 +78,7 @@ class Local:
         variables = environment(os.environ, job.out)
         self._said.clear()
         for host in range(count):
-            mine = f"--hosts={hosts}", f"--host={host}", f"--logs={job.logs}"
+            mine = f"--hosts={hosts}", f"--host={host}", f"--name=host{host}", f"--logs={job.logs}"
             among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
             own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
             # They share this machine's cores: all measured at once would be slower, and the one that compiles and

@@ -22,6 +22,7 @@ from jax._src import distributed
 from paxtrain.errors import UserError
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read why
+_OWN_NAME = "its own name stands for an address that only itself reaches; let its /etc/hosts name one of its network"
 _ADVICE = "see whether its host is up and reachable from the others"
 
 
@@ -128,6 +129,14 @@ class Meeting:
 # --- Who can reach whom -----------------------------------------------------------------------------------------------
 
 
+def _towards(host: str, port: int) -> str:
+    """The address of this host on the way to another one."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as s:
+        s.connect(address)  # of a datagram socket: nothing is sent
+        return s.getsockname()[0]
+
+
 def own_address() -> str:
     """The address at which the other processes send to this one.
 
@@ -138,10 +147,24 @@ def own_address() -> str:
     if jax.default_backend() == "cpu" or coordinator is None:
         return socket.gethostbyname(socket.gethostname())
     host, _, port = coordinator.rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as s:
-        s.connect(address)  # of a datagram socket: nothing is sent
-        return s.getsockname()[0]
+    return _towards(host.strip("[]"), int(port))
+
+
+def _loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _beyond_loopback(meeting: Meeting, where: list[list[Any]]) -> list[list[Any]]:
+    """Address and port of every process, where one whose way to the coordinator is loopback takes that to the others.
+
+    Such a one is on the coordinator's host, whose own name may stand for 127.0.1.1 there. On one machine all are. On
+    CPUs it stays: gloo takes it, too.
+    """
+    far = next((each for each in where if not _loopback(each[0])), None)
+    if far is None or not any(_loopback(address) for address, _ in where) or jax.default_backend() == "cpu":
+        return where
+    address, port = where[meeting.process]
+    return meeting.gather([_towards(*far) if _loopback(address) else address, port])
 
 
 def _try(address: str, port: int, timeout: float) -> str:
@@ -160,7 +183,8 @@ def unreachable(names: list[str], addresses: list[str], failures: list[tuple[int
     worst = max(counts, key=lambda i: (counts[i], sum(b == i for _, b, _ in failures)))
     from_, why = [names[a] for a, b, _ in failures if b == worst], [w for a, b, w in failures if worst in (a, b)]
     if from_:
-        return f"{names[worst]} ({addresses[worst]}) cannot be reached from {', '.join(from_)}: {why[0]}; {_ADVICE}"
+        advice = _OWN_NAME if _loopback(addresses[worst]) else _ADVICE
+        return f"{names[worst]} ({addresses[worst]}) cannot be reached from {', '.join(from_)}: {why[0]}; {advice}"
     to = [names[b] for a, b, _ in failures if a == worst]
     return f"{names[worst]} ({addresses[worst]}) cannot reach {', '.join(to)}: {why[0]}; see whether its network is up"
 
@@ -174,9 +198,8 @@ def check_reachable(meeting: Meeting) -> None:
     if meeting.count == 1:
         return
     limit = min(5.0, meeting.timeout / 3)
-    address = own_address()
     with socket.create_server(("", 0), backlog=meeting.count) as server:
-        where = meeting.gather([address, server.getsockname()[1]])
+        where = _beyond_loopback(meeting, meeting.gather([own_address(), server.getsockname()[1]]))
         others = [i for i in range(meeting.count) if i != meeting.process]
         with concurrent.futures.ThreadPoolExecutor(64) as pool:
             reasons = pool.map(lambda i: _try(*where[i], limit), others)

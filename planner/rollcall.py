@@ -26,7 +26,7 @@ def launch(
     """Coordinator, number of processes and this one's, from the flags or the launcher; None: this process is alone."""
     if coordinator is not None and processes is not None and process is not None:
         return coordinator, processes, process
-    if distributed.detect(os.environ) is None:
+    if distributed.alone(coordinator, processes, process) or distributed.detect(os.environ) is None:
         return None
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, number, _ = detect(coordinator, processes, process, [], None, int(timeout))

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,9 +42,7 @@ def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int |
     """
     f = flags.FLAGS
     given = (f.coordinator, f.num_processes, f.process_id)
-    if given == (None, 1, None):
-        given = (None, None, None)
-    elif given == (None, None, None) and not any(name in variables for name in _LAUNCHED):
+    if given == (None, None, None) and not any(name in variables for name in _LAUNCHED):
         raise UserError(
             "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no "
             "flags; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N --process_id=I, or "
@@ -81,13 +80,15 @@ def _decide(meeting: Meeting, machines: Machines, request: Request, progress: su
             raise UserError(
                 f"the plan {f.plan} is not for these nodes: {reason}; start on its nodes, or plan anew with --replan"
             )
+        if reason:
+            auto_plan.check(request.values)
         return plans.to_json(plan), reason
 
     given, reason = meeting.gather(None, read)
     if reason:
-        why = f"made anew (--replan): {f.plan} is not for these nodes: {reason}"
+        why = f"{f.plan} is not for these nodes: {reason}"
         return auto_plan.decide(meeting, machines, request, why, progress)
-    return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began)
+    return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began, given=True)
 
 
 def _record(decision: Decision, machines: Machines, config: Config, processes: int) -> None:
@@ -117,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("profile_seconds", "profile_age", "answer_timeout"):
         if not math.isfinite(getattr(f, name)):
             raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
-    if f.plan == AUTO or f.replan:
+    if f.plan == AUTO:
         auto_plan.check(values)
     neutral = auto_plan.measurable(values)
     out = pathlib.Path(neutral.run.out)
@@ -128,6 +129,8 @@ def main(argv: Sequence[str]) -> None:
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
         meeting = Meeting(f.answer_timeout)
         with meeting.ends_together():
+            if f.gpus is not None:
+                allocation.check_devices(meeting, f.gpus, f.host_name or socket.gethostname())
             machines = measure_cluster.meet(meeting, f.rack, f.host_name)
             allocation.check_shared(meeting, out)
             _check_data(meeting, neutral)
@@ -135,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
             decision = _decide(meeting, machines, request, progress)
             if meeting.process == 0:
                 print(auto_plan.describe(decision, machines), flush=True)
-            if f.plan == AUTO or f.replan:
+            if not decision.given:
                 # A plan made anew may compress something else: its state then starts afresh, which is said.
                 values["checkpoint"] = {**values.get("checkpoint", {}), "reset_codec": True}
             config = decision.plan.apply(values)
@@ -157,6 +160,7 @@ def define_flags() -> None:
     flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
     measure_cluster.define_flags()
     flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
+    flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
     distributed.define_flags()

@@ -20,7 +20,7 @@ from typing import Any
 
 from paxtrain.errors import UserError
 
-PORT = 9100  # of supervisors, where nothing else is said
+PORT = 17430  # of supervisors, where nothing else is said: below those that the kernel gives away, and nobody's default
 TICK = 0.5  # seconds between two pings
 QUIET = 3.0  # seconds without a word after which a neighbour is dialled anew
 REFUSED = "refused"  # nobody listens there, or a supervisor that is not of this run any more

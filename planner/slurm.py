@@ -35,13 +35,13 @@ _SCRIPT = """\
 # limit is near, with a checkpoint, and after a fault while all nodes live. Training goes on from the last good
 # checkpoint, on the nodes that there are then.
 {options}
-set -u
+{setup}set -u
 
 out={out}
 logs=$out/{logs}
 processes={processes}  # of each node
 restarts={restarts}  # after faults, so often at most
-{setup}{variables}
+{variables}
 say() { printf '%s %s\\n' "$(date '+%F %T')" "$*"; }
 
 requeue() { # why
@@ -106,7 +106,8 @@ elif ((code == {stopped})); then
   if scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
     requeue "preempted"
   fi
-  say "stopped by SIGTERM; scontrol requeue $SLURM_JOB_ID continues from the newest checkpoint"
+  # SLURM forgets an ended job after MinJobAge, 300 s by default; a new job finds the checkpoint just as well.
+  say "stopped by SIGTERM; scontrol requeue $SLURM_JOB_ID (within minutes) or sbatch continues from its last checkpoint"
   exit 0
 fi
 
@@ -139,9 +140,9 @@ def _options(job: Job, slurm: Slurm) -> list[str]:
 
 
 def _variables(job: Job) -> list[str]:
-    """Lines that set what is not set."""
+    """Lines that set what is not set, and on CPUs what must be."""
     if not job.gpus_per_node:
-        return []
+        return ["", "# Also where jax would find GPUs.", "export JAX_PLATFORMS=cpu"]
     lines = [""]
     for name, (value, why) in GPU_VARIABLES.items():
         lines += [f"# {why}", f"export {name}=${{{name}:-{value}}}"]
@@ -160,6 +161,7 @@ def script(job: Job, slurm: Slurm) -> str:
         "logs": LOGS,
         "processes": str(job.processes_per_node),
         "restarts": str(job.max_restarts),
+        # Before `set -u` and the script's variables: conda's scripts read what is not set, and others may set `out`.
         "setup": "".join(f"{line}\n" for line in slurm.setup),
         "variables": "".join(f"{line}\n" for line in _variables(job)),
         "supervise": shell(job.supervise()),

@@ -85,6 +85,18 @@ def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
     return hashlib.sha256("/".join([hosts, *job]).encode()).hexdigest()[:16]
 
 
+def _logged(
+    command: Sequence[str], variables: Mapping[str, str], log: pathlib.Path, name: str
+) -> tuple[Worker, pathlib.Path | None]:
+    """The worker of the host of this name, and its log, which it does without where the folder of logs is not there."""
+    try:
+        return Worker(command, variables, log), log
+    except UserError as error:
+        # Without this supervisor all would wait for it; the run itself finds out who does not share its folder.
+        print(f"note: {name} keeps no log ({error.__cause__})", file=sys.stderr, flush=True)
+        return Worker(command, variables, pathlib.Path(os.devnull)), None
+
+
 async def _supervise(supervisor: Supervisor) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,15 +118,21 @@ def main(argv: Sequence[str]) -> None:
     limits = Limits(f.link_timeout, f.hang_timeout, f.phase_timeout, f.start_timeout, f.settle, f.grace, f.slow_step)
     log = pathlib.Path(f.log or (f"{f.logs}/rank{me}.log" if f.logs else f"runs/supervise/host{me}.log"))
     report = f.report or (f"{f.logs}/rank{me}.json" if f.logs else None)
-    worker = Worker(command, environment(os.environ, limits), log)
+    variables = environment(os.environ, limits)
+    if f.log or not f.logs:
+        worker = Worker(command, variables, log)
+    else:
+        worker, log = _logged(command, variables, log, f.name or names(found)[me])
     run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
     channel = SideChannel(me, found, run_id)
     supervisor = Supervisor(me, names(found), channel, worker, limits, pathlib.Path(report) if report else None)
+    if f.name:
+        supervisor.call_me(f.name)
     code = asyncio.run(_supervise(supervisor))
     # Of the first host alone: on the others a shared folder may not show yet what is new in it.
     if code == 0 and me == 0 and f.finished and not pathlib.Path(f.finished).exists():
         sys.exit(STOPPED)
-    if code:
+    if code and log is not None:
         print(f"log     {log}", file=sys.stderr, flush=True)
     sys.exit(code)
 
@@ -123,6 +141,7 @@ def define_flags() -> None:
     """Defines this main's flags."""
     flags.DEFINE_string("hosts", None, "All hosts, HOST or HOST:PORT joined by commas, or @FILE with one a line.")
     flags.DEFINE_integer("host", None, "This one's place among them, from 0 on; launchers tell it themselves.")
+    flags.DEFINE_string("name", None, "What this host is called in messages, as in the plan; default: as in --hosts.")
     flags.DEFINE_integer("port", PORT, "The port of supervisors where --hosts says none.", 1, (1 << 16) - 1)
     flags.DEFINE_integer("per_host", 1, "Supervisors of each host in --hosts, on ports that follow each other.", 1)
     flags.DEFINE_float("link_timeout", 60.0, "Seconds for which a link or a host may be silent.", 1.0)

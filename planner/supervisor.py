@@ -95,10 +95,10 @@ class Supervisor:
         report: pathlib.Path | None,
     ) -> None:
         """Args:
-        me: this host's number; names: what the hosts are called in messages.
+        me: this host's number; names: what the hosts are called in messages, those that do not say a name themselves.
         report: takes the cause and all reports, if something goes wrong.
         """
-        self._me, self._names, self._channel, self._worker = me, tuple(names), channel, worker
+        self._me, self._names, self._channel, self._worker = me, list(names), channel, worker
         self._limits, self._file = limits, report
         self._joined = False
         self._news = asyncio.Event()
@@ -107,7 +107,16 @@ class Supervisor:
         self._watchdog = Watchdog(me, self._names, channel, worker, limits.slow_step, self._say)
         self._silent: set[int] = set()
         self._stopped = False
-        channel.listen(lambda name: self._news.set())
+        channel.listen(self._hear)
+
+    def call_me(self, name: str) -> None:
+        """Tells all what this host is called in messages, before it comes."""
+        self._channel.put(f"name/{self._me}", name)
+
+    def _hear(self, entry: str) -> None:
+        if entry.startswith("name/"):
+            self._names[int(entry.removeprefix("name/"))] = self._channel.board[entry].value
+        self._news.set()
 
     def stop(self) -> None:
         """The user wants the run to end: the worker may save what it has."""
@@ -137,7 +146,7 @@ class Supervisor:
                 if done:
                     return 0
             cause, judge = await self._agree()
-            # A worker that is still importing or planning knows nothing of SIGTERM, which then ends it.
+            # A worker that has not joined the others yet knows nothing of SIGTERM, which then ends it.
             stopped = self._stopped and cause.kind == "stopped" and cause.step is None
             self._say("note: stopped before the first step" if stopped else f"error: {cause.sentence}")
             await self._worker.end(self._limits.grace)

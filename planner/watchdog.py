@@ -54,7 +54,7 @@ class Watchdog:
         times: the median step: what takes longer is slow.
         say: takes lines for the user.
         """
-        self._me, self._names, self._channel, self._worker, self._say = me, tuple(names), channel, worker, say
+        self._me, self._names, self._channel, self._worker, self._say = me, names, channel, worker, say
         self._clock = Clock(times)
         self._rates: dict[int, float] = {}  # by neighbour, when the run began
         self._views: dict[int, tuple[int, View]] = {}  # by host, with the version of its entry

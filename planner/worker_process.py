@@ -21,6 +21,7 @@ from paxtrain.errors import UserError
 
 _POLL = 0.1  # seconds between two looks at the progress file
 _PF_EXITING = 0x4  # of a process's flags in /proc: it has begun to end
+KILLED = 5.0  # seconds that SIGKILL may take: not even that ends a process that waits for a dead disk or driver
 _REMEMBERED = 200  # lines of its errors
 # Becomes the command, after asking the kernel (prctl PR_SET_PDEATHSIG) to kill it with the supervisor: nobody is to be
 # left who holds the devices. As a program of its own, since a fork among threads must not run Python.
@@ -303,8 +304,20 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
+    def _tell_of_survival(self) -> None:
+        """One line about a worker that SIGKILL has not ended, on stderr and in the log."""
+        frozen = self.status().frozen
+        text = (
+            f"warning: process {self._process.pid} still lives {KILLED:g} s after SIGKILL"
+            f"{f' ({frozen})' if frozen else ''}; it may hold its devices until its host restarts"
+        )
+        self.note(text)
+        self._show(sys.stderr, f"{text}\n".encode())
+
     async def end(self, grace: float) -> None:
-        """Returns when it and all of its group are gone: SIGTERM, and SIGKILL after `grace` seconds."""
+        """Ends it and all of its group: SIGTERM, and SIGKILL after `grace` seconds, for which nobody waits long."""
+        if self._log.closed:
+            return
         self._tracing = True  # its last words are in the log
         if self._process is not None:
             if self._ended is None:
@@ -313,11 +326,17 @@ class Worker:
                     await asyncio.wait_for(self._gone(), grace)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await self._gone()
-            await asyncio.wait(self._tasks[3:], timeout=1)
+            try:
+                await asyncio.wait_for(self._gone(), KILLED)
+            except TimeoutError:
+                self._tell_of_survival()
+            else:
+                await asyncio.wait(self._tasks[3:], timeout=1)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            self._process._transport.close()  # else it is closed when the loop is, which fails where a pipe is held
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

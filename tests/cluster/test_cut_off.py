@@ -12,7 +12,7 @@ from planner.supervisor import FAULT, Limits
 from tests.cluster import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-LIMITS = Limits(link=4.0, settle=2.0, grace=0.5, start=20.0)
+LIMITS = Limits(link=4.0, settle=3.0, grace=0.5, start=20.0)
 HOSTS = 4
 # It steps until the file is there, and then waits as one does whose collective gets no answer.
 WORKER = """

@@ -17,6 +17,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCHERS = (
     "SLURM_NTASKS",
     "SLURM_PROCID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_ID",
     "OMPI_COMM_WORLD_SIZE",
     "KUBERNETES_SERVICE_HOST",
     "JOB_COMPLETION_INDEX",
@@ -39,13 +43,15 @@ def joined(monkeypatch):
     ("environment", "launcher"),
     [
         ({}, None),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM"),
-        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_NTASKS": "4"}, None),  # the shell of salloc or sbatch
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-4]"}, "SLURM"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # the shell of sbatch
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
         ({"SLURM_PROCID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # mpirun inside of salloc
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # mpirun in salloc
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "Kubernetes"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
         ({"JOB_COMPLETION_INDEX": "3"}, None),
@@ -53,6 +59,24 @@ def joined(monkeypatch):
 )
 def test_the_launcher_is_found_in_its_variables(environment, launcher):
     assert distributed.detect(environment) == launcher
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "of 4 tasks"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "of 2 nodes"),
+        # salloc's shell where it is a step of its own
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "4294967290"}, "of 4 tasks"),
+    ],
+)
+def test_the_shell_of_an_allocation_is_no_task_of_it(joined, monkeypatch, count, words):
+    for name, value in {"SLURM_JOB_ID": "7", **count}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"allocation {words}, but not one of its tasks; start it with srun, or"):
+        distributed.initialize(None, None, None, 1)
+    distributed.initialize(None, 1, None, 1)  # which says that it is to be alone
+    assert joined == []
 
 
 def test_alone_without_flags_and_launcher(joined):
@@ -69,6 +93,7 @@ def test_flags_reach_the_runtime(joined):
 def test_a_launcher_is_left_to_the_runtime(joined, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
     distributed.initialize(None, None, None, 10)
     [(args, _)] = joined
     assert args == (None, None, None)
@@ -137,8 +162,8 @@ def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
 
 def test_the_limit_ends_with_the_meeting(joined):
     """Those who have met are not ended when the limit passes."""
-    distributed.initialize("localhost:1234", 2, 1, 0.05)
-    time.sleep(0.2)
+    distributed.initialize("localhost:1234", 2, 1, 2)
+    time.sleep(2.2)
 
 
 def test_nobody_waits_longer_than_the_limit():
@@ -180,7 +205,7 @@ def test_one_task_per_node_gets_all_its_gpus(environment, devices):
 
 def test_processes_that_the_launcher_tells_of():
     assert distributed.expected_processes({}) == 1
-    assert distributed.expected_processes({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == 4
+    assert distributed.expected_processes({"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}) == 4
     assert distributed.expected_processes({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 
 import jax
 import numpy as np
@@ -31,6 +32,26 @@ def machines(*hosts: str, per_host: int = 2, kind: str = "a100-80gb") -> Machine
 
 def named(*hosts: str, per_host: int = 2, **changes) -> clusters.Cluster:
     return dataclasses.replace(cluster(len(hosts), per_host), hosts=hosts, named=True, **changes)
+
+
+def devices(count: int, kind: str = "NVIDIA H200") -> list:
+    platform = "cpu" if kind == "cpu" else "gpu"
+    return [types.SimpleNamespace(platform=platform, device_kind=kind) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "words"),
+    [
+        (devices(8), 8, ""),
+        (devices(2, "cpu"), 0, ""),
+        (devices(1, "cpu"), 8, "jax finds no GPU on n3, but --gpus=8 asks for 8; install requirements-gpu.txt there"),
+        (devices(4), 8, "jax finds 4 x NVIDIA H200 on n3 for one process, but --gpus=8 asks for 8; ask for nodes"),
+        (devices(8), 0, "jax finds 8 x NVIDIA H200 on n3, but --gpus=0 asks for CPUs; set JAX_PLATFORMS=cpu"),
+    ],
+)
+def test_devices_are_those_that_were_promised(found, gpus, words):
+    said = allocation.wrong_devices(found, gpus, "n3")
+    assert said.startswith(words) and bool(said) == bool(words)
 
 
 def test_the_order_of_nodes_does_not_matter():

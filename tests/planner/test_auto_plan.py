@@ -108,7 +108,9 @@ def test_a_plan_that_cannot_be_read_is_made_anew_and_one_that_was_given_is_said(
     (out / PLAN).write_text("{")
     assert decide(request(out), *HOSTS).source.startswith(f"made anew: cannot read the plan {out / PLAN}")
     (out / PLAN).unlink()
-    assert decide(request(out), *HOSTS, why="x.json does not fit").source == "x.json does not fit"
+    assert decide(request(out), *HOSTS, why="x.json does not fit").source == "made anew (--replan): x.json does not fit"
+    again = decide(request(out), *HOSTS, why="x.json does not fit").source
+    assert again.startswith(f"{out / PLAN} again: same nodes") and again.endswith(" (--replan: x.json does not fit)")
 
 
 def test_the_decision_is_told_in_ten_lines(out):

@@ -98,7 +98,8 @@ def _no_answer() -> str:
 def test_who_waits_for_another_one_before_training_has_not_been_given_bad_input(said):
     """So that the job is tried again, and who is lost or stands still is named."""
     waited = ended(code=2, error=f"error: {said()}", step=None)
-    assert judged(reports(waited, waited, waited, RUNNING)).kind == "collective"
+    cause = judged(reports(waited, waited, waited, RUNNING))
+    assert cause.kind == "collective" and "the worker did not reach all others before the first step" in cause.sentence
     silent = {"unreachable": {3: "no answer for 2 s"}, "silences": {3: (62.0, 0.0)}}
     cause = judged(reports(waited, waited, waited, pax0=silent, pax1=silent, pax2=silent))
     assert (cause.kind, cause.leave_out) == ("lost", ("pax3",))

@@ -126,6 +126,33 @@ def test_the_script_starts_a_supervisor_and_a_run_on_every_node(tmp_path):
     assert (tmp_path / "run" / "logs").is_dir()
 
 
+def test_setup_comes_before_all_else(tmp_path):
+    """It may read what is not set, and set what the script calls its own."""
+    batch = Batch(tmp_path, own=slurm.Slurm(setup=("echo entered$UNSET", "out=/elsewhere logs=/elsewhere restarts=0")))
+    code, said = batch.run("3")
+    assert code == 0 and "entered\n" in said and "fault 1 of 2; the job is requeued" in said
+    assert f"--logs={batch.job.logs}" in batch.given[0]
+
+
+@pytest.mark.parametrize("gpus, per_gpu, wanted", [(8, False, 8), (8, True, 1), (0, False, 0)])
+def test_a_process_is_told_how_many_gpus_it_must_find(tmp_path, gpus, per_gpu, wanted):
+    job = dataclasses.replace(JOB, gpus_per_node=gpus, per_gpu=per_gpu)
+    batch = Batch(tmp_path, job)
+    batch.script.write_text(batch.script.read_text().replace("step &", 'echo "platforms=${JAX_PLATFORMS-any}"\nstep &'))
+    code, said = batch.run("0", JAX_PLATFORMS="cuda,cpu")
+    assert code == 0 and f"--gpus={wanted}" in batch.given[0]
+    assert f"platforms={'cuda,cpu' if gpus else 'cpu'}\n" in said
+    container = _at(jobset.manifest(job, POD), *_POD)["containers"][0]
+    assert ({"name": "JAX_PLATFORMS", "value": "cpu"} in container["env"]) == (gpus == 0)
+
+
+def test_on_fewer_nodes_a_plan_from_a_file_is_made_anew():
+    fewer = dataclasses.replace(JOB, plan="plan.json")
+    assert "--replan" in fewer.run()
+    assert "--replan" not in dataclasses.replace(fewer, min_nodes=4).run()
+    assert "--replan" not in JOB.run()  # --plan=auto plans anew in any case
+
+
 def test_one_process_per_gpu(tmp_path):
     batch = Batch(tmp_path, dataclasses.replace(JOB, per_gpu=True))
     assert batch.run("0")[0] == 0
@@ -157,7 +184,7 @@ def test_where_faults_cannot_be_counted_it_ends(batch):
 
 def test_stopped_by_the_user_it_stays_so_and_preempted_it_comes_back(batch):
     code, said = batch.run(f"{STOPPED},{STOPPED}")
-    assert code == 0 and batch.requeued == 0 and "scontrol requeue 7 continues" in said
+    assert code == 0 and batch.requeued == 0 and "scontrol requeue 7 (within minutes) or sbatch continues" in said
     code, said = batch.run(f"{STOPPED},{STOPPED}", PREEMPTED="2026-01-02T03:04:05")
     assert code == 0 and batch.requeued == 1 and "preempted" in said
 
@@ -187,7 +214,7 @@ def test_options_of_sbatch():
     assert max(number for number, line in enumerate(lines) if line.startswith("#SBATCH")) < commands[0]
     assert lines.index("source env/activate") < lines.index("step &")
     on_cpus = slurm.script(dataclasses.replace(JOB, gpus_per_node=0, min_nodes=4), own)
-    assert "--nodes=4\n" in on_cpus and "gpus" not in on_cpus and "NCCL" not in on_cpus
+    assert "--nodes=4\n" in on_cpus and "--gpus-per-node" not in on_cpus and "NCCL" not in on_cpus
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -236,6 +263,9 @@ def test_the_manifest_is_a_jobset():
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounted == {"out": "/data", "shared-memory": "/dev/shm"}
+    [apart] = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert apart["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "tiny"}}
 
 
 def _at(manifest, *path):
@@ -263,6 +293,7 @@ _POD = (*_JOB, "template", "spec")
         (_POD, "containers", {}),
         (_POD, "terminationGracePeriod", 30),
         ((*_POD, "volumes", 0), "name", 3),
+        ((*_POD, "affinity"), "podAntiAfinity", {}),
     ],
 )
 def test_a_broken_manifest_is_refused(where, key, value):
@@ -273,20 +304,28 @@ def test_a_broken_manifest_is_refused(where, key, value):
         assert_valid(manifest)
 
 
-def test_what_a_pod_runs(tmp_path):
-    """Its command in sh, with a `python` that says what it is given."""
+@pytest.mark.parametrize("shell", ["bash", "sh"])
+def test_what_a_pod_runs(tmp_path, shell):
+    """Its command, in an image with and without bash, with a `python` that says what it is given."""
     job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}",))
-    pod = dataclasses.replace(POD, setup=("export FROM_SETUP=1",))
+    (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
+    pod = dataclasses.replace(POD, setup=(f"{'source' if shell == 'bash' else '.'} {tmp_path}/enter",))
     manifest = yaml.safe_load(jobset.text(job, pod))
     [container] = _at(manifest, *_POD)["containers"]
-    (tmp_path / "python").write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    say = "import json, os, sys\nassert os.environ['FROM_SETUP'] == '1'\nprint(json.dumps(sys.argv[1:]))\n"
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{say}")
     (tmp_path / "python").chmod(0o755)
-    given = {"JOB_COMPLETION_INDEX": "3", "NODE_NAME": "gpu-17", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(container["command"], env=given, capture_output=True, text=True, check=True)
+    for name in {"sh", shell}:
+        (tmp_path / name).symlink_to(shutil.which(name))
+    given = {"JOB_COMPLETION_INDEX": "3", "NODE_NAME": "gpu-17", "PATH": str(tmp_path)}
+    command = [*container["command"], *container["args"]]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     supervise, run = said[: said.index("--")], said[said.index("--") + 1 :]
     hosts = ",".join(f"tiny-node-0-{i}.tiny" for i in range(4))
-    assert supervise[:2] == ["-m", "planner.supervise"] and {f"--hosts={hosts}", "--host=3"} <= set(supervise)
+    assert supervise[:2] == ["-m", "planner.supervise"]
+    assert {f"--hosts={hosts}", "--host=3", "--name=gpu-17"} <= set(supervise)
+    assert f"--start_timeout={jobset.START_TIMEOUT}" in supervise and jobset.START_TIMEOUT > 3600  # images are large
     assert run[:3] == ["python", "-m", "planner.run"]
     assert {"--coordinator=tiny-node-0-0.tiny:9101", "--num_processes=4", "--process_id=3"} <= set(run)
     assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}"} <= set(run)

@@ -77,7 +77,7 @@ def test_after_a_fault_it_starts_again_and_says_why_once(job, capfd):
     kill = 'host == "host1" and start == 0 and os.kill(os.getpid(), signal.SIGKILL)\n            time.sleep(0.5)'
     assert local.Local(dataclasses.replace(job, event=kill), 1).run() == 0
     said = capfd.readouterr().out
-    assert said.count("the worker was killed by SIGKILL") == 1 and "starting again, 1 of 2 times" in said
+    assert said.count("error: host1: the worker was killed by SIGKILL") == 1 and "starting again, 1 of 2 times" in said
     assert starts(job) == 2
 
 

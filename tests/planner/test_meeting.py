@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from paxtrain.errors import UserError
+from planner import first_cause
 from planner import meeting as meetings
 from planner.meeting import Meeting, check_reachable, unreachable
 
@@ -130,6 +131,33 @@ def test_hosts_are_really_called(processes, monkeypatch):
             answer(store, 4, i, [])
         with pytest.raises(UserError, match=r"^n2 \(127.0.0.1\) cannot be reached from n0: Connection refused; "):
             check_reachable(first)
+
+
+def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
+    """Where the coordinator's own name stands for 127.0.1.1, it takes its address on the way to another process."""
+    store, (first, second, _) = processes
+    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(meetings.distributed.global_state, "coordinator_address", "127.0.0.1:1234")
+    assert meetings.own_address() == "127.0.0.1"
+    ways = []
+    monkeypatch.setattr(meetings, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
+    mixed = [["127.0.1.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
+    for i in (1, 2):
+        answer(store, 1, i, mixed[i])
+    assert meetings._beyond_loopback(first, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert meetings._beyond_loopback(second, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert ways == [("10.0.0.2", 2)]
+    for usual in ([["127.0.0.1", i] for i in range(3)], [[f"10.0.0.{i}", i] for i in range(3)]):
+        assert meetings._beyond_loopback(first, usual) == usual
+    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
+    assert meetings._beyond_loopback(first, mixed) == mixed
+
+
+def test_a_name_that_stands_for_loopback_is_bad_input():
+    """No cascade of another one's fault: to start again would not help."""
+    said = unreachable(["n0", "n1"], ["127.0.1.1", "10.0.0.1"], [(1, 0, "Connection refused")])
+    assert said.startswith("n0 (127.0.1.1) cannot be reached from n1: Connection refused; its own name stands for ")
+    assert not first_cause._CASCADE.search(said)
 
 
 def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypatch, capsys):

@@ -5,6 +5,8 @@ import os
 import socket
 import time
 
+import pytest
+
 from paxtrain.errors import UserError
 from planner import rollcall
 
@@ -54,6 +56,16 @@ def test_a_missing_process_0_is_told_by_its_address():
 
 def test_one_process_alone_calls_nobody():
     rollcall.call("127.0.0.1:1", 1, 0, 1)
+
+
+def test_the_shell_of_an_allocation_is_told_to_use_srun(monkeypatch):
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="start it with srun"):
+        rollcall.call(None, None, None, 1)
+    rollcall.call(None, 1, None, 1)
 
 
 def test_a_launchers_list_names_the_host(monkeypatch, tmp_path):

@@ -6,7 +6,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -170,19 +169,33 @@ def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
     [(code, said, wrong)] = job("a", *arguments, *quick, script=MESH + MAIN)
     assert code == 0, wrong
     assert f"made anew (--replan): {tmp_path / 'plan.json'} is not for these nodes: b, x of it are not here" in said
+    # What cannot be planned for is no reason to refuse a plan that fits.
+    other = [*arguments, "--replan", "--config.optimizer.name=muon"]
+    [(code, _, wrong)] = job("a", *other, script=MESH + MAIN)
+    assert code == 2 and "optimizer.name=muon is not planned for" in wrong
+    given_plan(tmp_path / "plan.json", "a", "b", "c")
+    done = job("abc", *other, "--config.model.layers=4", f"--out={tmp_path / 'muon'}", script=MESH + MAIN)
+    assert codes(done) == [0, 0, 0], done[0][2]
 
 
 def test_a_folder_that_the_nodes_do_not_share(settings, tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    began = time.monotonic()
-    done = job("ab", *settings, "--out=run", folders=folders)
-    assert time.monotonic() - began < 60
+    done = job("ab", *settings, "--out=run", "--answer_timeout=600", folders=folders)  # within the job's own limit
     for code, _, said in done:
         assert code == 2
         assert said.startswith("error: --out=run is not the same folder on all nodes: what a writes there is not ")
         assert "seen on b; name a folder on a file system that they share" in said
+
+
+def test_one_process_without_its_gpus_ends_all_of_them(settings, tmp_path):
+    script = "import sys\nif '--process_id=1' in sys.argv: sys.argv.append('--gpus=8')\n" + MAIN
+    # Within the job's own limit: nobody waits for an answer.
+    done = job("ab", *settings, f"--out={tmp_path / 'run'}", "--answer_timeout=600", script=script)
+    for code, _, said in done:
+        assert code == 2 and "error: jax finds no GPU on b, but --gpus=8 asks for 8; install " in said, said
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(settings, tmp_path):
@@ -191,6 +204,7 @@ def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(setting
         "--config.data.train=/no/such/data": "/no/such/data",
         "--plan=/no/such/plan.json": "cannot read the plan /no/such/plan.json",
         "--out=/proc/run": "cannot write to /proc/run",
+        "--gpus=8": "jax finds no GPU on ",
         "--coordinator=nowhere": "--num_processes, --process_id missing; ",
     }
     command = [sys.executable, "-m", "planner.run", *settings, f"--out={tmp_path / 'run'}", "--num_processes=1"]
@@ -246,4 +260,4 @@ def test_a_launcher_may_start_one_process_alone(variable, monkeypatch):
     with pytest.raises(UserError):
         run._launch({})
     given.num_processes = 1
-    assert run._launch({}) == (None, None, None, 9.0)
+    assert run._launch({}) == (None, 1, None, 9.0)

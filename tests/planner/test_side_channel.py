@@ -141,7 +141,6 @@ def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
     """A stopped process's port still takes connections; it is silent until it runs again, and refuses once killed."""
     monkeypatch.setattr(side_channel, "QUIET", 0.5)
     monkeypatch.setattr(side_channel, "TICK", 0.1)
-    monkeypatch.setattr(side_channel, "_DIAL", 0.5)
 
     async def main():
         async with channels(2, up=1) as [first, _]:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -41,11 +42,13 @@ with supervised.Progress(os.environ) as p:
     for step in range(1, STEPS + 1):
         time.sleep(0.05)
         p.finished(step)
-        (folder / f"{host}.{step}").touch()
         if "EVENT" != "pass" and step == 5 and host == 1:
+            while not all((folder / f"{other}.5").exists() for other in (0, 2)):
+                time.sleep(0.01)
             (folder / "broken").touch()
             time.sleep(0.1)  # the others fail first
             EVENT
+        (folder / f"{host}.{step}").touch()
         while not all((folder / f"{other}.{step}").exists() for other in range(3)) or (
             host != 1 and (folder / "broken").exists()
         ):
@@ -233,6 +236,26 @@ def test_collectives_give_up_after_links_and_before_heartbeats(link):
     assert limits.bound < limits.heartbeat
 
 
+def test_a_host_without_the_folder_of_logs_takes_part(tmp_path):
+    """So that the run, which asks who shares its folder, can name it, and nobody waits for a supervisor."""
+    hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    worker = "import sys; print('error: the folder is not shared', file=sys.stderr); sys.exit(2)"
+    beginning = [sys.executable, "-m", "planner.supervise", f"--hosts={hosts}", "--start_timeout=60"]
+    command = ["--", sys.executable, "-c", worker]
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([*beginning, f"--host={host}", f"--name={name}", f"--logs={logs}", *command], **pipes)
+        for host, (name, logs) in enumerate([("alpha", tmp_path), ("beta", "/proc/none")])
+    ]
+    said = [process.communicate(timeout=60)[1].splitlines() for process in started]
+    assert [process.returncode for process in started] == [2, 2], said
+    assert re.match("error: (alpha|beta): the worker was given bad input", said[0][0])
+    assert said[0][1:] == [f"log     {tmp_path}/rank0.log"]
+    note, *rest = (line for line in said[1] if not line.startswith("warning: cannot write the report"))
+    assert note.startswith("note: beta keeps no log (") and "/proc/none" in note
+    assert rest == said[0][:1]  # and where no log is, none is named
+
+
 def test_flags_of_the_users_own_stay():
     variables = environment({"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7"}, Limits())
     assert variables["XLA_FLAGS"].count("xla_cpu_collective_timeout_seconds") == 1
@@ -251,11 +274,11 @@ def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
 
 
 def test_addresses_and_numbers(tmp_path):
-    assert supervise.addresses("a,b:9200,[::1]:5,[fe80::1]", 9100) == [
-        ("a", 9100), ("b", 9200), ("::1", 5), ("fe80::1", 9100)]  # fmt: skip
+    assert supervise.addresses("a,b:9200,[::1]:5,[fe80::1]", 9000) == [
+        ("a", 9000), ("b", 9200), ("::1", 5), ("fe80::1", 9000)]  # fmt: skip
     (tmp_path / "hosts").write_text("a\nb:7\n")
     assert supervise.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
-    assert supervise.addresses("a,b:5", 9100, 2) == [("a", 9100), ("a", 9101), ("b", 5), ("b", 6)]
+    assert supervise.addresses("a,b:5", 9000, 2) == [("a", 9000), ("a", 9001), ("b", 5), ("b", 6)]
     assert supervise.names([("a", 1), ("b", 1), ("b", 2)]) == ["a", "b:1", "b:2"]
     assert supervise.number(None, 4, {"SLURM_PROCID": "3"}) == 3
     assert supervise.number(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
@@ -273,7 +296,7 @@ def test_addresses_and_numbers(tmp_path):
         (["--hosts=a,b", "--host=2", "--", "true"], "--host must be in [0, 2), the places in --hosts, got 2"),
         (["--hosts=a,,b", "--host=0", "--", "true"], "--hosts must be HOST or HOST:PORT joined by commas"),
         (["--hosts=a:x,b", "--host=0", "--", "true"], "got 'a:x'"),
-        (["--hosts=a,a", "--host=0", "--", "true"], "--hosts has a:9100 twice"),
+        (["--hosts=a,a", "--host=0", "--", "true"], "--hosts has a:17430 twice"),
         (["--hosts=@none", "--host=0", "--", "true"], "cannot read --hosts=@none"),
         (["--hosts=127.0.0.1", "--link_timeout=0", "--", "true"], "link_timeout"),
         (["--hosts=127.0.0.1:PORT", "--", "no-such-command"], "there is no command 'no-such-command'"),

@@ -1,6 +1,7 @@
 """A supervisor's worker, with scripts that end in every way: what is told, what is shown, what goes to the log."""
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from paxtrain.errors import UserError
+from planner import worker_process
 from planner.worker_process import Worker, best_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -135,6 +137,31 @@ p.finished(1); time.sleep(60)
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_worker_that_sigkill_cannot_end_is_not_waited_for(tmp_path, monkeypatch, capfd):
+    """As one in an uninterruptible sleep, for a disk or a driver that does not answer."""
+    sent = []
+    monkeypatch.setattr(worker_process, "KILLED", 0.1)
+    monkeypatch.setattr(worker_process.os, "killpg", lambda *group: sent.append(group))
+
+    async def during(worker):
+        await until(lambda: worker.status().step == 1)
+        number = worker._process.pid
+        try:
+            await asyncio.wait_for(worker.end(0.1), 20)
+            await worker.end(60)  # once is enough
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # closing it has done so
+                os.kill(number, signal.SIGKILL)
+            await until(lambda: worker._process.returncode is not None)
+        return number
+
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); p.finished(1); time.sleep(60)"
+    number = run(deaf, tmp_path / "log", during)
+    assert sent == [(number, signal.SIGKILL)]
+    for said in (capfd.readouterr().err, (tmp_path / "log").read_text()):
+        assert f"warning: process {number} still lives 0.1 s after SIGKILL; it may hold its devices" in said
 
 
 def test_the_worker_does_not_outlive_a_killed_supervisor(tmp_path):
