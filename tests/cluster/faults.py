@@ -235,20 +235,22 @@ def lab(home: pathlib.Path, cache: pathlib.Path) -> Iterator[Lab]:
         yield Lab(cluster, home, cache)
 
 
-def run(out: pathlib.Path, say: Callable[[str], None]) -> list[Figures]:
-    """All experiments, in the folder `out`; the figures of each.
+def run(out: pathlib.Path, say: Callable[[str], None], keep: Callable[[Figures], Any] = lambda _: None) -> None:
+    """All experiments, in the folder `out`.
+
+    Args:
+        keep: takes the figures of each when it is through.
 
     Raises:
         FaultError: something did not go as promised.
     """
-    found = []
     shutil.rmtree(out / "run", ignore_errors=True)
     with lab(out / "run", out / "cache") as made:
         for experiment in ALL:
             say(f"faults: {' '.join(experiment.__doc__.split())}")
-            found.append(experiment(made))
-            say(f"faults: {json.dumps(found[-1])}")
-    return found
+            figures = experiment(made)
+            keep(figures)
+            say(f"faults: {json.dumps(figures)}")
 
 
 if __name__ == "__main__":
@@ -256,6 +258,7 @@ if __name__ == "__main__":
         print(f"error: unexpected argument {sys.argv[1]!r}; there are no flags", file=sys.stderr)
         sys.exit(2)
     if why_not():
-        sys.exit(f"error: there is no shaped cluster here: {why_not()}")
+        print(f"error: there is no shaped cluster here: {why_not()}", file=sys.stderr)
+        sys.exit(2)
     with tempfile.TemporaryDirectory(prefix="paxtrain-faults-") as folder:
         run(pathlib.Path(folder), print)

@@ -16,29 +16,57 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import flags
 
+from paxtrain import checkpoint
 from paxtrain.errors import UserError, run
 from tests.cluster import hosts, results, scenario
 from tests.cluster.experiments import breakage, compression, demonstration, growth, links, placements, schedules
 from tests.cluster.laboratory import Lab
 from tests.cluster.session import SessionError
 
+# Records by experiment.
+FILES = {
+    "links": ("links",),
+    "growth": ("growth",),
+    "schedules": ("schedules",),
+    "placements": ("placements", "joint"),
+    "compression": ("compression",),
+    "faults": ("faults",),
+}
 # In the order in which they run, with about how many seconds each takes.
 EXPERIMENTS = {
     "links": (links.run, 50),
     "growth": (growth.run, 50),
     "schedules": (schedules.run, 410),
     "placements": (placements.run, 800),
-    "compression": (compression.run, 1150),
+    "compression": (compression.run, 1100),
     "faults": (breakage.run, 205),
 }
 
 
 _RESTARTS = 2  # of an experiment whose session broke
+_WORK = 10.0  # seconds: what takes less has found its records
 
 
-def _environment(lab: Lab) -> None:
+def _environment(lab: Lab, forgotten: Sequence[str]) -> None:
+    """Keeps on what the records were made, from their first on.
+
+    Args:
+        forgotten: files of records that will be made anew.
+
+    Raises:
+        UserError: the records that there are were made with another seed.
+    """
+    path = lab.out / "environment.json"
+    kept = [lab.out / f"{name}.jsonl" for names in FILES.values() for name in names if name not in forgotten]
+    before = json.loads(path.read_text()) if path.exists() and any(file.exists() for file in kept) else {}
+    if before.get("seed", lab.seed) != lab.seed:
+        raise UserError(
+            f"{lab.out} holds records of --seed={before['seed']}, got --seed={lab.seed}; name another --out, or forget "
+            "all of them with --fresh"
+        )
+    today, first = time.strftime("%Y-%m-%d"), before.get("date", "").partition(" to ")[0]
     values = {
-        "date": time.strftime("%Y-%m-%d"),
+        "date": f"{first} to {today}" if first and first != today else today,
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "kernel": platform.release(),
@@ -48,13 +76,14 @@ def _environment(lab: Lab) -> None:
         "seed": lab.seed,
         "budget": lab.budget,
     }
-    (lab.out / "environment.json").write_text(json.dumps(values, indent=2) + "\n")
+    path.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _data(prefix: str) -> None:
-    if not pathlib.Path(f"{prefix}/train.idx").exists():
+    if missing := [name for name in ("train", "validation") if not pathlib.Path(f"{prefix}/{name}.idx").exists()]:
         raise UserError(
-            f"there is no text in --data={prefix}; make some: python -m paxtrain.prepare --input=stdlib --out={prefix}"
+            f"there is no {missing[0]}.idx in --data={prefix}; make it: python -m paxtrain.prepare --input=stdlib "
+            f"--out={prefix}"
         )
 
 
@@ -80,6 +109,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--experiments={unknown[0]} is unknown; known are {', '.join(EXPERIMENTS)}")
     _data(f.data)
     out = pathlib.Path(f.out)
+    checkpoint.ensure_writable(out)
     lab = Lab(out, f.data, f.repeats, f.budget, f.seed)
     if reason := hosts.why_not():
         print(f"this machine cannot be a cluster with slow links: {reason}; hosts are plain processes", flush=True)
@@ -88,22 +118,27 @@ def main(argv: Sequence[str]) -> None:
         return
     if reason:
         raise UserError(f"the experiments need links of chosen rates, and {reason}; --scenario=uniform runs without")
+    chosen = {name: EXPERIMENTS[name] for name in EXPERIMENTS if name in (f.experiments or EXPERIMENTS)}
+    forgotten = [file for name in chosen for file in FILES[name]] if f.fresh else []
+    _environment(lab, forgotten)
+    for file in forgotten if f.experiments else [path.stem for path in out.glob("*.jsonl") if f.fresh]:
+        (out / f"{file}.jsonl").unlink(missing_ok=True)
     if f.fresh:
-        for path in out.glob("*.jsonl"):
-            path.unlink()
         shutil.rmtree(out / "logs", ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    _environment(lab)
-    chosen = {name: EXPERIMENTS[name] for name in (f.experiments or EXPERIMENTS)}
     rest = sum(seconds for _, seconds in chosen.values())
     lab.say(f"{', '.join(chosen)}: about {rest / 60:.0f} minutes of a budget of {lab.budget / 60:.0f}")
-    for name, (experiment, seconds) in chosen.items():
-        lab.plan_for(rest)
-        rest -= seconds
-        lab.say(f"{name}: {lab.repeats} repeats, about {seconds / 60:.0f} minutes")
-        _insist(lab, experiment)
-    results.write(out, pathlib.Path(f.page))
-    lab.say(f"wrote {f.page}")
+    try:
+        for name, (experiment, seconds) in chosen.items():
+            lab.plan_for(rest)
+            rest -= seconds
+            lab.say(f"{name}: {lab.repeats} repeats, about {seconds / 60:.0f} minutes")
+            began = time.monotonic()
+            _insist(lab, experiment)
+            if (taken := time.monotonic() - began) > _WORK:
+                lab.records("times").add(name, seconds=taken)
+    finally:  # what there is of it where one has failed
+        results.write(out, pathlib.Path(f.page))
+        lab.say(f"wrote {f.page}")
 
 
 def define_flags() -> None:

@@ -110,9 +110,9 @@ class Bench:
         self.lab.say(f"compiled {', '.join(tasks)}")
         return names
 
-    def wire(self, name: str) -> dict[str, int]:
-        """Bytes that all devices together put on the links in a step of a compiled program, by what they are."""
-        return self.session.ask_one(0, "wire", name=name)
+    def wires(self, names: Sequence[str]) -> list[dict[str, int]]:
+        """Bytes that all devices together put on the links in a step of each compiled program, by what they are."""
+        return self.session.ask_apart([{"do": "wire", "name": name} for name in names])
 
     def free(self) -> None:
         """Lifts the limits of devices and links."""

@@ -10,6 +10,7 @@ from planner import layers
 from planner.predict import Candidate
 
 MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}
+MODEL |= {"vocab_multiple": 4}  # 128, the default, would make a third of so small a table padding
 # Nothing is kept but a layer's input: what is kept is copied on CPUs where a GPU leaves it in place.
 SAVE = "layer_inputs"
 

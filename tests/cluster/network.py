@@ -6,13 +6,15 @@ lets whole messages pass above the rate after a pause. Rates are of what TCP car
 
 import subprocess
 
-_BUCKET_SECONDS, _LEAST_BUCKET = 1.28e-3, 4_000  # of the rate; bytes, more than a packet
+from paxtrain.errors import UserError
+
+_BUCKET_SECONDS, _LEAST_BUCKET = 1.28e-3, 1_600  # of the rate; bytes, a packet
 _HEADERS = 1514 / 1448  # bytes on the wire per byte of TCP's payload
 _QUEUE = "400ms"
 UNLIMITED = 20_000.0  # Mbit/s, more than the machine copies
 
 
-class NetworkError(RuntimeError):
+class NetworkError(UserError):
     """A command of iproute2 failed."""
 
 

@@ -5,6 +5,7 @@ below the cores a host computes as fast alone as beside all others.
 """
 
 import dataclasses
+import os
 import pathlib
 
 _SLICE = 1000  # microseconds of compute per period: short, so that a host never waits long for its next turn
@@ -28,7 +29,7 @@ def _controllers(home: pathlib.Path) -> list[str]:
 
 
 def _writable(home: pathlib.Path) -> bool:
-    probe = home / "paxprobe"
+    probe = home / f"paxprobe{os.getpid()}"  # of its own: another cluster may be probing, too
     try:
         probe.mkdir(exist_ok=True)
         probe.rmdir()

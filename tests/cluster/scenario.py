@@ -25,6 +25,7 @@ from paxtrain.errors import UserError
 FOLDER = pathlib.Path(__file__).parent / "scenarios"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _KEYS = {"what", "devices_per_host", "share", "slowness", "links", "shuffle"}
+LEAST = 0.01  # Mbit/s
 _KINDS = ({"all"}, {"inside", "between", "racks"}, {"all", "slow_host"}, {"all", "spread_of"}, {"rates"})
 
 
@@ -77,6 +78,8 @@ def load(name: str, hosts: int, seed: int = 0) -> Scenario:
         return _parse(values, path.stem, hosts, seed)
     except UserError as error:
         raise UserError(f"scenario {name}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"scenario {name} has a value of the wrong kind ({error}); rates are Mbit/s") from error
 
 
 def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
@@ -107,7 +110,7 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
         if rates.shape != (hosts, hosts):
             raise UserError(f"its rates are of shape {rates.shape}, but --hosts={hosts}")
     elif "racks" in links:
-        if hosts % links["racks"]:
+        if links["racks"] < 1 or hosts % links["racks"]:
             raise UserError(f"{hosts} hosts do not divide into {links['racks']} racks")
         rack = np.arange(hosts) // (hosts // links["racks"])
         rates = np.where(rack[:, None] == rack, float(links["inside"]), float(links["between"]))
@@ -118,8 +121,8 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
             rates[slow], rates[:, slow] = links["slow_host"], links["slow_host"]
         if "spread_of" in links:
             rates *= _spread(links["spread_of"], hosts, random)
-    if not (rates[~np.eye(hosts, dtype=bool)] > 0).all():
-        raise UserError("all rates must be above 0 Mbit/s")
+    if not (rates[~np.eye(hosts, dtype=bool)] >= LEAST).all():
+        raise UserError(f"all rates must be at least {LEAST:g} Mbit/s")
     return rates
 
 

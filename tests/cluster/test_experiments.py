@@ -19,7 +19,7 @@ def cluster(hosts=8, devices=1, tensor=1, hidden=64, micro_batch=4, seed=0):
     """Hosts whose links differ, with a compute profile as the lab's devices have it."""
     rates = np.exp(np.random.default_rng(seed).uniform(np.log(20), np.log(200), (hosts, hosts)))
     row = ROW | TIMES | {"sequence": 32, "hidden": hidden, "kind": "cpu", "tensor": tensor, "micro_batch": micro_batch}
-    row |= {"save": "layer_inputs", "vocab": 384}
+    row |= {"save": "layer_inputs", "vocab": 260}
     return Cluster(
         name="made up",
         source="",

@@ -44,7 +44,7 @@ time.sleep(2)
 """
 
 
-def _seconds(cluster, sender, receiver, size, tmp_path, count=3):
+def _seconds(cluster, sender, receiver, size, tmp_path, count=8):
     """Seconds of a message between two hosts, the quickest: what else this machine does only delays it."""
     arguments = [str(size), str(count)]
     receive = cluster.start(receiver, [sys.executable, "-c", RECEIVE, *arguments], stdout=subprocess.PIPE)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.cluster import hosts
 from tests.cluster.laboratory import Lab
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -16,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
     ("arguments", "words"),
     [
         (["--experiments=placement"], "--experiments=placement is unknown; known are links, growth, schedules"),
-        (["--data=nowhere"], "there is no text in --data=nowhere; make some: python -m paxtrain.prepare"),
+        (["--data=nowhere"], "there is no train.idx in --data=nowhere; make it: python -m paxtrain.prepare"),
         (["placements"], "unexpected argument 'placements'"),
     ],
 )
@@ -27,6 +28,19 @@ def test_wrong_input_is_one_sentence(arguments, words, tmp_path):
     assert done.stderr.startswith("error: ")
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
+def test_records_of_another_seed_are_not_mixed_with_these(tmp_path):
+    for name in ("environment.json", "links.jsonl", "train.idx", "validation.idx"):
+        (tmp_path / name).write_text('{"seed": 3}\n')
+    command = [sys.executable, "-m", "tests.cluster.lab", f"--out={tmp_path}", f"--data={tmp_path}", "--seed=4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path} holds records of --seed=3, got --seed=4; name another --out, or forget all of them with "
+        "--fresh\n"
+    )
 
 
 def test_repeats_are_cut_where_time_is_short(tmp_path, capsys):

@@ -9,6 +9,5 @@ def run(lab: Lab) -> None:
     records = lab.records("faults")
     if "done" in records:
         return
-    for figures in faults.run(lab.out / "faults", lab.say):
-        records.add(figures["fault"], **figures)
+    faults.run(lab.out / "faults", lab.say, lambda figures: records.add(figures["fault"], **figures))
     records.add("done")

@@ -33,9 +33,9 @@ KINDS = {
     "CB": _CB,
     "CB+FE": _CB | {"embedding": "fused"},
     SELECTIVE: _CB | {"embedding": "fused", "data": "all"},  # or fewer stages: `selected`
-    "all gradients": {"backward": "all", "embedding": "fused", "data": "all"},
     "everything": {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"},
 }
+UNLIMITED = ("dense", "everything")  # measured without limits of links as well: what is left for these to take
 SHARES = (None, 0.5, 0.7)  # of a dense step that communication takes; None: as in the paper's setting
 STEPS, EVALUATED = 100, 25
 
@@ -160,12 +160,16 @@ def _times(lab: Lab, bench: Bench, records: Records, cluster: Cluster, share: fl
     bench.compile([programs[SELECTIVE]])
     bench.session.ask("speed", slowness=bench.scenario.slowness)
     bench.shape(np.full((len(cluster.hosts),) * 2, rate))
-    seconds = bench.time(list(dict.fromkeys(split.name for split in programs.values())), lab.repeats)
+    names = list(dict.fromkeys(split.name for split in programs.values()))
+    seconds = bench.time(names, lab.repeats)
     named = {kind: seconds[split.name] for kind, split in programs.items()}
     values = {"share": wanted, "rate": rate, "selected": stages, "seconds": named}
     if share is None:
-        values["wire"] = {kind: bench.wire(split.name) for kind, split in programs.items()}
         values["parts"] = {kind: bench.session.ask("breakdown", name=split.name) for kind, split in programs.items()}
+        values["wire"] = dict(zip(programs, bench.wires([split.name for split in programs.values()])))
+        bench.cluster.set_rates(None)
+        unlimited = bench.time([programs[kind].name for kind in UNLIMITED], lab.repeats)
+        values["unlimited"] = {kind: unlimited[programs[kind].name] for kind in UNLIMITED}
         values["predicted"] = paper_speedups()
     records.add(f"share {share}", **values)
     said = ", ".join(f"{kind} {summary(times)['median']:.3f} s" for kind, times in named.items())

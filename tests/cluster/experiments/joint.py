@@ -21,6 +21,7 @@ from tests.cluster.models import Split, moved
 from tests.cluster.records import Records
 
 RANK = 8
+BACKWARD = ("none", "epilogue", "all")
 COMPRESSED = (("backward", "all"), ("backward_rank", RANK), ("data", "all"), ("data_rank", RANK), ("data_start", 0.0))
 
 
@@ -60,7 +61,7 @@ def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray,
         micro_batch=(base.micro_batch,),
         saves=(models.SAVE,),
         zero1=(True,),
-        backward=("epilogue", "all"),
+        backward=BACKWARD[1:],
         backward_ranks=(RANK,),
         data_ranks=(RANK,),
     )
@@ -71,6 +72,19 @@ def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray,
     problem = Problem(cluster, config.model, found.candidate)
     step = problem.step(fabric(cluster), found.placement.hosts[None])
     return _split(base, found.candidate, step.compressed[0]), found.placement.hosts, found.seconds
+
+
+def _compressed(base: Split, cluster: Cluster, order: np.ndarray) -> Split:
+    """The kinds of compression that the planner predicts to be the quickest on these hosts."""
+    model, links, found = base.config.model, fabric(cluster), []
+    for backward in BACKWARD:
+        for data_rank in (0, RANK):
+            kind = {"backward": backward, "backward_rank": RANK, "data_rank": data_rank}
+            candidate = dataclasses.replace(base.candidate, **kind)
+            step = Problem(cluster, model, candidate).step(links, order[None])
+            found.append((float(step.total[0]), candidate, step.compressed[0]))
+    _, candidate, stages = min(found, key=lambda each: each[0])
+    return _split(base, candidate, stages)
 
 
 def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, np.ndarray, float]]:
@@ -87,7 +101,7 @@ def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, 
         "nothing": (base, order),
         "placement alone": (base, placed),
         "schedule alone": (min(schedules, key=lambda split: seconds(split, order)), order),
-        "compression alone": (dataclasses.replace(base, compress=COMPRESSED), order),
+        "compression alone": (_compressed(base, cluster, order), order),
     }
     singly = {what: (*chosen, seconds(*chosen)) for what, chosen in found.items()}
     return singly | {"joint": search(base, cluster, seed)}
@@ -104,7 +118,8 @@ def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: n
         for what, (split, hosts, _) in chosen.items():
             bench.shape(moved(rates, hosts.ravel()))
             measured[what] += bench.time([split.name], 1)[split.name]
-    for what, (split, hosts, predicted) in chosen.items():
+    wires = bench.wires([split.name for split, _, _ in chosen.values()])
+    for (what, (split, hosts, predicted)), wire in zip(chosen.items(), wires):
         records.add(
             what,
             what=what,
@@ -112,7 +127,7 @@ def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: n
             hosts=hosts.tolist(),
             predicted=predicted,
             seconds=measured[what],
-            wire=bench.wire(split.name),
+            wire=wire,
         )
         lab.say(f"{what}: {summary(measured[what])['median']:.3f} s, predicted {predicted:.3f} s ({split.name})")
     records.add("done")

@@ -38,7 +38,7 @@ def _draw(hosts: np.ndarray, step: dict[str, np.ndarray]) -> Figure:
 def _words(hosts: np.ndarray, repeats: str) -> str:
     splits = [experiment.SPLITS[size] for size in hosts]
     layers = listed([f"{split.layers} layers on {'x'.join(map(str, split.mesh))}" for split in splits])
-    return f"""The model grows with the hosts ({layers}), so that every device keeps its layers and its micro-batches.
+    return f"""Model and batch grow with the hosts ({layers}), so that every device keeps its layers and micro-batches.
     What a step takes longer than on {hosts[0]} hosts is the price of growth: communication, and the pipeline's bubble
     where there are more stages. Efficiency is the step time on {hosts[0]} hosts over that on so many; tokens/s are of
     different models. All links have {experiment.RATE:g} Mbit/s. Medians of {repeats} repeats."""

@@ -116,12 +116,16 @@ def _draw(found: list[Placed], short: dict[str, str]) -> Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """All orders of the hosts of one pipeline, from the quickest to the slowest: [orders] seconds and their spreads."""
+    """All orders of the hosts of one pipeline, from the quickest to the slowest: [orders] seconds and their spreads.
+
+    `rates` are the links' least and largest, Mbit/s.
+    """
 
     measured: np.ndarray
     spread: np.ndarray
     predicted: np.ndarray
     planned: int | None
+    rates: tuple[float, float]
 
     @property
     def above_best(self) -> float:
@@ -135,6 +139,7 @@ def orders(folder: pathlib.Path) -> Orders | None:
         return None
     lines = [line for line in records if "order" in line]
     times = [summary(line["seconds"]) for line in lines]
+    rates = np.array(records["orders done"]["rates"])[~np.eye(len(lines[0]["order"]), dtype=bool)]
     sort = np.argsort([time["median"] for time in times])
     planned = [place for place, i in enumerate(sort) if lines[i]["planned"]]
     return Orders(
@@ -142,6 +147,7 @@ def orders(folder: pathlib.Path) -> Orders | None:
         np.array([times[i]["spread"] for i in sort]),
         np.array([lines[i]["predicted"] for i in sort]),
         planned[0] if planned else None,
+        (float(rates.min()), float(rates.max())),
     )
 
 
@@ -173,10 +179,11 @@ def _about(found: Orders) -> str:
         faster = int((found.measured < found.measured[found.planned]).sum())
         where = f"""The planned one is number {faster + 1}, {signed(found.above_best)} against the quickest; its own
         spread is {percent(found.spread[found.planned] / found.measured[found.planned])}."""
-    return f"""All {len(found.measured)} orders of four hosts in one pipeline have been measured, on links drawn from 20
-    to 200 Mbit/s. The slowest takes {factor(found.measured[-1] / found.measured[0])} of the quickest. {where}
-    Predictions of these orders, which the scores above leave out: MAPE {percent(float(off.mean()))}, rank correlation
-    {rank(spearman(found.predicted, found.measured))}."""
+    slowest = factor(found.measured[-1] / found.measured[0])
+    return f"""All {len(found.measured)} orders of four hosts in one pipeline have been measured, on links of
+    {found.rates[0]:.0f} to {found.rates[1]:.0f} Mbit/s, drawn at random. The slowest takes {slowest} of the quickest.
+    {where} Predictions of these orders, which the scores above leave out: MAPE {percent(float(off.mean()))}, rank
+    correlation {rank(spearman(found.predicted, found.measured))}."""
 
 
 def _table(found: list[Placed], short: dict[str, str]) -> str:

@@ -80,7 +80,9 @@ def _words(lines: list[dict]) -> str:
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     return f"""Four hosts, one pipeline; medians of {repeats} repeats, taken in turn. **On CPUs a transfer blocks the
     device, so what is measured here is the blocking model.** What {OVERLAPS} is made for, transfers under compute,
-    shows only in the prediction with overlap: the same profile, simulated as if devices computed while they send.
+    shows only in the prediction with overlap: the same profile, simulated as if devices computed while they send. Most
+    of what {EXPOSES} loses here is not the transfers' time but their order: a stage receives a row's activation before
+    it runs the row's backward, so on a backend that waits, that backward waits for the neighbour's forward.
     Measured, {EXPOSES}'s time over {OVERLAPS}'s is {said}. The blocking model's mean error over the table is
     {percent(float(np.abs(off).mean()))}, the worst {signed(off[np.abs(off).argmax()])}."""
 

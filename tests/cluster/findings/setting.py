@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from tests.cluster import device, models, scenario
 from tests.cluster.experiments import compression
 from tests.cluster.records import Records
@@ -20,15 +22,15 @@ program."""
 
 def _devices() -> str:
     model, other = models.MODEL, compression.SPLITS["dense"]
-    return f"""**Devices.** Every device is a process on this machine's cores, and its speed is emulated. Forward,
-    backward and loss are computed for real, and then take at least so long: {1e3 * device.LAYER:g} ms for F of a layer
-    on {device.TOKENS} tokens, {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and
-    {1e3 * device.HEAD:g} ms for the loss (with two devices on a host, for compression, six times as long). What is
-    left of an op's time the process sleeps, as a GPU leaves its host's cores alone; everything else takes the time that
-    it takes. The model is a GPT over bytes of {model["layers"]} layers ({other.layers} for compression), width
-    {model["hidden"]} ({other.hidden} for compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that
-    its real compute fits into that time with all hosts at once. A
-    plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
+    return f"""**Devices.** Every host is a process on this machine's cores, and the speed of its devices is emulated.
+    Forward, backward and loss are computed for real, with the collectives of tensor groups in them, and then take at
+    least so long: {1e3 * device.LAYER:g} ms for F of a layer on {device.TOKENS} tokens,
+    {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and {1e3 * device.HEAD:g} ms for the loss (with
+    two devices on a host, for compression, six times as long). What is left of an op's time the process sleeps, as a
+    GPU leaves its host's cores alone; everything else takes the time that it takes. The model is a GPT over bytes of
+    {model["layers"]} layers ({other.layers} for compression), width {model["hidden"]} ({other.hidden} for
+    compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that its real compute fits into that time
+    with all hosts at once. A plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -46,11 +48,24 @@ def _restarts(folder: pathlib.Path) -> Iterator[str]:
         collective of gloo's failed: {listed(broken)}."""
 
 
+def _scene(scene: scenario.Scenario) -> str:
+    rates = scene.rates[~np.eye(len(scene.rates), dtype=bool)]
+    low, high = rates.min(), rates.max()
+    return f"{scene.what}; {low:.0f} to {high:.0f} Mbit/s" if low < high else f"{scene.what}; rates follow from that"
+
+
+def _took(folder: pathlib.Path) -> Iterator[str]:
+    times = {line["key"]: line["seconds"] for line in Records(folder / "times.jsonl")}
+    if times:
+        said = listed([f"{name} {taken / 60:.1f}" for name, taken in times.items()])
+        yield f"**Time.** Minutes by experiment: {said}; {sum(times.values()) / 60:.1f} in all."
+
+
 def section(folder: pathlib.Path) -> Section:
     """The machine, the emulated devices and links, and the scenarios."""
-    scenes = [f"`{name}` ({scenario.load(name, 8).what})" for name in scenario.names()]
+    scenes = [f"`{name}` ({_scene(scenario.load(name, 8))})" for name in scenario.names() if name != "uniform"]
     path, machine = folder / SOURCE, "Nothing says on which machine this was run."
     if path.exists():
         machine = table(["", "this run"], _flat(json.loads(path.read_text())).items(), words=2)
-    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", *_restarts(folder), machine)
+    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", *_restarts(folder), *_took(folder), machine)
     return Section(TITLE, "python -m tests.cluster.lab", (SOURCE,), (), blocks)
