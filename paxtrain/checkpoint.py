@@ -130,8 +130,8 @@ def _checksum(record: Meta) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _steps(directory: pathlib.Path) -> list[int]:
-    """Steps of the finished checkpoints, ascending."""
+def finished_steps(directory: pathlib.Path) -> list[int]:
+    """Steps of the finished checkpoints in a directory, ascending; none if there is no such directory."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
@@ -139,14 +139,14 @@ def _steps(directory: pathlib.Path) -> list[int]:
 
 def _same_everywhere(directory: pathlib.Path) -> list[int]:
     """Process 0's steps, on every process: of a folder on a network each process may see another state."""
-    steps = _steps(directory)
+    steps = finished_steps(directory)
     if jax.process_count() == 1:
         return steps
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
     given = np.array((steps + [0] * count)[:count], np.int32)
     steps = [int(step) for step in multihost_utils.broadcast_one_to_all(given)]
     until = time.monotonic() + _VISIBLE
-    while not set(steps) <= set(_steps(directory)) and time.monotonic() < until:
+    while not set(steps) <= set(finished_steps(directory)) and time.monotonic() < until:
         time.sleep(0.5)
     return steps
 
@@ -250,7 +250,7 @@ def _report(problems: list[str], problem: str) -> None:
 
 
 def _chosen(directory: pathlib.Path, step: int | None) -> list[int]:
-    steps = _steps(directory)
+    steps = finished_steps(directory)
     if not steps:
         raise UserError(f"no checkpoint in {directory}; name the checkpoint directory of a training run")
     if step is None:
@@ -464,7 +464,7 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         if jax.process_index() == 0:
             ensure_writable(self._directory)
-            for step in _steps(self._directory):
+            for step in finished_steps(self._directory):
                 if step > self._restored_step:
                     self._set_aside(step)
         multihost_utils.sync_global_devices("paxtrain.checkpoint: set aside")

@@ -57,7 +57,7 @@ def steps(name: str, text: str, last: int) -> range:
     found = range(*map(int, parts))
     require(found.start > 0, f"{name}={text} begins with step {found.start}, but steps are counted from 1")
     require(
-        len(found) > 0,
+        found.start < found.stop,
         f"{name}={text} holds no step: END comes after the last; {found.start}:{found.start + 1} would do",
     )
     require(

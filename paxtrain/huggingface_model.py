@@ -55,6 +55,7 @@ _REST: dict[str, dict[Path, str]] = {
 }
 _EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 _HEAD = "lm_head.weight"
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 # --- Arrays -----------------------------------------------------------------------------------------------------------
@@ -91,13 +92,15 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
         read: the array of a name, of any float dtype.
 
     Raises:
-        UserError: an array of another size than the architecture's.
+        UserError: an array of another size than the architecture's, or of numbers that stand for others (quantised).
     """
     family, shapes = config.family, model.shapes(config)
     turned = family == "llama"
     found: Params = {group: {} for group in shapes}
 
     def checked(name: str, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        if x.dtype.name not in _FLOATS:
+            raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
         if x.size != math.prod(shape):
             raise UserError(f"array {name} is {list(x.shape)}, which does not make the {list(shape)} of this model")
         return x.astype(np.float32).reshape(shape)
@@ -125,18 +128,18 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 # --- Configuration ----------------------------------------------------------------------------------------------------
 
 
-def to_config(config: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None) -> dict[str, Any]:
     """The config.json of an architecture.
 
     Args:
         dtype: of the saved arrays.
-        end_of_text: the token that ends a document, if there is one.
+        begin, end: the tokens that begin and end a document, if there are any.
     """
     common = {
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied_head,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
+        "bos_token_id": begin,
+        "eos_token_id": end,
         "torch_dtype": dtype,
         "use_cache": True,
     }
@@ -198,6 +201,9 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = values.get("model_type")
     if kind not in _LAYER:
         raise UserError(f"{where} is of model_type {kind!r}; {' and '.join(_LAYER)} can be imported")
+    if quantized := values.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise UserError(f"{where} is of a quantised model ({method}); import the one that it was made of")
     try:
         return (_from_llama if kind == "llama" else _from_gpt2)(values, where)
     except KeyError as error:

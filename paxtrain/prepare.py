@@ -4,7 +4,7 @@
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
     python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
 
-A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`.
+A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`, or --end_of_text.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from paxtrain.tokenizer import (
     FILE,
     SMALLEST_BPE_VOCABULARY,
     bytes_tokenizer,
+    cuts,
     gpt2_tokenizer,
     kept_tokenizer,
     pieces,
@@ -198,13 +199,13 @@ class _Piece(NamedTuple):
     ends_document: bool
 
 
-def _batches(corpus: _Corpus) -> Iterator[list[_Piece]]:
-    """All pieces of all documents in lists of about _BATCH_CHARACTERS."""
+def _batches(corpus: _Corpus, cut: bool) -> Iterator[list[_Piece]]:
+    """All documents, maybe cut into pieces, in lists of about _BATCH_CHARACTERS."""
     batch: list[_Piece] = []
     characters = 0
     for text, held_out in corpus:
         remaining = len(text)
-        for piece in pieces(text):
+        for piece in pieces(text) if cut else [text]:
             remaining -= len(piece)
             batch.append(_Piece(piece, held_out, remaining == 0))
             characters += len(piece)
@@ -215,16 +216,15 @@ def _batches(corpus: _Corpus) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _encode(corpus: _Corpus, tokenizer: Tokenizer, training: TokenWriter, validation: TokenWriter) -> None:
-    end = [tokenizer.token_to_id(END_OF_TEXT)]
+def _encode(corpus: _Corpus, tokenizer: Tokenizer, end: int, training: TokenWriter, validation: TokenWriter) -> None:
     with tqdm(desc="encoding", total=corpus.characters, unit=" chars", unit_scale=True, disable=None) as progress:
-        for batch in _batches(corpus):
+        for batch in _batches(corpus, cuts(tokenizer)):
             encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
             for piece, encoding in zip(batch, encodings, strict=True):
                 writer = validation if piece.held_out else training
                 writer.extend(encoding.ids)
                 if piece.ends_document:
-                    writer.extend(end)
+                    writer.extend([end])
                     writer.end_document()
                 progress.update(len(piece.text))
 
@@ -238,11 +238,22 @@ def _publish(staging: Path, out: Path) -> None:
 
 
 def _check_options(
-    tokenizer: str, vocab_size: int | None, vocab: str | None, merges: str | None, fraction: float, seed: int
+    tokenizer: str,
+    end_of_text: str,
+    vocab_size: int | None,
+    vocab: str | None,
+    merges: str | None,
+    fraction: float,
+    seed: int,
 ) -> None:
     if tokenizer not in TOKENIZERS and not os.path.isfile(tokenizer):
         raise UserError(
-            f"--tokenizer={tokenizer} must be one of {', '.join(TOKENIZERS)}, or the {FILE} of another data set"
+            f"--tokenizer={tokenizer} must be one of {', '.join(TOKENIZERS)}, or the {FILE} of a data set or model"
+        )
+    if tokenizer in TOKENIZERS and end_of_text != END_OF_TEXT:
+        raise UserError(
+            f"--end_of_text={end_of_text} goes with a {FILE} only, got --tokenizer={tokenizer}, whose documents end "
+            f"with {END_OF_TEXT}"
         )
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size={vocab_size} goes with --tokenizer=bpe only, got --tokenizer={tokenizer}")
@@ -266,6 +277,7 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     tokenizer: str = "bytes",
+    end_of_text: str = END_OF_TEXT,
     vocab_size: int | None = None,
     vocab: str | None = None,
     merges: str | None = None,
@@ -278,7 +290,8 @@ def prepare(
     Args:
         inputs: files, folders, globs or "stdlib", see `input_files`.
         tokenizer: "bytes", "bpe" (trained on the training documents), "gpt2" (from `vocab` and `merges`), or the path
-            of another data set's tokenizer.json.
+            of another data set's or a model's tokenizer.json.
+        end_of_text: the token after each document; another than the default with a tokenizer.json only.
         vocab_size: largest vocabulary of "bpe"; None: DEFAULT_BPE_VOCABULARY.
         vocab, merges: paths of GPT-2's vocab.json and merges.txt.
         json_key: where the text is in the objects of .jsonl files.
@@ -288,7 +301,7 @@ def prepare(
     Raises:
         UserError: options that do not fit each other, unusable input (see `documents`), or an unwritable `out`.
     """
-    _check_options(tokenizer, vocab_size, vocab, merges, validation_fraction, seed)
+    _check_options(tokenizer, end_of_text, vocab_size, vocab, merges, validation_fraction, seed)
     files = input_files(inputs)
     out = Path(out)
     try:
@@ -300,13 +313,13 @@ def prepare(
             elif tokenizer == "gpt2":
                 encoder = gpt2_tokenizer(vocab, merges)
             elif tokenizer != "bpe":
-                encoder = kept_tokenizer(tokenizer)
+                encoder = kept_tokenizer(tokenizer, end_of_text)
             corpus = _split(files, json_key, validation_fraction, seed)
             if tokenizer == "bpe":
                 encoder = train_bpe(corpus.training(), vocab_size or DEFAULT_BPE_VOCABULARY)
             size = vocabulary_size(encoder)
             with TokenWriter(staging / "train", size) as train, TokenWriter(staging / "validation", size) as validation:
-                _encode(corpus, encoder, train, validation)
+                _encode(corpus, encoder, encoder.token_to_id(end_of_text), train, validation)
             (staging / "tokenizer.json").write_text(encoder.to_str(pretty=True), "utf-8")
             _publish(staging, out)
     except OSError as error:
@@ -325,8 +338,9 @@ def define_flags() -> None:
     flags.DEFINE_list("input", ["stdlib"], "Text and .jsonl files, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
     flags.DEFINE_string(
-        "tokenizer", "bytes", "bytes, bpe (trained on the input), gpt2, or the tokenizer.json of another data set."
+        "tokenizer", "bytes", "bytes, bpe (trained on the input), gpt2, or a data set's or model's tokenizer.json."
     )
+    flags.DEFINE_string("end_of_text", END_OF_TEXT, "The token after each document, with a tokenizer.json.")
     flags.DEFINE_integer("vocab_size", None, f"Largest vocabulary of bpe; {DEFAULT_BPE_VOCABULARY} if not given.")
     flags.DEFINE_string("vocab", None, "GPT-2's vocab.json.")
     flags.DEFINE_string("merges", None, "GPT-2's merges.txt.")
@@ -344,6 +358,7 @@ def main(argv: Sequence[str]) -> None:
         options.input,
         options.out,
         tokenizer=options.tokenizer,
+        end_of_text=options.end_of_text,
         vocab_size=options.vocab_size,
         vocab=options.vocab,
         merges=options.merges,

@@ -41,7 +41,7 @@ class Profiler:
 
     Attributes:
         folder: of this process's trace.
-        last: the last step that is traced, 0 for none.
+        steps: that are traced; last: the last of them, 0 for none.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first: int) -> None:
@@ -67,13 +67,13 @@ class Profiler:
                 logging.warning("the profile of steps %s was cut short: name later steps to have one", config.profile)
             steps = range(0)
         self.last = steps.stop - 1 if steps else 0
-        self._mesh, self._steps = mesh, steps
+        self._mesh, self.steps = mesh, steps
         self._traces = False
         self._shared: contextlib.AbstractContextManager | None = None
 
     def turns(self, number: int) -> bool:
         """Whether tracing begins or ends after this step."""
-        return bool(self._steps) and number in (self._steps.start - 1, self.last)
+        return bool(self.steps) and number in (self.steps.start - 1, self.last)
 
     def reading(self) -> contextlib.AbstractContextManager:
         """Around the wait for a batch."""
@@ -87,7 +87,7 @@ class Profiler:
 
     def resume(self, number: int) -> None:
         """Says that the loop goes on after step `number`: begins the trace where the next step is its first."""
-        if self._steps and number == self._steps.start - 1:
+        if self.steps and number == self.steps.start - 1:
             self.folder.mkdir(parents=True, exist_ok=True)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # it would cost more than the rest of the host's work
@@ -119,10 +119,10 @@ class Profiler:
         traced = breakdown.load(self.folder, compiled.as_text(), self._mesh)
         timeline.write(self.folder / TIMELINE, traced, self._mesh)
         timeline.draw(self.folder / PICTURE, traced, self._mesh)
-        seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self._steps)), self._mesh)
+        seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
         table = breakdown.table(seconds, hidden)
         (self.folder / TABLE).write_text(table + "\n")
-        say(f"steps {self._steps.start} to {self.last} are profiled in {self.folder}\n{table}")
+        say(f"steps {self.steps.start} to {self.last} are profiled in {self.folder}\n{table}")
         mean = {name: float(np.mean(values)) for name, values in seconds.items()}
         groups = {name: sum(mean[part] for part in parts) for name, parts in GROUPS.items()}
         return {"profile_step": sum(mean.values()), **{f"profile_{name}": value for name, value in groups.items()}}

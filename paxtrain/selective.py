@@ -46,10 +46,11 @@ class StageTimes(NamedTuple):
 
 
 def finish_rows(trainer: Trainer) -> tuple[int, ...]:
-    """Per stage, the number of the schedule's rows until its last backward has run."""
+    """Per stage, the number of the schedule's rows until its last backward has run, that of its weights included."""
     last = dict.fromkeys(range(trainer.schedule.stages), 0)
-    for row, stage, *_ in trainer.schedule.ops("backward"):
-        last[stage] = max(last[stage], row + 1)
+    for phase in ("backward", "weights"):
+        for row, stage, *_ in trainer.schedule.ops(phase):
+            last[stage] = max(last[stage], row + 1)
     return tuple(last.values())
 
 

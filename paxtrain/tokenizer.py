@@ -1,6 +1,6 @@
-"""The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library, all with `<|endoftext|>`.
+"""The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library with `<|endoftext|>`, and kept ones.
 
-None of them normalizes, so decoding returns the text that was encoded, and a text that happens to contain
+None of the former normalizes, so decoding returns the text that was encoded, and a text that happens to contain
 `<|endoftext|>` is encoded like any other text.
 """
 
@@ -61,19 +61,33 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
     return tokenizer
 
 
-def kept_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a data set that was prepared before, from its tokenizer.json.
+def load(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a tokenizer.json.
 
     Raises:
-        UserError: the file is no tokenizer, or has no `<|endoftext|>`.
+        UserError: the file is no tokenizer.
     """
     try:
-        tokenizer = Tokenizer.from_file(path)
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise UserError(f"{path} is no {FILE} of a data set: {' '.join(str(error).split())}") from error
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise UserError(f"{path} has no token {END_OF_TEXT}; name the {FILE} of a data set of paxtrain.prepare")
+        raise UserError(f"{path} is no {FILE}: {' '.join(str(error).split())}") from error
+
+
+def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
+    """The tokenizer of a data set that was prepared before or of a model, from its tokenizer.json.
+
+    Raises:
+        UserError: the file is no tokenizer, or has no such token as `end_of_text`.
+    """
+    tokenizer = load(path)
+    if tokenizer.token_to_id(end_of_text) is None:
+        raise UserError(
+            f"{path} has no token {end_of_text}; name the one that ends its documents, such as --end_of_text='</s>'"
+        )
     tokenizer.encode_special_tokens = True  # which the file does not keep
+    # What a model's file may keep is for its prompts, not for documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
@@ -94,13 +108,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def alike(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether ids mean the same in two tokenizer.json."""
+    return load(one).get_vocab() == load(other).get_vocab()
+
+
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """The largest id plus one, which is what a model needs even where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def cuts(tokenizer: Tokenizer) -> bool:
+    """Whether it gives the `pieces` of a text the ids of the whole: GPT-2's way to find words does, others may not."""
+    words = tokenizer.pre_tokenizer
+    plain = isinstance(words, pre_tokenizers.ByteLevel) and not words.add_prefix_space
+    return plain and tokenizer.normalizer is None
+
+
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """Cuts a text into pieces of about `characters` that encode, one by one, to the ids of the whole text.
+    """Cuts a text into pieces of about `characters` that encode, one by one, to the ids of the whole text (see `cuts`).
 
     The library needs 150 bytes of memory per character, and works on several pieces at the same time.
     """

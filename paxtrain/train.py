@@ -14,7 +14,7 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from paxtrain import checkpoint, distributed, metrics, plan, plots, report, sample, selective, supervised
+from paxtrain import checkpoint, distributed, metrics, plan, plots, report, sample, selective, supervised, tokenizer
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.datasets import DataSets
 from paxtrain.errors import UserError, run
@@ -43,6 +43,7 @@ class Run:
         self.progress.placed(place(mesh))
         self.data = DataSets(config)
         self.trainer.compression.check()  # settles attention and kernels, too
+        self._check_tokenizer()
         checkpoint.ensure_writable(self.out)
         self.ranks: StageRanks | None = None
         self._reset = ""  # why the state of the compression is not the checkpoint's
@@ -53,10 +54,24 @@ class Run:
         self.samples = 0
         self._stop = Stop()
 
+    @property
+    def _tokenizer(self) -> pathlib.Path:
+        return self.out / sample.TOKENIZER
+
+    def _check_tokenizer(self) -> None:
+        """Demands that the data's ids mean what they did where the checkpoints are from."""
+        resumes = self.config.checkpoint.resume and checkpoint.finished_steps(self.out / sample.CHECKPOINTS)
+        paths = (self._tokenizer, self.data.tokenizer)
+        if resumes and all(path.exists() for path in paths) and not tokenizer.alike(*paths):
+            raise UserError(
+                f"{paths[0]}, which goes with the checkpoints there, and {paths[1]} are different tokenizers; prepare "
+                f"the data with --tokenizer={paths[0]}, or name another run.out"
+            )
+
     def _keep_tokenizer(self) -> None:
         """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
         source = self.data.tokenizer
-        target = self.out / sample.TOKENIZER
+        target = self._tokenizer
         if self.primary and source.exists() and source.resolve() != target.resolve():
             shutil.copyfile(source, target)
 
@@ -144,6 +159,15 @@ class Run:
                 self.say(report.table(report.stage_times(times, stages, source)))
             self.ranks = StageRanks.of(self.config, chosen)
 
+    def _check_profile(self, steps: range) -> None:
+        """Demands that the profiled steps are of one program, whose parts the trace is sorted by."""
+        changes = [n + 1 for n in steps[:-1] if self.ranks.at(n) != self.ranks.at(n + 1) or self.ranks.due(n)]
+        if changes:
+            raise UserError(
+                f"profile={self.config.profile} goes across step {changes[0]}, from which on gradients over data may "
+                "have other ranks; name steps before it, or from it on"
+            )
+
     def step_of(self, number: int) -> jax.stages.Compiled:
         """The compiled train step of that number."""
         ranks = self.ranks.at(number)
@@ -191,6 +215,7 @@ class Run:
             first = int(state.step)
             profiler = Profiler(self.config, self.trainer.mesh, first)
             self.choose_ranks(state)
+            self._check_profile(profiler.steps)
             began = time.perf_counter()
             self.step_of(first + 1)
             self.step_of(self.config.run.steps)  # with compression over data started: all that needs memory is known

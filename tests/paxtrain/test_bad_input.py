@@ -184,6 +184,7 @@ BAD_CONFIGURATION = {
     "steps to profile as words": (["profile=a:b"], ["profile='a:b'", "10:13"]),
     "steps to profile backwards": (["profile=13:13"], ["profile=13:13", "no step", "13:14"]),
     "steps to profile from 0": (["profile=0:3"], ["profile=0:3", "counted from 1"]),
+    "steps to profile without end": ([f"profile=1:{10**20}"], ["profile=1:", "run.steps=500"]),
     "steps to profile beyond": (["profile=499:502"], ["profile=499:502", "step 501", "run.steps=500"]),
     "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
     "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
@@ -338,6 +339,10 @@ def test_preparing(home, tmp_path, run_main, given, words):
         (["export", "--dtype=float16"], ["--dtype=float16", "float32|bfloat16"]),
         (["import", "--model={home}"], ["import needs --config"]),
         (["import", "--model={home}", f"--config={TINY}"], ["there is no {home}/config.json"]),
+        (["import", "--model={home}/a_file", f"--config={TINY}"], ["{home}/a_file/config.json cannot be read"]),
+        (["import", "--model={home}", "--config=nowhere.py"], ["nowhere.py"]),
+        (["import", "--model={home}", f"--config={TINY}", "--out={home}/hf"], ["--out is for export", "run.out"]),
+        (["export", "--checkpoint={home}", "--out={home}/hf", f"--config={TINY}"], ["--config is for import"]),
     ],
 )
 def test_models_of_hugging_face(home, run_main, given, words):

@@ -192,8 +192,8 @@ def test_all_parts_of_a_step_are_there_and_add_up_and_the_head_is_the_last_stage
     assert found.devices == tuple(jax.devices())
     assert {name for name, values in found.seconds.items() if not values.any()} == {"input"}
     head = found.seconds["head"].reshape(2, 2, 2)
-    # Medians: a thread that had to wait for a core took as long as a head.
-    assert np.median(head[:, 1]) > 5 * np.median(head[:, 0])
+    # The least: a thread that had to wait for a core took as long as a head.
+    assert head[:, 1].min() > 5 * head[:, 0].min()
 
 
 def test_what_a_mesh_does_not_have_takes_no_time():
@@ -209,7 +209,7 @@ def test_what_a_mesh_does_not_have_takes_no_time():
 
 
 def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_for_it(monkeypatch):
-    pause, head_loss = 0.2, model.head_loss
+    pause, head_loss = 0.5, model.head_loss  # long beside what another program on this machine takes at a time
 
     def sleep(x):
         time.sleep(pause)

@@ -314,8 +314,8 @@ with Checkpoints(directory, CheckpointConfig()) as checkpoints:
         checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
 jax.experimental.multihost_utils.sync_global_devices("saved")
 if jax.process_index() == int(sys.argv[2]):
-    there, began = checkpoint._steps, time.monotonic()
-    checkpoint._steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
+    there, began = checkpoint.finished_steps, time.monotonic()
+    checkpoint.finished_steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
 seen = 1 if sys.argv[2] == "0" else 2
 checkpoints = Checkpoints(directory, CheckpointConfig())
 state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)

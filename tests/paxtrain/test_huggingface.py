@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from paxtrain import data, huggingface, huggingface_model, model, sample, tokenizer
 from paxtrain.checkpoint import Checkpoints
@@ -46,7 +48,7 @@ def folder_of(weights: dict[str, np.ndarray], config: ModelConfig, folder: pathl
     """A folder as transformers leaves it."""
     folder.mkdir()
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(huggingface_model.to_config(config, "float32", None)))
+    (folder / "config.json").write_text(json.dumps(huggingface_model.to_config(config, "float32")))
     tokenizer.bytes_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -166,6 +168,26 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
     assert [r["step"] for r in records if "loss" in r] == [1, 2]
 
 
+def test_a_models_first_and_last_token_come_through(tmp_path):
+    """Those that config.json and tokenizer_config.json name, which a harness and generation need."""
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    words = {"<s>": 1, "</s>": 2, "<|endoftext|>": 3}
+    Tokenizer(WordLevel(words, unk_token="<s>")).save(str(folder / "tokenizer.json"))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
+    settings = {"eos_token": {"content": "</s>"}, "chat_template": "...", "model_max_length": 10**30}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    huggingface.import_model(str(folder), config)
+    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["bos_token_id"], back["eos_token_id"]) == (1, 2)
+    kept = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
+    wanted = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 24, "bos_token": "<s>"}
+    assert kept == settings | wanted
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -177,6 +199,7 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
         ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised model (gptq)", "that it was made of"]),
         ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
         ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
         ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
@@ -213,6 +236,15 @@ def test_broken_files_are_named(tmp_path):
     refused(r"has no array model\.norm\.weight")
     safetensors.numpy.save_file(some | {"model.norm.weight": np.ones(31, np.float32)}, file)
     refused(r"array model\.norm\.weight is \[31\], which does not make the \[32\]")
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
+    safetensors.numpy.save_file(weights | bias, file)
+    refused(r"does not account for, model\.layers\.0\.self_attn\.q_proj\.bias first of 1")
+    codes = {name: x.astype(np.int8) if "q_proj" in name else x for name, x in weights.items()}
+    safetensors.numpy.save_file(codes, file)
+    refused(r"q_proj\.weight is of int8; float64, float32, float16, bfloat16 can be imported")
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    safetensors.numpy.save_file(weights | harmless, file)
+    huggingface_model.params(huggingface._Arrays(folder), config.model)
     file.unlink()
     refused("needs all of a model's")
 

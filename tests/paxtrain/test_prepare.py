@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.normalizers import Prepend
 
 from paxtrain import data
 from paxtrain import prepare as prepare_module
@@ -77,12 +78,33 @@ def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
     assert Path(second.tokenizer).read_bytes() == Path(first.tokenizer).read_bytes()
     saved = Tokenizer.from_file(first.tokenizer)
     assert sorted(text for prefix in second.prefixes for text in read_documents(prefix, saved)) == sorted(contents)
-    with pytest.raises(UserError, match=r"z\.jsonl is no tokenizer\.json of a data set"):
+    with pytest.raises(UserError, match=r"z\.jsonl is no tokenizer\.json: "):
         prepare([str(folder)], tmp_path / "c", tokenizer=str(folder / "z.jsonl"))
     foreign = json.loads(Path(first.tokenizer).read_text().replace("<|endoftext|>", "<eos>"))
     (tmp_path / "foreign.json").write_text(json.dumps(foreign))
-    with pytest.raises(UserError, match=r"foreign\.json has no token <\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"foreign\.json has no token <\|endoftext\|>; .* --end_of_text"):
         prepare([str(folder)], tmp_path / "c", tokenizer=str(tmp_path / "foreign.json"))
+    third = prepare([str(folder)], tmp_path / "c", tokenizer=str(tmp_path / "foreign.json"), end_of_text="<eos>")
+    for prefix, other in zip(third.prefixes, second.prefixes):
+        assert Path(f"{prefix}.bin").read_bytes() == Path(f"{other}.bin").read_bytes()
+    with pytest.raises(UserError, match=r"--end_of_text=<eos> goes with a tokenizer\.json only"):
+        prepare([str(folder)], tmp_path / "d", end_of_text="<eos>")
+
+
+def test_a_models_tokenizer_gives_whole_documents_its_ids(tmp_path):
+    """Though its file keeps a limit and padding for prompts, and it begins every text it is given with a token."""
+    words = " ".join(str(i) for i in range(30_000))
+    for i, text in enumerate((words, "a short one")):
+        (tmp_path / f"{i}.txt").write_text(text)
+    first = prepare([str(tmp_path / "*.txt")], tmp_path / "a", tokenizer="bpe", vocab_size=300)
+    model = Tokenizer.from_file(first.tokenizer)
+    model.normalizer = Prepend("_")
+    ids = {len(model.encode(text).ids) + 1 for text in (words, "a short one")}
+    model.enable_truncation(8)
+    model.enable_padding()
+    model.save(str(tmp_path / "model.json"))
+    found = prepare([str(tmp_path / "*.txt")], tmp_path / "b", tokenizer=str(tmp_path / "model.json"))
+    assert set(found.tokens) == ids
 
 
 def test_bpe_learns_nothing_from_held_out_text(tmp_path):

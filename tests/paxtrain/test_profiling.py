@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from paxtrain import data, metrics, train
 from paxtrain.breakdown import PARTS
-from paxtrain.config import from_dict
+from paxtrain.config import from_dict, to_dict
 from paxtrain.errors import UserError
 from paxtrain.mesh import make_mesh
 from paxtrain.profiling import GROUPS, PICTURE, TABLE, TIMELINE, Profiler
@@ -162,6 +162,14 @@ def test_off_there_is_nothing_around_a_step(home, tmp_path):
             assert not profiler.turns(number) and profiler.last == 0
             profiler.pause(None)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("compress", [{"data_start": 0.5}, {"data_start": 0.0, "data_adapt_every": 3}])
+def test_a_window_is_of_one_program(home, tmp_path, compress):
+    """Ranks over data change after step 3, as compression starts or as they adapt: parts are known of one program."""
+    values = to_dict(config(home, tmp_path / "run", "3:5"))
+    with pytest.raises(UserError, match="profile=3:5 goes across step 4, from which on gradients over data may"):
+        started(from_dict(values | {"compress": values["compress"] | compress})).train()
 
 
 def test_a_window_that_is_cut_short_leaves_its_trace_and_no_profiler_running(home, tmp_path):

@@ -182,6 +182,9 @@ def test_measured_times_are_of_one_stage_at_a_time(home):
     c = from_dict(values | {"compress": {"data": "all", "data_rank": 4}})
     trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:4]))
     assert selective.finish_rows(trainer) == (trainer.schedule.rows, trainer.schedule.rows - 1)
+    late = from_dict(values | {"pipeline": {"schedule": "zb_h1"}, "compress": {"data": "all", "data_rank": 4}})
+    split = Trainer(late, trainer.mesh)  # gradients of weights come last, on all stages
+    assert selective.finish_rows(split) == (split.schedule.rows, split.schedule.rows)
     state = trainer.abstract_state()
     _, grads = jax.eval_shape(selective.pipelined(trainer), state.params, trainer.abstract_batch(), state.codec)
     for rank in (0, 4):

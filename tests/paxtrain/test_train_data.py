@@ -16,6 +16,7 @@ from paxtrain import metrics, sample
 from paxtrain.checkpoint import Checkpoints
 from paxtrain.config import from_dict
 from paxtrain.datasets import DataSets
+from paxtrain.errors import UserError
 from paxtrain.mesh import make_mesh
 from paxtrain.prepare import prepare
 from paxtrain.train import Run
@@ -101,6 +102,21 @@ def expected(home, out):
     """All rows that the run reads, [steps * batch, sequence + 1]."""
     config = configuration(home, out, batch={"global_batch": STEPS * BATCH, "micro_batch": 2})
     return next(DataSets(config).training(range(STEPS * BATCH)))
+
+
+def test_data_of_another_tokenizer_is_not_gone_on_with(home, reference, tmp_path):
+    """Its ids would be taken for the model's, and its tokenizer would replace the run's."""
+    out, _ = reference
+    shutil.copytree(out, tmp_path / "run")
+    kept = (tmp_path / "run" / sample.TOKENIZER).read_text()
+    other = tmp_path / "other"
+    prepare([str(home / "web.jsonl")], other, tokenizer="bpe", vocab_size=257)
+    data = {"train": str(other / "train"), "weights": "", "validation": str(other / "validation")}
+    config = configuration(home, tmp_path / "run", data=data, model={"separator": 0}, run={"steps": STEPS + 1})
+    with pytest.raises(UserError, match=r"are different tokenizers; prepare the data with --tokenizer=.*run/tokenizer"):
+        started(config)
+    assert (tmp_path / "run" / sample.TOKENIZER).read_text() == kept
+    started(configuration(home, tmp_path / "anew", data=data, model={"separator": 0}))
 
 
 @pytest.fixture(scope="module")
