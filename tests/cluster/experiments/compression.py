@@ -23,9 +23,7 @@ from tests.cluster.models import Split
 from tests.cluster.records import Records
 from tests.cluster.scenario import Scenario
 
-# In that setting rank 16 makes 0.7% of a message between stages, and rank 128 13% of a gradient over data. Here rank 8
-# makes 11% of a gradient. A message is so small that rank 16 makes 37% of it, and rank 4 9%, with which CB alone costs 3%
-# of the loss: so "everything", which is about speed, has rank 4, and CB, which sends few of them, 16.
+# With rank 16, 37% of so small a message, "everything" would gain little; with rank 4 CB alone costs 3% of the loss.
 _OFF = {"embedding": "unfused", "backward_rank": 4, "forward_rank": 4, "data_rank": 8, "data_start": 0.0}
 _CB = {"backward": "epilogue", "backward_rank": 16}
 SELECTIVE = "CB+FE+SC"
@@ -81,6 +79,16 @@ def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
     return clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
+
+
+def messages() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a message between stages here and in that setting."""
+    _, model, candidate = _paper()
+    here = SPLITS["dense"]
+    return (
+        (here.micro_batch * here.sequence, here.hidden),
+        (candidate.micro_batch * model.sequence, model.hidden),
+    )
 
 
 def paper_share() -> float:

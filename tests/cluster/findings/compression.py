@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from compress.policy import compression_ratio
 from paxtrain import plots
 from tests.cluster import figures
 from tests.cluster.experiments import compression as experiment
@@ -103,20 +104,24 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
     chosen = ", ".join(f"{_stages(line['selected'], pipe)} at {line['share']:.0%}" for line in lines)
-    return f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width
-    {width}, rank {all_["data_rank"]} over data. CB compresses the gradients between stages that nothing hides, with
-    rank {cb["backward_rank"]}, FE fuses the tied embedding's synchronisation, SC compresses the gradients over
-    data of those stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{
-        ALL
-    }" compresses
-    every message between stages, activations too, and all gradients over data.
-    The links are set so that communication takes a given share of a dense step, by the planner's prediction. {where}
-    for 8.3B parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats}
-    repeats of each, taken in turn; the spread of a speed-up is that of each repeat's own ratio. {
-        _unlimited(lines, paper)
-    } In that setting ranks 16 and 128 make 0.7% of a
-    message and 13% of a gradient; here messages are so small that rank 16 makes 37% of one and rank 4 9%, with which CB
-    alone cost 3% of the loss: hence two ranks."""
+    words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width}, rank
+    {all_["data_rank"]} over data. CB compresses the gradients between stages that nothing hides, with rank
+    {cb["backward_rank"]}, FE fuses the tied embedding's synchronisation, SC compresses the gradients over data of those
+    stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}" compresses every
+    message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients over data. The links
+    are set so that communication takes a given share of a dense step, by the planner's prediction. {where} for 8.3B
+    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats
+    of each, taken in turn; the spread of a speed-up is that of each repeat's own ratio."""
+    return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
+
+
+def _ranks(usual: int, small: int) -> str:
+    """Why there are two: what they make of a message."""
+    here, there = experiment.messages()
+    left = lambda rank, message: percent(1 / compression_ratio(*message, rank))  # noqa: E731
+    return f"""In that setting rank {usual} makes {left(usual, there)} of a message between stages. Here messages are so
+    small that it makes {left(usual, here)}, and rank {small} {left(small, here)}: CB, which sends few, has the
+    former, to which its loss belongs; "{ALL}", which is about speed, the latter."""
 
 
 def _unlimited(lines: list[dict], paper: dict | None) -> str:
