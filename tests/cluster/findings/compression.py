@@ -243,8 +243,10 @@ def section(folder: pathlib.Path) -> Section:
     if paper:
         gains = speedups(paper)
         note = f"communication takes {paper['share']:.0%} of a dense step; {_most(paper)}; spread "
-        faster = FASTER.judged(gains[PAPER][0], f"{note}{gains[PAPER][1]:.3f}")
-        fastest = FASTEST.judged(gains[ALL][0], f"{note}{gains[ALL][1]:.3f}")
+        slowest = lines[-1]
+        there = {kind: f"; {factor(gain)} at {slowest['share']:.0%}" for kind, (gain, _) in speedups(slowest).items()}
+        faster = FASTER.judged(gains[PAPER][0], f"{note}{gains[PAPER][1]:.3f}{there[PAPER]}")
+        fastest = FASTEST.judged(gains[ALL][0], f"{note}{gains[ALL][1]:.3f}{there[ALL]}")
     if DENSE in curves and PAPER in curves:
         last = curves[PAPER].last / curves[DENSE].last - 1
         close = CLOSE.judged(last, f"{curves[PAPER].steps[-1]:.0f} steps, one seed")
