@@ -55,7 +55,7 @@ class Curve:
 
 
 def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: dict[str, str]) -> Figure:
-    figure = plots.figure(12, 4)
+    figure = plots.figure(12, 4.3)
     panels = figure.subplots(1, len(times), sharey=True, squeeze=False)[0]
     for axes, (links, seconds) in zip(panels, times.items()):
         plots.style(axes)
@@ -69,7 +69,7 @@ def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: 
         axes.set_xlim(left=0)
     panels[0].set_ylabel("validation loss, nats per token")
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
-    panels[0].legend(shown.values(), shown, **figures.LEGEND)
+    figure.legend(shown.values(), shown, ncols=len(shown), loc="outside upper center", **figures.LEGEND)
     return figure
 
 
