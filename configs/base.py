@@ -44,8 +44,8 @@ def llama(
 ) -> ConfigDict:
     """A model with Llama 2's shape and size of vocabulary, and data in its tokens.
 
-    `paxtrain.prepare` makes those of a tokenizer.json that has GPT-2's end of text; of Llama 2's own, Megatron's tools
-    do, whose files are read as they are.
+    `paxtrain.prepare --tokenizer=tokenizer.json --end_of_text='</s>'` makes those; files of Megatron's tools are read
+    as they are.
     """
     model = {
         "family": "llama",

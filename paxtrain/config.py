@@ -288,10 +288,12 @@ class Config:
                 f"model.{name}={size} is not divisible by mesh.tensor={mesh.tensor}; "
                 f"tensor={divisors_near(size, mesh.tensor)} would fit",
             )
+        below = model.sequence // mesh.tensor * mesh.tensor
+        lengths = " or ".join(str(length) for length in (below, below + mesh.tensor) if length)
         require(
-            not mesh.sequence_parallel or model.sequence % mesh.tensor == 0,
+            not mesh.sequence_parallel or model.sequence == below,
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
-            f"mesh.tensor={mesh.tensor}; tensor={divisors_near(model.sequence, mesh.tensor)} would fit",
+            f"mesh.tensor={mesh.tensor}; model.sequence={lengths} would fit",
         )
         self.batch.micro_batches(mesh.data)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)

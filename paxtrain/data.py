@@ -206,9 +206,13 @@ def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1)
         separator: the token with which documents begin or end; -1: any.
 
     Raises:
-        UserError: as TokenFile; too few tokens for one sample; an id outside the vocabulary; another separator.
+        UserError: as TokenFile; a file that cannot be read; too few tokens for one sample; an id outside the
+            vocabulary; another separator.
     """
-    file = TokenFile(prefix, vocab_size)
+    try:
+        file = TokenFile(prefix, vocab_size)
+    except OSError as error:
+        raise UserError(f"{prefix}.bin and .idx cannot be read ({error}); see who may read them") from error
     if samples_per_epoch(len(file), sequence) < 1:
         raise UserError(
             f"{file.prefix}.bin has {len(file)} tokens, too few for one sample of model.sequence={sequence} plus one; "

@@ -20,7 +20,11 @@ def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
     folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in files)
     found = [path for path in (folder / TOKENIZER for folder in folders) if path.exists()]
     for path in found[1:]:
-        if path.read_bytes() != found[0].read_bytes():
+        try:
+            equal = path.read_bytes() == found[0].read_bytes()
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}); see who may read it") from error
+        if not equal:
             raise UserError(
                 f"{found[0]} and {path} are different tokenizers, so the ids of one data set mean something else in "
                 "the other; prepare all of them with the same one"

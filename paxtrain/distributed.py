@@ -1,6 +1,7 @@
 """Many processes: who coordinates them, found in the scheduler's variables or given by flags."""
 
 import contextlib
+import math
 import os
 import pathlib
 import socket
@@ -162,6 +163,8 @@ def initialize(
     missing = [flag for flag, value in given.items() if value is None]
     if 0 < len(missing) < len(given) and not alone(coordinator, processes, process):
         raise UserError(f"{', '.join(missing)} missing; --coordinator, --num_processes and --process_id go together")
+    if not math.isfinite(timeout):
+        raise UserError(f"--coordinator_timeout must be a number of seconds, got {timeout}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if alone(coordinator, processes, process):
         return

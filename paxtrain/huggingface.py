@@ -122,7 +122,10 @@ class _Arrays:
 
     def __init__(self, folder: pathlib.Path) -> None:
         if (folder / INDEX).exists():
-            files = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+            places = _read_json(folder / INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise UserError(f"{folder / INDEX} must have a weight_map from names to files")
+            files = sorted(set(places.values()))
         else:
             files = [ONE_FILE]
         self._folder, self._holder, self._read = folder, {}, set()
@@ -157,7 +160,7 @@ class _Arrays:
 
 def _check_architecture(config: Config, fields: dict[str, Any], folder: pathlib.Path) -> None:
     mine, theirs = dict(sample.architecture(config.model)), dict(fields)
-    for name, zero in (("kv_heads", config.model.heads), ("intermediate", 4 * config.model.hidden)):
+    for name, zero in (("kv_heads", theirs["heads"]), ("intermediate", 4 * theirs["hidden"])):
         theirs[name] = theirs[name] or zero
     different = {name: value for name, value in theirs.items() if mine[name] != value}
     if different:

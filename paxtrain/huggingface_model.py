@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain import model
-from paxtrain.config import ModelConfig
+from paxtrain.config import ModelConfig, read_section
 from paxtrain.errors import UserError
 from paxtrain.model import Params
 
@@ -92,34 +92,41 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
         read: the array of a name, of any float dtype.
 
     Raises:
-        UserError: an array of another size than the architecture's, or of numbers that stand for others (quantised).
+        UserError: an array of another shape than the architecture's, or of numbers that stand for others (quantised).
     """
     family, shapes = config.family, model.shapes(config)
     turned = family == "llama"
     found: Params = {group: {} for group in shapes}
 
-    def checked(name: str, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        x = read(name)
         if x.dtype.name not in _FLOATS:
             raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
-        if x.size != math.prod(shape):
-            raise UserError(f"array {name} is {list(x.shape)}, which does not make the {list(shape)} of this model")
-        return x.astype(np.float32).reshape(shape)
+        if x.shape != shape:
+            raise UserError(f"array {name} is {list(x.shape)}; a {family} model of these sizes has {list(shape)}")
+        return x.astype(np.float32)
+
+    def kept(name: str, key: str, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of a layer, whose kernels are matrices in files and whose biases vectors."""
+        if name == "kernel":
+            matrix = (shape[0], math.prod(shape[1:]))
+            return (checked(key, matrix[::-1]).T if turned else checked(key, matrix)).reshape(shape)
+        return checked(key, (math.prod(shape),)).reshape(shape)
 
     def table(name: str) -> np.ndarray:
-        x = checked(name, read(name), (config.vocab_size, config.hidden))
+        x = checked(name, (config.vocab_size, config.hidden))
         return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
 
     token = table(_EMBEDDING[family])
     found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
     for (group, name), theirs in _REST[family].items():
-        found[group][name] = checked(theirs, read(theirs), shapes[group][name].shape)
+        found[group][name] = checked(theirs, shapes[group][name].shape)
     for (group, name), theirs in _LAYER[family].items():
         stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
         for layer in range(config.layers):
             keys = [_PREFIX[family].format(layer) + key for key in theirs]
             shape = stacked.shape[1:] if len(keys) == 1 else (stacked.shape[1], *stacked.shape[3:])
-            parts = [read(key) for key in keys]
-            parts = [checked(key, x.T if turned and x.ndim == 2 else x, shape) for key, x in zip(keys, parts)]
+            parts = [kept(name, key, shape) for key in keys]
             stacked[layer] = np.stack(parts, axis=1) if len(parts) > 1 else parts[0]
         found["layers"].setdefault(group, {})[name] = stacked
     return found
@@ -196,18 +203,22 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         where: the file, for messages.
 
     Raises:
-        UserError: an architecture that is not implemented, or a size that is missing.
+        UserError: an architecture that is not implemented, or a size that is missing or none.
     """
     kind = values.get("model_type")
-    if kind not in _LAYER:
+    if not isinstance(kind, str) or kind not in _LAYER:
         raise UserError(f"{where} is of model_type {kind!r}; {' and '.join(_LAYER)} can be imported")
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise UserError(f"{where} is of a quantised model ({method}); import the one that it was made of")
     try:
-        return (_from_llama if kind == "llama" else _from_gpt2)(values, where)
+        fields = (_from_llama if kind == "llama" else _from_gpt2)(values, where)
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"{where} has values that no {kind} model has: {error}") from error
+    read_section(ModelConfig, fields, f"{where}: model")
+    return fields
 
 
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ whichever it is.
 
 Every function takes `group`, which says over which mesh axis heads, ffn and vocabulary are split, and whether the
 sequence is, too: then S is a device's part of it in all that lies between the split matrices.
-`python -m paxtrain.train` never calls `loss` or `logits`: they are the plain model on one device, for sampling, for
-comparison, and to read.
+The train step has nothing of `loss` and `logits`: they are the plain model on one device, for sampling, for comparison,
+and to read.
 
 References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).

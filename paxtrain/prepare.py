@@ -82,9 +82,9 @@ def input_files(inputs: Sequence[str]) -> list[str]:
         path = Path(name)
         if name == "stdlib":
             found = stdlib_files()
-        elif path.is_file():
+        elif os.path.isfile(name):
             found = [name]
-        elif path.is_dir():
+        elif os.path.isdir(name):
             inside = (file for file in sorted(path.rglob("*")) if file.is_file())
             found = [str(file) for file in inside if not _hidden(file.relative_to(path))]
         else:
@@ -92,7 +92,11 @@ def input_files(inputs: Sequence[str]) -> list[str]:
         if not found:
             raise UserError(f"--input={name} names no files; it takes text files, folders or globs, or `stdlib`")
         files += found
-    return list(dict.fromkeys(files))
+    once: dict[str, str] = {}
+    for file in files:
+        # A document under two names could be held out and trained on.
+        once.setdefault(os.path.realpath(file), file)
+    return list(once.values())
 
 
 def _hidden(path: Path) -> bool:
@@ -114,6 +118,8 @@ def _json_text(line: str, where: str, key: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+        raise UserError(f"{where} is JSON that cannot be read: {error}") from error
     if not isinstance(record, dict) or key not in record:
         found = f"the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
         raise UserError(f"{where} has no key {key!r} but {found}; name the key of the text with --json_key")

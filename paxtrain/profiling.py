@@ -89,6 +89,7 @@ class Profiler:
         """Says that the loop goes on after step `number`: begins the trace where the next step is its first."""
         if self.steps and number == self.steps.start - 1:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / TABLE).unlink(missing_ok=True)  # of a run before: it says that this one's trace is whole
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # it would cost more than the rest of the host's work
             distributed.wait_for_all(f"step {number + 1} is profiled")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.errors import UserError, run
 from paxtrain.model import Params
 from paxtrain.tokenizer import FILE as TOKENIZER
+from paxtrain.tokenizer import load as load_tokenizer
 
 CHECKPOINTS = "checkpoints"
 
@@ -74,7 +76,7 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     """Parameters (on this process's first device), configuration and tokenizer of a training run.
 
     Raises:
-        UserError: the directory holds no run with a good checkpoint.
+        UserError: the directory holds no run with a good checkpoint, or no tokenizer.
     """
     directory = pathlib.Path(directory)
     home = directory / CHECKPOINTS
@@ -87,7 +89,7 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     path = directory / TOKENIZER
     if not path.exists():
         raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
-    return params, config, Tokenizer.from_file(str(path))
+    return params, config, load_tokenizer(path)
 
 
 def sample(
@@ -98,7 +100,7 @@ def sample(
     params, config, tokenizer = load(directory, step)
     ids = tokenizer.encode(prompt).ids
     if not ids:
-        raise UserError("--prompt must hold at least one token, got an empty string")
+        raise UserError(f"--prompt must hold at least one token, got {prompt!r}")
     config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")
     if max(ids) >= config.model.vocab_size:
         raise UserError(
@@ -117,7 +119,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("tokens", 200, "Tokens to draw.", lower_bound=1)
     flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token each time.", lower_bound=0.0)
     flags.DEFINE_integer("top_k", 0, "Draw from that many likeliest tokens; 0: from all.", lower_bound=0)
-    flags.DEFINE_integer("seed", 0, "Seed of the draws.")
+    flags.DEFINE_integer("seed", 0, "Seed of the draws.", lower_bound=0, upper_bound=2**63 - 1)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -125,6 +127,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; give the prompt with --prompt=")
     f = flags.FLAGS
+    if not math.isfinite(f.temperature):
+        raise UserError(f"--temperature must be a number such as 0.8, got {f.temperature}")
     text = sample(f.checkpoint, f.prompt, f.tokens, temperature=f.temperature, top_k=f.top_k, seed=f.seed, step=f.step)
     print(f.prompt + text)
 

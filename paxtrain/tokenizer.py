@@ -122,7 +122,9 @@ def cuts(tokenizer: Tokenizer) -> bool:
     """Whether it gives the `pieces` of a text the ids of the whole: GPT-2's way to find words does, others may not."""
     words = tokenizer.pre_tokenizer
     plain = isinstance(words, pre_tokenizers.ByteLevel) and not words.add_prefix_space
-    return plain and tokenizer.normalizer is None
+    # Without words a token may reach across a cut, but for tokens of one byte.
+    alone = plain and (words.use_regex or vocabulary_size(tokenizer) <= SMALLEST_BPE_VOCABULARY)
+    return alone and tokenizer.normalizer is None
 
 
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:

@@ -62,6 +62,8 @@ class Run:
         """Demands that the data's ids mean what they did where the checkpoints are from."""
         resumes = self.config.checkpoint.resume and checkpoint.finished_steps(self.out / sample.CHECKPOINTS)
         paths = (self._tokenizer, self.data.tokenizer)
+        if self.data.tokenizer.exists():
+            tokenizer.load(self.data.tokenizer)  # else a damaged one would show when all is trained, by the sample
         if resumes and all(path.exists() for path in paths) and not tokenizer.alike(*paths):
             raise UserError(
                 f"{paths[0]}, which goes with the checkpoints there, and {paths[1]} are different tokenizers; prepare "
@@ -359,7 +361,10 @@ class Run:
             rows.append(("skipped steps", f"{skipped}, their gradients were not finite"))
         self.say(report.table(rows))
         if self.primary and self.config.run.sample_tokens and (self.out / sample.TOKENIZER).exists():
-            text = sample.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
+            try:
+                text = sample.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
+            except UserError as error:  # a tokenizer may make no token of "\n"; all is trained and saved
+                text = f"none, {error}"
             self.say(f"a sample:\n{text}")
 
 

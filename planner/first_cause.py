@@ -21,15 +21,18 @@ from typing import Any
 
 from planner.worker_process import Status
 
-# What other processes' ends make of one's own: collectives that lost a peer, jax's coordination service, and the
-# sentences of those who wait for another one before training (rollcall, meeting), which all say where to look.
+# What other processes' ends make of one's own: collectives that lost a peer, and jax's coordination service.
 _CASCADE = re.compile(
     r"gloo|nccl|collective|coordination|heartbeat|connection (reset|closed)|socket closed|broken pipe|timed out waiting"
-    r"|barrier|another task|distributed (service|runtime)|its own output says what|did not find each other|preempt"
-    r"|deadline.exceeded|unavailable|see whether (its|that) (host|network) is up",
+    r"|barrier|another task|distributed (service|runtime)|preempt|deadline.exceeded|unavailable",
     re.IGNORECASE,
 )
+# A sentence for the user, whose own paths may have any of these words in them. Those about another process, as of who
+# waits for one before training (rollcall, meeting), are known by their advice; one of them quotes the runtime.
+_SENTENCE = re.compile(r"(error|UserError): ")
 _UNMET = re.compile(r"see whether (its|that) (host|network) is up")
+_OTHERS = re.compile(rf"its own output says what|did not find each other|{_UNMET.pattern}")
+_QUOTED = "cannot join the other processes: "
 # Exceptions that no collective raises.
 _OWN = re.compile(
     r"(OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError|AssertionError|AttributeError|IndexError"
@@ -134,9 +137,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def is_cascade(worker: Status) -> bool:
     """Whether the worker's end is what another one's end does to it."""
-    if worker.signal in _FROM_OUTSIDE or _FULL.search(worker.error) or _OWN.match(worker.error):
+    error = worker.error
+    if worker.signal in _FROM_OUTSIDE or _FULL.search(error) or _OWN.match(error):
         return False
-    return bool(_CASCADE.search(worker.error))
+    if _SENTENCE.match(error):
+        return bool(_OTHERS.search(error) or _CASCADE.search(error.partition(_QUOTED)[2]))
+    return bool(_CASCADE.search(error))
 
 
 def _ended(rank: int, worker: Status) -> _Candidate | None:
@@ -164,7 +170,7 @@ def _ended(rank: int, worker: Status) -> _Candidate | None:
         return own("out of memory", f"ran out of memory{while_}", advice="plan for less memory and start again")
     if worker.signal:
         return own("killed", f"was ended by {worker.signal}{while_}")
-    if worker.error.startswith(("error: ", "UserError: ")):
+    if _SENTENCE.match(worker.error):
         return own("bad input", f"was given bad input{while_}", worker.error.partition(": ")[2], advice="")
     if worker.failed or worker.state == "ended":
         code = "" if worker.code in (None, 1) else f" with exit code {worker.code}"
@@ -186,7 +192,9 @@ def _silence(reports: Mapping[int, Report], rank: int) -> float:
     return max((seconds for seconds, ended in spans if not ended), default=0.0)
 
 
-def _lost(reports: Mapping[int, Report], names: Sequence[str], joined: bool) -> _Candidate | None:
+def _lost(
+    reports: Mapping[int, Report], names: Sequence[str], joined: bool, machines: Sequence[str]
+) -> _Candidate | None:
     """The hosts that have not reported."""
     gone = sorted(set(range(len(names))) - set(reports))
     if not gone:
@@ -198,7 +206,7 @@ def _lost(reports: Mapping[int, Report], names: Sequence[str], joined: bool) -> 
         # Who hears less than half of the hosts is cut off himself; of two halves that with the first host goes on.
         gone = sorted(reports)
     many = len(gone) > 1
-    them, without = "them" if many else "it", ",".join(names[i] for i in gone[:8])
+    them, without = "them" if many else "it", ",".join([*dict.fromkeys(machines[i] for i in gone)][:8])
     advice = f"bring {them} back or plan without {them} (planner.plan --without={without}), and start again"
     if not joined:
         what = f"{'have' if many else 'has'} not come: no supervisor there has been heard since this one was started"
@@ -213,7 +221,7 @@ def _lost(reports: Mapping[int, Report], names: Sequence[str], joined: bool) -> 
     return _Candidate(2, "lost", tuple(gone), what, None, advice=advice, leave_out=tuple(gone))
 
 
-def _links(reports: Mapping[int, Report], names: Sequence[str]) -> _Candidate | None:
+def _links(reports: Mapping[int, Report], names: Sequence[str], machines: Sequence[str]) -> _Candidate | None:
     """Links between hosts that have both reported and that carry nothing, or carried nothing for a while."""
     now: dict[tuple[int, int], float] = {}
     past: dict[tuple[int, int], tuple[float, float]] = {}
@@ -242,7 +250,7 @@ def _links(reports: Mapping[int, Report], names: Sequence[str]) -> _Candidate | 
     else:
         seconds, ended = max(past.values())
         what += f" carried nothing for {_seconds(seconds)} until {_seconds(ended)} ago, longer than training can wait"
-    advice = f"mend it or plan without one of the two (planner.plan --without={names[worst]}), and start again"
+    advice = f"mend it or plan without one of the two (planner.plan --without={machines[worst]}), and start again"
     return _Candidate(3, "link", tuple(sorted(counts)), what, None, advice=advice, leave_out=(worst,))
 
 
@@ -274,16 +282,21 @@ def _standing(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
         yield _Candidate(6, "stalled", (), what, told)
 
 
-def first(reports: Mapping[int, Report], names: Sequence[str], joined: bool = True) -> Cause:
+def first(
+    reports: Mapping[int, Report], names: Sequence[str], joined: bool = True, machines: Sequence[str] = ()
+) -> Cause:
     """The first cause.
 
     Args:
         reports: of the hosts that could be asked, by number; at least one.
         names: of all hosts.
         joined: all hosts had once come together.
+        machines: as the planner knows the hosts, of which several may be processes of one machine; default: `names`.
     """
+    machines = machines or names
     candidates = [found for rank, r in reports.items() if r.worker and (found := _ended(rank, r.worker))]
-    candidates += [found for found in (_lost(reports, names, joined), _links(reports, names)) if found]
+    elsewhere = (_lost(reports, names, joined, machines), _links(reports, names, machines))
+    candidates += [found for found in elsewhere if found]
     candidates += [*_left(reports), *_standing(reports)]
     if not candidates:
         candidates = [_Candidate(7, "stalled", (), "a worker ended, and no host says why", None)]
@@ -296,7 +309,7 @@ def first(reports: Mapping[int, Report], names: Sequence[str], joined: bool = Tr
         step=step,
         age=chosen.age or 0.0,
         sentence=_sentence(chosen, names, step),
-        leave_out=tuple(names[i] for i in chosen.leave_out),
+        leave_out=tuple(dict.fromkeys(machines[i] for i in chosen.leave_out)),
     )
 
 

@@ -82,6 +82,11 @@ def _command(job: Job, kubernetes: Kubernetes) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _kept(text: str) -> str:
+    """A text as Kubernetes leaves it: in arguments and variables it takes $$ for $, and $(NAME) for a variable."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
+
 def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     variables: list[dict[str, Any]] = [
         # The planner measures machines, and pods have the same names on other machines after a restart.
@@ -91,7 +96,7 @@ def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
         "name": _CONTAINER,
         "image": kubernetes.image,
         "command": ["/bin/sh", "-c", _SHELL],
-        "args": [_command(job, kubernetes)],
+        "args": [_kept(_command(job, kubernetes))],
         "env": variables,
         "ports": [{"containerPort": port, "protocol": "TCP"} for port in (PORT, COORDINATOR)],
         "volumeMounts": [
@@ -101,7 +106,7 @@ def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     }
     if job.gpus_per_node:
         variables += [{"name": name, "value": value} for name, (value, _) in GPU_VARIABLES.items()]
-        variables.append({"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{job.out}/cache"})
+        variables.append({"name": "JAX_COMPILATION_CACHE_DIR", "value": _kept(f"{job.out}/cache")})
         container["resources"] = {"limits": {"nvidia.com/gpu": str(job.gpus_per_node)}}
     else:
         variables.append({"name": "JAX_PLATFORMS", "value": "cpu"})  # also where jax would find GPUs

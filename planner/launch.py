@@ -4,7 +4,9 @@
 processes of this machine. What follows -- are flags of planner.run: overrides of the configuration, what is searched.
 """
 
+import math
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +27,7 @@ _ONLY = {
     **dict.fromkeys(("min_nodes", "per_gpu"), ("slurm",)),
 }
 _KINDS = ("slurm", "kubernetes", "local")
+_UNLIMITED = ("0", "UNLIMITED", "INFINITE")  # as SLURM writes a job without a time limit
 
 
 def _kind(argv: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -60,6 +63,8 @@ def _job(kind: str, arguments: tuple[str, ...]) -> Job:
     least = f.min_nodes or nodes
     if least > nodes:
         raise UserError(f"--min_nodes={least} is above --nodes={nodes}; it may be at most as many")
+    if not math.isfinite(f.link_timeout):
+        raise UserError(f"--link_timeout must be a number of seconds, got {f.link_timeout}")
     if f.per_gpu and not f.gpus_per_node:
         raise UserError("--per_gpu needs --gpus_per_node of at least 1")
     # In the image of a container there may be other files than here.
@@ -83,7 +88,11 @@ def _job(kind: str, arguments: tuple[str, ...]) -> Job:
 
 def _slurm(job: Job) -> str:
     f = flags.FLAGS
-    if f.time:
+    for name, value in (("name", f.name), ("partition", f.partition), ("account", f.account)):
+        # They stand in #SBATCH lines, which sbatch splits at blanks, and the name also in that of the job's log.
+        if not re.fullmatch(r"[\w.,+@=-]*" if name != "name" else r"\w[\w.-]*", value, re.ASCII):
+            raise UserError(f"--{name} must be one word, of letters, digits, '.', '_' and '-', got {value!r}")
+    if f.time and f.time.upper() not in _UNLIMITED:
         limit = jobs.seconds(f.time)
         if limit is None:
             raise UserError(

@@ -97,7 +97,11 @@ if ((code == 0)); then
   say "finished"
   exit 0
 elif ((code == 2)); then
-  say "bad input: to start again would not help"
+  if ((SLURM_JOB_NUM_NODES < {nodes})); then
+    say "bad input with $SLURM_JOB_NUM_NODES of {nodes} nodes; if only so few do not fit, sbatch it again for more"
+  else
+    say "bad input: to start again would not help"
+  fi
   exit 2
 elif [[ -n $limit ]]; then
   requeue "stopped ahead of the time limit"
@@ -159,6 +163,7 @@ def script(job: Job, slurm: Slurm) -> str:
         "options": "\n".join(_options(job, slurm)),
         "out": shlex.quote(job.out),
         "logs": LOGS,
+        "nodes": str(job.nodes),
         "processes": str(job.processes_per_node),
         "restarts": str(job.max_restarts),
         # Before `set -u` and the script's variables: conda's scripts read what is not set, and others may set `out`.

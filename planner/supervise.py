@@ -6,6 +6,7 @@ is gone, all of them end within a bounded time with one sentence that names the 
 
 import asyncio
 import hashlib
+import math
 import os
 import pathlib
 import signal
@@ -113,6 +114,9 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"the command begins with {command[0]!r}; write it after --")
     if not f.hosts:
         raise UserError("--hosts is missing; name all hosts, in the order of their numbers")
+    for name in ("link_timeout", "hang_timeout", "phase_timeout", "start_timeout", "settle", "grace", "slow_step"):
+        if not math.isfinite(f[name].value):
+            raise UserError(f"--{name} must be a number, got {f[name].value}")
     found = addresses(f.hosts, f.port, f.per_host)
     me = number(f.host, len(found), os.environ)
     limits = Limits(f.link_timeout, f.hang_timeout, f.phase_timeout, f.start_timeout, f.settle, f.grace, f.slow_step)
@@ -125,7 +129,9 @@ def main(argv: Sequence[str]) -> None:
         worker, log = _logged(command, variables, log, f.name or names(found)[me])
     run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
     channel = SideChannel(me, found, run_id)
-    supervisor = Supervisor(me, names(found), channel, worker, limits, pathlib.Path(report) if report else None)
+    machines = [host for host, _ in found] if f.per_host > 1 else names(found)
+    report = pathlib.Path(report) if report else None
+    supervisor = Supervisor(me, names(found), channel, worker, limits, report, machines)
     if f.name:
         supervisor.call_me(f.name)
     code = asyncio.run(_supervise(supervisor))

@@ -93,12 +93,15 @@ class Supervisor:
         worker: Worker,
         limits: Limits,
         report: pathlib.Path | None,
+        machines: Sequence[str] = (),
     ) -> None:
         """Args:
         me: this host's number; names: what the hosts are called in messages, those that do not say a name themselves.
         report: takes the cause and all reports, if something goes wrong.
+        machines: as the planner knows the hosts, where several are processes of one machine.
         """
         self._me, self._names, self._channel, self._worker = me, list(names), channel, worker
+        self._machines = list(machines or names)
         self._limits, self._file = limits, report
         self._joined = False
         self._news = asyncio.Event()
@@ -115,7 +118,8 @@ class Supervisor:
 
     def _hear(self, entry: str) -> None:
         if entry.startswith("name/"):
-            self._names[int(entry.removeprefix("name/"))] = self._channel.board[entry].value
+            rank = int(entry.removeprefix("name/"))
+            self._names[rank] = self._machines[rank] = self._channel.board[entry].value
         self._news.set()
 
     def stop(self) -> None:
@@ -259,7 +263,7 @@ class Supervisor:
         finally:
             asking.cancel()
         if verdict is None:
-            cause = first_cause.first(self._reports(), self._names, self._joined)
+            cause = first_cause.first(self._reports(), self._names, self._joined, self._machines)
             self._channel.put(f"verdict/{self._me}", dataclasses.asdict(cause))
             verdict = self._verdict()
         return verdict

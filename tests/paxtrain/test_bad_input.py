@@ -123,7 +123,7 @@ BAD_CONFIGURATION = {
     ),
     "parts of the sequence": (
         ["mesh.sequence_parallel=True", "model.sequence=255"],
-        ["model.sequence=255", "not divisible by mesh.tensor=2", "tensor=1 or 3 would fit"],
+        ["model.sequence=255", "not divisible by mesh.tensor=2", "model.sequence=254 or 256 would fit"],
     ),
     "parts of the sequence over one device": (
         ["mesh.sequence_parallel=True", "mesh.tensor=1", "mesh.data=4"],
@@ -216,6 +216,7 @@ BAD_CONFIGURATION = {
         ["data.train=a={home}/first/train,b={home}/second/train", "data.weights=a=1,b=1"],
         ["first/tokenizer.json and", "second/tokenizer.json are different tokenizers", "the same one"],
     ),
+    "tokenizer that is none": (["data.train={home}/first/train"], ["first/tokenizer.json is no tokenizer.json"]),
     "separator outside the vocabulary": (["model.separator=257"], ["model.separator", "model.vocab_size=257"]),
     "separator that separates nothing": (
         ["model.separator=7"],
@@ -302,6 +303,8 @@ def files(directory):
         (["--checkpoint={home}/nowhere"], ["no checkpoint in {home}/nowhere"]),
         (["--checkpoint={home}", "--tokens=0"], ["--tokens=0", "positive"]),
         (["--checkpoint={home}", "--temperature=hot"], ["--temperature=hot", "float"]),
+        (["--checkpoint={home}", "--temperature=nan"], ["--temperature must be a number", "nan"]),
+        (["--checkpoint={home}", "--seed=9223372036854775808"], ["--seed=9223372036854775808"]),
         (["--checkpoint={home}", "def"], ["unexpected argument 'def'", "--prompt="]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -196,6 +197,10 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
     [
         ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
         ({"hidden_size": None}, ["lacks hidden_size"]),
+        ({"hidden_size": "32"}, ["has values that no llama model has"]),
+        ({"num_attention_heads": 0}, ["has values that no llama model has"]),
+        ({"rope_parameters": "linear"}, ["has values that no llama model has"]),
+        ({"num_hidden_layers": "3"}, ["config.json: model.layers must be of type int, got '3'"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
         ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
@@ -235,7 +240,10 @@ def test_broken_files_are_named(tmp_path):
     safetensors.numpy.save_file(some, file)
     refused(r"has no array model\.norm\.weight")
     safetensors.numpy.save_file(some | {"model.norm.weight": np.ones(31, np.float32)}, file)
-    refused(r"array model\.norm\.weight is \[31\], which does not make the \[32\]")
+    refused(r"array model\.norm\.weight is \[31\]; a llama model of these sizes has \[32\]")
+    turned = {name: np.ascontiguousarray(x.T) if "gate_proj" in name else x for name, x in weights.items()}
+    safetensors.numpy.save_file(turned, file)
+    refused(r"gate_proj\.weight is \[32, 56\]; a llama model of these sizes has \[56, 32\]")
     bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
     safetensors.numpy.save_file(weights | bias, file)
     refused(r"does not account for, model\.layers\.0\.self_attn\.q_proj\.bias first of 1")
@@ -247,6 +255,28 @@ def test_broken_files_are_named(tmp_path):
     huggingface_model.params(huggingface._Arrays(folder), config.model)
     file.unlink()
     refused("needs all of a model's")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    refused("must have a weight_map from names to files")
+
+
+def test_weights_that_lie_the_other_way_round_are_no_gpt2(tmp_path):
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    weights = {name: np.ascontiguousarray(x.T) if "c_fc.weight" in name else x for name, x in weights.items()}
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"c_fc\.weight is \[128, 32\]; a gpt2 model of these sizes has \[32, 128\]"):
+        huggingface.import_model(str(folder), config)
+
+
+def test_the_flags_that_another_architecture_needs_are_named(tmp_path):
+    weights, _ = theirs("gpt2")
+    folder = folder_of(weights, ModelConfig(**SHAPES["gpt2"]), tmp_path / "model")
+    with pytest.raises(UserError) as error:
+        huggingface.import_model(str(folder), run_config("llama", tmp_path / "run"))
+    named = dict(re.findall(r"--config\.model\.(\w+)=(\S+)", str(error.value)))
+    values = {name: type(getattr(ModelConfig(), name))(value) for name, value in named.items()}
+    shape = SHAPES["llama"] | values | {"vocab_multiple": 8}
+    huggingface.import_model(str(folder), from_dict({"model": shape, "run": {"out": str(tmp_path / "run")}}))
 
 
 def test_nothing_is_overwritten(tmp_path):

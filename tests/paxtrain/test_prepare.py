@@ -197,6 +197,9 @@ def test_inputs_are_files_folders_and_globs_each_file_once(texts):
     again = input_files([str(folder / "2.txt"), str(folder / "**/*.txt"), str(folder)])
     assert again[0] == str(folder / "2.txt")
     assert sorted(again) == sorted(everything)
+    (folder.parent / "other").symlink_to(folder)
+    names = [f"{folder}/../other/2.txt", os.path.relpath(folder), str(folder)]
+    assert len(input_files(names)) == len(everything)
 
 
 def test_stdlib_is_about_ten_megabytes_without_tests():
@@ -232,6 +235,8 @@ GOOD = b'{"text": "caf\xc3\xa9"}'
         (jsonl(GOOD, b'{"body": "x", "id": 3}'), r"line 2, has no key 'text' but the keys body, id; .*--json_key"),
         (jsonl(b'["text"]'), r"line 1, has no key 'text' but a list"),
         (jsonl(b'{"text": 3}'), r"line 1, has int under 'text'"),
+        (jsonl(b"[" * 100_000), r"line 1, is JSON that cannot be read"),
+        (jsonl(b'{"text": "x", "id": ' + b"9" * 5000 + b"}"), r"line 1, is JSON that cannot be read"),
         (jsonl(b'{"text": "\\ud800"}'), r"line 1, has half of a surrogate pair"),
     ],
 )

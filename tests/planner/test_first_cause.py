@@ -135,6 +135,14 @@ def test_a_host_that_nobody_reaches():
     assert cause.sentence.startswith("pax3 has not been heard by any other host for 8.0 s: down, or without a network")
 
 
+def test_processes_of_a_machine_that_is_gone_name_the_machine_to_plan_without():
+    names = ["n1:20000", "n1:20001", "n2:20000", "n2:20001"]
+    found = reports(*CASCADES[:2], pax0={"unreachable": {2: REFUSED, 3: REFUSED}})
+    cause = first(found, names, machines=["n1", "n1", "n2", "n2"])
+    assert (cause.hosts, cause.leave_out) == (("n2:20000", "n2:20001"), ("n2",))
+    assert "n2:20000 and n2:20001 are gone" in cause.sentence and "--without=n2)" in cause.sentence
+
+
 def test_both_sides_of_a_broken_network_name_the_same_hosts():
     """The smaller side, and of two halves the one without the first host; whoever says it."""
     silent = "no answer for 2 s"
@@ -237,6 +245,10 @@ def test_cascades_alone_name_the_earliest():
         *((worker, True) for worker in CASCADES),
         (ended(code=2, error="error: process 3 found bad input; its own output says what"), True),
         (ended(code=2, error="error: the processes did not find each other within 9 s (process 1 of 2)"), True),
+        (ended(code=2, error="error: n3 has not answered for 60 s; see whether its host is up"), True),
+        (failed("UserError: cannot join the other processes: DEADLINE_EXCEEDED: Barrier timed out"), True),
+        (failed("UserError: cannot join the other processes: no such host"), False),
+        (ended(code=2, error="error: --out=/preempt/nccl is not the same folder on all nodes"), False),
         (ended(signal="SIGSEGV", error=GLOO), True),
         (ended(signal="SIGKILL", error=GLOO), False),
         (failed("OSError: [Errno 28] No space left on device: '/nccl'"), False),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -304,10 +305,17 @@ def test_a_broken_manifest_is_refused(where, key, value):
         assert_valid(manifest)
 
 
+def as_kubernetes_expands(text: str, variables: dict[str, str]) -> str:
+    """What a container is given: $$ is a $, $(NAME) a variable's value where there is one of this name."""
+    expanded = lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0])  # noqa: E731
+    return re.sub(r"\$\$|\$\(([^)]*)\)", expanded, text)
+
+
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_what_a_pod_runs(tmp_path, shell):
     """Its command, in an image with and without bash, with a `python` that says what it is given."""
-    job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}",))
+    dollars = "--names=$(NODE_NAME) $$(NODE_NAME) $$$x$"
+    job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}", dollars))
     (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
     pod = dataclasses.replace(POD, setup=(f"{'source' if shell == 'bash' else '.'} {tmp_path}/enter",))
     manifest = yaml.safe_load(jobset.text(job, pod))
@@ -318,7 +326,7 @@ def test_what_a_pod_runs(tmp_path, shell):
     for name in {"sh", shell}:
         (tmp_path / name).symlink_to(shutil.which(name))
     given = {"JOB_COMPLETION_INDEX": "3", "NODE_NAME": "gpu-17", "PATH": str(tmp_path)}
-    command = [*container["command"], *container["args"]]
+    command = [*container["command"], *(as_kubernetes_expands(text, given) for text in container["args"])]
     done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     supervise, run = said[: said.index("--")], said[said.index("--") + 1 :]
@@ -328,7 +336,7 @@ def test_what_a_pod_runs(tmp_path, shell):
     assert f"--start_timeout={jobset.START_TIMEOUT}" in supervise and jobset.START_TIMEOUT > 3600  # images are large
     assert run[:3] == ["python", "-m", "planner.run"]
     assert {"--coordinator=tiny-node-0-0.tiny:9101", "--num_processes=4", "--process_id=3"} <= set(run)
-    assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}"} <= set(run)
+    assert {"--host_name=gpu-17", "--out=/data/run", f"--saves={ODD}", dollars} <= set(run)
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------
@@ -357,6 +365,10 @@ def launch(monkeypatch, capsys):
         ((*_SLURM, "--image=x"), "--image is for kubernetes, not for slurm"),
         ((*_SLURM, "--time=soon"), "--time must be as SLURM writes it"),
         ((*_SLURM, "--time=5"), "leaves nothing beside --signal_ahead=300"),
+        ((*_SLURM, "--link_timeout=inf"), "--link_timeout must be a number of seconds, got inf"),
+        ((*_SLURM, "--name=gpt 8b"), "--name must be one word"),
+        ((*_SLURM, "--name=team/gpt"), "--name must be one word"),
+        ((*_SLURM, "--partition=big --hold"), "--partition must be one word"),
         ((*_SLURM, "--sbatch=qos=high"), "--sbatch must be an option of sbatch"),
         ((*_SLURM, "--gpus_per_node=0", "--per_gpu"), "--per_gpu needs --gpus_per_node"),
         ((*_SLURM, "extra"), "unexpected argument 'extra'"),
@@ -377,6 +389,7 @@ def test_what_the_readme_says_works(launch):
     code, out, said = launch(*_SLURM, "--gpus_per_node=8", "--plan=auto", "--out=run/", "--", "--config.run.steps=9")
     assert (code, said) == (0, "") and out.startswith("#!/bin/bash\n") and "--config.run.steps=9" in out
     assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
+    assert launch(*_SLURM, "--time=0")[0] == launch(*_SLURM, "--time=UNLIMITED", "--partition=a,b")[0] == 0
     code, out, said = launch(*_PODS, "--plan=auto")
     assert (code, said) == (0, "")
     assert_valid(yaml.safe_load(out))

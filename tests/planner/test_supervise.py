@@ -299,6 +299,8 @@ def test_addresses_and_numbers(tmp_path):
         (["--hosts=a,a", "--host=0", "--", "true"], "--hosts has a:17430 twice"),
         (["--hosts=@none", "--host=0", "--", "true"], "cannot read --hosts=@none"),
         (["--hosts=127.0.0.1", "--link_timeout=0", "--", "true"], "link_timeout"),
+        (["--hosts=127.0.0.1", "--link_timeout=inf", "--", "true"], "--link_timeout must be a number, got inf"),
+        (["--hosts=127.0.0.1", "--settle=nan", "--", "true"], "--settle must be a number, got nan"),
         (["--hosts=127.0.0.1:PORT", "--", "no-such-command"], "there is no command 'no-such-command'"),
         (["--hosts=127.0.0.1:PORT", "--log=/proc/none", "--", "true"], "cannot write to --log=/proc/none"),
     ],
