@@ -10,7 +10,7 @@ RUN := $(VENV)/bin/python
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
 
-train: runs/data/train.idx  ## train configs/tiny.py; ARGS="--config.run.steps=50" overrides what the file says
+train: runs/data/train.idx  ## train configs/tiny.py; ARGS="--config.run.steps=1000" overrides what the file says
 	$(RUN) -m paxtrain.train --config=configs/tiny.py --cpu_devices=8 $(ARGS)
 
 runs/data/train.idx: | $(VENV)/run.txt
