@@ -32,6 +32,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
     flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+    flags.register_validator("coordinator_timeout", math.isfinite, "it must be a number of seconds")
 
 
 def detect(environment: Mapping[str, str]) -> str | None:
@@ -163,8 +164,6 @@ def initialize(
     missing = [flag for flag, value in given.items() if value is None]
     if 0 < len(missing) < len(given) and not alone(coordinator, processes, process):
         raise UserError(f"{', '.join(missing)} missing; --coordinator, --num_processes and --process_id go together")
-    if not math.isfinite(timeout):
-        raise UserError(f"--coordinator_timeout must be a number of seconds, got {timeout}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if alone(coordinator, processes, process):
         return

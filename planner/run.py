@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
     values = f.config.to_dict()
     if f.out:
         values["run"] = {**values.get("run", {}), "out": f.out}
-    for name in ("profile_seconds", "profile_age", "answer_timeout", "coordinator_timeout"):
+    for name in ("profile_seconds", "profile_age", "answer_timeout"):
         if not math.isfinite(getattr(f, name)):
             raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
     if f.plan == AUTO:

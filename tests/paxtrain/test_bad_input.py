@@ -254,6 +254,7 @@ BAD_FLAGS = {
     "negative number": (["--cpu_devices=-1"], ["--cpu_devices=-1", "non-negative"]),
     "no address": (["--coordinator=garbage", "--num_processes=2", "--process_id=0"], ["HOST:PORT", "'garbage'"]),
     "no port": (["--coordinator=localhost:0", "--num_processes=2", "--process_id=1"], ["1 to 65535", "'localhost:0'"]),
+    "no time limit": (["--coordinator_timeout=inf"], ["--coordinator_timeout=inf", "a number of seconds"]),
     "part of the flags": (["--num_processes=2"], ["--coordinator, --process_id missing", "go together"]),
     "process out of range": (
         ["--coordinator=localhost:1234", "--num_processes=2", "--process_id=2"],

@@ -41,6 +41,15 @@ def token_file(prefix, tokens):
     return data.load(prefix, vocab_size=tokens, sequence=SEQUENCE)
 
 
+def test_files_that_may_not_be_read_are_bad_input(megatron, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(data.np, "memmap", refuse)
+    with pytest.raises(UserError, match=r"old\.bin and \.idx cannot be read \(.*Permission denied"):
+        data.load(megatron, vocab_size=121, sequence=SEQUENCE)
+
+
 def take(file, count, **arguments):
     arguments = {"sequence": SEQUENCE, "global_batch": 1, "rows": [0]} | arguments
     return list(itertools.islice(data.batches(file, **arguments), count))

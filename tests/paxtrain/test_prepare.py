@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.normalizers import Prepend
 
 from paxtrain import data
 from paxtrain import prepare as prepare_module
 from paxtrain.errors import UserError
 from paxtrain.prepare import documents, input_files, prepare
-from paxtrain.tokenizer import bytes_tokenizer, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
+from paxtrain.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
 
 ROOT = Path(__file__).parents[2]
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
@@ -156,6 +156,16 @@ def gpt2_files():
     if not GPT2.is_dir():
         pytest.skip(f"GPT-2's vocabulary is not at {GPT2}")
     return str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt")
+
+
+def test_a_token_across_words_is_never_cut():
+    """A BPE that knows no words joins "x" and " y": documents of its kind are encoded whole."""
+    vocab = {token: i for i, token in enumerate([*map(chr, range(256, 512)), "x", "xĠ"])}
+    across = Tokenizer(models.BPE(vocab=vocab, merges=[("x", "Ġ")]))
+    across.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = [token for part in pieces("x x", 1) for token in across.encode(part).ids]
+    assert cut != across.encode("x x").ids and not cuts(across)
+    assert cuts(bytes_tokenizer()) and cuts(train_bpe(["x x"], 260))
 
 
 def test_gpt2_ids(gpt2_files):

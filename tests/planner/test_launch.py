@@ -173,6 +173,9 @@ def test_a_fault_is_tried_again_and_only_so_often(batch):
 def test_bad_input_is_not_tried_again(batch):
     code, said = batch.run("2", SAYS="error: no such file")
     assert code == 2 and batch.requeued == 0 and "error: no such file" in said
+    assert "bad input with 3 of 4 nodes; if only so few do not fit, sbatch it again for more" in said
+    code, said = batch.run("2,2", SLURM_JOB_NUM_NODES="4")
+    assert code == 2 and "to start again would not help" in said and " of 4 nodes" not in said
 
 
 def test_where_faults_cannot_be_counted_it_ends(batch):
