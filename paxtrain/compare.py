@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain import plots
 from paxtrain.errors import UserError, run
+from paxtrain.run import plots
 
 
 def define_flags() -> None:

@@ -22,9 +22,8 @@ from absl import flags
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from paxtrain.data import TokenWriter
-from paxtrain.errors import UserError, run
-from paxtrain.tokenizer import (
+from paxtrain.data.token_files import TokenWriter
+from paxtrain.data.tokenizer import (
     END_OF_TEXT,
     FILE,
     SMALLEST_BPE_VOCABULARY,
@@ -36,6 +35,7 @@ from paxtrain.tokenizer import (
     train_bpe,
     vocabulary_size,
 )
+from paxtrain.errors import UserError, run
 
 TOKENIZERS = ("bytes", "bpe", "gpt2")
 DEFAULT_BPE_VOCABULARY = 8192

@@ -1,7 +1,7 @@
 """Shows where the seconds of a training step go: srun python -m paxtrain.profile --config=... [--plan=plan.json].
 
 Takes the flags of paxtrain.train, but neither data nor checkpoints: it runs a few steps from fresh weights on random
-tokens, with compression on where the configuration has it. `paxtrain/breakdown.py` says what the parts are.
+tokens, with compression on where the configuration has it. `paxtrain/profiling/breakdown.py` says what the parts are.
 """
 
 import dataclasses
@@ -13,12 +13,14 @@ import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from paxtrain import distributed, plan, selective, train
-from paxtrain.breakdown import Breakdown, breakdown, by_stage, table
-from paxtrain.config import Config, from_dict
+from paxtrain import train
+from paxtrain.config import Config, from_dict, plan
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import cpu_devices, host_major, make_mesh
-from paxtrain.step import Trainer
+from paxtrain.parallel import selective
+from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.process import distributed
+from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
 
 
 def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:

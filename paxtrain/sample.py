@@ -12,12 +12,13 @@ import numpy as np
 from absl import flags
 from tokenizers import Tokenizer
 
-from paxtrain import checkpoint, model
 from paxtrain.config import Config, ModelConfig, from_dict
+from paxtrain.data.tokenizer import FILE as TOKENIZER
+from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError, run
-from paxtrain.model import Params
-from paxtrain.tokenizer import FILE as TOKENIZER
-from paxtrain.tokenizer import load as load_tokenizer
+from paxtrain.model import transformer
+from paxtrain.model.transformer import Params
+from paxtrain.run import checkpoint
 
 CHECKPOINTS = "checkpoints"
 
@@ -33,7 +34,7 @@ def architecture(config: ModelConfig) -> dict[str, str | int | float]:
 def _next(params: Params, window: jax.Array, length: jax.Array, config: ModelConfig, temperature: float, top_k: int,
           key: jax.Array) -> jax.Array:  # fmt: skip
     """The token after the first `length` tokens of window [1, S]; what follows them is not looked at."""
-    logits = model.logits(params, window, config)[0, length - 1]
+    logits = transformer.logits(params, window, config)[0, length - 1]
     if temperature == 0:
         return logits.argmax()
     if top_k:
@@ -83,7 +84,7 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     config = from_dict(checkpoint.read_meta(home, step)["config"])
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model.shapes(config.model)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), transformer.shapes(config.model)
     )
     params, _ = checkpoint.restore_params(home, abstract, architecture(config.model), step)
     path = directory / TOKENIZER

@@ -14,15 +14,19 @@ from absl import flags
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from paxtrain import checkpoint, distributed, metrics, plan, plots, report, sample, selective, supervised, tokenizer
-from paxtrain.config import Config, from_dict, to_dict
-from paxtrain.datasets import DataSets
+from paxtrain import sample
+from paxtrain.config import Config, from_dict, plan, to_dict
+from paxtrain.data import tokenizer
+from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError, run
-from paxtrain.mesh import cpu_devices, from_process_rows, host_major, make_mesh, place, process_rows
-from paxtrain.profiling import Profiler
-from paxtrain.ranks import Ranks, StageRanks
-from paxtrain.step import Trainer, TrainState
-from paxtrain.stopping import Stop
+from paxtrain.parallel import selective
+from paxtrain.parallel.mesh import cpu_devices, from_process_rows, host_major, make_mesh, place, process_rows
+from paxtrain.parallel.ranks import Ranks, StageRanks
+from paxtrain.parallel.step import Trainer, TrainState
+from paxtrain.process import distributed, supervised
+from paxtrain.process.stopping import Stop
+from paxtrain.profiling.profiler import Profiler
+from paxtrain.run import checkpoint, metrics, plots, report
 
 LOSSES = "loss.png"
 

@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Sequence
 
 from paxtrain.errors import UserError, run
-from planner import trials
+from planner.fit import trials
 
 _AMP_BEFORE = 2  # of AMP's layers, those before the first transformer layer
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from absl import flags
 
 from paxtrain.errors import UserError, run
-from planner import job as jobs
-from planner import jobset, slurm
-from planner.job import Job
-from planner.local import Local
+from planner.jobs import job as jobs
+from planner.jobs import jobset, slurm
+from planner.jobs.job import Job
+from planner.jobs.local import Local
 
 # Flags that some kinds of launch alone know.
 _ONLY = {

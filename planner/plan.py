@@ -13,12 +13,13 @@ from absl import flags
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from paxtrain import plan as plans
+from paxtrain.config import plan as plans
 from paxtrain.errors import UserError, run
-from planner import cluster as clusters
-from planner import page, report, search_flags
-from planner.recalibrate import recalibrated
-from planner.recommend import Planner, predicted
+from planner.cluster import cluster as clusters
+from planner.fit.recalibrate import recalibrated
+from planner.planning import flags as search_flags
+from planner.planning.recommend import Planner, predicted
+from planner.report import page, text
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         made = planner.tell(outcome, chosen, rows, f.explain)
     plans.save(planner.plan(chosen, predicted(made)), out / "plan.json")
     (out / "report.html").write_text(page.page(made))
-    print(report.text(made))
+    print(text.text(made))
     for line in made.explained:
         print(f"not     {line}")
     print(f"wrote   {out / 'plan.json'} and {out / 'report.html'}")
@@ -74,9 +75,9 @@ def _compiles(wanted: str, cluster: clusters.Cluster) -> bool:
     """
     if wanted == "no" or "cpu" in cluster.kinds:
         return False
-    from planner import oracle
+    from planner.memory import compiled
 
-    if oracle.cuda():
+    if compiled.cuda():
         return True
     if wanted == "yes":
         raise UserError("--oracle=yes needs jax's CUDA plugin; pip install -r requirements-gpu.txt, or --oracle=auto")
@@ -88,7 +89,7 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file("model", "configs/gpt_8b.py", "The configuration whose model is planned for.")
     # A file that could not be loaded raises when it is first used: here, while flags are parsed.
     flags.register_validator("model", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
-    flags.DEFINE_string("cluster", None, "The cluster's file, see planner/cluster.py.")
+    flags.DEFINE_string("cluster", None, "The cluster's file, see planner/cluster/cluster.py.")
     flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
     flags.DEFINE_string("constants", None, "Constants fitted to measured runs: constants.json of planner.validate.")
     flags.DEFINE_string("constants_of", "", "The cluster in it, where it has several.")

@@ -13,14 +13,17 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from paxtrain import distributed, report
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError, run
-from planner import cluster as clusters
-from planner import costs, measure_cluster, measure_compute, rollcall
-from planner.cluster import Cluster
-from planner.measure_cluster import MIB, Options
-from planner.meeting import Meeting
+from paxtrain.process import distributed
+from paxtrain.run import report
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
+from planner.cost import compute
+from planner.measure import measure_cluster, measure_compute
+from planner.measure.measure_cluster import MIB, Options
+from planner.measure.process_group import Meeting
+from planner.start import rendezvous
 
 
 def _describe(cluster: Cluster) -> list[tuple[str, str]]:
@@ -33,7 +36,7 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
             said.append((name, f"{report.size(b.min(), 'B/s')} to {report.size(b.max(), 'B/s')}, "
                                f"{a.min() * 1e6:.0f} to {a.max() * 1e6:.0f} us"))  # fmt: skip
     for row in cluster.compute:
-        kinds = (kind for kind in (*measure_compute.KINDS, *costs.PARTS) if kind in row)
+        kinds = (kind for kind in (*measure_compute.KINDS, *compute.PARTS) if kind in row)
         times = ", ".join(f"{kind} {row[kind] * 1e3:.3g} ms" for kind in kinds)
         said.append((f"{row['kind']}, tensor={row['tensor']}, micro_batch={row['micro_batch']}",
                      f"{times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter"))  # fmt: skip
@@ -112,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
     config = from_dict(f.config)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     launched = (f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout)
-    rollcall.call(*launched)
+    rendezvous.call(*launched)
     distributed.initialize(*launched)
     meeting = Meeting(f.answer_timeout)
     with meeting.ends_together():

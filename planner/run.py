@@ -18,15 +18,18 @@ import jax
 from absl import flags
 from ml_collections import config_flags
 
-from paxtrain import distributed, supervised, train
-from paxtrain import plan as plans
+from paxtrain import train
 from paxtrain.config import Config, to_dict
-from paxtrain.datasets import DataSets
+from paxtrain.config import plan as plans
+from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError, run
-from planner import allocation, auto_plan, environment, measure_cluster, rollcall, search_flags
-from planner.auto_plan import Decision, Request
-from planner.measure_cluster import Machines
-from planner.meeting import Meeting
+from paxtrain.process import distributed, supervised
+from planner.measure import measure_cluster
+from planner.measure.measure_cluster import Machines
+from planner.measure.process_group import Meeting
+from planner.planning import flags as search_flags
+from planner.start import allocation, auto_plan, environment, rendezvous
+from planner.start.auto_plan import Decision, Request
 
 AUTO = "auto"
 FINISHED = "finished"
@@ -125,7 +128,7 @@ def main(argv: Sequence[str]) -> None:
     launched = _launch(os.environ)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     with supervised.Progress(os.environ) as progress:
-        rollcall.call(*launched)
+        rendezvous.call(*launched)
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
         meeting = Meeting(f.answer_timeout)
         with meeting.ends_together():

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from paxtrain.errors import UserError, run
-from planner.side_channel import PORT, SideChannel
-from planner.supervisor import STOPPED, Limits, Supervisor, environment
-from planner.worker_process import Worker
+from planner.supervision.side_channel import PORT, SideChannel
+from planner.supervision.supervisor import STOPPED, Limits, Supervisor, environment
+from planner.supervision.worker_process import Worker
 
 # Where launchers tell a process its number.
 _NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")

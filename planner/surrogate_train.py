@@ -20,7 +20,7 @@ from absl import flags
 from paxtrain import errors
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError
-from planner import memory, oracle, surrogate
+from planner.memory import closed_form, compiled, surrogate
 
 _FLAGS = flags.FLAGS
 LABELS, HELD_OUT = 96, 30
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     set: str
     config: Config
-    memory: oracle.OracleMemory
+    memory: compiled.OracleMemory
 
 
 # --- Which models ---------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 def parameters(config: Config) -> float:
     """Parameters of the model that one device holds whole, before ZeRO-1."""
-    return float(memory.parameters(memory.of(config))[0])
+    return float(closed_form.parameters(closed_form.of(config))[0])
 
 
 def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: float, highest: float) -> Config:
@@ -135,10 +135,10 @@ def make_labels(kind: str, workers: int, seconds: float, known: Sequence[Row] = 
     chosen = designs()
     new = [config for _, config in chosen if _fields(config) not in before]
     requests = [
-        oracle.Request(config, kind, math.ceil(config.mesh.devices / per_host), min(config.mesh.devices, per_host))
+        compiled.Request(config, kind, math.ceil(config.mesh.devices / per_host), min(config.mesh.devices, per_host))
         for config in new
     ]
-    answers = dict(zip(map(_fields, new), oracle.oracles(requests, workers, seconds, progress=True), strict=True))
+    answers = dict(zip(map(_fields, new), compiled.oracles(requests, workers, seconds, progress=True), strict=True))
     rows = []
     for name, config in chosen:
         answer = answers.get(_fields(config))
@@ -158,7 +158,7 @@ def write(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Writes labels as CSV: set, the configuration's fields that vary, and the oracle's answer."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        answer = list(oracle.OracleMemory.__dataclass_fields__)
+        answer = list(compiled.OracleMemory.__dataclass_fields__)
         writer.writerow(["set", *(f"{section}.{name}" for section, names in _FIELDS for name in names), *answer])
         for row in rows:
             figures = [getattr(row.memory, name) for name in answer]
@@ -184,7 +184,7 @@ def read(path: pathlib.Path) -> list[Row]:
                     text, kind = line[f"{section}.{name}"], type(getattr(getattr(defaults, section), name))
                     values[section][name] = text == "True" if kind is bool else kind(text)
             figures = {name: int(line[name]) for name in ("state", "temporary", "total")}
-            answer = oracle.OracleMemory(
+            answer = compiled.OracleMemory(
                 **figures, compile_seconds=float(line["compile_seconds"]), source=line["source"]
             )
             rows.append(Row(line["set"], from_dict(values), answer))
@@ -198,8 +198,8 @@ def _table(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     """Features [n, features] and log(oracle / analytic) [n]."""
     x, y = [], []
     for row in rows:
-        shape = memory.of(row.config)
-        closed = memory.analytic(shape)
+        shape = closed_form.of(row.config)
+        closed = closed_form.analytic(shape)
         x.append(surrogate.features(shape, closed)[0])
         y.append(math.log(row.memory.total / float(closed.total)))
     return np.array(x), np.array(y)
@@ -291,9 +291,9 @@ def report(rows: Sequence[Row], trained: surrogate.Surrogate) -> str:
         some = [row for row in rows if row.set == name]
         if not some:
             continue
-        shapes = [memory.of(row.config) for row in some]
+        shapes = [closed_form.of(row.config) for row in some]
         truth = np.array([row.memory.total for row in some])
-        closed = np.array([float(memory.analytic(shape).total) for shape in shapes])
+        closed = np.array([float(closed_form.analytic(shape).total) for shape in shapes])
         learned = [trained.predict(shape) for shape in shapes]
         expected, bound = (np.array([float(getattr(p, key)[0]) for p in learned]) for key in ("expected", "bound"))
         sizes = [parameters(row.config) / 1e6 for row in some]
@@ -321,7 +321,7 @@ def main(_: Sequence[str]) -> None:
     out = pathlib.Path(_FLAGS.out)
     labels, weights = out / "memory_labels.csv", out / surrogate.WEIGHTS.name
     if _FLAGS.labels and not _FLAGS.evaluate:
-        if not oracle.cuda():
+        if not compiled.cuda():
             raise UserError("labels need jax's CUDA plugin to compile for GPUs; pip install -r requirements-gpu.txt")
         out.mkdir(parents=True, exist_ok=True)
         known = read(labels) if labels.exists() else []

@@ -1,6 +1,7 @@
 """How good predicted times are, on measured runs: python -m planner.validate --trials=trials.csv --fit=60 --out=DIR.
 
-Fits the constants of planner/trial_model.py to some of the measured rows of a table (planner/trials.py) and predicts
+Fits the constants of planner/fit/trial_model.py to some of the measured rows of a table (planner/fit/trials.py) and
+predicts
 the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead; --seeds=S repeats either with the
 seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp) cells.
 --method=pipette or amp puts their closed form in the simulator's place, everything else alike.
@@ -29,9 +30,9 @@ from absl import flags
 from tqdm import tqdm
 
 from paxtrain.errors import UserError, run
-from planner import accuracy, calibrate, trial_model, trials
-from planner.accuracy import Scores, Split
-from planner.trials import Trial
+from planner.fit import accuracy, calibrate, trial_model, trials
+from planner.fit.accuracy import Scores, Split
+from planner.fit.trials import Trial
 
 
 class Repetition(NamedTuple):
@@ -138,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
 
 def define_flags() -> None:
     """Defines this main's flags."""
-    flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/trials.py describes it.")
+    flags.DEFINE_string("trials", None, "The table of measured runs, a CSV as planner/fit/trials.py describes it.")
     flags.DEFINE_integer(
         "fit", None, "Rows to fit; default 60, or half of the measured ones if those are few.", lower_bound=1
     )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.config import SAVE_MODES
-from paxtrain.stage import Stage
+from paxtrain.pipeline.stage import Stage
 
 TOKENS = 128  # of a micro-batch, for which the times below are
 LAYER = 8e-3  # seconds of F of a layer

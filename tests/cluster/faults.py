@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paxtrain import metrics, sample
-from paxtrain.checkpoint import read_meta
+from paxtrain import sample
+from paxtrain.run import metrics
+from paxtrain.run.checkpoint import read_meta
 from tests.cluster.hosts import Cluster, why_not
 from tests.cluster.supervised_run import (
     BATCH,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import flags
 
-from paxtrain import checkpoint
 from paxtrain.errors import UserError, run
+from paxtrain.run import checkpoint
 from tests.cluster import hosts, results, scenario
 from tests.cluster.experiments import breakage, compression, demonstration, growth, links, placements, schedules
 from tests.cluster.laboratory import Lab

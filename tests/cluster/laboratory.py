@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner import cluster as clusters
-from planner.cluster import Cluster
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
 from tests.cluster import hosts
 from tests.cluster.models import Split
 from tests.cluster.records import Records

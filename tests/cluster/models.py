@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import Config, from_dict, to_dict
-from planner import layers
-from planner.predict import Candidate
+from planner.cost.step_time import Candidate
+from planner.search import layers
 
 MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}
 MODEL |= {"vocab_multiple": 4}  # 128, the default, would make a third of so small a table padding

@@ -128,7 +128,7 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
 
 def _spread(name: str, hosts: int, random: np.random.Generator) -> np.ndarray:
     """[H, H] factors around 1, drawn from the links of a measured cluster."""
-    from planner import cluster as clusters
+    from planner.cluster import cluster as clusters
 
     measured = clusters.load(ROOT / name)
     between = measured.bandwidth[clusters.between(measured)]

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paxtrain import metrics, sample
+from paxtrain import sample
 from paxtrain.prepare import prepare
-from planner.side_channel import PORT
-from planner.supervisor import FAULT, Limits
+from paxtrain.run import metrics
+from planner.supervision.side_channel import PORT
+from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster.hosts import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from planner.side_channel import PORT
-from planner.supervisor import FAULT, Limits
+from planner.supervision.side_channel import PORT
+from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster import hosts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,7 +17,7 @@ HOSTS = 4
 # It steps until the file is there, and then waits as one does whose collective gets no answer.
 WORKER = """
 import os, pathlib, sys, time
-from paxtrain import supervised
+from paxtrain.process import supervised
 
 p, step, stop = supervised.Progress(os.environ), 0, pathlib.Path(sys.argv[1])
 while True:

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from planner.cluster import Cluster, between
-from planner.links import fabric
-from planner.predict import Problem
+from planner.cluster.cluster import Cluster, between
+from planner.cost.links import fabric
+from planner.cost.step_time import Problem
 from tests.cluster.experiments import compression, joint, placements
 from tests.cluster.models import MODEL, Split, moved
 

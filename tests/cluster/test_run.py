@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from paxtrain import metrics
-from paxtrain import plan as plans
+from paxtrain.config import plan as plans
 from paxtrain.prepare import prepare
+from paxtrain.run import metrics
 from tests.cluster import hosts, scenario
 from tests.cluster.session import ENVIRONMENT, ROOT
 

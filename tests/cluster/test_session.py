@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain import data
 from paxtrain.config import from_dict
-from paxtrain.mesh import make_mesh
+from paxtrain.data import token_files
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
 from paxtrain.prepare import prepare
-from paxtrain.step import Trainer
 from tests.cluster import device
 from tests.cluster.hosts import Cluster
 from tests.cluster.models import Split
@@ -50,9 +50,9 @@ def alone(text):
     """Losses of the same steps in one process."""
     config = from_dict(SPLIT.values(text))
     trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:2]))
-    file = data.load(config.data.train, vocab_size=config.model.vocab_size, sequence=config.model.sequence)
+    file = token_files.load(config.data.train, vocab_size=config.model.vocab_size, sequence=config.model.sequence)
     size = config.batch.global_batch
-    batches = data.batches(
+    batches = token_files.batches(
         file,
         sequence=config.model.sequence,
         global_batch=size,

@@ -17,10 +17,10 @@ import time
 
 import pytest
 
-from paxtrain import metrics
-from paxtrain import plan as plans
-from paxtrain.checkpoint import read_meta
+from paxtrain.config import plan as plans
 from paxtrain.prepare import prepare
+from paxtrain.run import metrics
+from paxtrain.run.checkpoint import read_meta
 from tests.cluster.hosts import Cluster
 from tests.cluster.slurm_cluster import HOLD, SILENT, Slurm, why_not
 

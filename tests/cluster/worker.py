@@ -21,15 +21,17 @@ import numpy as np
 from absl import flags
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from paxtrain import breakdown, data, study_probe
 from paxtrain.config import Config, from_dict
-from paxtrain.distributed import initialize
+from paxtrain.data import token_files
 from paxtrain.errors import run
-from paxtrain.mesh import from_process_rows, make_mesh, process_rows
-from paxtrain.step import Trainer
-from planner import cluster as clusters
-from planner import measure_cluster, measure_compute
-from planner.meeting import Meeting
+from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.parallel.step import Trainer
+from paxtrain.process.distributed import initialize
+from paxtrain.profiling import breakdown
+from paxtrain.study import probe
+from planner.cluster import cluster as clusters
+from planner.measure import measure_cluster, measure_compute
+from planner.measure.process_group import Meeting
 from tests.cluster import device
 from tests.cluster.programs import Programs, share_programs
 
@@ -76,8 +78,8 @@ class Program:
     def batches(self, name: str) -> Any:
         """Global batches of "train" or "validation", without end."""
         c = self.config
-        file = data.load(getattr(c.data, name), vocab_size=c.model.vocab_size, sequence=c.model.sequence)
-        local = data.batches(
+        file = token_files.load(getattr(c.data, name), vocab_size=c.model.vocab_size, sequence=c.model.sequence)
+        local = token_files.batches(
             file,
             sequence=c.model.sequence,
             global_batch=c.batch.global_batch,
@@ -143,7 +145,7 @@ class Worker:
 
     def wire(self, name: str) -> dict[str, int]:
         """Bytes that all devices together put on the links in a step, by what they are."""
-        return study_probe.wire_bytes(self.programs[name].trainer)
+        return probe.wire_bytes(self.programs[name].trainer)
 
     def speed(self, slowness: float) -> None:
         """How many times as long as usual devices take; 0: no longer than they need."""

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from compress.collectives import PowerState, init_power, mean_lowrank, packed, packed_gather, packed_scatter
-from paxtrain import hlo
+from paxtrain.xla import hlo
 
 RANK = 4
 # Two of one shape, a wide one, one of less than RANK columns, one of zero gradients, one of gradients of rank 1.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from compress import bench, kernels
 from compress.codec import LowRank
-from paxtrain import aot
+from paxtrain.xla import aot
 
 
 @pytest.fixture(scope="module")

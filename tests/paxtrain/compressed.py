@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 
-from paxtrain import model
 from paxtrain.config import Config, from_dict
-from paxtrain.mesh import make_mesh
-from paxtrain.step import Trainer
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
 
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
 HIDDEN, SEQUENCE, VOCABULARY = 32, 16, 61
@@ -40,9 +40,9 @@ def compiled(trained: Trainer) -> jax.stages.Compiled:
 
 
 @functools.cache
-def canonical(layers: int = 4) -> model.Params:
+def canonical(layers: int = 4) -> transformer.Params:
     """Large random parameters, so that nothing hides behind zeros."""
-    params = model.init(config((1, 1, 1), layers=layers).model, jax.random.key(0))
+    params = transformer.init(config((1, 1, 1), layers=layers).model, jax.random.key(0))
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
 
 

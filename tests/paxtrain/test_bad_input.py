@@ -12,9 +12,20 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import checkpoint, compare, data, huggingface, metrics, plan, prepare, sample, train
-from paxtrain.config import BatchConfig, CheckpointConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
-from paxtrain.step import Trainer
+from paxtrain import compare, prepare, sample, train
+from paxtrain.config import (
+    BatchConfig,
+    CheckpointConfig,
+    CompressConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    plan,
+)
+from paxtrain.data import token_files
+from paxtrain.huggingface import __main__ as huggingface
+from paxtrain.parallel.step import Trainer
+from paxtrain.run import checkpoint, metrics
 from tests import mains
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,7 +40,7 @@ def home(tmp_path_factory):
     """Good data, and files of every bad kind."""
     home = tmp_path_factory.mktemp("home")
     for name, tokens in (("train", 257), ("validation", 257), ("few", 20)):
-        with data.TokenWriter(home / name, 257) as writer:
+        with token_files.TokenWriter(home / name, 257) as writer:
             writer.extend(range(tokens))
             writer.end_document()
     for name, text in (("first", "{}"), ("second", "{ }")):

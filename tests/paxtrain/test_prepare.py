@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.normalizers import Prepend
 
-from paxtrain import data
 from paxtrain import prepare as prepare_module
+from paxtrain.data import token_files
+from paxtrain.data.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
 from paxtrain.errors import UserError
 from paxtrain.prepare import documents, input_files, prepare
-from paxtrain.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
 
 ROOT = Path(__file__).parents[2]
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
@@ -35,7 +35,7 @@ def texts(tmp_path):
 
 def read_documents(prefix, tokenizer):
     """The texts of a data set, split where <|endoftext|> ends them, and its number of documents."""
-    file = data.TokenFile(prefix)
+    file = token_files.TokenFile(prefix)
     ids = file.read(0, len(file))
     ends = np.flatnonzero(ids == tokenizer.token_to_id("<|endoftext|>"))
     assert ends[-1] == len(ids) - 1
@@ -53,7 +53,7 @@ def test_every_document_comes_back_once(texts, tmp_path, tokenizer):
     training, validation = (read_documents(prefix, saved) for prefix in prepared.prefixes)
     assert sorted(training + validation) == sorted(contents)
     assert prepared.documents == (7, 3)
-    assert prepared.tokens == tuple(len(data.TokenFile(prefix)) for prefix in prepared.prefixes)
+    assert prepared.tokens == tuple(len(token_files.TokenFile(prefix)) for prefix in prepared.prefixes)
     assert prepared.vocab_size == vocabulary_size(saved) == (300 if tokenizer == "bpe" else 257)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(
         ["tokenizer.json", "train.bin", "train.idx", "validation.bin", "validation.idx"]
@@ -147,7 +147,7 @@ def test_bytes_of_a_prepared_file_are_its_bytes(tmp_path):
     (tmp_path / "a.txt").write_bytes(raw)
     (tmp_path / "b.txt").write_bytes(b"b")
     prepared = prepare([str(tmp_path / "*.txt")], tmp_path / "out", seed=1)
-    larger = data.TokenFile(prepared.prefixes[int(np.argmax(prepared.tokens))])
+    larger = token_files.TokenFile(prepared.prefixes[int(np.argmax(prepared.tokens))])
     np.testing.assert_array_equal(larger.read(0, len(larger) - 1), np.frombuffer(raw, np.uint8))
 
 
@@ -350,7 +350,7 @@ def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_
         assert after == old
         return
     with pytest.raises(UserError, match="no token file"):
-        data.TokenFile(out / "train")
+        token_files.TokenFile(out / "train")
     loads = {1: old, 6: new}.get(stopped_at)
     assert ("validation.idx" in after) == (loads is not None)
     if loads:
@@ -368,7 +368,7 @@ def test_the_main_reports_what_it_wrote(texts, tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert f"vocabulary: 257 ids, {tmp_path}/out/tokenizer.json" in result.stdout
     for name in ("train", "validation"):
-        tokens = len(data.TokenFile(tmp_path / "out" / name))
+        tokens = len(token_files.TokenFile(tmp_path / "out" / name))
         assert f"1 documents, {tokens:,} tokens, {tmp_path}/out/{name}.bin and .idx" in result.stdout
 
 

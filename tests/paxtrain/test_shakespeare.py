@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from paxtrain import metrics
 from paxtrain.config import from_dict
+from paxtrain.run import metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"

@@ -19,11 +19,13 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain import metrics, plan, sample
-from paxtrain.checkpoint import Checkpoints
+from paxtrain import sample
+from paxtrain.config import plan
 from paxtrain.errors import UserError
-from paxtrain.mesh import make_mesh
-from paxtrain.step import Trainer
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.run import metrics
+from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.train import Run
 from tests.paxtrain.training import (
     EVERY,
@@ -42,7 +44,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The command itself, with a record of what it read, saved and ran on.
 RECORDER = """
 import json, pathlib, sys
-from paxtrain import data, errors, train
+from paxtrain import errors, train
+from paxtrain.data import token_files as data
 
 path, reads, saves, devices = pathlib.Path(sys.argv.pop(1)), [], [], []
 

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain import hlo, metrics, selective
-from paxtrain.compression import Compression
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError
-from paxtrain.layout import Layout
-from paxtrain.mesh import make_mesh
+from paxtrain.parallel import selective
+from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.layout import Layout
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
 from paxtrain.prepare import prepare
-from paxtrain.step import Trainer
+from paxtrain.run import metrics
 from paxtrain.train import Run
+from paxtrain.xla import hlo
 
 pytestmark = pytest.mark.once
 STEPS, EVERY = 12, 4

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain import metrics, sample
-from paxtrain.checkpoint import Checkpoints
+from paxtrain import sample
 from paxtrain.config import from_dict
-from paxtrain.datasets import DataSets
+from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
-from paxtrain.mesh import make_mesh
+from paxtrain.parallel.mesh import make_mesh
 from paxtrain.prepare import prepare
+from paxtrain.run import metrics
+from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.train import Run
 
 STEPS, EVERY, BATCH, SEQUENCE = 12, 6, 8, 32

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 
-from paxtrain import data, metrics
 from paxtrain.config import Config, from_dict
-from paxtrain.mesh import make_mesh
+from paxtrain.data import token_files
+from paxtrain.parallel.mesh import make_mesh
 from paxtrain.prepare import prepare
+from paxtrain.run import metrics
 from paxtrain.train import Run
 
 STEPS, EVERY = 120, 20
@@ -76,6 +77,6 @@ def same_bits(a, b):
 
 def expected_batches(home, steps):
     """The first global batches, [steps, global_batch, sequence + 1]."""
-    file = data.TokenFile(home / "data/train")
-    stream = data.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
+    file = token_files.TokenFile(home / "data/train")
+    stream = token_files.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
     return np.stack([next(stream) for _ in range(steps)])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from planner.cluster import Cluster, parse
+from planner.cluster.cluster import Cluster, parse
 
 MODEL = ModelConfig(vocab_size=50257, layers=12, hidden=1024, heads=16, sequence=1024)
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from planner import report
-from planner.budget import Budget
-from planner.compare import Comparison
-from planner.search import Options, Search
-from planner.space import Choices
+from planner.report import text
+from planner.search.baselines import Comparison
+from planner.search.budget import Budget
+from planner.search.search import Options, Search
+from planner.search.space import Choices
 from tests.planner.examples import MODEL, cluster
 
 
-def made_report(micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any) -> report.Report:
+def made_report(micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any) -> text.Report:
     """Four plans for four hosts of four devices, the first one placed; `changes` of the report's attributes."""
     some = changes.get("cluster") or cluster(4, 4)
     choices = Choices(
@@ -39,14 +39,14 @@ def made_report(micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int
         "limit": search.limit,
         "memory_source": "closed form",
         "sources": {"links": "made up"},
-        "noise": report.Noise(0.24, 0.01, "over 3 samples of the links"),
-        "oracle": (report.OracleRow("2 x 4 x 2", 7.5e9, 12.5, "XLA for a GPU"),),
+        "noise": text.Noise(0.24, 0.01, "over 3 samples of the links"),
+        "oracle": (text.OracleRow("2 x 4 x 2", 7.5e9, 12.5, "XLA for a GPU"),),
         "explained": ("data=4 pipe=2: does not fit, needs 99.0 GB per device",),
         "command": "python -m planner.plan --cluster=a.json",
     }
-    return report.Report(**{**values, **changes})
+    return text.Report(**{**values, **changes})
 
 
-def other_choice(made: report.Report, n: int) -> report.Report:
+def other_choice(made: text.Report, n: int) -> text.Report:
     """The same report with another of the ranked plans chosen."""
     return dataclasses.replace(made, chosen=made.outcome.ranked[n])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from planner.supervisor import Limits
+from planner.supervision.supervisor import Limits
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -19,8 +19,9 @@ HOSTS = 3
 # to be slow.
 SUPERVISE = """
 from paxtrain.errors import run
-from planner import pace, slow_step, supervise
-pace._sample = lambda: 1e-3
+from planner import supervise
+from planner.supervision import host_speed, slow_step
+host_speed._sample = lambda: 1e-3
 slow_step._FAST = 1e6
 run(supervise.main, supervise.define_flags)
 """

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from planner import job as jobs
-from planner import jobset, slurm
 from planner import launch as main
-from planner.job import Job
-from planner.supervisor import FAULT, STOPPED
+from planner.jobs import job as jobs
+from planner.jobs import jobset, slurm
+from planner.jobs.job import Job
+from planner.supervision.supervisor import FAULT, STOPPED
 from tests import mains
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from paxtrain import metrics
 from paxtrain.prepare import prepare
-from planner import local
-from planner.job import Job
-from planner.supervisor import FAULT, STOPPED
+from paxtrain.run import metrics
+from planner.jobs import local
+from planner.jobs.job import Job
+from planner.supervision.supervisor import FAULT, STOPPED
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOSTS = 2
 # A run that tells of ten steps, and in between does EVENT; on SIGTERM it saves, in a manner of speaking, and ends well.
 RUN = """
 import os, pathlib, signal, sys, time
-from paxtrain import supervised
+from paxtrain.process import supervised
 
 options = dict(each[2:].split("=", 1) for each in sys.argv[1:])
 host, folder = options["host_name"], pathlib.Path(options["out"])

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from paxtrain import plan as plans
 from paxtrain.config import from_dict
+from paxtrain.config import plan as plans
 from tests.planner.examples import cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def planned(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def cluster_file(tmp_path) -> pathlib.Path:
-    from planner import cluster as clusters
+    from planner.cluster import cluster as clusters
 
     path = tmp_path / "cluster.json"
     clusters.save(cluster(2, 4), path)
@@ -55,7 +55,7 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
 
 
 def test_a_plan_for_the_hosts_that_are_left(tmp_path):
-    from planner import cluster as clusters
+    from planner.cluster import cluster as clusters
 
     file, out = tmp_path / "cluster.json", tmp_path / "plan"
     clusters.save(dataclasses.replace(cluster(3, 4), hosts=("a", "b", "c"), named=True), file)

@@ -14,10 +14,11 @@ import pytest
 
 from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
-from planner import cluster as clusters
-from planner import costs, measure_cluster, measure_compute, measure_links
-from planner.measure_cluster import MIB, Machines, Options
-from planner.meeting import Meeting
+from planner.cluster import cluster as clusters
+from planner.cost import compute
+from planner.measure import measure_cluster, measure_compute, measure_links
+from planner.measure.measure_cluster import MIB, Machines, Options
+from planner.measure.process_group import Meeting
 from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
 
@@ -77,7 +78,7 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     assert {key: row[key] for key in expected} == expected
     assert row["vocab"] == 128
     assert all(row[kind] >= 0 for kind in (*measure_compute.KINDS, "optimizer"))
-    found = costs.layer(loaded, "cpu", config.model, 2, 1, "layer_inputs")
+    found = compute.layer(loaded, "cpu", config.model, 2, 1, "layer_inputs")
     assert found.backward == pytest.approx(loaded.compute[0]["backward"])
     assert found.backward > 0
     assert any(what == "all-reduce inside a host" for what, _ in said)
@@ -165,17 +166,17 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
 def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monkeypatch, config):
     dots = dataclasses.replace(config, pipeline=PipelineConfig(save="dots"))
     turns = measure_compute.Turns(dots, 1, 1, jax.devices()[:1])
-    assert turns.kinds == measure_compute.Bystander(dots).kinds == (*measure_compute.KINDS, *costs.PARTS)
+    assert turns.kinds == measure_compute.Bystander(dots).kinds == (*measure_compute.KINDS, *compute.PARTS)
     assert measure_compute.kinds(config) == measure_compute.KINDS
     asked = dict(zip(turns.kinds, (2.0, 6.0, 1.0, 1.0, 5.0, 3.0)))
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: asked[kind] * count)
     turns.counts = dict.fromkeys(turns.kinds, 2)
     sample = turns.sample()
-    assert [sample[part] for part in costs.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
+    assert [sample[part] for part in compute.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
     machines = Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",))
     [row] = measure_cluster.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
     some = cluster(1, 1, device="cpu", memory=1e9, compute=[row])
-    found = costs.layer(some, "cpu", dots.model, 1, 1, "dots")
+    found = compute.layer(some, "cpu", dots.model, 1, 1, "dots")
     assert (found.backward_input, found.backward_weights) == (5.0 / turns.layers, 3.0 / turns.layers)
 
 
@@ -202,7 +203,7 @@ def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
 def test_the_optimizers_parameters_are_the_devices(config):
     optimizer = measure_compute.Optimizer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
-    held = 2 * costs.layer_parameters(config.model, 2) + costs.embedding_parameters(config.model, 2, 2)
+    held = 2 * compute.layer_parameters(config.model, 2) + compute.embedding_parameters(config.model, 2, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
     assert optimizer.sample() > 0
 

@@ -10,13 +10,13 @@ import types
 
 import pytest
 
-from paxtrain import metrics
-from paxtrain import plan as plans
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
 from paxtrain.prepare import prepare
+from paxtrain.run import metrics
 from planner import run
-from planner.environment import FILE
+from planner.start.environment import FILE
 from tests import mains
 from tests.planner.ports import free_ports
 
@@ -35,7 +35,8 @@ SETTINGS = {
 # Short measurements; what is tested is not how exact they are.
 MAIN = """
 from paxtrain import errors
-from planner import measure_compute, run
+from planner import run
+from planner.measure import measure_compute
 measure_compute._LEAST = 0.002
 errors.run(run.main, run.define_flags)
 """

@@ -17,11 +17,11 @@ import time
 
 import pytest
 
-from paxtrain import supervised
+from paxtrain.process import supervised
 from planner import supervise
-from planner.side_channel import SideChannel
-from planner.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
-from planner.worker_process import Worker
+from planner.supervision.side_channel import SideChannel
+from planner.supervision.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
+from planner.supervision.worker_process import Worker
 from tests.planner.ports import free_ports
 from tests.planner.supervisors import HOSTS, ROOT, start, wait, wait_for
 
@@ -34,7 +34,7 @@ GLOO = "raise RuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed b
 # What a worker does at step 5, where it is the one on host 1; the others then lose it and fail, or wait for ever.
 WORKER = """
 import os, pathlib, signal, sys, time
-from paxtrain import supervised
+from paxtrain.process import supervised
 
 host, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 print(f"host {host} begins", flush=True)

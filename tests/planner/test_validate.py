@@ -7,8 +7,9 @@ import pytest
 from scipy import stats
 
 from paxtrain.errors import UserError
-from planner import accuracy, convert, trials, validate
-from planner.accuracy import Scores
+from planner import convert, validate
+from planner.fit import accuracy, trials
+from planner.fit.accuracy import Scores
 from tests import mains
 
 BASE = {

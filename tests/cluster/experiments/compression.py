@@ -13,10 +13,10 @@ import numpy as np
 
 from configs import gpt_8b
 from paxtrain.config import ModelConfig
-from planner import cluster as clusters
-from planner.cluster import Cluster, between
-from planner.links import fabric
-from planner.predict import Candidate, Problem, host_order
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster, between
+from planner.cost.links import fabric
+from planner.cost.step_time import Candidate, Problem, host_order
 from tests.cluster import scenario as scenarios
 from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split

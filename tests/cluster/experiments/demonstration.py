@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from paxtrain import report
-from planner.decision import device_order
+from paxtrain.run import report
+from planner.planning.decision import device_order
 from tests.cluster.experiments import joint
 from tests.cluster.laboratory import Lab
 from tests.cluster.scenario import Scenario

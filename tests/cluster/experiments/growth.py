@@ -5,8 +5,8 @@ Growth is by data ranks, then by stages.
 
 import numpy as np
 
-from planner.links import fabric
-from planner.predict import Problem, host_order
+from planner.cost.links import fabric
+from planner.cost.step_time import Problem, host_order
 from tests.cluster.laboratory import Bench, Lab
 from tests.cluster.models import Split
 from tests.cluster.scenario import Scenario

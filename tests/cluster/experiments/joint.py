@@ -8,13 +8,13 @@ import dataclasses
 
 import numpy as np
 
-from planner.budget import Budget
-from planner.cluster import Cluster
-from planner.links import fabric
-from planner.place import place
-from planner.predict import Candidate, Problem, host_order
-from planner.search import Options, Search
-from planner.space import Choices
+from planner.cluster.cluster import Cluster
+from planner.cost.links import fabric
+from planner.cost.step_time import Candidate, Problem, host_order
+from planner.placement.place import place
+from planner.search.budget import Budget
+from planner.search.search import Options, Search
+from planner.search.space import Choices
 from tests.cluster import models
 from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split, moved

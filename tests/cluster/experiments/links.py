@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner import cluster as clusters
+from planner.cluster import cluster as clusters
 from tests.cluster import hosts
 from tests.cluster.laboratory import Lab
 from tests.cluster.session import ENVIRONMENT, ROOT

@@ -8,11 +8,11 @@ import dataclasses
 
 import numpy as np
 
-from planner import closed_forms
-from planner.cluster import Cluster
-from planner.links import fabric, paths
-from planner.place import place
-from planner.predict import MASTER, Problem, host_order
+from planner.cluster.cluster import Cluster
+from planner.cost import closed_forms
+from planner.cost.links import fabric, paths
+from planner.cost.step_time import MASTER, Problem, host_order
+from planner.placement.place import place
 from tests.cluster import scenario as scenarios
 from tests.cluster.experiments import growth, joint
 from tests.cluster.laboratory import Bench, Lab

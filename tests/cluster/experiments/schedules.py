@@ -7,10 +7,10 @@ import itertools
 
 import numpy as np
 
-from planner.cluster import Cluster
-from planner.links import fabric
-from planner.place import place
-from planner.predict import Problem
+from planner.cluster.cluster import Cluster
+from planner.cost.links import fabric
+from planner.cost.step_time import Problem
+from planner.placement.place import place
 from tests.cluster.experiments import growth
 from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split, moved

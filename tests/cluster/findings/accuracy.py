@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.findings.pairs import FORMS, SOURCE, Pair, Scores, errors, grouped, pairs, score, short_names
 from tests.cluster.laboratory import summary

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from compress.policy import compression_ratio
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.experiments import compression as experiment
 from tests.cluster.findings import losses
@@ -225,7 +225,8 @@ def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
         caption = "Parts of a step, by kind of compression."
         blocks += [
             f"""Where a step's time goes with communication at {_links(traced[0])}, mean over hosts;
-            `paxtrain/breakdown.py` says what each part is. Waiting for the other end of a transfer counts as that
+            `paxtrain/profiling/breakdown.py` says what each part is. Waiting for the other end of a transfer counts
+            as that
             transfer.""",
             _breakdown(traced[0]),
             Drawing("breakdown", caption, _draw_parts(traced)),

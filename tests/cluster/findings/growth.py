@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.experiments import growth as experiment
 from tests.cluster.laboratory import summary

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.records import Records
 from tests.cluster.section import Drawing, Section, Target, lab, percent, seconds, signed, table

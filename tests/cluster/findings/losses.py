@@ -6,7 +6,7 @@ import math
 import numpy as np
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.section import Drawing, factor, table
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.findings.pairs import SOURCE, Pair, errors, grouped, pairs, short_names, spearman
 from tests.cluster.laboratory import summary

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from matplotlib.figure import Figure
 
-from paxtrain import plots
+from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.laboratory import summary
 from tests.cluster.records import Records

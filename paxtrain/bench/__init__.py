@@ -1,0 +1,4 @@
+"""Benchmarks of the training step.
+
+May import every other room of `paxtrain`.
+"""

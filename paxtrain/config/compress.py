@@ -1,0 +1,120 @@
+"""The section `compress` of the configuration."""
+
+import dataclasses
+import re
+
+from paxtrain.config.checks import choice, numbers, positive, require
+
+SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressConfig:
+    """What crosses the links compressed, as low-rank factors (Optimus-CC, Song et al. 2023).
+
+    Attributes:
+        backward: activation gradients between stages: "none", "epilogue" (those that no compute hides: the drain of the
+            pipeline) or "all".
+        backward_rank: rank of their factors.
+        backward_ranks: ranks link by link, "16,8,16", the link between stages 0 and 1 first (with virtual stages the
+            one between the last stage and the first comes last); empty: backward_rank for all.
+        forward, forward_rank: activations between stages, "none" or "all"; beyond the paper.
+        error: what a compressed message leaves out goes into the next one on its link (lazy error propagation):
+            "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
+        factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
+            compute dtype.
+        form: "solve" (normal equations, no orthogonalisation) or "qr" (its check).
+        embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (a mean over data on each,
+            then their sum: the baseline), or "auto": fused where there are two copies.
+        data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
+            "0,1", or "selective": those whose reduction would end the step.
+        data_rank: rank of their factors; the highest rank where ranks adapt.
+        data_start: fraction of the run's steps before data-parallel compression starts.
+        data_adapt_every: steps between adaptions of each stage's rank to its residual; 0: ranks stay.
+        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles where the part of the
+            gradient left out (0 to 1, by norm) is above residual_high, and halves below residual_low.
+        stage_seconds, reduce_seconds, compressed_seconds: for data=selective, a number per stage each: when its last
+            backward ends, how long its reduction takes dense and compressed; empty: measured before the first step.
+        min_ratio: no matrix is compressed whose factors do not save this many times its bytes.
+        implementation: of the passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto": triton on H100,
+            H200 and B200 GPUs for ranks up to 128.
+    """
+
+    backward: str = "none"
+    backward_rank: int = 16
+    backward_ranks: str = ""
+    forward: str = "none"
+    forward_rank: int = 16
+    error: str = "lazy"
+    factors: str = "auto"
+    form: str = "solve"
+    embedding: str = "auto"
+    data: str = "none"
+    data_rank: int = 128
+    data_start: float = 0.1
+    data_adapt_every: int = 0
+    data_rank_min: int = 4
+    residual_low: float = 0.3
+    residual_high: float = 0.6
+    stage_seconds: str = ""
+    reduce_seconds: str = ""
+    compressed_seconds: str = ""
+    min_ratio: float = 2.0
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        choice("compress.backward", self.backward, ("none", "epilogue", "all"))
+        choice("compress.forward", self.forward, ("none", "all"))
+        choice("compress.error", self.error, ("lazy", "explicit", "none"))
+        choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
+        choice("compress.form", self.form, ("solve", "qr"))
+        choice("compress.embedding", self.embedding, ("auto", "fused", "unfused"))
+        choice("compress.implementation", self.implementation, ("auto", "xla", "triton"))
+        positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
+        require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
+        require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")
+        require(
+            self.data_adapt_every >= 0, f"compress.data_adapt_every must not be negative, got {self.data_adapt_every}"
+        )
+        require(
+            self.data_rank_min <= self.data_rank,
+            f"compress.data_rank_min={self.data_rank_min} must not be above compress.data_rank={self.data_rank}",
+        )
+        require(
+            0 <= self.residual_low < self.residual_high <= 1,
+            f"compress.residual_low={self.residual_low} must be below compress.residual_high={self.residual_high}, "
+            "both in [0, 1]",
+        )
+        ranks = numbers("compress.backward_ranks", self.backward_ranks, int)
+        require(
+            all(rank > 0 for rank in ranks),
+            f"compress.backward_ranks must be positive integers joined by commas, got {self.backward_ranks!r}",
+        )
+        if self.data not in ("none", "all", "selective"):
+            require(
+                re.fullmatch(r"\d+(,\d+)*", self.data) is not None,
+                f"compress.data must be none, all, selective or stages joined by commas such as 0,1, got {self.data!r}",
+            )
+        given = [bool(getattr(self, name)) for name in SECONDS]
+        require(
+            all(given) or not any(given),
+            f"compress.{', compress.'.join(SECONDS)} must be given together or not at all",
+        )
+        for name in SECONDS:
+            numbers(f"compress.{name}", getattr(self, name), float)
+
+    @property
+    def seconds(self) -> tuple[tuple[float, ...], ...]:
+        """stage_seconds, reduce_seconds and compressed_seconds, each a number per stage; empty where not given."""
+        return tuple(numbers(name, getattr(self, name), float) for name in SECONDS)
+
+    def data_stages(self, pipe: int) -> tuple[int, ...]:
+        """Stages that compress over data, as far as the configuration alone says; "selective" has none yet."""
+        if self.data in ("none", "selective"):
+            return ()
+        return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
+
+    def link_ranks(self, links: int) -> tuple[int, ...]:
+        """Rank of every link's gradients."""
+        ranks = numbers("compress.backward_ranks", self.backward_ranks, int)
+        return ranks or (self.backward_rank,) * links

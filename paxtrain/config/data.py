@@ -1,0 +1,111 @@
+"""The data section of the configuration: which token files a run trains and validates on, and in what proportions."""
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+
+from paxtrain.config.checks import positive, require
+
+# A mixture repeats its pattern after as many samples as its weights, as whole numbers, add up to.
+LONGEST_PERIOD = 10_000
+
+_NAMED = re.compile(r"([\w.-]+)=(.+)")
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/\d+", re.IGNORECASE)  # 1e999999999 is long in the making
+_EXAMPLE = "web=runs/web/train,code=runs/code/train"
+
+
+def _sets(key: str, text: str) -> dict[str, str]:
+    """Prefixes by name; a single one without a name has the name ""."""
+    matches = [_NAMED.fullmatch(part.strip()) for part in text.split(",")]
+    if len(matches) == 1 and not matches[0]:
+        return {"": text}
+    require(all(matches), f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
+    found: dict[str, str] = {}
+    for name, prefix in (match.groups() for match in matches):
+        require(name not in found, f"{key} has two data sets of the name {name}; give each a name of its own")
+        found[name] = prefix
+    return found
+
+
+def _weight(name: str, text: str) -> Fraction:
+    try:
+        weight = Fraction(text if _NUMBER.fullmatch(text) else 0)
+    except (ValueError, ZeroDivisionError):
+        weight = Fraction(0)
+    require(
+        weight > 0,
+        f"data.weights must give each data set a positive number, got {name}={text}; "
+        "leave a set that is to give nothing out of data.train",
+    )
+    return weight
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix.
+
+    Attributes:
+        train, validation: one data set, "runs/data/train", or several with names,
+            "web=runs/web/train,code=runs/code/train". Those to train on are mixed; each one to validate on has a
+            validation loss of its own.
+        weights: of several data sets to train on, "web=0.7,code=0.3"; only their proportions count.
+        prefetch: batches read ahead.
+    """
+
+    train: str = "runs/data/train"
+    weights: str = ""
+    validation: str = "runs/data/validation"
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        positive("data", self, "prefetch")
+        _ = self.mixture, self.validation_sets  # both say what is wrong with the texts
+
+    @property
+    def train_sets(self) -> dict[str, str]:
+        """Prefixes by name of what is trained on."""
+        return _sets("data.train", self.train)
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """Prefixes by name of what is validated on."""
+        return _sets("data.validation", self.validation)
+
+    @property
+    def mixture(self) -> dict[str, int]:
+        """How many samples of each training set, by name, there are in a period of the mixture; names are sorted."""
+        sets = sorted(self.train_sets)
+        names = ", ".join(sets)
+        if not self.weights and len(sets) == 1:
+            return {sets[0]: 1}
+        require(
+            bool(self.weights),
+            f"data.train has the data sets {names}, but data.weights is empty; give each a weight as "
+            f"{','.join(f'{name}=1' for name in sets)}",
+        )
+        require(
+            sets != [""],
+            f"data.weights={self.weights} needs data sets with names as {_EXAMPLE}, got data.train={self.train}",
+        )
+        given: dict[str, Fraction] = {}
+        for part in self.weights.split(","):
+            name, equals, weight = part.strip().partition("=")
+            require(bool(equals), f"data.weights must be NAME=WEIGHT joined by commas, got {self.weights!r}")
+            require(name in sets, f"data.weights names the data set {name!r}, but data.train has {names}")
+            require(name not in given, f"data.weights gives the data set {name} two weights; one would do")
+            given[name] = _weight(name, weight)
+        missing = [name for name in sets if name not in given]
+        require(
+            not missing, f"data.weights={self.weights} has no weight for {', '.join(missing)}; data.train has {names}"
+        )
+        common = math.lcm(*(weight.denominator for weight in given.values()))
+        whole = {name: int(given[name] * common) for name in sets}
+        divisor = math.gcd(*whole.values())
+        period = sum(whole.values()) // divisor
+        require(
+            period <= LONGEST_PERIOD,
+            f"data.weights={self.weights} are proportions of {period:,} samples, and a mixture repeats after at most "
+            f"{LONGEST_PERIOD:,}; round the weights, with a sum of 1 to four decimals",
+        )
+        return {name: count // divisor for name, count in whole.items()}

@@ -1,0 +1,150 @@
+"""The model section of the configuration: the shape of a GPT-2 or a Llama, and how it is computed."""
+
+import dataclasses
+import math
+
+from paxtrain.config.checks import choice, divisors_near, positive, require
+
+FAMILIES = ("gpt2", "llama")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A GPT-2 or a Llama architecture, see paxtrain.model.transformer.
+
+    Attributes:
+        family: one of FAMILIES. "gpt2": learned positions, LayerNorm, GELU, biases. "llama": rotary positions, RMSNorm,
+            SwiGLU, no biases.
+        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` whatever the mesh, so
+            that checkpoints fit every mesh; padded rows never receive probability.
+        kv_heads: heads of keys and values, each shared by heads/kv_heads queries; 0: as many as heads.
+        intermediate: size of the feed-forward part; 0: 4 * hidden.
+        sequence: positions, S.
+        tied_head: the head's table is the embedding's.
+        rope_theta: base of the rotary angles. norm_epsilon: added to a norm's mean square.
+        embedding_dropout, residual_dropout: rates after the embedding and on both residual branches
+            (GPT-2's embd_pdrop and resid_pdrop).
+        dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
+            micro-batches and the optimizer are float32 always.
+        attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
+        separator: id of the token that documents begin with (one that ends them begins the next one). Attention stays
+            within a document and positions count from its beginning; -1: all tokens of a sample are one document.
+    """
+
+    family: str = "gpt2"
+    vocab_size: int = 257
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    intermediate: int = 0
+    sequence: int = 128
+    vocab_multiple: int = 128
+    tied_head: bool = True
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    dtype: str = "bfloat16"
+    attention: str = "auto"
+    separator: int = -1
+
+    def __post_init__(self) -> None:
+        choice("model.family", self.family, FAMILIES)
+        positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
+        positive("model", self, "rope_theta", "norm_epsilon")
+        require(
+            self.hidden % self.heads == 0,
+            f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
+            f"{divisors_near(self.hidden, self.heads)} heads would fit",
+        )
+        for name in ("kv_heads", "intermediate"):
+            require(getattr(self, name) >= 0, f"model.{name} must not be negative, got {getattr(self, name)}")
+        require(
+            self.heads % self.key_value_heads == 0,
+            f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+            f"{divisors_near(self.heads, self.key_value_heads)} would fit",
+        )
+        require(
+            self.family == "llama" or self.key_value_heads == self.heads,
+            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}; 0 would do",
+        )
+        require(
+            self.family == "gpt2" or self.head_dim % 2 == 0,
+            f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
+            f"model.heads={self.heads} leaves {self.head_dim} of them; an even number would do",
+        )
+        for name in ("embedding_dropout", "residual_dropout"):
+            rate = getattr(self, name)
+            require(0 <= rate < 1, f"model.{name} must be in [0, 1), got {rate}")
+        choice("model.dtype", self.dtype, ("bfloat16", "float32"))
+        choice("model.attention", self.attention, ("auto", "xla", "cudnn"))
+        require(
+            -1 <= self.separator < self.vocab_size,
+            f"model.separator must be an id below model.vocab_size={self.vocab_size}, or -1, got {self.separator}",
+        )
+        require(
+            self.attention != "cudnn" or self.fits_flash,
+            "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would do",
+        )
+
+    @property
+    def fits_flash(self) -> bool:
+        """Whether cuDNN has flash attention for this shape; its masks want an even sequence."""
+        small = self.head_dim % 8 == 0 and self.head_dim <= 128
+        return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
+
+    @property
+    def padded_vocab(self) -> int:
+        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def ffn(self) -> int:
+        return self.intermediate or 4 * self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def key_value(self) -> int:
+        """Size of a token's keys."""
+        return self.key_value_heads * self.head_dim
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of a layer's matrices, with which every token is multiplied."""
+        feed_forward = 3 if self.family == "llama" else 2
+        return self.hidden * (2 * self.hidden + 2 * self.key_value + feed_forward * self.ffn)
+
+    @property
+    def vectors(self) -> int:
+        """Parameters of a layer's norms and biases."""
+        return 2 * self.hidden if self.family == "llama" else 9 * self.hidden + self.ffn
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of positions."""
+        return 0 if self.family == "llama" else self.sequence
+
+    @property
+    def tables(self) -> int:
+        """Tables of the vocabulary: the embedding's, and the head's where that is another one."""
+        return 1 if self.tied_head else 2
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """What tensor parallelism splits evenly, by name."""
+        names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
+        return {name: getattr(self, name) for name in names}
+
+    def parameter_count(self) -> int:
+        """Parameters of the model as published: the padding of the vocabulary is not counted."""
+        final_norm = self.hidden if self.family == "llama" else 2 * self.hidden
+        rows = self.tables * self.vocab_size + self.positions
+        return self.layers * (self.matrices + self.vectors) + rows * self.hidden + final_norm

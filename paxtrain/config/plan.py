@@ -1,0 +1,136 @@
+"""A plan: which mesh on which devices, how the pipeline runs, what is compressed.
+
+`--plan=plan.json` overrides these sections of the configuration.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from paxtrain.config.config import (
+    BatchConfig,
+    CompressConfig,
+    Config,
+    MeshConfig,
+    PipelineConfig,
+    from_dict,
+    read_section,
+)
+from paxtrain.errors import UserError
+
+VERSION = 1
+_SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decision about one model on one cluster.
+
+    Attributes:
+        mesh: sizes of the axes.
+        pipeline: schedule, layers per stage, what is saved.
+        batch: global batch and micro-batch.
+        compress: what crosses links compressed.
+        hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order in which
+            the processes come.
+        devices_per_host: devices of each host.
+        device_order: for every mesh position (row-major over data, pipe, tensor) an index into all hosts' devices,
+            host after host; empty: 0, 1, 2, ...
+        predicted: figures of the planner with their sources, for people to read; the trainer does not use them.
+    """
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    batch: BatchConfig
+    compress: CompressConfig
+    hosts: tuple[str, ...] = ()
+    devices_per_host: int = 0
+    device_order: tuple[int, ...] = ()
+    predicted: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        devices, given = self.mesh.devices, len(self.device_order)
+        if given and (given != devices or sorted(self.device_order) != list(range(devices))):
+            raise UserError(
+                f"device_order must name each of the mesh's {devices} devices once, got {given} "
+                f"entries with {len(set(self.device_order))} different ones"
+            )
+        if self.hosts and len(set(self.hosts)) != len(self.hosts):
+            raise UserError(f"hosts must differ from each other, got {', '.join(self.hosts)}")
+        if self.hosts and len(self.hosts) * self.devices_per_host != devices:
+            raise UserError(
+                f"{len(self.hosts)} hosts with devices_per_host={self.devices_per_host} have "
+                f"{len(self.hosts) * self.devices_per_host} devices, but the mesh needs {devices}"
+            )
+
+    def apply(self, values: Mapping[str, Any]) -> Config:
+        """The configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
+
+        Raises:
+            UserError: they do not fit each other.
+        """
+        return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    return json.loads(json.dumps({"version": VERSION, **dataclasses.asdict(plan)}))
+
+
+def save(plan: Plan, path: str | pathlib.Path) -> None:
+    """Writes a plan as JSON."""
+    pathlib.Path(path).write_text(json.dumps(to_json(plan), indent=2) + "\n")
+
+
+def load(path: str | pathlib.Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON object, has unknown or missing keys or values that do not fit.
+    """
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        message = f"cannot read the plan {path} ({error}); name a plan.json as paxtrain/config/plan.py describes it"
+        raise UserError(message) from error
+    try:
+        return from_json(values)
+    except UserError as error:
+        raise UserError(f"plan {path}: {error}") from error
+
+
+def from_json(values: Any) -> Plan:
+    """The plan of JSON values.
+
+    Raises:
+        UserError: no JSON object, unknown or missing keys, or values that do not fit.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
+    if values.get("version") != VERSION:
+        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    lists = {"hosts": (list, str), "device_order": (list, int)}
+    kinds = lists | {"devices_per_host": (int, None), "predicted": (dict, None)}
+    known = {"version", *_SECTIONS, *kinds}
+    for key in values:
+        if key not in known:
+            raise UserError(f"unknown key {key}; known are {', '.join(sorted(known))}")
+    for key in _SECTIONS:
+        if key not in values:
+            raise UserError(f"the section {key} is missing")
+    arguments: dict[str, Any] = {key: read_section(cls, values[key], key) for key, cls in _SECTIONS.items()}
+    for key, cls in _SECTIONS.items():
+        fields = [field.name for field in dataclasses.fields(cls)]
+        if missing := [name for name in fields if name not in values[key]]:
+            raise UserError(f"{key} leaves out {', '.join(missing)}; a plan says all of {', '.join(fields)}")
+    for key, (kind, item) in kinds.items():
+        if key not in values:
+            continue
+        value = values[key]
+        if type(value) is not kind or (item and not all(type(v) is item for v in value)):
+            of = f" of {item.__name__}" if item else ""
+            raise UserError(f"{key} must be a {kind.__name__}{of}, got {value!r}")
+        arguments[key] = tuple(value) if kind is list else value
+    return Plan(**arguments)

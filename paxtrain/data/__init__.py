@@ -1,0 +1,4 @@
+"""Training data: tokenizers, token files, data sets and mixtures of them.
+
+May import `paxtrain.config`.
+"""

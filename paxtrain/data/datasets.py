@@ -1,0 +1,128 @@
+"""The data sets of a run: opened and checked, mixed for training, each by itself for validation."""
+
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import Config
+from paxtrain.data import token_files
+from paxtrain.data.mixture import Mixture
+from paxtrain.data.token_files import TokenFile
+from paxtrain.data.tokenizer import FILE as TOKENIZER
+from paxtrain.errors import UserError
+from paxtrain.run import report
+
+
+def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
+    """Demands equal tokenizers beside all files that have one: ids of one would mean something else in the other."""
+    folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in files)
+    found = [path for path in (folder / TOKENIZER for folder in folders) if path.exists()]
+    for path in found[1:]:
+        try:
+            equal = path.read_bytes() == found[0].read_bytes()
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}); see who may read it") from error
+        if not equal:
+            raise UserError(
+                f"{found[0]} and {path} are different tokenizers, so the ids of one data set mean something else in "
+                "the other; prepare all of them with the same one"
+            )
+
+
+class DataSets:
+    """What a run trains and validates on. Which tokens sample n is does not depend on mesh, batch size or resumption.
+
+    Attributes:
+        train, validation: the token files by name; one set without a name has the name "".
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Opens all files and finds what would stop a run.
+
+        Raises:
+            UserError: as data.load; or the data sets are of different tokenizers.
+        """
+        self._config, model = config, config.model
+
+        def load(prefix: str) -> TokenFile:
+            return token_files.load(
+                prefix, vocab_size=model.vocab_size, sequence=model.sequence, separator=model.separator
+            )
+
+        self._weights = config.data.mixture
+        self.train = {name: load(config.data.train_sets[name]) for name in self._weights}
+        self.validation = {name: load(prefix) for name, prefix in config.data.validation_sets.items()}
+        _require_one_tokenizer([*self.train.values(), *self.validation.values()])
+
+    @property
+    def tokenizer(self) -> pathlib.Path:
+        """Where the tokenizer of all sets is, if it has been kept beside one to train on."""
+        paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
+        return next((path for path in paths if path.exists()), paths[0])
+
+    def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
+        """This process's rows of the global batches to train on, without end, see data.stream.
+
+        Every set goes through its own epochs, in an order that depends on the seed and its name: not on other sets or
+        on weights.
+
+        Args:
+            seed: default: the configuration's.
+        """
+        c = self._config
+        seed = c.run.seed if seed is None else seed
+        sets = [
+            token_files.epochs(file, c.model.sequence, seed=[seed, *name.encode()] if name else seed)
+            for name, file in self.train.items()
+        ]
+        mixture = Mixture(list(self._weights.values()))
+
+        def sample(number: int) -> np.ndarray:
+            chosen, own_number = mixture(number)
+            return sets[chosen][own_number]
+
+        return token_files.stream(
+            sample,
+            global_batch=c.batch.global_batch,
+            rows=rows,
+            start_sample=start_sample,
+            prefetch=c.data.prefetch,
+        )
+
+    def validating(self, name: str, rows: Sequence[int]) -> Iterator[np.ndarray]:
+        """This process's rows of the global batches of one validation set, in the file's order."""
+        c = self._config
+        return token_files.batches(
+            self.validation[name],
+            sequence=c.model.sequence,
+            global_batch=c.batch.global_batch,
+            rows=rows,
+            shuffle=False,
+            prefetch=c.data.prefetch,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which tokens sample n is; a file is known by its number of tokens and the first million."""
+        sets = {
+            name: {"tokens": len(file), "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes())}
+            for name, file in self.train.items()
+        }
+        mixed = {name: {**each, "weight": self._weights[name]} for name, each in sets.items()}
+        order = {"seed": self._config.run.seed, "sequence": self._config.model.sequence}
+        return sets.get("", {"sets": mixed}) | order
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Rows for the table of a run's start: each named set, its share, and how often the run goes through it."""
+        if "" in self.train:
+            return []
+        c, rows = self._config, []
+        for name, file in self.train.items():
+            share = self._weights[name] / sum(self._weights.values())
+            samples = share * c.run.steps * c.batch.global_batch
+            epochs = samples / token_files.samples_per_epoch(len(file), c.model.sequence)
+            size = report.size(len(file), "tokens")
+            rows.append((f"train on {name}", f"{share:.4g} of all samples, {epochs:.3g} epochs of {size}"))
+        return rows

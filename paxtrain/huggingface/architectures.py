@@ -1,0 +1,263 @@
+"""GPT-2 and Llama as Hugging Face's transformers names and shapes them, from and to the canonical parameters.
+
+GPT-2's kernels are [in, out] there as here; Llama's are [out, in], and what is one array here (keys and values, gate
+and up) is two there. The vocabulary is padded here and not there. Rotary dims are paired alike, i with i + D/2.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import ModelConfig, read_section
+from paxtrain.errors import UserError
+from paxtrain.model import transformer
+from paxtrain.model.transformer import Params
+
+Path = tuple[str, str]
+
+# Arrays of one layer by path: their names, several where they are stacked along dim 1 here.
+_LAYER: dict[str, dict[Path, tuple[str, ...]]] = {
+    "gpt2": {
+        ("ln1", "scale"): ("ln_1.weight",),
+        ("ln1", "bias"): ("ln_1.bias",),
+        ("qkv", "kernel"): ("attn.c_attn.weight",),
+        ("qkv", "bias"): ("attn.c_attn.bias",),
+        ("out", "kernel"): ("attn.c_proj.weight",),
+        ("out", "bias"): ("attn.c_proj.bias",),
+        ("ln2", "scale"): ("ln_2.weight",),
+        ("ln2", "bias"): ("ln_2.bias",),
+        ("up", "kernel"): ("mlp.c_fc.weight",),
+        ("up", "bias"): ("mlp.c_fc.bias",),
+        ("down", "kernel"): ("mlp.c_proj.weight",),
+        ("down", "bias"): ("mlp.c_proj.bias",),
+    },
+    "llama": {
+        ("ln1", "scale"): ("input_layernorm.weight",),
+        ("q", "kernel"): ("self_attn.q_proj.weight",),
+        ("kv", "kernel"): ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        ("out", "kernel"): ("self_attn.o_proj.weight",),
+        ("ln2", "scale"): ("post_attention_layernorm.weight",),
+        ("gate_up", "kernel"): ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        ("down", "kernel"): ("mlp.down_proj.weight",),
+    },
+}
+# What comes before a layer's names, with its number; and the other arrays but for the vocabulary's tables.
+_PREFIX = {"gpt2": "transformer.h.{}.", "llama": "model.layers.{}."}
+_REST: dict[str, dict[Path, str]] = {
+    "gpt2": {
+        ("embedding", "position"): "transformer.wpe.weight",
+        ("final_norm", "scale"): "transformer.ln_f.weight",
+        ("final_norm", "bias"): "transformer.ln_f.bias",
+    },
+    "llama": {("final_norm", "scale"): "model.norm.weight"},
+}
+_EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
+_HEAD = "lm_head.weight"
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+# --- Arrays -----------------------------------------------------------------------------------------------------------
+
+
+def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The arrays of transformers' state_dict, from canonical parameters in numpy."""
+    family, vocab = config.family, config.vocab_size
+    turned = family == "llama"
+    token = params["embedding"]["token"]
+    found = {_EMBEDDING[family]: (token if config.tied_head else token[0])[:vocab]}
+    for (group, name), theirs in _REST[family].items():
+        found[theirs] = params[group][name]
+    for layer in range(config.layers):
+        for (group, name), theirs in _LAYER[family].items():
+            x = params["layers"][group][name][layer]
+            parts = [x[:, i] for i in range(len(theirs))] if len(theirs) > 1 else [x]
+            for key, part in zip(theirs, parts, strict=True):
+                if name == "kernel":
+                    part = part.reshape(part.shape[0], -1)
+                    part = part.T if turned else part
+                elif name == "bias":
+                    part = part.reshape(-1)
+                found[_PREFIX[family].format(layer) + key] = part
+    if not config.tied_head:
+        found[_HEAD] = token[1][:vocab]
+    return {name: np.ascontiguousarray(x) for name, x in found.items()}
+
+
+def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
+    """Canonical parameters in numpy, float32.
+
+    Args:
+        read: the array of a name, of any float dtype.
+
+    Raises:
+        UserError: an array of another shape than the architecture's, or of numbers that stand for others (quantised).
+    """
+    family, shapes = config.family, transformer.shapes(config)
+    turned = family == "llama"
+    found: Params = {group: {} for group in shapes}
+
+    def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        x = read(name)
+        if x.dtype.name not in _FLOATS:
+            raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
+        if x.shape != shape:
+            raise UserError(f"array {name} is {list(x.shape)}; a {family} model of these sizes has {list(shape)}")
+        return x.astype(np.float32)
+
+    def kept(name: str, key: str, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of a layer, whose kernels are matrices in files and whose biases vectors."""
+        if name == "kernel":
+            matrix = (shape[0], math.prod(shape[1:]))
+            return (checked(key, matrix[::-1]).T if turned else checked(key, matrix)).reshape(shape)
+        return checked(key, (math.prod(shape),)).reshape(shape)
+
+    def table(name: str) -> np.ndarray:
+        x = checked(name, (config.vocab_size, config.hidden))
+        return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
+
+    token = table(_EMBEDDING[family])
+    found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
+    for (group, name), theirs in _REST[family].items():
+        found[group][name] = checked(theirs, shapes[group][name].shape)
+    for (group, name), theirs in _LAYER[family].items():
+        stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
+        for layer in range(config.layers):
+            keys = [_PREFIX[family].format(layer) + key for key in theirs]
+            shape = stacked.shape[1:] if len(keys) == 1 else (stacked.shape[1], *stacked.shape[3:])
+            parts = [kept(name, key, shape) for key in keys]
+            stacked[layer] = np.stack(parts, axis=1) if len(parts) > 1 else parts[0]
+        found["layers"].setdefault(group, {})[name] = stacked
+    return found
+
+
+# --- Configuration ----------------------------------------------------------------------------------------------------
+
+
+def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None) -> dict[str, Any]:
+    """The config.json of an architecture.
+
+    Args:
+        dtype: of the saved arrays.
+        begin, end: the tokens that begin and end a document, if there are any.
+    """
+    common = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied_head,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if config.family == "llama":
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.key_value_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.sequence,
+            "rms_norm_eps": config.norm_epsilon,
+            "rope_theta": config.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            **common,
+        }
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": config.hidden,
+        "n_inner": config.ffn,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_positions": config.sequence,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "activation_function": "gelu_new",
+        "embd_pdrop": config.embedding_dropout,
+        "resid_pdrop": config.residual_dropout,
+        "attn_pdrop": 0.0,
+        **common,
+    }
+
+
+def _demand(values: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+    """Demands of settings that have a default, the first one named, that they are among what is implemented."""
+    for name, known in wanted.items():
+        if (value := values.get(name, known[0])) not in known:
+            raise UserError(
+                f"{where} says {name}={value!r}, which is not implemented; "
+                f"{' or '.join(repr(x) for x in known)} would work"
+            )
+
+
+def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of ModelConfig that a config.json settles.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        UserError: an architecture that is not implemented, or a size that is missing or none.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in _LAYER:
+        raise UserError(f"{where} is of model_type {kind!r}; {' and '.join(_LAYER)} can be imported")
+    if quantized := values.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
+        raise UserError(f"{where} is of a quantised model ({method}); import the one that it was made of")
+    try:
+        fields = (_from_llama if kind == "llama" else _from_gpt2)(values, where)
+    except KeyError as error:
+        raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(f"{where} has values that no {kind} model has: {error}") from error
+    read_section(ModelConfig, fields, f"{where}: model")
+    return fields
+
+
+def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    wanted = {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    _demand(values, where, wanted)
+    return {
+        "family": "gpt2",
+        "vocab_size": values["vocab_size"],
+        "layers": values["n_layer"],
+        "hidden": values["n_embd"],
+        "heads": values["n_head"],
+        "kv_heads": 0,
+        "intermediate": values.get("n_inner") or 4 * values["n_embd"],
+        "sequence": values["n_positions"],
+        "tied_head": values.get("tie_word_embeddings", True),
+        "norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
+    }
+
+
+def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    _demand(values, where, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    _demand({"rope_type": rope.get("rope_type", rope.get("type", "default"))}, where, {"rope_type": ("default",)})
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    _demand({"head_dim": values.get("head_dim") or hidden // heads}, where, {"head_dim": (hidden // heads,)})
+    return {
+        "family": "llama",
+        "vocab_size": values["vocab_size"],
+        "layers": values["num_hidden_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": values.get("num_key_value_heads") or heads,
+        "intermediate": values["intermediate_size"],
+        "tied_head": values.get("tie_word_embeddings", False),
+        "norm_epsilon": values.get("rms_norm_eps", 1e-6),
+        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
+    }

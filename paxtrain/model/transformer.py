@@ -1,0 +1,328 @@
+"""GPT-2 and Llama as pure functions over a parameter pytree: pre-norm transformers that differ layer by layer.
+
+The canonical parameters, L layers stacked (also the layout of checkpoints). GPT-2 has learned positions, LayerNorm,
+tanh-GELU and biases:
+
+    embedding   token [V, H], position [S, H]
+    layers      ln1, ln2: scale, bias [L, H]
+                qkv: kernel [L, H, 3, H], bias [L, 3, H]      out: kernel [L, H, H], bias [L, H]
+                up: kernel [L, H, F], bias [L, F]             down: kernel [L, F, H], bias [L, H]
+    final_norm  scale, bias [H]
+
+Llama has rotary positions, RMSNorm, SwiGLU and K values for the keys of its fewer heads:
+
+    embedding   token [V, H]
+    layers      ln1, ln2: scale [L, H]
+                q: kernel [L, H, H]    kv: kernel [L, H, 2, K]    out: kernel [L, H, H]
+                gate_up: kernel [L, H, 2, F]                      down: kernel [L, F, H]
+    final_norm  scale [H]
+
+With an untied head token is [2, V, H]: the embedding's table, and the head's. So a stage of a pipeline holds one table,
+whichever it is.
+
+Every function takes `group`, which says over which mesh axis heads, ffn and vocabulary are split, and whether the
+sequence is, too: then S is a device's part of it in all that lies between the split matrices.
+The train step has nothing of `loss` and `logits`: they are the plain model on one device, for sampling, for comparison,
+and to read.
+
+References:
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
+    Touvron et al. 2023, "LLaMA" and "Llama 2"; Su et al. 2021 (rotary positions); Zhang and Sennrich 2019 (RMSNorm);
+    Shazeer 2020 (SwiGLU); Ainslie et al. 2023 (grouped-query heads).
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from paxtrain.config import ModelConfig
+from paxtrain.errors import UserError
+from paxtrain.model import tensor_parallel as tp
+
+Params = dict[str, Any]
+
+# What save="dots" keeps of a layer besides its input: enough that no matrix product runs again, and no collective but
+# the all-gathers of sequence parallelism, whose results would be whole.
+SAVED_NAMES = ("qkv", "context", "middle", "up")
+
+
+class Dropout(NamedTuple):
+    """Randomness of one micro-batch, the same on any mesh.
+
+    Attributes:
+        key: uint32 [2], the step's.
+        samples: int [B], each sequence's index in the global batch.
+    """
+
+    key: jax.Array
+    samples: jax.Array
+
+
+def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
+    """Where in its row the document of each token begins, for ids [..., S]: int32 [..., S], or None without separators.
+
+    A document begins with config.separator, or where the row does. Tokens with equal starts see each other, and a
+    token's position is its index minus its start.
+    """
+    if config.separator < 0:
+        return None
+    index = jnp.arange(tokens.shape[-1], dtype=jnp.int32)
+    return lax.cummax(jnp.where(tokens == config.separator, index, 0), axis=tokens.ndim - 1)
+
+
+def positions(starts: jax.Array) -> jax.Array:
+    """Of the tokens in their documents, int32 [B, S]."""
+    return jnp.arange(starts.shape[-1], dtype=jnp.int32) - starts
+
+
+def shapes(config: ModelConfig) -> Params:
+    """The canonical parameters as float32 jax.ShapeDtypeStruct."""
+    layers, h, f = config.layers, config.hidden, config.ffn
+    table = (config.padded_vocab, h) if config.tied_head else (2, config.padded_vocab, h)
+    if config.family == "llama":
+        norm = {"scale": (layers, h)}
+        tree = {
+            "embedding": {"token": table},
+            "layers": {
+                "ln1": norm,
+                "q": {"kernel": (layers, h, h)},
+                "kv": {"kernel": (layers, h, 2, config.key_value)},
+                "out": {"kernel": (layers, h, h)},
+                "ln2": norm,
+                "gate_up": {"kernel": (layers, h, 2, f)},
+                "down": {"kernel": (layers, f, h)},
+            },
+            "final_norm": {"scale": (h,)},
+        }
+    else:
+        norm = {"scale": (layers, h), "bias": (layers, h)}
+        tree = {
+            "embedding": {"token": table, "position": (config.sequence, h)},
+            "layers": {
+                "ln1": norm,
+                "qkv": {"kernel": (layers, h, 3, h), "bias": (layers, 3, h)},
+                "out": {"kernel": (layers, h, h), "bias": (layers, h)},
+                "ln2": norm,
+                "up": {"kernel": (layers, h, f), "bias": (layers, f)},
+                "down": {"kernel": (layers, f, h), "bias": (layers, h)},
+            },
+            "final_norm": {"scale": (h,), "bias": (h,)},
+        }
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda s: isinstance(s, tuple))
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Random canonical parameters as GPT-2 draws them: N(0, 0.02), residual projections over sqrt(2L)."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes(config))
+    keys = dict(zip([path for path, _ in leaves], jax.random.split(key, len(leaves))))
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        names = [entry.key for entry in path]
+        if names[-1] == "scale":
+            return jnp.ones(leaf.shape)
+        if names[-1] == "bias":
+            return jnp.zeros(leaf.shape)
+        deviation = 0.02 / (2 * config.layers) ** 0.5 if names[-2] in ("out", "down") else 0.02
+        value = deviation * jax.random.normal(keys[path], leaf.shape)
+        if names[-1] == "token":
+            value = jnp.where(jnp.arange(leaf.shape[-2])[:, None] < config.vocab_size, value, 0)
+        return value
+
+    return jax.tree_util.tree_map_with_path(draw, shapes(config))
+
+
+def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
+    """LayerNorm over the last dim, or RMSNorm where p has no bias; computed in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    if "bias" not in p:
+        return (wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]).astype(x.dtype)
+    centered = wide - wide.mean(axis=-1, keepdims=True)
+    variance = jnp.square(centered).mean(axis=-1, keepdims=True)
+    return (centered * lax.rsqrt(variance + epsilon) * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D).
+
+    Positions count from the row's beginning also where documents begin within it: queries and keys meet as the
+    difference of their positions, which is the same from any beginning.
+    """
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int, group: tp.Group) -> jax.Array:
+    """Drops elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
+    if not rate or dropout is None:
+        return x
+    key = jax.random.fold_in(dropout.key, place)
+    sequence = (group.parts * x.shape[1], x.shape[2])  # drawn for all of it, to be the same on any mesh
+    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, sequence))(dropout.samples)
+    return jnp.where(tp.own(keep, 1, group), x / (1 - rate), 0).astype(x.dtype)
+
+
+def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
+    """The configuration with attention="auto" settled for a device: "cudnn" where flash attention runs, else "xla".
+
+    Raises:
+        UserError: "cudnn" is asked for where it does not run.
+    """
+    capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
+    if config.attention == "auto":
+        return dataclasses.replace(config, attention="cudnn" if config.fits_flash and capability >= 8 else "xla")
+    if config.attention == "cudnn" and capability < 8:
+        raise UserError(
+            f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
+        )
+    return config
+
+
+def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, S, N, D] each, of a normalised h [B, S, H]; keys and values may have fewer heads."""
+    heads = lambda x: x.reshape(*x.shape[:2], -1, config.head_dim)  # noqa: E731
+    if config.family == "llama":
+        q = checkpoint_name(h @ p["q"]["kernel"], "qkv")
+        kv = checkpoint_name(jnp.einsum("bsh,hck->bsck", h, p["kv"]["kernel"]), "qkv")
+        k, v = heads(kv[:, :, 0]), heads(kv[:, :, 1])
+        return rotate(heads(q), config.rope_theta), rotate(k, config.rope_theta), v
+    qkv = jnp.einsum("bsh,hcd->bscd", h, p["qkv"]["kernel"]) + p["qkv"]["bias"].astype(h.dtype)
+    qkv = checkpoint_name(qkv, "qkv")
+    q, k, v = (heads(qkv[:, :, i]) for i in range(3))
+    return q, k, v
+
+
+def _feed_forward(p: Params, h: jax.Array, config: ModelConfig) -> jax.Array:
+    """What goes into `down`, [B, S, F]."""
+    if config.family == "llama":
+        gate_up = checkpoint_name(jnp.einsum("bsh,hcf->bscf", h, p["gate_up"]["kernel"]), "up")
+        return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    h = checkpoint_name(h @ p["up"]["kernel"] + p["up"]["bias"].astype(h.dtype), "up")
+    return jax.nn.gelu(h, approximate=True)
+
+
+def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
+    """x [B, S, N/T] times a kernel [N/T, H] that is split by rows, and the bias if there is one."""
+    y = tp.leave(x @ p["kernel"], group)
+    return y + p["bias"].astype(x.dtype) if "bias" in p else y
+
+
+def layer(
+    p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """One transformer layer.
+
+    Args:
+        p: one layer's parameters, without the leading L.
+        x: [B, S, H] in the compute dtype.
+        index: the layer's number in the model; it seeds its dropout.
+        starts: of the documents, see `document_starts`.
+    """
+    h = tp.enter(norm(p["ln1"], x, config.norm_epsilon), group)
+    q, k, v = _queries_keys_values(p, h, config)
+    # "auto" that nobody has settled (the plain model) is XLA's attention.
+    implementation = "cudnn" if config.attention == "cudnn" else "xla"
+    mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
+    context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
+    context = checkpoint_name(context.reshape(*context.shape[:2], -1), "context")
+    y = _row_parallel(p["out"], context, group)
+    x = x + _dropout(y, config.residual_dropout, dropout, 2 * index + 1, group)
+    x = checkpoint_name(x, "middle")
+
+    h = tp.enter(norm(p["ln2"], x, config.norm_epsilon), group)
+    y = _row_parallel(p["down"], _feed_forward(p, h, config), group)
+    return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2, group)
+
+
+def embed(
+    p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None,
+    starts: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Embedding of ids [B, S], with their learned positions if there are any, in the compute dtype."""
+    table = p["token"] if config.tied_head else p["token"][0]
+    x = tp.embedding_lookup(table, tokens, group)
+    if "position" in p:
+        where = slice(tokens.shape[1]) if starts is None else positions(starts)
+        position = p["position"][where]
+        x = x + tp.own(position, position.ndim - 2, group)
+    return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0, group)
+
+
+def embed_gradient(
+    grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, group: tp.Group,
+    dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
+) -> Params:  # fmt: skip
+    """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
+
+    Args:
+        grads: token [V/T, H], or [1 or 2, V/T, H] where the head is untied, and position [S, H] if any; float32.
+        active: whether this stage holds the live embedding; where False nothing is added.
+    """
+    g = tp.enter(_dropout(g, config.embedding_dropout, dropout, 0, group), group).astype(jnp.float32)
+    token = grads["token"]
+    local, here = tp.local_ids(tokens, token.shape[-2], group.axis)
+    rows = jnp.where(here & active, local, token.shape[-2])
+    place = token.at[rows] if config.tied_head else token.at[0, rows]
+    added = {"token": place.add(g, mode="drop")}
+    if "position" in grads:
+        where, total = (slice(tokens.shape[1]), g.sum(axis=0)) if starts is None else (positions(starts), g)
+        added["position"] = grads["position"].at[where].add(jnp.where(active, total, 0))
+    return added
+
+
+def head_table(embedding: Params, config: ModelConfig) -> jax.Array:
+    """The table [V/T, H] that the last layer's output is compared with."""
+    return embedding["token"] if config.tied_head else embedding["token"][-1]
+
+
+def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, config: ModelConfig, group: tp.Group) -> jax.Array:
+    return tp.project(tp.enter(norm(final_norm, y, config.norm_epsilon), group), table)
+
+
+def head_loss(
+    final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, group: tp.Group
+) -> jax.Array:
+    """Mean cross-entropy in nats of the last layer's output y [B, S, H] for targets [B, S]; table is [V/T, H]."""
+    logits = _head_logits(final_norm, table, y, config, group)
+    return tp.cross_entropy(logits, targets, config.vocab_size, group.axis).mean()
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Matrices in the compute dtype; norms and biases stay in float32, they are small and are used so."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, w: w.astype(dtype) if path[-1].key in ("kernel", "token", "position") else w, params
+    )
+
+
+def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None) -> jax.Array:
+    starts = document_starts(tokens, config)
+    x = embed(params["embedding"], tokens, config, tp.WHOLE, dropout, starts)
+    for i in range(config.layers):
+        one = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+        x = layer(one, x, config, tp.WHOLE, dropout, i, starts)
+    return x
+
+
+def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """Next-token logits [B, S, V] in float32 of ids [B, S], by the plain model on one device."""
+    params = cast(params, config.dtype)
+    y = _trunk(params, tokens, config, None)
+    table = head_table(params["embedding"], config)
+    return _head_logits(params["final_norm"], table, y, config, tp.WHOLE)[..., : config.vocab_size]
+
+
+@functools.partial(jax.named_call, name="plain_loss")
+def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None) -> jax.Array:
+    """Mean next-token cross-entropy in nats of ids [B, S+1], by the plain model on one device."""
+    params = cast(params, config.dtype)
+    y = _trunk(params, tokens[:, :-1], config, dropout)
+    table = head_table(params["embedding"], config)
+    return head_loss(params["final_norm"], table, y, tokens[:, 1:], config, tp.WHOLE)

@@ -1,0 +1,225 @@
+"""Where every parameter lives on the mesh, and the way between that and the canonical parameters.
+
+Mesh layout, over mesh axes (data, pipe, tensor) with P stages of R layer slots each (chunks x the largest number of
+layers of a virtual stage; slots without a layer stay zero):
+
+    layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
+    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies, or the embedding's table
+                       and an untied head's; [2, V, H] of both with one stage), others zero
+    embedding.position [P, S, H] over pipe, row 0 live
+    final_norm         [P, H] over pipe, row P-1 live
+
+so that no array claims to be replicated over pipe that only one stage updates. With ZeRO-1 one more dim of each array
+is split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from paxtrain.config import SPLIT, Config
+from paxtrain.model import transformer
+from paxtrain.model.tensor_parallel import WHOLE, Group
+from paxtrain.pipeline.stage import Program
+
+Params = dict[str, Any]
+
+# The dim of a mesh-layout array that is split over tensor.
+_TENSOR_DIM = {
+    "token": 1,
+    ("qkv", "kernel"): 3,
+    ("qkv", "bias"): 2,
+    ("q", "kernel"): 2,
+    ("kv", "kernel"): 3,
+    ("out", "kernel"): 1,
+    ("up", "kernel"): 2,
+    ("up", "bias"): 1,
+    ("gate_up", "kernel"): 3,
+    ("down", "kernel"): 1,
+}
+
+
+def tensor_dim(names: tuple[str, ...]) -> int | None:
+    """The dim of the mesh-layout array of that path that is split over tensor, or None."""
+    return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
+
+
+def names(path: tuple) -> tuple[str, ...]:
+    """The dictionary keys of a jax key path."""
+    return tuple(entry.key for entry in path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Placement of one model on one mesh. Hashable: it depends on the configuration alone.
+
+    Attributes:
+        counts: layers of each virtual stage, in model order.
+    """
+
+    config: Config
+
+    @property
+    def stages(self) -> int:
+        return self.config.mesh.pipe
+
+    @property
+    def chunks(self) -> int:
+        return self.config.pipeline.virtual_stages
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.config.stage_layers
+
+    @property
+    def slots(self) -> int:
+        """Layer slots of a chunk."""
+        return max(self.counts)
+
+    @functools.cached_property
+    def layer_of(self) -> np.ndarray:
+        """int [P, chunks, slots]: the layer in each slot, or -1."""
+        starts = np.cumsum((0, *self.counts))
+        table = np.full((self.stages, self.chunks, self.slots), -1)
+        for virtual, count in enumerate(self.counts):
+            chunk, stage = divmod(virtual, self.stages)
+            table[stage, chunk, :count] = np.arange(starts[virtual], starts[virtual] + count)
+        return table
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """What the stages of the pipeline run."""
+        config = self.config
+        scan = config.pipeline.scan_layers
+        return Program(
+            model=config.model,
+            stages=self.stages,
+            chunks=self.chunks,
+            layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
+            counts=self.counts,
+            save=config.pipeline.save,
+            scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
+            splits=config.pipeline.schedule in SPLIT and self.stages > 1,
+            group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
+            pipe="pipe" if self.stages > 1 else None,
+        )
+
+    def padding(self) -> float:
+        """Share of the layer slots that hold no layer: memory that uneven stages cost."""
+        return 1 - self.config.model.layers / self.layer_of.size
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """The parameters in mesh layout, as float32 jax.ShapeDtypeStruct."""
+        canonical = transformer.shapes(self.config.model)
+        return jax.eval_shape(self.from_canonical, canonical)
+
+    def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
+        spec: list[Any] = ["pipe", *[None] * (len(shape) - 1)]
+        split = tensor_dim(names(path))
+        if split is not None:
+            spec[split] = "tensor"
+        dim = self.data_dim(path, shape) if data else None
+        if dim is not None:
+            spec[dim] = (spec[dim], "data") if spec[dim] else "data"
+        return PartitionSpec(*spec)
+
+    def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
+        """The dim that ZeRO-1 splits over data: the first that divides, so that shards are contiguous in each layer.
+
+        None where no dim divides, without ZeRO-1, and where data has one rank: such an array is replicated over data.
+        """
+        mesh, split = self.config.mesh, tensor_dim(names(path))
+        if not mesh.zero1 or mesh.data == 1:
+            return None
+        for dim in range(1, len(shape)):
+            size = shape[dim] // (mesh.tensor if dim == split else 1)
+            if size % mesh.data == 0:
+                return dim
+        return None
+
+    def specs(self, data: bool = True) -> Params:
+        """PartitionSpecs of the parameters; `data`: with ZeRO-1's split, as state and gradients have it."""
+        return jax.tree_util.tree_map_with_path(lambda path, x: self._spec(path, x.shape, data), self.shapes)
+
+    def data_dims(self) -> Params:
+        """`data_dim` of every parameter, -1 for none."""
+
+        def dim(path: tuple, x: jax.ShapeDtypeStruct) -> int:
+            found = self.data_dim(path, x.shape)
+            return -1 if found is None else found
+
+        return jax.tree_util.tree_map_with_path(dim, self.shapes)
+
+    def _edges(self, path: tuple) -> tuple[int, ...]:
+        """The live rows of an array outside the layers."""
+        last = self.stages - 1
+        return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
+
+    def holds_tables(self, path: tuple) -> bool:
+        """Whether this array is the two tables of a model with an untied head."""
+        return names(path)[-1] == "token" and not self.config.model.tied_head
+
+    def from_canonical(self, params: Params) -> Params:
+        """Mesh layout of canonical parameters (or of anything shaped like them)."""
+        rows = self.layer_of.reshape(-1)
+
+        def place(path: tuple, x: jax.Array) -> jax.Array:
+            if names(path)[0] == "layers":
+                if (rows == np.arange(len(rows))).all():
+                    return x
+                used = jnp.asarray(rows >= 0).reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(used, x[np.maximum(rows, 0)], 0)
+            if self.holds_tables(path):
+                between = jnp.zeros((max(self.stages - 2, 0), *x.shape[1:]), x.dtype)
+                return jnp.concatenate([x[:1], between, x[1:]])
+            live = np.isin(np.arange(self.stages), self._edges(path)).reshape(-1, *[1] * x.ndim)
+            return jnp.where(jnp.asarray(live), x[None], 0)
+
+        return jax.tree_util.tree_map_with_path(place, params)
+
+    def to_canonical(self, params: Params) -> Params:
+        """Canonical parameters of mesh layout: padding and second copies are left out."""
+        rows = self.layer_of.reshape(-1)
+        order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
+
+        def collect(path: tuple, x: jax.Array) -> jax.Array:
+            if names(path)[0] == "layers":
+                return x if (rows == np.arange(len(rows))).all() else x[order]
+            if self.holds_tables(path):
+                return x[np.array([0, -1])]
+            return x[self._edges(path)[0]]
+
+        return jax.tree_util.tree_map_with_path(collect, params)
+
+    def canonical_specs(self) -> Params:
+        """PartitionSpecs of the canonical parameters: as in mesh layout wherever that has the same dims.
+
+        Layers of uneven or interleaved stages cannot be split over pipe in model order, so that axis goes to another
+        dim: a checkpoint is written by all processes, and none holds it whole.
+        """
+        same_order = bool((self.layer_of.reshape(-1) == np.arange(self.layer_of.size)).all())
+
+        def spec(path: tuple, x: jax.ShapeDtypeStruct) -> PartitionSpec:
+            parts = list(self._spec(path, x.shape, data=True))
+            if self.holds_tables(path):
+                return PartitionSpec(None, *parts[1:])
+            if names(path)[0] != "layers":
+                return PartitionSpec(*parts[1:])
+            if not same_order:
+                sizes = dict(zip(("data", "pipe", "tensor"), dataclasses.astuple(self.config.mesh)))
+                parts[0] = None
+                for dim in range(1, len(parts)):
+                    axes = parts[dim] if isinstance(parts[dim], tuple) else (parts[dim],) if parts[dim] else ()
+                    if x.shape[dim] % math.prod(sizes[a] for a in (*axes, "pipe")) == 0:
+                        parts[dim] = (*axes, "pipe")
+                        break
+            return PartitionSpec(*parts)
+
+        return jax.tree_util.tree_map_with_path(spec, self.shapes)

@@ -1,0 +1,52 @@
+"""AdamW with a decay mask, Muon beside it, and learning-rate schedules: optax, configured."""
+
+import jax
+import optax
+
+from paxtrain.config import Config
+from paxtrain.parallel.layout import Params, names
+from paxtrain.parallel.muon import Route, is_matrix, muon
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    """The learning rate of an update as a function of the number of updates before it.
+
+    The first update has learning_rate / warmup_steps (not zero), the last one the schedule's end.
+    """
+    opt, steps = config.optimizer, config.run.steps
+    peak, final = opt.learning_rate, opt.learning_rate * opt.final_fraction
+    warmup = optax.linear_schedule(0.0, peak, opt.warmup_steps)
+    if opt.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, max(1, steps - opt.warmup_steps), alpha=opt.final_fraction)
+    elif opt.schedule == "wsd":
+        stable = steps - opt.warmup_steps - opt.decay_steps
+        decay = optax.linear_schedule(peak, final, opt.decay_steps)
+        after = optax.join_schedules([optax.constant_schedule(peak), decay], [stable])
+    else:
+        after = optax.constant_schedule(peak)
+    schedule = optax.join_schedules([warmup, after], [opt.warmup_steps]) if opt.warmup_steps else after
+    return lambda count: schedule(count + 1)
+
+
+def decay_mask(params: Params) -> Params:
+    """True for what weight decay applies to: matrices and embeddings, not biases and norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
+
+
+def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
+    """AdamW; or Muon on the layers' matrices and AdamW elsewhere.
+
+    Clipping is not part of it: the global norm must count the tied embedding once (see step.py).
+
+    Args:
+        route: of a mesh's global arrays, for Muon (see there); (): of one device.
+    """
+    opt, rate = config.optimizer, learning_rate(config)
+    adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
+    if opt.name == "adamw":
+        return adamw
+
+    def labels(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)
+
+    return optax.partition({"adamw": adamw, "muon": muon(opt, rate, route)}, labels)

@@ -1,0 +1,169 @@
+"""A layer's backward in two: B, the gradient of its input, and W, the matrix products that only its weights need.
+
+The jaxpr of the backward is cut. W has the matrix products on which the gradient of the input does not depend, and what
+is made of them. B has all else: every collective, and the gradients of norms and biases. It leaves for W those operands
+that depend on the incoming gradient. The others W makes again of what F has kept, but for those that take a matrix
+product or a collective: B leaves these, too. So no matrix product runs twice, and W waits for nobody.
+
+What B leaves takes the places of what F has kept and W does not read, as far as shapes agree.
+
+References:
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+
+from paxtrain.pipeline.residuals import SplitVjp
+
+# Equations that only call a jaxpr.
+_CALLS = ("jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
+
+Values = dict[core.Var, Any]
+
+
+def _value(values: Values, atom: core.Var | core.Literal) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+
+def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
+    """Evaluates equations in order, calls equation by equation; what they make joins the values."""
+    for equation in equations:
+        inputs = [_value(values, atom) for atom in equation.invars]
+        if equation.primitive.name in _CALLS:
+            inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
+            made = _evaluate(inner, *inputs)
+        else:
+            made = equation.primitive.bind(*inputs, **equation.params)
+        values.update(zip(equation.outvars, made if equation.primitive.multiple_results else [made], strict=True))
+
+
+def _evaluate(jaxpr: Any, *inputs: Any) -> list[Any]:
+    """What a jaxpr, closed or without constants, makes of its inputs."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*getattr(jaxpr, "consts", ()), *inputs], strict=True))
+    _run(jaxpr.eqns, values)
+    return [_value(values, atom) for atom in jaxpr.outvars]
+
+
+class SplitBackward:
+    """The backward of a SplitVjp as B and W.
+
+    Attributes:
+        leaves: shapes of what waits for W: what F keeps, then what of B finds no place among that.
+        late: the weights, as numbers of their leaves, whose gradients W makes. B makes those of the others.
+
+    Raises:
+        AssertionError: W would have a collective.
+    """
+
+    def __init__(self, vjp: SplitVjp, weights: Any, x: jax.Array):
+        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*jax.tree.leaves(weights), *vjp.kept, x)]
+        count = len(jax.tree.leaves(weights))
+
+        def backward(*flat: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(vjp.backward(flat[:count], list(flat[count:-1]), flat[-1]))
+
+        traced = jax.make_jaxpr(backward)(*flat)
+        # Traced once more without its calls: all equations are of one jaxpr.
+        closed = jax.make_jaxpr(functools.partial(_evaluate, traced))(*flat)
+        self._constants = dict(zip(closed.constvars, closed.consts, strict=True))
+        self._weights, self._kept, self._g = closed.invars[:count], closed.invars[count:-1], closed.invars[-1]
+        *self._gradients, self._out = closed.outvars
+        self._cut(closed.eqns)
+        self._place(vjp.kept)
+
+    def _cut(self, equations: list[core.JaxprEqn]) -> None:
+        """Which equations are B's, which W's, and what B leaves."""
+        maker = {made: i for i, equation in enumerate(equations) for made in equation.outvars}
+
+        def inputs(i: int) -> list[core.Var]:
+            return [atom for atom in equations[i].invars if not isinstance(atom, core.Literal)]
+
+        def needed(atoms: Iterable[Any]) -> set[int]:
+            found: set[int] = set()
+            todo = [maker[a] for a in atoms if not isinstance(a, core.Literal) and a in maker]
+            while todo:
+                if (i := todo.pop()) not in found:
+                    found.add(i)
+                    todo += [maker[a] for a in inputs(i) if a in maker]
+            return found
+
+        def product(i: int) -> bool:
+            return equations[i].primitive is core.primitives.dot_general_p
+
+        alive, chain = needed([*self._gradients, self._out]), needed([self._out])
+        late: set[int] = set()
+        incoming = {self._g}  # what depends on the gradient that comes in
+        for i in sorted(alive):
+            if (product(i) and i not in chain) or any(maker.get(a) in late for a in inputs(i)):
+                late.add(i)
+            if any(a in incoming for a in inputs(i)):
+                incoming.update(equations[i].outvars)
+        assert not any(equations[i].effects for i in late), "the weights' gradients have a collective"
+
+        again: set[int] = set()
+        left: dict[core.Var, None] = {}
+        todo = [a for i in sorted(late, reverse=True) for a in inputs(i) if maker.get(a) not in late]
+        while todo:
+            a = todo.pop()
+            i = maker.get(a)
+            if a in incoming or (i is not None and (product(i) or equations[i].effects)):
+                left[a] = None
+            elif i is not None and i not in again:
+                again.add(i)
+                todo += inputs(i)
+        self._left = list(left)
+        self.late = tuple(n for n, a in enumerate(self._gradients) if maker.get(a) in late)
+        early = [a for n, a in enumerate(self._gradients) if n not in self.late]
+        self._b = [equations[i] for i in sorted(needed([self._out, *early, *self._left]))]
+        self._w = [equations[i] for i in sorted(late | again)]
+
+    def _place(self, kept: list[jax.ShapeDtypeStruct]) -> None:
+        """Finds a leaf for all that B leaves."""
+        read = {atom for equation in self._w for atom in equation.invars if not isinstance(atom, core.Literal)}
+        free = [n for n, variable in enumerate(self._kept) if variable not in read]
+        self.leaves, self._places = list(kept), []
+        for variable in self._left:
+            shape, dtype = variable.aval.shape, variable.aval.dtype
+            fits = [n for n in free if (kept[n].shape, kept[n].dtype) == (shape, dtype)]
+            place = fits[0] if fits else len(self.leaves)
+            if fits:
+                free.remove(place)
+            else:
+                self.leaves.append(jax.ShapeDtypeStruct(shape, dtype))
+            self._places.append(place)
+
+    def input_gradient(
+        self, weights: Any, leaves: list[jax.Array], g: jax.Array
+    ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
+        """B: the gradient of x, those of the early weights and the leaves that change, both by number.
+
+        Args:
+            leaves: what F has kept; what comes behind is not read.
+            g: the gradient of the layer's output.
+        """
+        values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
+        values |= dict(zip(self._kept, leaves))
+        values[self._g] = g
+        _run(self._b, values)
+        early = {n: _value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
+        left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}
+        # Some places were read: the barrier says that they are written after it, and spares XLA a copy of the ring.
+        return lax.optimization_barrier((_value(values, self._out), early, left))
+
+    def weight_gradients(self, weights: Any, leaves: list[jax.Array]) -> dict[int, jax.Array]:
+        """W: the gradients of the late weights, by number.
+
+        Args:
+            leaves: as B has left them.
+        """
+        values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
+        values |= dict(zip(self._kept, leaves))
+        values |= {variable: leaves[place] for place, variable in zip(self._places, self._left, strict=True)}
+        _run(self._w, values)
+        return {n: values[self._gradients[n]] for n in self.late}

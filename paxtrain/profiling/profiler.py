@@ -1,0 +1,143 @@
+"""The profile of some steps of a training run: traces for xprof and Perfetto, and where the steps' seconds went.
+
+The loop runs on as it does without: steps are not waited for one by one, and what it pauses for (validation,
+checkpoints) lies outside of the time that is shared out. docs/profiling.md says how to read what is written.
+"""
+
+import contextlib
+import pathlib
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from paxtrain.config import Config
+from paxtrain.errors import UserError
+from paxtrain.process import distributed
+from paxtrain.profiling import breakdown, timeline
+from paxtrain.profiling.trace import READ, STEP
+
+FOLDER = "profile"
+TIMELINE, PICTURE, TABLE = "timeline.json.gz", "timeline.png", "breakdown.txt"
+
+# What the metrics call the parts of a step (see breakdown.py), each in seconds where nothing before it hides it.
+GROUPS = {
+    "compute": ("forward", "backward", "head", "compression", "optimizer", "other"),
+    "transfer": ("pipeline",),
+    "tensor": ("tensor",),
+    "data": ("data", "embedding"),
+    "sync": ("sync",),
+    "input": ("input",),
+    "idle": ("idle",),
+}
+
+
+class Profiler:
+    """Traces the steps of config.profile; where that names none, every method returns at once.
+
+    A context manager, whose exit ends a trace that an error or SIGTERM has cut short.
+
+    Attributes:
+        folder: of this process's trace.
+        steps: that are traced; last: the last of them, 0 for none.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, first: int) -> None:
+        """Starts nothing yet.
+
+        Args:
+            first: the step after which the run goes on.
+
+        Raises:
+            UserError: the steps begin before that, and no trace of them is in the run's folder.
+        """
+        steps = config.profiled
+        folder = pathlib.Path(config.run.out) / FOLDER / f"steps_{steps.start}_to_{steps.stop - 1}"
+        self.folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
+        if steps and steps.start <= first:
+            # A run that has been interrupted since goes on without, whatever its number of processes.
+            if not folder.is_dir():
+                raise UserError(
+                    f"profile={config.profile} begins with step {steps.start}, but the run goes on after step {first}; "
+                    "name later steps, or another run.out to start anew"
+                )
+            if not any(folder.rglob(TABLE)):
+                logging.warning("the profile of steps %s was cut short: name later steps to have one", config.profile)
+            steps = range(0)
+        self.last = steps.stop - 1 if steps else 0
+        self._mesh, self.steps = mesh, steps
+        self._traces = False
+        self._shared: contextlib.AbstractContextManager | None = None
+
+    def turns(self, number: int) -> bool:
+        """Whether tracing begins or ends after this step."""
+        return bool(self.steps) and number in (self.steps.start - 1, self.last)
+
+    def reading(self) -> contextlib.AbstractContextManager:
+        """Around the wait for a batch."""
+        return jax.profiler.TraceAnnotation(READ) if self._traces else contextlib.nullcontext()
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        """Around the start of a step: xprof shows its number."""
+        if not self._traces:
+            return contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation("train", step_num=number)
+
+    def resume(self, number: int) -> None:
+        """Says that the loop goes on after step `number`: begins the trace where the next step is its first."""
+        if self.steps and number == self.steps.start - 1:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / TABLE).unlink(missing_ok=True)  # of a run before: it says that this one's trace is whole
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # it would cost more than the rest of the host's work
+            distributed.wait_for_all(f"step {number + 1} is profiled")
+            jax.profiler.start_trace(self.folder, profiler_options=options)
+            self._traces = True
+        if self._traces:
+            self._shared = jax.profiler.TraceAnnotation(STEP)
+            self._shared.__enter__()
+
+    def pause(self, values: Any) -> None:
+        """Says that the loop pauses: waits for the last step's results, and takes time until `resume` for no step's."""
+        if self._shared is not None:
+            jax.block_until_ready(values)
+            self._shared.__exit__(None, None, None)
+            self._shared = None
+
+    def finish(self, compiled: jax.stages.Compiled, say: Callable[[str], None]) -> dict[str, float]:
+        """Ends the trace, after `pause`; writes timeline, picture and table. All processes call it together.
+
+        Args:
+            compiled: the train step that ran.
+            say: prints what the run should tell.
+
+        Returns:
+            For the metrics: mean seconds of a step over all devices, as a whole and by GROUPS, which add up to it.
+        """
+        self.close()
+        traced = breakdown.load(self.folder, compiled.as_text(), self._mesh)
+        timeline.write(self.folder / TIMELINE, traced, self._mesh)
+        timeline.draw(self.folder / PICTURE, traced, self._mesh)
+        seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
+        table = breakdown.table(seconds, hidden)
+        (self.folder / TABLE).write_text(table + "\n")
+        say(f"steps {self.steps.start} to {self.last} are profiled in {self.folder}\n{table}")
+        mean = {name: float(np.mean(values)) for name, values in seconds.items()}
+        groups = {name: sum(mean[part] for part in parts) for name, parts in GROUPS.items()}
+        return {"profile_step": sum(mean.values()), **{f"profile_{name}": value for name, value in groups.items()}}
+
+    def close(self) -> None:
+        """Ends a trace that is being made."""
+        if self._traces:
+            self._traces = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.pause(())
+        self.close()

@@ -1,0 +1,488 @@
+"""Checkpoints: written in the background, verified when read, restored onto any mesh.
+
+A checkpoint holds the canonical state (a nested dict of global arrays) and a JSON record: the trainer's own metadata
+and, for each array, dtype, shape and a fingerprint of its bits. Decompression does not notice every damaged byte; the
+fingerprint does, on any mesh.
+"""
+
+import contextlib
+import json
+import logging as python_logging
+import math
+import pathlib
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
+
+from paxtrain.config import CheckpointConfig
+from paxtrain.errors import UserError
+
+Tree = Any
+Meta = dict[str, Any]
+# Which top-level keys to read of a checkpoint with this metadata, these kinds of arrays by path, and this name.
+Wanted = Callable[[Meta, dict[str, str], str], set[str]]
+
+_SET_ASIDE = "set_aside"
+_VISIBLE = 90.0  # seconds after which a network's folder shows what another host has made: NFS keeps names for 60
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def _quieten_orbax() -> None:
+    """Hides what orbax and tensorstore say besides raising.
+
+    Orbax narrates every save in some thirty lines, through the logger that this program uses too. When one read of a
+    damaged checkpoint fails, it closes its event loop under the reads still in flight, each of which then complains
+    where no caller can catch it, now or at some later garbage collection.
+    """
+    say = sys.unraisablehook
+
+    def unraisable(event: Any) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(event.exc_traceback)]
+        if str(event.exc_value) != "Event loop is closed" and not any("/orbax/" in file for file in files):
+            say(event)
+
+    sys.unraisablehook = unraisable
+    python_logging.getLogger("absl").addFilter(
+        lambda record: record.levelno >= python_logging.ERROR or "/orbax/" not in record.pathname
+    )
+    python_logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
+
+
+_quieten_orbax()
+
+
+def ensure_writable(path: str | pathlib.Path) -> None:
+    """Makes the directory `path` if need be and proves that files can be written there.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise UserError(f"cannot write to {path} ({error.strerror}); name a directory that can be written") from error
+
+
+@jax.jit
+def fingerprint(x: jax.Array) -> jax.Array:
+    """A uint32 that depends on each bit of x and its place, and not on how x is sharded.
+
+    The sum, modulo 2**32, of every element's bits mixed with its flat index. The mixer, MurmurHash3's fmix32, is one to
+    one: a change of one element always shows, any other change but once in 2**32. (Without it, two flipped signs
+    would cancel.)
+
+    Args:
+        x: any shape; up to 32 bits an element, or bool.
+
+    Returns:
+        uint32 [].
+    """
+    if x.dtype == jnp.bool_:
+        bits = x.astype(jnp.uint32)
+    else:
+        bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
+    for dim in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) * stride
+    h = bits ^ (index * np.uint32(0x9E3779B1))
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return jnp.sum(h ^ (h >> np.uint32(16)), dtype=jnp.uint32)
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def kinds(tree: Tree) -> dict[str, str]:
+    """Dtype and shape of every array by its path, as a checkpoint's record keeps them."""
+    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
+
+
+@jax.jit
+def _all_fingerprints(tree: Tree) -> Tree:
+    return jax.tree.map(fingerprint, tree)
+
+
+def _fingerprints(tree: Tree) -> dict[str, int]:
+    # One program after the state is there: many small collective programs at once can starve the CPU backend's threads.
+    sums = _by_path(_all_fingerprints(jax.block_until_ready(tree)))
+    return {path: int(value) for path, value in jax.device_get(sums).items()}
+
+
+def _checksum(record: Meta) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def finished_steps(directory: pathlib.Path) -> list[int]:
+    """Steps of the finished checkpoints in a directory, ascending; none if there is no such directory."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def _same_everywhere(directory: pathlib.Path) -> list[int]:
+    """Process 0's steps, on every process: of a folder on a network each process may see another state."""
+    steps = finished_steps(directory)
+    if jax.process_count() == 1:
+        return steps
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    given = np.array((steps + [0] * count)[:count], np.int32)
+    steps = [int(step) for step in multihost_utils.broadcast_one_to_all(given)]
+    until = time.monotonic() + _VISIBLE
+    while not set(steps) <= set(finished_steps(directory)) and time.monotonic() < until:
+        time.sleep(0.5)
+    return steps
+
+
+def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+    # Orbax ends a restore at a barrier, where a process whose files are damaged would never arrive: each process
+    # therefore reads as if it were alone, and `_try` joins them.
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+    )
+    handler = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+    )
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
+        return reader.restore(directory / str(step), args=ocp.args.Composite(**{item: args}))[item]
+
+
+def _read_record(directory: pathlib.Path, step: int) -> Meta:
+    record = _read(directory, step, "record", ocp.args.JsonRestore())
+    checksum = record.pop("checksum")
+    if checksum != _checksum(record):
+        raise ValueError("its metadata is damaged")
+    return record
+
+
+def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
+    args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return _read(
+        directory, step, "state", ocp.args.PyTreeRestore(item=abstract, restore_args=args, partial_restore=True)
+    )
+
+
+def _try(read: Callable[[], Any], joined: bool) -> tuple[Any, str]:
+    """What `read` returns and "", or None and the reason why it failed, here or (joined) in any other process."""
+    try:
+        result, reason = read(), ""
+    except (jax.errors.JaxRuntimeError, MemoryError):
+        raise  # says nothing about the checkpoint
+    except Exception as error:  # damaged files make orbax and tensorstore raise nearly anything
+        result, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    if joined:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(reason))))
+        if failed.size and not reason:
+            result, reason = None, f"process {failed[0]} cannot read it"
+    return result, reason
+
+
+def _differences(saved: Meta, expected: Meta) -> str:
+    missing = "absent"
+    keys = sorted(saved.keys() | expected.keys())
+    pairs = [(key, saved.get(key, missing), expected.get(key, missing)) for key in keys]
+    different = [f"{key} is {there} there and {here} here" for key, there, here in pairs if there != here]
+    return ", ".join(different[:8]) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
+
+
+def _require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:
+    """Compares architecture, then arrays, with what is asked for; parts of the state not asked for may differ."""
+    # Through JSON, as the saved one went: a tuple comes back as a list.
+    different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
+    if different:
+        raise UserError(f"{where} is of another model: {different}; ask for the same model or name another directory")
+    saved = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}
+    different = _differences(saved, kinds(abstract))
+    if different:
+        raise UserError(f"{where} holds other arrays: {different}; use the configuration that it was saved with")
+
+
+def _restore(
+    directory: pathlib.Path,
+    abstract: Tree,
+    model: Meta,
+    steps: list[int],
+    problems: list[str],
+    wanted: Wanted | None = None,
+) -> tuple[int, Tree, Meta] | None:
+    """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
+    # Arrays on this process's devices alone: the other processes may not even be reading.
+    joined = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(abstract))
+    for step in reversed(steps):
+        where = f"checkpoint {step} in {directory}"
+        record, reason = _try(lambda step=step: _read_record(directory, step), joined)
+        if not reason:
+            parts = set(abstract) if wanted is None else wanted(record["meta"], record["arrays"], where)
+            chosen = {key: value for key, value in abstract.items() if key in parts}
+            _require_same(record, chosen, model, where)
+            state, reason = _try(lambda step=step, chosen=chosen: _read_state(directory, step, chosen), joined)
+        if not reason:
+            found = _fingerprints(state)
+            damaged = [path for path, value in found.items() if value != record["fingerprints"][path]]
+            if not damaged:
+                return step, state, record["meta"]
+            reason = f"the bits of {', '.join(damaged[:4])} have changed since it was saved"
+        _report(problems, f"{where} is damaged ({reason}) and not used")
+    return None
+
+
+def _report(problems: list[str], problem: str) -> None:
+    problems.append(problem)
+    logging.warning("%s", problem)
+
+
+def _chosen(directory: pathlib.Path, step: int | None) -> list[int]:
+    steps = finished_steps(directory)
+    if not steps:
+        raise UserError(f"no checkpoint in {directory}; name the checkpoint directory of a training run")
+    if step is None:
+        return steps
+    if step not in steps:
+        raise UserError(f"no checkpoint of step {step} in {directory}; there are {', '.join(map(str, steps))}")
+    return [step]
+
+
+def _none_good(directory: pathlib.Path, steps: list[int]) -> UserError:
+    listed = ", ".join(map(str, steps))
+    return UserError(
+        f"no checkpoint in {directory} is good (tried {listed}; reasons above); "
+        "put back a good copy, or name another directory to start anew"
+    )
+
+
+def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
+    """The metadata of the newest checkpoint whose record is intact, or of the one of `step`; arrays are not read.
+
+    A process may call this alone.
+
+    Raises:
+        UserError: there is no checkpoint, none of that step, or none whose record is intact.
+    """
+    directory = pathlib.Path(directory).absolute()
+    steps = _chosen(directory, step)
+    for candidate in reversed(steps):
+        record, reason = _try(lambda candidate=candidate: _read_record(directory, candidate), joined=False)
+        if not reason:
+            return record["meta"]
+        _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}) and not used")
+    raise _none_good(directory, steps)
+
+
+def restore_params(
+    directory: str | pathlib.Path, abstract: Tree, model: Meta, step: int | None = None
+) -> tuple[Tree, Meta]:
+    """The "params" subtree alone, of the newest good checkpoint or of `step`; optimizer state is not read.
+
+    A process may call this alone where `abstract` lies on its own devices.
+
+    Args:
+        abstract: jax.ShapeDtypeStructs with shardings, structured as state["params"].
+        model: the architecture, compared with meta["model"] before any array is read.
+
+    Returns:
+        (params, meta).
+
+    Raises:
+        UserError: no checkpoint, none good, or one of another model.
+    """
+    directory = pathlib.Path(directory).absolute()
+    steps = _chosen(directory, step)
+    restored = _restore(directory, {"params": abstract}, model, steps, [])
+    if restored is None:
+        raise _none_good(directory, steps)
+    return restored[1]["params"], restored[2]
+
+
+class _Barrier:
+    """Where orbax's background threads wait for those of the other processes, and where a save that failed is seen.
+
+    Orbax gives the error of a save to whoever looks first. If that is `CheckpointManager.check_for_errors`, its own
+    thread, which waits for the save, sees none, and deletes the checkpoints that the failed one was to replace. If it
+    is that thread, `check_for_errors` sees none, while the thread, in a `finally` on the error's way up, waits for the
+    other processes, of which none comes: they wait for the save that failed. So nobody asks orbax; here, where the
+    error passes by, it is kept, and ends the thread.
+
+    Attributes:
+        failure: of a save; None: none is known.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._wait = get_barrier_sync_fn()
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        error = sys.exception()
+        if error is not None:
+            self.failure = error
+            raise error
+        self._wait(key=key, timeout_ms=timeout_ms)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but that it leaves jax's agreement on SIGTERM alone, which counts what is asked (see stopping.py)."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Checkpoints:
+    """The checkpoints of one training run.
+
+    Checkpoints newer than the one that was restored (damaged ones; all of them, where `restore` was not called) are not
+    of this run's past: before its first save they are moved to the subdirectory set_aside, so that they neither block
+    a step number nor count among the newest. Every process of a run calls every method.
+
+    Attributes:
+        problems: what `restore` found wrong, one sentence each.
+    """
+
+    def __init__(self, directory: str | pathlib.Path, config: CheckpointConfig) -> None:
+        self.problems: list[str] = []
+        self._directory = pathlib.Path(directory).absolute()
+        self._config = config
+        self._restored_step = -1
+        self._manager: ocp.CheckpointManager | None = None
+        self._barrier = _Barrier()
+
+    def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
+        """The newest good checkpoint, on the mesh of `abstract`.
+
+        Args:
+            abstract: jax.ShapeDtypeStructs with shardings, structured as the state. Top-level keys of the saved state
+                that are missing here are not read.
+            model: the architecture, compared with meta["model"] before any array is read.
+            wanted: which top-level keys of `abstract` to read, from a checkpoint's (meta, kinds of its arrays by path,
+                its name for messages); default: all.
+
+        Returns:
+            (state, meta), or None where nothing has been saved.
+
+        Raises:
+            UserError: a checkpoint of another model or other arrays, or checkpoints of which none is good.
+        """
+        steps = _same_everywhere(self._directory)
+        for path in self._directory.glob(f"*{_UNFINISHED}*"):
+            step = path.name.split(".")[0]
+            _report(self.problems, f"checkpoint {step} in {self._directory} was never finished and is left out")
+        restored = _restore(self._directory, abstract, model, steps, self.problems, wanted)
+        if restored is None:
+            if steps:
+                raise _none_good(self._directory, steps)
+            return None
+        self._restored_step, state, meta = restored
+        return state, meta
+
+    def save(self, step: int, state: Tree, meta: Meta) -> None:
+        """Starts to write a checkpoint; returns when the state may be donated.
+
+        It appears under its name only when complete. A step that this run has saved or restored is not written again.
+
+        Args:
+            state: nested dict of jax.Arrays, global, in the layout that does not depend on the mesh.
+            meta: plain JSON values; "model" is the architecture.
+
+        Raises:
+            RuntimeError: it could not be written, as far as is known by now, and why.
+        """
+        if self._manager is None:
+            self._manager = self._open()
+        if step in self._manager.all_steps():
+            return
+        record = {"meta": meta, "arrays": kinds(state), "fingerprints": _fingerprints(state)}
+        record = {**record, "checksum": _checksum(record)}
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
+        with self._named():
+            self._manager.save(step, args=args, force=True)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says of an error in the block what it means."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise  # says nothing about the checkpoint
+        except Exception as error:  # orbax and tensorstore have many
+            # Tensorstore names the file, in full, several times, and then all of its settings.
+            text, *_ = str(error).replace(f"{self._directory}/", "").split(" [tensorstore_spec=")
+            raise RuntimeError(f"a checkpoint could not be written to {self._directory}: {text}") from error
+
+    def check(self) -> None:
+        """Raises if it is known by now that the last save went wrong: steps that are not saved may be lost.
+
+        Raises:
+            RuntimeError: it could not be written, and why.
+        """
+        with self._named():
+            if self._barrier.failure is not None:
+                raise self._barrier.failure
+
+    def wait(self) -> None:
+        """Returns when everything saved is on disk.
+
+        Raises:
+            RuntimeError: it could not be written, and why.
+        """
+        if self._manager is not None:
+            with self._named():
+                self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then ends the background threads.
+
+        Raises:
+            RuntimeError: what was saved last could not be written, and why.
+        """
+        if self._manager is not None:
+            with self._named():
+                self._manager.close()
+            self._manager = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        if jax.process_index() == 0:
+            ensure_writable(self._directory)
+            for step in finished_steps(self._directory):
+                if step > self._restored_step:
+                    self._set_aside(step)
+        multihost_utils.sync_global_devices("paxtrain.run.checkpoint: set aside")
+        policies = ocp.checkpoint_managers
+        keep = [policies.LatestN(self._config.keep)]
+        if self._config.keep_every:
+            keep.append(policies.EveryNSteps(self._config.keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
+        )
+        return _Manager(self._directory, options=options)
+
+    def _set_aside(self, step: int) -> None:
+        home = self._directory / _SET_ASIDE
+        home.mkdir(exist_ok=True)
+        number = sum(path.name.split(".")[0] == str(step) for path in home.iterdir())
+        target = home / (f"{step}.{number}" if number else str(step))
+        (self._directory / str(step)).rename(target)
+        logging.warning("checkpoint %d is not of this run's past: moved to %s", step, target)

@@ -1,0 +1,4 @@
+"""The compression study: the same model trained with different compression, and a page about it.
+
+May import every other room of `paxtrain`.
+"""

@@ -1,0 +1,228 @@
+"""What a study measures besides losses: bytes on the wire, errors of messages between stages, spectra of gradients."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from compress.codec import Record
+from paxtrain.config import MeshConfig, ModelConfig
+from paxtrain.model import transformer
+from paxtrain.parallel.layout import Params
+from paxtrain.parallel.step import Trainer
+from paxtrain.xla import hlo
+
+BYTES = ("forward", "backward", "embedding", "all-reduce", "reduce-scatter", "all-gather")
+
+# What a collective of n ranks makes each of them send over a ring, in multiples of its operand's bytes.
+_RING = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-gather": lambda n: n - 1,
+}
+
+# Collectives are the same without optimizing what is between them. XLA for CPUs (not that for GPUs) hoists the
+# embedding's collectives out of the branch of the first and the last stage: every stage would run them.
+_COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+# --- Bytes on the wire ------------------------------------------------------------------------------------------------
+
+
+# A partition's number is (data * stages + stage) * tensor + its rank in the tensor group.
+
+
+def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collections.Counter[str]:
+    """Bytes that one device sends in collectives other than permutes and those of tensor groups, by kind."""
+    sent: collections.Counter[str] = collections.Counter()
+    for op in hlo.collectives(text, unknown_trip_count):
+        group = op.groups[0] if op.groups else range(mesh.devices)
+        if op.kind in _RING and len({number // mesh.tensor for number in group}) > 1:
+            sent[op.kind] += _RING[op.kind](len(group)) * op.bytes * op.executions
+    return sent
+
+
+def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
+    """Bytes that all devices send to other stages, by what they are."""
+    sent: collections.Counter[str] = collections.Counter()
+    stage = lambda number: number // mesh.tensor % mesh.pipe  # noqa: E731
+    for op in hlo.collectives(text):
+        steps = {(stage(source), stage(target)) for source, target in op.pairs}
+        # Only the swap of the tied embedding goes both ways at once.
+        if steps == {(0, mesh.pipe - 1), (mesh.pipe - 1, 0)}:
+            kind = "embedding"
+        else:
+            kind = "forward" if all(target == source + 1 for source, target in steps) else "backward"
+        sent[kind] += op.bytes * op.executions * len(op.pairs)
+    return sent
+
+
+def wire_bytes(trainer: Trainer) -> dict[str, int]:
+    """Bytes that all devices together put on the links in a step, by the kinds BYTES, from the compiled HLO.
+
+    Without what tensor groups exchange, inside of hosts. Collectives are taken to run over rings. What a stage sends
+    over data is read from a program whose stages all have that stage's rank; the HLO does not tell which stage takes
+    which branch of a program with different ranks.
+
+    Args:
+        trainer: on the real mesh, without virtual stages.
+    """
+    mesh, ranks = trainer.config.mesh, trainer.ranks
+    total: collections.Counter[str] = collections.Counter()
+    for rank in sorted(set(ranks)):
+        alike = dataclasses.replace(trainer, stage_ranks=(rank,) * mesh.pipe)
+        lowered = alike.step.lower(alike.abstract_state(), alike.abstract_batch())
+        text = lowered.compile(_COMPILE).as_text()
+        always, edges = (_sent_by_one(text, mesh, count) for count in (0, 1))
+        for stage in (stage for stage, own in enumerate(ranks) if own == rank):
+            # Loops that may run once are the branch of the stages with an embedding.
+            for kind, sent in (edges if stage in (0, mesh.pipe - 1) else always).items():
+                total[kind] += round(sent * mesh.data * mesh.tensor)
+    return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh))
+
+
+# --- Messages between the stages --------------------------------------------------------------------------------------
+
+
+class Messages(NamedTuple):
+    """Messages of one sender in one step, in the order of their micro-batches, float64 [n, ...].
+
+    Attributes:
+        micro_batches: their micro-batches.
+        given, decoded: what was to be sent and what arrived.
+        error: what each left to the next one; without error feedback, what it lost.
+    """
+
+    micro_batches: list[int]
+    given: np.ndarray
+    decoded: np.ndarray
+    error: np.ndarray
+
+
+def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int) -> Messages:
+    """The messages that a stage of a data rank sent in the last step.
+
+    Args:
+        trainer: one that records as many messages as there are micro-batches.
+        codec: its state, in numpy.
+        direction: "backward" or "forward".
+    """
+    numbers = list(range(trainer.config.micro_batches))
+    if direction == "backward":
+        chosen = trainer.compression.gradients(trainer.schedule)
+        numbers = [mb for mb in numbers if (stage, mb) in chosen]
+    record: Record = jax.tree.map(lambda x: x[data, stage, 0, 0], codec[direction])
+    # Schedules without virtual stages send in the order of the micro-batches.
+    slots = (int(record.count) - len(numbers) + np.arange(len(numbers))) % trainer.record
+    given, decoded, residual = (
+        ring[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
+    )
+    keeps = trainer.config.compress.error != "none"
+    return Messages(numbers, given, decoded, residual if keeps else given - decoded)
+
+
+def _norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x))
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")
+
+
+def _relative_mean(x: np.ndarray) -> float:
+    """Mean of the elements over their root mean square."""
+    return _ratio(float(x.mean()), float(np.sqrt(np.mean(x**2))))
+
+
+def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The sums over micro-batches so far of g_i^T x_i, [n, H, H]: the gradients of a linear layer's weights."""
+    rows = lambda a: a.reshape(len(a), -1, a.shape[-1])  # noqa: E731
+    return np.cumsum(np.einsum("nra,nrb->nab", rows(gradients), rows(x)), axis=0)
+
+
+def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[dict[str, Any]]:
+    """Per message its error, and for gradients what that does to the gradients of weights.
+
+    Lazy error propagation leaves a linear layer an error of sum e_i (x_{i+1} - x_i)^T, up to its two ends: small where
+    the error of a message is orthogonal to the change of the activations, or where both have no mean. Which activations
+    a layer multiplies gradients with depends on the layer; those at the boundary stand for them here.
+
+    Args:
+        activations: x of all micro-batches of the step at the same boundary, [m, B, S, H]; None for messages that are
+            activations themselves.
+
+    Returns:
+        Rows of micro_batch; relative_error: |decoded - given| / |given|; for gradients weight_error: the same of the
+        sums of g_i x_i^T over this step's messages so far; and, but for the last message, cosine of e_i with x_i -
+        x_{i+1}, and the means of both over their root mean squares.
+    """
+    lost = sent.decoded - sent.given
+    if activations is not None:
+        x = activations[sent.micro_batches]
+        wrong, right = _outer(lost, x), _outer(sent.given, x)
+    for i, number in enumerate(sent.micro_batches):
+        row = {"micro_batch": number, "relative_error": _ratio(_norm(lost[i]), _norm(sent.given[i]))}
+        if activations is not None:
+            row["weight_error"] = _ratio(_norm(wrong[i]), _norm(right[i]))
+            if i + 1 < len(x):
+                error, change = sent.error[i], x[i] - x[i + 1]
+                row["cosine"] = _ratio(float(np.vdot(error, change)), _norm(error) * _norm(change))
+                row |= {"error_mean": _relative_mean(error), "change_mean": _relative_mean(change)}
+        yield row
+
+
+def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
+    """Rows of `message_errors` for all compressed messages of the last step, with their direction, link and data rank.
+
+    Link k joins the stages k and k+1.
+    """
+    c, rows = trainer.config, []
+    for direction in ("backward", "forward"):
+        if getattr(c.compress, direction) == "none":
+            continue
+        for link in range(c.mesh.pipe - 1):
+            for data in range(c.mesh.data):
+                activations = messages(trainer, codec, "forward", data, link).given
+                backward = direction == "backward"
+                sent = messages(trainer, codec, direction, data, link + backward)
+                where = {"direction": direction, "link": link, "data_rank": data}
+                rows += [where | row for row in message_errors(sent, activations if backward else None)]
+    return rows
+
+
+# --- Spectra ----------------------------------------------------------------------------------------------------------
+
+
+def _singular_values(matrices: np.ndarray) -> np.ndarray:
+    """Singular values over the largest one, the mean over matrices [*, n, k]."""
+    values = np.linalg.svd(matrices, compute_uv=False)
+    return np.mean(values / np.maximum(values[:, :1], np.finfo(np.float64).tiny), axis=0)
+
+
+def activation_gradient_spectra(trainer: Trainer, codec: Any) -> dict[str, np.ndarray]:
+    """Singular values over the largest one of the gradients that cross each link, the mean over the step's messages."""
+    mesh, found = trainer.config.mesh, {}
+    for link in range(mesh.pipe - 1):
+        given = np.concatenate([messages(trainer, codec, "backward", d, link + 1).given for d in range(mesh.data)])
+        found[f"stage {link + 1} to {link}"] = _singular_values(given.reshape(len(given), -1, given.shape[-1]))
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _gradient(config: ModelConfig) -> Any:
+    return jax.jit(jax.grad(functools.partial(transformer.loss, config=config)))
+
+
+def weight_gradient_spectra(trainer: Trainer, params: Params, tokens: jax.Array) -> dict[str, np.ndarray]:
+    """Singular values over the largest one of the kernels' gradients, the mean over the layers; from a plain model."""
+    gradients = _gradient(trainer.layout.config.model)(trainer.layout.to_canonical(params), tokens)
+    found = {}
+    for name, entry in gradients["layers"].items():
+        if "kernel" in entry:
+            kernel = np.asarray(entry["kernel"], np.float64)
+            found[name] = _singular_values(kernel.reshape(*kernel.shape[:2], -1))
+    return found

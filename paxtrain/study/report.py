@@ -1,0 +1,342 @@
+"""What a study found, in words and numbers: CSV files, a table, and a page that says plainly what held and what not."""
+
+import csv
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import Config
+from paxtrain.study.probe import BYTES
+
+PAGE = "study.md"
+
+# study_probe.BYTES in tables.
+KINDS = dict(zip(BYTES, ("activations", "gradients", "embedding swap", "all-reduce", "reduce-scatter", "all-gather")))
+
+# Percent of the dense loss. Within the first two runs count as equally good; below the second nothing is to be seen.
+_CLOSE = 1.0
+_VISIBLE = 0.1
+_CORRELATED = 0.1
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One run with one seed.
+
+    Attributes:
+        name, label: of the run, in files and in tables.
+        rank: of the gradients between stages, where they are compressed.
+        bytes: that all devices together put on the links in a step, by the kinds study_probe.BYTES; where compression
+            over data starts late, once it has.
+        losses: of every step.
+        validation: loss by step, 0 being before the first one.
+        errors: rows of study_probe.link_errors, with their step.
+        spectra: rows of step, gradients_of, matrix, index, singular_value.
+        skipped: steps whose gradients were not finite.
+    """
+
+    name: str
+    label: str
+    seed: int
+    rank: int
+    bytes: dict[str, int]
+    losses: list[float] = dataclasses.field(default_factory=list)
+    validation: dict[int, float] = dataclasses.field(default_factory=dict)
+    errors: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    spectra: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    skipped: int = 0
+
+    @property
+    def final(self) -> float:
+        """Validation loss after the last step."""
+        return self.validation[max(self.validation)]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+
+def by_run(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    """The outcomes of each run by name, one per seed."""
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.name, []).append(outcome)
+    return found
+
+
+def differences(runs: dict[str, list[Outcome]], name: str, other: str = "dense") -> list[float]:
+    """By seed, how much higher a run's final validation loss is than another one's, in percent."""
+    pairs = zip(runs[name], runs[other], strict=True)
+    return [100 * (a.final / b.final - 1) for a, b in pairs]
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)
+
+
+# --- Files of numbers -------------------------------------------------------------------------------------------------
+
+
+def _write_csv(path: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{x:.7g}" if isinstance(x, float) else x for key, x in row.items()})
+
+
+def write_csv(outcomes: list[Outcome], out: pathlib.Path) -> None:
+    """Writes study.csv, a row per run and seed; losses.csv, errors.csv and spectra.csv, long ones."""
+    runs = by_run(outcomes)
+    rows = []
+    for name, group in runs.items():
+        for outcome, percent in zip(group, differences(runs, name), strict=True):
+            sent = {f"bytes_{kind.replace('-', '_')}": outcome.bytes[kind] for kind in BYTES}
+            rows.append(
+                {"run": name, "seed": outcome.seed, "rank": outcome.rank}
+                | {"steps": len(outcome.losses), "skipped": outcome.skipped}
+                | {"untrained_loss": outcome.validation[0], "validation_loss": outcome.final}
+                | {"perplexity": _perplexity(outcome.final), "percent_above_dense": percent}
+                | {"bytes": outcome.total_bytes, **sent}
+            )
+    _write_csv(out / "study.csv", rows, list(rows[0]))
+
+    def each(rows_of: str) -> list[dict[str, Any]]:
+        return [{"run": o.name, "seed": o.seed} | row for o in outcomes for row in getattr(o, rows_of)]
+
+    errors = ("step", "direction", "link", "data_rank", "micro_batch", "relative_error", "weight_error", "cosine")
+    _write_csv(out / "errors.csv", each("errors"), ("run", "seed", *errors, "error_mean", "change_mean"))
+    spectra = ("step", "gradients_of", "matrix", "index", "singular_value")
+    _write_csv(out / "spectra.csv", each("spectra"), ("run", "seed", *spectra))
+    losses = [
+        {"run": o.name, "seed": o.seed, "step": step, "loss": loss, "validation_loss": o.validation.get(step, "")}
+        for o in outcomes
+        for step, loss in enumerate(["", *o.losses])
+    ]
+    _write_csv(out / "losses.csv", losses, list(losses[0]))
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The mean, with the lowest and the highest where there are several."""
+    mean = format(_mean(values), form)
+    return mean if len(values) < 2 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+
+
+def table(outcomes: list[Outcome]) -> list[list[str]]:
+    """Rows of cells, the first one of headings."""
+    runs = by_run(outcomes)
+    heads = ["run", "validation loss", "perplexity", "against dense, %", "kB a step", "times less"]
+    rows = [[*heads, *KINDS.values()]]
+    for name, group in runs.items():
+        one = group[0]
+        rows.append([
+            one.label,
+            _spread([o.final for o in group], ".4f"),
+            format(_mean(_perplexity(o.final) for o in group), ".3f"),
+            _spread(differences(runs, name), "+.2f") if name != "dense" else "",
+            f"{one.total_bytes / 1e3:.0f}",
+            f"{runs['dense'][0].total_bytes / one.total_bytes:.2f}",
+            *(f"{one.bytes[kind] / 1e3:.0f}" for kind in KINDS),
+        ])  # fmt: skip
+    return rows
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    )
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+
+
+# --- Sentences --------------------------------------------------------------------------------------------------------
+
+
+def _percents(values: Sequence[float]) -> str:
+    """The mean, with the lowest and the highest where there are several seeds."""
+    spread = f" ({min(values):+.2f} to {max(values):+.2f})" if len(values) > 1 else ""
+    return f"{_mean(values):+.2f} %{spread}"
+
+
+def _close(name: str, values: Sequence[float]) -> str:
+    """Whether a run's loss is that of dense training, from its differences in percent."""
+    if not all(map(math.isfinite, values)):
+        return f"{name} diverges."
+    what = f"{_percents(values)} of its validation loss"
+    close = sum(abs(value) <= _CLOSE for value in values)
+    if close == len(values):
+        return f"{name} ends within {_CLOSE:g} % of dense: {what}."
+    if close:
+        return f"{name} ends within {_CLOSE:g} % of dense in {close} of {len(values)} seeds only: {what}."
+    if all(value > _CLOSE for value in values):
+        return f"{name} does not end within {_CLOSE:g} % of dense, it is visibly worse: {what}."
+    if all(value < -_CLOSE for value in values):
+        return f"{name} ends below dense by more than {_CLOSE:g} %: {what}."
+    return f"{name} ends more than {_CLOSE:g} % from dense in every seed, in either direction: {what}."
+
+
+def _effect(what: str, values: Sequence[float]) -> str:
+    """Whether a change lowers the loss, from the differences in percent that it makes."""
+    if not all(map(math.isfinite, values)):
+        return f"{what}: one of the two runs diverges."
+    found = _percents(values)
+    if all(abs(value) < _VISIBLE for value in values):
+        return f"{what} changes nothing that can be seen: {found}."
+    if all(value < -_VISIBLE for value in values):
+        return f"{what} lowers the loss: {found}."
+    if all(value > _VISIBLE for value in values):
+        return f"{what} raises the loss: {found}."
+    return f"{what} has no clear effect, it differs from seed to seed: {found}."
+
+
+def _errors(group: list[Outcome], column: str, direction: str = "backward") -> np.ndarray:
+    values = [row.get(column, math.nan) for o in group for row in o.errors if row["direction"] == direction]
+    return np.array([value for value in values if math.isfinite(value)])
+
+
+def _weight_errors(group: list[Outcome]) -> float:
+    """Mean relative error of weights' gradients, over all messages that a link compressed in a step."""
+    last = {
+        (o.seed, row["step"], row["link"], row["data_rank"]): row["weight_error"]
+        for o in group
+        for row in o.errors
+        if row["direction"] == "backward"
+    }
+    return _mean(last.values())
+
+
+def _orthogonality(group: list[Outcome]) -> str:
+    """Whether the errors of messages have to do with the changes of activations."""
+    cosines, label = _errors(group, "cosine"), group[0].label
+    if not cosines.size:
+        return f"{label} leaves no error whose direction could be told."
+    usual = float(np.quantile(np.abs(cosines), 0.95))
+    verdict = "hardly correlated" if usual < _CORRELATED else "correlated"
+    means = [float(np.quantile(np.abs(_errors(group, name)), 0.95)) for name in ("error_mean", "change_mean")]
+    return (
+        f"Errors of messages and changes of activations between micro-batches are {verdict} in {label}: their cosine "
+        f"is {cosines.mean():+.4f} on average and below {usual:.3f} in magnitude for 95 % of the messages. Likewise, "
+        f"the means over the root mean squares are below {means[0]:.2g} for errors and {means[1]:.2g} for changes."
+    )
+
+
+def _fused(runs: dict[str, list[Outcome]]) -> str:
+    """What fusing the embedding's synchronisation saves; it may change nothing else."""
+    values = differences(runs, "cb_fe", "cb_epilogue")
+    saved = 1 - runs["cb_fe"][0].total_bytes / runs["cb_epilogue"][0].total_bytes
+    what = f"Fusing the embedding's synchronisation (CB + FE against CB epilogue) takes {saved:.1%} off a step's bytes"
+    if all(abs(value) <= _CLOSE for value in values):
+        return (
+            f"{what}; it adds the same numbers in another order, which moves the loss by {_percents(values)}: chance."
+        )
+    return (
+        f"{what}, but moves the loss by {_percents(values)}, more than adding the same numbers in another order should."
+    )
+
+
+def claims(outcomes: list[Outcome]) -> list[str]:
+    """One sentence per question, computed from the outcomes of a study's runs; what does not hold is said to fail."""
+    runs = by_run(outcomes)
+    label = {name: group[0].label for name, group in runs.items()}
+    asked = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
+    found = [_close(label[name], differences(runs, name)) for name in asked]
+    found.append(_effect("Lazy error propagation (CB against CB naive)", differences(runs, "cb", "cb_naive")))
+    lazy, naive = (
+        f"{_mean(_errors(runs[name], 'relative_error')):.0%} and {_weight_errors(runs[name]):.0%}"
+        for name in ("cb", "cb_naive")
+    )
+    found.append(
+        "Gradients between stages, and the weights' gradients that a step makes of them, are off by "
+        f"{lazy} of their norms with it, by {naive} without."
+    )
+    found.append(_orthogonality(runs["cb"]))
+    found.append(_fused(runs))
+    by_rank = sorted((group[0].rank, name) for name, group in runs.items() if name == "cb" or "rank" in name)
+    losses = ", ".join(f"{rank}: {_percents(differences(runs, name))}" for rank, name in by_rank)
+    found.append(f"CB against dense by rank: {losses}.")
+    dense = runs["dense"][0].total_bytes
+    factors = ", ".join(f"{label[name]} {dense / runs[name][0].total_bytes:.2f}" for name in asked)
+    found.append(f"Times fewer bytes on the links than dense: {factors}.")
+    return found
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """The table without the kinds of bytes, and the sentences, for a terminal."""
+    rows = [row[: -len(KINDS)] for row in table(outcomes)]
+    return "\n".join([_aligned(rows), "", *(f"- {claim}" for claim in claims(outcomes))])
+
+
+def _setting(config: Config, seeds: int) -> str:
+    c, m, compress = config, config.model, config.compress
+    message = f"{c.batch.micro_batch * m.sequence} x {m.hidden}"
+    dense = f" after the first {compress.data_start:.0%} of the steps" if compress.data_start else ""
+    return (
+        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, sequence {m.sequence}, "
+        f"{m.dtype}) on a mesh of {c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.pipeline.schedule}, "
+        f"{c.micro_batches} micro-batches a step, {c.run.steps} steps of {c.batch.global_batch * m.sequence:,} tokens, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}. "
+        f"Messages between stages are {message} and travel with rank {compress.backward_rank} (activations "
+        f"{compress.forward_rank}); gradients over data with rank {compress.data_rank}{dense}."
+    )
+
+
+_WORDS = """\
+- **CB**: gradients between stages as low-rank factors, with lazy error propagation; *naive* without it; *epilogue*:
+  only those of the pipeline's drain, as the paper has it.
+- **FE**: fused synchronisation of the tied embedding; runs without it synchronise the two copies one after the other.
+- **SC**: PowerSGD on the gradients over data of stages {stages}.
+- **everything**: gradients and activations between stages, all messages, and gradients over data of all stages.
+
+Bytes are those that all devices together put on the links in one step, read from the program compiled for the real
+mesh; collectives are taken to run over rings. Where compression over data starts late, they are those after its start.
+{widened}"""
+
+
+def write_page(config: Config, outcomes: list[Outcome], figures: dict[str, str], out: pathlib.Path) -> None:
+    """Writes the page.
+
+    Args:
+        figures: caption by file name.
+    """
+    seeds = len({outcome.seed for outcome in outcomes})
+    once = "" if seeds > 1 else "One seed says nothing about chance: `--seeds=3` shows the spread."
+    widened = (
+        ""
+        if config.model.dtype == "float32"
+        else "That program is of CPUs, which send float32 in place of other types."
+    )
+    parts = [
+        "# What compression does to training",
+        _setting(config, seeds),
+        _WORDS.format(stages=config.compress.data, widened=widened),
+        "## Results",
+        _markdown(table(outcomes)),
+        *([once] if once else []),
+        "\n".join(f"- {claim}" for claim in claims(outcomes)),
+        "## Figures",
+        *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures.items()),
+        "Numbers: study.csv (runs), losses.csv (steps), errors.csv (messages), spectra.csv (singular values).",
+    ]
+    (out / PAGE).write_text("\n\n".join(parts) + "\n")

@@ -1,0 +1,426 @@
+"""Facts about a compiled XLA program, read from its text: what it sends, what it copies, what hides what.
+
+Every function takes `compiled.as_text()`: optimized HLO, whose instructions stand in the order in which they are
+scheduled. Counts follow the calls from ENTRY: the body of a loop counts as often as the loop's known trip count says,
+each branch of a conditional once. A loop whose count is decided at run time counts `unknown_trip_count` times; the
+default suits loops of zero or one trip, used as conditionals, and gives the most that can happen.
+
+CPU programs carry bfloat16 collectives as float32, so bytes on the wire are those of a GPU program (see
+paxtrain.xla.aot).
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\(([^)]*)\)(.*)$")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLEE = re.compile(r"(condition|body|to_apply|calls|true_computation|false_computation)=%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_GROUPS_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
+_GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? *\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cudnn)')
+_CALLERS = ("while", "conditional", "call", "fusion", "async-start", "call-start", "fusion-start")
+_KERNELS = ("fusion", "custom-call", "dot", "convolution")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: one of COLLECTIVES.
+        dtype: of what is sent, as HLO spells it ("bf16"); of the first operand if several arrays are sent as one.
+        bytes: size of one participant's operands: for an all-gather its shard, for a reduce-scatter all it reduces.
+        pairs: (source, target) partition ids of a collective-permute; a partition id is a position in
+            `mesh.devices.flat`, not a device's id.
+        groups: partition ids that exchange values with one another; empty for a collective-permute or where all do.
+        executions: how often one execution of the program runs it.
+        computation: name of the computation it stands in.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    pairs: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    executions: int
+    computation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction that runs by itself: a kernel, a collective, a loop; none of those inside a fusion.
+
+    Attributes:
+        opcode: as HLO spells it; of an asynchronous pair that of its start, and of a wrapper what it wraps.
+        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"); of what XLA has added,
+            and gives no name, that of the loop around it; "" outside of loops.
+        groups: of a collective: partition ids that exchange values with one another, of a collective-permute its pairs;
+            empty where all do. A partition id is a position in `mesh.devices.flat`.
+    """
+
+    opcode: str
+    op_name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def kind(self) -> str | None:
+        """The collective that it runs or starts, one of COLLECTIVES."""
+        return _kind(self.opcode)
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    """One loop; `trips` is None where the count is decided at run time, `executions` is how often it is entered."""
+
+    body: str
+    trips: int | None
+    executions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """What is scheduled between the start and the done of one collective-permute.
+
+    A synchronous one, which nothing overlaps, is listed with zeros.
+
+    Attributes:
+        kernels: fusions, matrix products and custom calls, those with a scalar result (loop counters) left out; in
+            loops of a known number of trips they count as often as they run, in others not at all.
+        matmuls: those of the kernels that contain a matrix product or convolution.
+        whiles: loops of either kind.
+    """
+
+    computation: str
+    executions: int
+    bytes: int
+    kernels: int
+    matmuls: int
+    whiles: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One copy of a whole array; `shape` as HLO spells it, without layout ("bf16[5,1024]")."""
+
+    computation: str
+    shape: str
+    bytes: int
+    executions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+    def callees(self) -> list[tuple[str, str]]:
+        """(role, computation) of every computation that executing this instruction executes."""
+        if self.opcode not in _CALLERS:
+            return []  # a reducer named by to_apply, or an async-done that repeats its start's calls
+        branches = _BRANCHES.search(self.attributes)
+        named = [("branch", name) for name in _NAME.findall(branches[1])] if branches else []
+        return named + _CALLEE.findall(self.attributes)
+
+    def trips(self) -> int | None:
+        known = _TRIPS.search(self.attributes)
+        return int(known[1]) if known else None
+
+
+class _Program:
+    """The instructions of each computation, in order, and how often each computation is executed."""
+
+    def __init__(self, text: str, unknown_trip_count: int):
+        self.computations: dict[str, dict[str, _Instruction]] = {}
+        entry = ""
+        for line in text.splitlines():
+            if head := _COMPUTATION.match(line):
+                instructions = self.computations.setdefault(head[2], {})
+                entry = head[2] if head[1] else entry
+            elif match := _INSTRUCTION.match(line):
+                root, name, shape, opcode, operands, attributes = match.groups()
+                names = tuple(_NAME.findall(operands))
+                instructions[name] = _Instruction(name, shape, opcode, names, attributes, bool(root))
+        self.entry = entry
+        if not entry:
+            raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
+        self.executions: collections.Counter[str] = collections.Counter()
+        self.fused: set[str] = set()
+        self.wrapped: set[str] = set()
+        self._walk(entry, 1, unknown_trip_count)
+
+    def _walk(self, computation: str, times: int, unknown: int) -> None:
+        self.executions[computation] += times
+        for instruction in self.computations[computation].values():
+            for _, callee in instruction.callees():
+                trips = instruction.trips() if instruction.opcode == "while" else 1
+                factor = unknown if trips is None else trips
+                if instruction.opcode.startswith("fusion"):
+                    self.fused.add(callee)
+                elif instruction.opcode == "async-start":
+                    self.wrapped.add(callee)
+                self._walk(callee, times * factor, unknown)
+
+    def executed(self) -> Iterator[tuple[str, int, _Instruction]]:
+        """(computation, executions, instruction) of everything that runs."""
+        for computation, times in self.executions.items():
+            if times:
+                for instruction in self.computations[computation].values():
+                    yield computation, times, instruction
+
+    def operand_shapes(self, computation: str, instruction: _Instruction) -> list[str]:
+        return [self.computations[computation][name].shape for name in instruction.operands]
+
+    def contains(self, instruction: _Instruction, opcodes: tuple[str, ...]) -> bool:
+        """Whether the instruction is, or calls something that contains, one of the opcodes."""
+        return instruction.opcode in opcodes or any(
+            self.contains(inner, opcodes)
+            for _, callee in instruction.callees()
+            for inner in self.computations[callee].values()
+        )
+
+    def copies_whole(self, computation: str, instruction: _Instruction) -> bool:
+        """Whether a copy in a fusion is all the fusion does to that array: from a parameter to (a part of) its root."""
+        body = self.computations[computation]
+        source = body[instruction.operands[0]]
+        while source.opcode == "bitcast":
+            source = body[source.operands[0]]
+        if source.opcode != "parameter":
+            return False
+        results = [next(i for i in body.values() if i.root)]
+        while results:
+            result = results.pop()
+            if result is instruction:
+                return True
+            if result.opcode in ("bitcast", "tuple"):
+                results += [body[name] for name in result.operands]
+        return False
+
+
+def _arrays(shape: str) -> list[tuple[str, list[int]]]:
+    return [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _ARRAY.findall(shape)]
+
+
+def _bytes(shape: str) -> int:
+    """Bytes of an array, or of all arrays of a tuple."""
+    total = 0
+    for dtype, dims in _arrays(shape):
+        width = re.search(r"\d+", dtype)
+        bits = int(width[0]) if width else 8 if dtype == "pred" else 0  # else a token
+        total += math.ceil(math.prod(dims) * bits / 8)
+    return total
+
+
+def _kind(opcode: str) -> str | None:
+    """The collective that an opcode runs or starts."""
+    kind = opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
+def _pairs(attributes: str) -> tuple[tuple[int, int], ...]:
+    listed = _PAIRS.search(attributes)
+    return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed[1])) if listed else ()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Partition ids in the order that HLO writes as [dims]T(order)."""
+    ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective in any of HLO's spellings; empty where all partitions are one."""
+    if listed := _GROUPS_LISTED.search(attributes):
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"[\d,]+", listed[1]) if group != ",")
+    if iota := _GROUPS_IOTA.search(attributes):
+        ids = _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
+    elif mesh := _GROUPS_MESH.search(attributes):
+        axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        # 'a':(2)4 is a part of an axis: of its dims 2 x 4 x the rest the second one.
+        chosen = [(name, int(outer or 1), int(size or axes[name])) for name, outer, size in _AXIS.findall(mesh[3])]
+        dims: dict[tuple[str, int], int] = {}  # of the parts into which axes are cut, by where they begin
+        for name, whole in axes.items():
+            cuts = {1, whole, *(cut for other, outer, size in chosen if other == name for cut in (outer, outer * size))}
+            dims |= {(name, low): high // low for low, high in itertools.pairwise(sorted(cuts))}
+        if not mesh[2]:
+            ids = np.arange(math.prod(axes.values()))
+        elif order := _IOTA.fullmatch(mesh[2]):
+            ids = _iota(*order.groups())
+        else:
+            ids = np.array(_numbers(mesh[2]))
+        last = [list(dims).index((name, outer)) for name, outer, size in chosen if size > 1]
+        ids = np.moveaxis(ids.reshape(list(dims.values())), last, range(-len(last), 0))
+        ids = ids.reshape(-1, math.prod(size for _, _, size in chosen))
+    else:
+        return ()
+    return tuple(tuple(group) for group in ids.tolist())
+
+
+def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
+    """Every collective that is executed; an asynchronous one counts once, where it starts."""
+    program = _Program(text, unknown_trip_count)
+    found = []
+    for computation, times, op in program.executed():
+        if kind := _kind(op.opcode):
+            operands, groups = program.operand_shapes(computation, op), _groups(op.attributes)
+            found.append(
+                Collective(
+                    kind=kind,
+                    dtype=_arrays(operands[0])[0][0],
+                    bytes=sum(map(_bytes, operands)),
+                    pairs=_pairs(op.attributes),
+                    groups=groups,
+                    executions=times,
+                    computation=computation,
+                )
+            )
+    return found
+
+
+def instructions(text: str) -> dict[str, Instruction]:
+    """Every instruction that can run, by its name: the name that a profiler's events carry."""
+    program = _Program(text, unknown_trip_count=1)
+    found: dict[str, Instruction] = {}
+
+    def visit(computation: str, around: str) -> None:
+        for op in program.computations[computation].values():
+            does = op
+            if op.opcode == "async-start":
+                does = next(i for _, callee in op.callees() for i in program.computations[callee].values() if i.root)
+            named = _OP_NAME.search(op.attributes) or _OP_NAME.search(does.attributes)
+            op_name = named[1] if named else around
+            groups = _pairs(does.attributes) or _groups(does.attributes)
+            found[op.name] = Instruction(does.opcode, op_name, groups)
+            for _, callee in op.callees():
+                if callee not in program.fused | program.wrapped:
+                    visit(callee, op_name)
+
+    visit(program.entry, "")
+    return found
+
+
+def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
+    """Bytes of one participant's operands, added up over all executions, for each kind of collective there is.
+
+    What is in the program, not what a device sends: that depends on its branches and on the permutes it takes part in
+    (`study_probe.wire_bytes`).
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for op in collectives(text, unknown_trip_count):
+        total[op.kind] += op.bytes * op.executions
+    return dict(total)
+
+
+def permute_bytes_by_pair(text: str, unknown_trip_count: int = 1) -> dict[tuple[int, int], int]:
+    """Bytes that collective-permutes send from one partition to another, for each pair that sends any."""
+    total: collections.Counter[tuple[int, int]] = collections.Counter()
+    for op in collectives(text, unknown_trip_count):
+        for pair in op.pairs:
+            total[pair] += op.bytes * op.executions
+    return dict(total)
+
+
+def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
+    """Bytes that collective-permutes send over all links together."""
+    return sum(permute_bytes_by_pair(text, unknown_trip_count).values())
+
+
+def conditionals(text: str, unknown_trip_count: int = 1) -> int:
+    """How many conditionals one execution of the program runs; on a GPU each of them makes the host wait."""
+    return sum(n for _, n, op in _Program(text, unknown_trip_count).executed() if op.opcode == "conditional")
+
+
+def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
+    """Every loop that is executed."""
+    return [
+        While(dict(op.callees())["body"], op.trips(), times)
+        for _, times, op in _Program(text, unknown_trip_count).executed()
+        if op.opcode == "while"
+    ]
+
+
+def _is_permute_start(program: _Program, op: _Instruction) -> bool:
+    return op.opcode == "collective-permute-start" or (
+        op.opcode == "async-start" and program.contains(op, ("collective-permute",))
+    )
+
+
+def _kernels(program: _Program, op: _Instruction) -> tuple[int, int]:
+    """(kernels, those with a matrix product) that an instruction launches for certain.
+
+    Conditionals, and loops whose number of trips is not known (it may be zero), count nothing.
+    """
+    if op.opcode in ("call", "while"):
+        times = (op.trips() or 0) if op.opcode == "while" else 1
+        inner = [_kernels(program, i) for _, callee in op.callees() for i in program.computations[callee].values()]
+        return times * sum(n for n, _ in inner), times * sum(m for _, m in inner)
+    if op.opcode not in _KERNELS or not any(dims for _, dims in _arrays(op.shape)):
+        return 0, 0
+    return 1, int(program.contains(op, ("dot", "convolution")) or bool(_LIBRARY_MATMUL.search(op.attributes)))
+
+
+def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
+    """For every collective-permute that is executed: the compute scheduled between its start and its done."""
+    program = _Program(text, unknown_trip_count)
+    found = []
+    for computation, times in program.executions.items():
+        if not times or computation in program.wrapped:
+            continue
+        in_flight: dict[str, Overlap] = {}
+        for op in program.computations[computation].values():
+            if op.opcode == "collective-permute" or _is_permute_start(program, op):
+                size = sum(map(_bytes, program.operand_shapes(computation, op)))
+                in_flight[op.name] = Overlap(computation, times, size, kernels=0, matmuls=0, whiles=0)
+            if op.opcode == "collective-permute":
+                found.append(in_flight.pop(op.name))
+            elif op.opcode in ("collective-permute-done", "async-done"):
+                found += [in_flight.pop(name) for name in op.operands if name in in_flight]
+            else:
+                kernels, matmuls = _kernels(program, op)
+                for name, flight in in_flight.items():
+                    in_flight[name] = dataclasses.replace(
+                        flight,
+                        kernels=flight.kernels + kernels,
+                        matmuls=flight.matmuls + matmuls,
+                        whiles=flight.whiles + (op.opcode == "while"),
+                    )
+    return found
+
+
+def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
+    """Every copy of a whole array that is executed, alone or as (a part of) a fusion that does nothing else to it."""
+    program = _Program(text, unknown_trip_count)
+    found = []
+    for computation, times, op in program.executed():
+        if op.opcode not in ("copy", "copy-start"):
+            continue
+        if computation in program.fused and not program.copies_whole(computation, op):
+            continue
+        [shape] = program.operand_shapes(computation, op)
+        plain = ",".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in _arrays(shape))
+        found.append(Copy(computation, plain, _bytes(shape), times))
+    return found

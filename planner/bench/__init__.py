@@ -1,0 +1,4 @@
+"""Benchmarks of the planner.
+
+May import every other room.
+"""

@@ -1,0 +1,258 @@
+"""Seconds of compute: F and B of a layer, the head, the embedding and the optimizer, on a device kind.
+
+Where the cluster has a compute profile they are what was measured, affine in the micro-batch between and beyond the
+measured sizes. What was not measured is the data sheet's figure (below) times what the nearest measured row is to its
+own. Without a profile it is the data sheet's alone, at the named shares of peak that follow.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.devices.gpus import GPUS
+from paxtrain.errors import UserError
+from planner.cluster.cluster import ASSUMED, Cluster, Shares
+
+LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
+# Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
+_ACTIVATION_PASSES = 22
+# A layer's kernels differ, so that some wait for their launch and others for memory: the p-norm of the two sums.
+_SHARPNESS = 4
+ITEM = {"bfloat16": 2, "float32": 4}
+# Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
+_SPLIT_PASSES = {"weights": 12, "input": 18}
+# Forwards that B runs again, by pipeline.save: all of F; nothing; what is no matrix product.
+_RECOMPUTED = {"inputs": 1.0, "layer_inputs": 1.0, "residuals": 0.0, "dots": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCosts:
+    """Seconds on one device of one micro-batch, or as said.
+
+    Attributes:
+        forward, backward: of one layer; backward recomputes what is not saved.
+        backward_input, backward_weights: of one layer's in two parts, B and W; together a little more.
+        head: loss and its gradient. embedding: look-up and its gradient.
+        optimizer: of one float32 parameter held by the device.
+    """
+
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weights: float
+    head: float
+    embedding: float
+    optimizer: float
+
+
+def sheet(
+    model: ModelConfig,
+    kind: str,
+    tensor: int,
+    micro_batch: int,
+    save: str,
+    inside: tuple[float, float],
+    shares: Shares = ASSUMED,
+    sequence_parallel: bool = False,
+) -> LayerCosts:
+    """Costs from the data sheet.
+
+    FLOPs of F: 2 a parameter of the matrices (24 H^2 for GPT-2) + 4 S H a token (attention's scores and values). Two
+    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
+    all-gathers, which are halves of them (Korthikanti et al. 2022).
+
+    Args:
+        inside: alpha and bandwidth of a link inside a host.
+        shares: of the data sheet that the device reaches.
+    """
+    gpu, item = GPUS[kind], ITEM[model.dtype]
+    tokens, h = micro_batch * model.sequence, model.hidden
+    flops = (gpu.peak_flops if model.dtype == "bfloat16" else gpu.sms * gpu.fpus * 2e9 * gpu.clock) * shares.matmul
+    memory = gpu.bandwidth * shares.memory
+    alpha, bandwidth = inside
+    reduce = 0.0
+    if tensor > 1:
+        reduce = 2 * (tensor - 1) * alpha + 2 * (tensor - 1) / tensor * tokens * h * item / bandwidth
+
+    def launched(seconds: float, times: float) -> float:
+        return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
+
+    products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
+    read = model.matrices / tensor * item / memory
+    matmuls = max(products / flops, read)
+    # Norms and residual sums run whole on each device of a tensor group or on parts, the wide part is split.
+    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / memory
+    passes = _ACTIVATION_PASSES * once
+    forward = launched(matmuls + passes, 1) + 2 * reduce
+    backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
+    # Of an F that B runs again the last collective is left out: an all-reduce, or a reduce-scatter. What save="dots"
+    # keeps has to be gathered again, twice.
+    again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
+    if sequence_parallel:
+        again += {"dots": 2, "residuals": 0}.get(save, 1) * reduce / 2
+    # Of the backward's products with kernels half are W's.
+    kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
+    weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)
+    rest = shares.backward * (matmuls + passes) - kernels + _SPLIT_PASSES["input"] * once
+    rest = launched(rest, 1.5) + 2 * reduce + again
+    logits = tokens * model.padded_vocab / tensor
+    head = 6 * logits * h / flops + 8 * logits * item / memory + 2 * reduce + 20 * LAUNCH
+    embedding = 6 * tokens * h * item / memory + reduce + 4 * LAUNCH
+    optimizer = shares.optimizer_bytes / memory
+    return LayerCosts(forward, backward + again, rest, weights, head, embedding, optimizer)
+
+
+# --- With a profile ---------------------------------------------------------------------------------------------------
+
+TIMES = ("forward", "backward", "head", "embedding", "optimizer")
+PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
+# Of a model, what a row of a compute profile names; rows that name no family are of GPT-2.
+PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
+
+
+def profiled(model: ModelConfig) -> tuple:
+    """A model's values of PROFILED."""
+    sizes = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype)
+    return (*sizes, model.family, model.key_value_heads, model.ffn)
+
+
+def profiled_row(row: Mapping[str, Any]) -> tuple:
+    """The same of a row."""
+    defaults = {"family": "gpt2", "key_value_heads": row["heads"], "ffn": 4 * row["hidden"]}
+    return tuple({**defaults, **row}[key] for key in PROFILED)
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
+    """Rows of one kind by shape: micro_batch and each of the times as arrays by rising micro-batch."""
+    found: dict[tuple, list[dict[str, Any]]] = {}
+    for row in cluster.compute:
+        if row["kind"] == kind:
+            shape = (*profiled_row(row), row["tensor"], row["save"])
+            found.setdefault(shape, []).append(row)
+    groups = {}
+    for shape, rows in found.items():
+        rows.sort(key=lambda row: row["micro_batch"])
+        keys = ("micro_batch", *TIMES, *(part for part in PARTS if all(part in row for row in rows)))
+        groups[shape] = {key: np.array([row[key] for row in rows], float) for key in keys}
+    return groups
+
+
+def _distance(a: tuple, b: tuple) -> float:
+    """How unlike two shapes are: differences of their sizes' logarithms, and a lot for another dtype or save mode."""
+    sizes = sum(abs(math.log2(x / y)) for x, y in zip(a, b) if isinstance(x, int))
+    return sizes + 4.0 * sum(x != y for x, y in zip(a, b) if isinstance(x, str))
+
+
+def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
+    """Measured seconds at a micro-batch: linear between the sizes, and beyond them through the nearest two."""
+    if len(at) == 1:
+        return float(seconds[0] * micro_batch / at[0])
+    i = int(np.clip(np.searchsorted(at, micro_batch) - 1, 0, len(at) - 2))
+    slope = max((seconds[i + 1] - seconds[i]) / (at[i + 1] - at[i]), 0.0)
+    return float(max(seconds[i] + slope * (micro_batch - at[i]), 0.5 * seconds[0] * min(1.0, micro_batch / at[0])))
+
+
+def _inside(cluster: Cluster, kind: str) -> tuple[float, float]:
+    """alpha and bandwidth inside the slowest host of a kind."""
+    hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
+    return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
+
+
+# Shapes of CPUs have no data sheet: figures of the right proportion, of which only ratios are used.
+_CPU = "v100"
+
+
+@functools.lru_cache(maxsize=100_000)
+def layer(
+    cluster: Cluster,
+    kind: str,
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    save: str,
+    sequence_parallel: bool = False,
+) -> LayerCosts:
+    """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
+
+    Profiles are of groups without sequence parallelism; what that changes is the data sheet's proportion.
+
+    Raises:
+        UserError: a kind without a data sheet has no profile.
+    """
+    inside = _inside(cluster, kind)
+    named = _CPU if kind == "cpu" else kind
+    groups = _groups(cluster, kind)
+    if not groups:
+        if kind == "cpu":
+            raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
+        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
+    shape = (*profiled(model), tensor, save)
+    nearest = min(groups, key=lambda other: _distance(shape, other))
+    rows = groups[nearest]
+    times = [name for name in (*TIMES, *PARTS) if name in rows]
+    measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
+    here = sheet(model, named, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
+    if nearest != shape or sequence_parallel:
+        *sizes, other_tensor, other_save = nearest
+        names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
+        other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
+        # A profile is of groups inside a host, whatever hosts are taken together here.
+        measured_inside = _inside(cluster.parts or cluster, kind)
+        there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
+        measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
+    # Where the backward was measured whole its parts are the shares that the data sheet gives them.
+    parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
+    return LayerCosts(**parts | measured)
+
+
+def source(cluster: Cluster) -> str:
+    """Where compute times come from, for reports."""
+    profiled = {row["kind"] for row in cluster.compute}
+    if profiled >= set(cluster.kinds):
+        return "compute profile of the cluster"
+    fitted = "assumed" if cluster.shares == ASSUMED else "fitted to measured runs"
+    matmul, memory = cluster.shares.matmul, cluster.shares.memory
+    some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
+    return f"{some}data sheet at {matmul:.0%} of peak FLOP/s and {memory:.0%} of memory bandwidth, {fitted}"
+
+
+# --- Sizes ------------------------------------------------------------------------------------------------------------
+
+
+def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
+    """Activations of one micro-batch between two stages, [B, S, H], as every device of a tensor group sends them.
+
+    Args:
+        parts: of the sequence, of which a device sends its own.
+    """
+    return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
+
+
+def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1) -> int:
+    """The same as factors of a rank in the compute dtype."""
+    return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
+
+
+def layer_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one layer on one device of a tensor group."""
+    split_biases = 0 if model.family == "llama" else 3 * model.hidden + model.ffn
+    return (model.matrices + split_biases) // tensor + model.vectors - split_biases
+
+
+def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
+    """Shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
+    h, part, ffn = model.hidden, model.hidden // tensor, model.ffn // tensor
+    if model.family == "llama":
+        return ((h, part), (h, 2 * model.key_value // tensor), (part, h), (h, 2 * ffn), (ffn, h))
+    return ((h, 3 * part), (part, h), (h, ffn), (ffn, h))
+
+
+def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
+    """Parameters of the vocabulary's tables on one device of the first or the last stage."""
+    return (model.tables if pipe == 1 else 1) * model.padded_vocab * model.hidden // tensor

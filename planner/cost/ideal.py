@@ -1,0 +1,81 @@
+"""What a schedule allows: each op begins as soon as its stage is free and its message has come.
+
+The executor's tables make a stage wait for all messages of a row (planner.cost.simulator). Systems whose transfers
+are calls
+of their own, such as Megatron-LM, come closer to this: a message begins when it is made, holds no stage, and waits for
+nobody. Trials of such systems are modelled by it, and it says what the executor's rows cost.
+"""
+
+import collections
+
+import numpy as np
+
+from planner.cost.rows import Row, Table, numbers, runs
+from planner.cost.simulator import EQUAL, Seconds, spread
+
+Array = np.ndarray
+
+
+class _State:
+    """When stages are free, [P] arrays [batch], and messages on their way, oldest first, by receiving virtual stage."""
+
+    def __init__(self, table: Table, seconds: Seconds) -> None:
+        self.seconds, self.last = spread(table, seconds), table.stages * table.chunks - 1
+        self.stages = table.stages
+        self.now = list(self.seconds.start.copy())
+        self.activations = [collections.deque() for _ in range(self.last + 1)]
+        self.gradients = [collections.deque() for _ in range(self.last + 1)]
+
+    def row(self, row: Row) -> None:
+        """All ops of a row; messages are used from the next row on, but for the loss's own gradient."""
+        s, made = self.seconds, []
+        for stage, virtual in zip(*map(numbers, row.forward)) if row.forward else ():
+            begin = self.now[stage]
+            if virtual:
+                begin = np.maximum(begin, self.activations[virtual].popleft())
+            self.now[stage] = begin + s.forward[virtual] + (s.head if virtual == self.last else 0.0)
+            if virtual < self.last:
+                made.append((self.activations[virtual + 1], self.now[stage] + s.activation[stage]))
+            else:
+                self.gradients[virtual].append(self.now[stage])
+        for stage, virtual in zip(*map(numbers, row.backward)) if row.backward else ():
+            begin = np.maximum(self.now[stage], self.gradients[virtual].popleft())
+            self.now[stage] = begin + s.backward[virtual]
+            if virtual:
+                made.append((self.gradients[virtual - 1], self.now[stage] + s.gradient[stage]))
+        for stage, virtual in zip(*map(numbers, row.weights)) if row.weights else ():
+            self.now[stage] = self.now[stage] + s.weights[virtual]
+        for inbox, arrival in made:
+            inbox.append(arrival)
+
+    def all(self) -> list[Array]:
+        """Everything that the next rows depend on."""
+        return [*self.now, *(x for inbox in (*self.activations, *self.gradients) for x in inbox)]
+
+    def shift(self, moved: Array) -> None:
+        """Moves all of it in time."""
+        self.now = [x + moved for x in self.now]
+        for inbox in (*self.activations, *self.gradients):
+            for i in range(len(inbox)):
+                inbox[i] = inbox[i] + moved
+
+
+def pipeline(table: Table, seconds: Seconds) -> Array:
+    """When each stage has done its last op: [batch, P] seconds.
+
+    Compressed messages are not modelled: systems that are compared this way have none.
+    """
+    state = _State(table, seconds)
+    for rows, repeats in runs(table, scrap=False):
+        for done in range(1, repeats + 1):
+            before = state.all()
+            for row in rows:
+                state.row(row)
+            after = state.all()
+            if done == repeats or len(before) != len(after):
+                continue
+            moved = np.array(after) - np.array(before)
+            if np.all(np.ptp(moved, axis=0) <= EQUAL * np.max(state.now, axis=0)):
+                state.shift((repeats - done) * moved[0])
+                break
+    return np.array(state.now).T

@@ -1,0 +1,141 @@
+"""Seconds per message and per byte between the stages, and around the data-parallel rings, of a batch of placements.
+
+A placement says on which host each tensor group lies: int [batch, D, P], D data ranks, P stages. All devices of a
+group do alike, each with its counterpart, so a group of T devices sends T flows at once. A flow alone has the link's
+bandwidth; where more flows leave a host, or enter one, than it has NICs, they share.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from planner.cluster.cluster import Cluster
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fabric:
+    """The links as one evaluation sees them.
+
+    Attributes:
+        alpha: [H, H] seconds.
+        per_byte: [H, H] seconds per byte of a flow alone, 1 / bandwidth.
+        nics: flows that leave or enter a host at full speed.
+    """
+
+    alpha: Array
+    per_byte: Array
+    nics: int
+
+
+def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None = None) -> Fabric:
+    """The cluster's links: the median over the samples, a quantile of them, or one sample."""
+    if sample is not None:
+        bandwidth = cluster.samples[sample]
+    else:
+        bandwidth = cluster.bandwidth if quantile is None else cluster.quantile(quantile)
+    return Fabric(np.ascontiguousarray(cluster.alpha), 1 / bandwidth, cluster.nics)
+
+
+def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
+    """[batch, D, P] how many flows leave (or enter) the host of each group, if each crossing group has `size`."""
+    batch = len(hosts)
+    place = (np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts).ravel()
+    total = np.bincount(place, weights=crossing.ravel() * float(size), minlength=batch * count)
+    return total[place].reshape(hosts.shape)
+
+
+def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
+    """Messages from every stage to its neighbour, `step` 1 forward or -1 back, round the ring of stages.
+
+    Between the first and the last stage only interleaved schedules send, a message in P: it takes no other's share of a
+    NIC, and shares one with the flows of its own group alone.
+
+    Returns:
+        Seconds of latency and seconds per byte, [batch, D, P] by sender.
+    """
+    there = np.roll(hosts, -step, axis=2)
+    apart = hosts != there
+    crossing = apart.copy()
+    crossing[:, :, -1 if step == 1 else 0] = False
+    count = len(links.alpha)
+    crowd = np.maximum(_flows(hosts, crossing, tensor, count), _flows(there, crossing, tensor, count))
+    share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
+    return links.alpha[hosts, there], links.per_byte[hosts, there] * share
+
+
+def ring_order(hosts: Array) -> Array:
+    """hosts [..., D] with equal ones brought together, in the order in which each first comes.
+
+    So a ring crosses into each host once, as NCCL's rings do.
+    """
+    order = np.argsort(hosts, axis=-1, kind="stable")
+    by_host = np.take_along_axis(hosts, order, -1)
+    starts = np.concatenate([np.ones_like(by_host[..., :1], bool), by_host[..., 1:] != by_host[..., :-1]], -1)
+    # The first position of each run, carried along the run.
+    first = np.maximum.accumulate(np.where(starts, np.arange(hosts.shape[-1]), 0), -1)
+    rank = np.take_along_axis(order, first, -1)
+    return np.take_along_axis(by_host, np.argsort(rank, axis=-1, kind="stable"), -1)
+
+
+def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
+    """One way round each stage's data-parallel ring, all stages' and tensor ranks' rings at once.
+
+    Returns:
+        Seconds of latency of a whole turn (D-1 hops, each as slow as the slowest) and seconds per byte of its slowest
+        link, [batch, P].
+    """
+    ranks = hosts.shape[1]
+    if ranks == 1:
+        zero = np.zeros((len(hosts), hosts.shape[2]))
+        return zero, zero
+    here = ring_order(np.swapaxes(hosts, 1, 2))  # [batch, P, D]
+    there = np.roll(here, -1, axis=2)
+    crossing = here != there
+    count = len(links.alpha)
+    crowd = np.maximum(_flows(here, crossing, tensor, count), _flows(there, crossing, tensor, count))
+    share = np.where(crossing, np.maximum(crowd / links.nics, 1.0), 1.0)
+    slowest = (links.per_byte[here, there] * share).max(axis=2)
+    return (ranks - 1) * links.alpha[here, there].max(axis=2), slowest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Paths:
+    """What placements make of the links, whatever is sent: seconds of latency and seconds per byte.
+
+    Attributes:
+        forward, backward: [batch, D, P] of a message to the next and to the previous stage, by sender.
+        ring: [batch, P] of a turn of each stage's data-parallel ring.
+        swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
+    """
+
+    forward: tuple[Array, Array]
+    backward: tuple[Array, Array]
+    ring: tuple[Array, Array]
+    swap: tuple[Array, Array]
+
+    def take(self, batch: slice) -> "Paths":
+        """Those of some placements."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return Paths(**{name: tuple(x[batch] for x in getattr(self, name)) for name in fields})
+
+
+def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
+    """Latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
+    apart, count = first != last, len(links.alpha)
+    # Each end sends and receives.
+    crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
+    share = np.where(apart, np.maximum(crowd / links.nics, 1.0), 1.0)
+    latency, per_byte = (np.stack([x[first, last], x[last, first]], -1) for x in (links.alpha, links.per_byte))
+    return latency, per_byte * share[..., None]
+
+
+def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:
+    """The paths of placements int [batch, D, P] of groups of `tensor` devices."""
+    return Paths(
+        forward=hops(links, hosts, tensor, 1),
+        backward=hops(links, hosts, tensor, -1),
+        ring=rings(links, hosts, tensor),
+        swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
+    )

@@ -1,0 +1,152 @@
+"""A schedule's table as the rows that simulators replay, and where they repeat."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from paxtrain.config import SPLIT
+from paxtrain.pipeline import schedule as schedules
+from paxtrain.pipeline.schedule import IDLE, Schedule
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Which table is replayed, and which of its gradient messages travel compressed.
+
+    Attributes:
+        schedule: its name in paxtrain.pipeline.schedule.
+        stages, micro_batches, chunks: P, m and v.
+        compressed: "none", "epilogue" or "all".
+    """
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    compressed: str = "none"
+
+
+Where = slice | Array  # some stages, or virtual stages
+
+
+def _where(indices: Array) -> Where:
+    """Indices, as a slice where they are evenly spaced: that makes views of an array instead of copies."""
+    step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
+    if len(indices) == 0 or step < 1 or not (np.diff(indices) == step).all():
+        return indices
+    return slice(int(indices[0]), int(indices[-1]) + 1, step)
+
+
+def numbers(where: Where) -> list[int]:
+    """The stages as numbers."""
+    return list(range(where.start, where.stop, where.step)) if isinstance(where, slice) else where.tolist()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """One kind of row; what does not happen in it is None.
+
+    Attributes:
+        forward, backward, weights: (stages, virtual stages) that run F, B or W, idle ones that compute on scrap too.
+        head: the last virtual stage's F is among them.
+        plain, packed, activations: (senders, receivers) of the messages.
+        hides: F does not wait for the gradients.
+    """
+
+    forward: tuple[Where, Where] | None
+    backward: tuple[Where, Where] | None
+    weights: tuple[Where, Where] | None
+    head: bool
+    plain: tuple[Where, Where] | None
+    packed: tuple[Where, Where] | None
+    activations: tuple[Where, Where] | None
+    hides: bool
+
+
+Run = tuple[tuple[Row, ...], int]  # rows, and how often they come in a row
+
+
+def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
+    """The table's rows, with what idle stages compute or without; those that are alike are one object."""
+    stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
+    f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
+    chunks = schedule.forward_chunk, schedule.backward_chunk, schedule.weights_chunk
+    f_virtual, b_virtual, w_virtual = (x * schedule.stages + stages for x in chunks)
+    # What travels before a row is what its predecessor's B has made.
+    sends, packed = np.zeros_like(b), np.zeros_like(b)
+    sends[1:] = (b & (b_virtual > 0))[:-1]
+    if compressed != "none":
+        chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
+        for row, stage in np.argwhere(sends):
+            packed[row, stage] = (int(b_virtual[row - 1, stage]), int(schedule.backward[row - 1, stage])) in chosen
+    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed]
+    signatures = np.concatenate(parts, axis=1).astype(np.int32)
+
+    def phase(busy: Array, virtual: Array) -> tuple[Where, Where] | None:
+        busy = np.full_like(busy, True) if scrap and schedule.masked and busy.any() else busy
+        return (_where(np.flatnonzero(busy)), _where(virtual[busy])) if busy.any() else None
+
+    def ends(senders: Array, step: int) -> tuple[Where, Where] | None:
+        senders = np.flatnonzero(senders)
+        return (_where(senders), _where((senders + step) % schedule.stages)) if len(senders) else None
+
+    def row(t: int) -> Row:
+        return Row(
+            forward=phase(f[t], f_virtual[t]),
+            backward=phase(b[t], b_virtual[t]),
+            weights=phase(w[t], w_virtual[t]),
+            head=bool(f[t, -1] and f_virtual[t, -1] == last),
+            plain=ends(sends[t] & ~packed[t], -1),
+            packed=ends(packed[t], -1),
+            activations=ends(f[t] & (f_virtual[t] < last), 1),
+            hides=schedule.masked or schedule.splits,
+        )
+
+    kinds: dict[bytes, Row] = {}
+    keys = [signature.tobytes() for signature in signatures]
+    for t, key in enumerate(keys):
+        if key not in kinds:
+            kinds[key] = row(t)
+    return [kinds[key] for key in keys]
+
+
+def _runs(rows: list[Row], longest: int) -> list[Run]:
+    """Stretches of rows that repeat, each as long as it gets from where the one before ended."""
+    values, found, t = np.array([id(row) for row in rows]), [], 0
+    while t < len(rows):
+        best = (1, 1)
+        most = min(longest, (len(rows) - t) // 2)
+        for period in (np.flatnonzero(values[t + 1 : t + 1 + most] == values[t]) + 1).tolist():
+            same = values[t + period :] == values[t:-period]
+            repeats = 1 + (len(same) if same.all() else int(np.argmin(same))) // period
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        found.append((tuple(rows[t : t + best[0]]), best[1]))
+        t += best[0] * best[1]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: str, scrap: bool) -> list[Run]:
+    schedule = schedules.build(name, stages, micro_batches, chunks)
+    return _runs(_rows(schedule, compressed, scrap), longest=3 * schedule.virtual_stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def runs(table: Table, scrap: bool = True) -> list[Run]:
+    """The table's rows, with what idle stages compute or without, as stretches that repeat.
+
+    Many micro-batches only repeat the steady rows of few, so no larger table is built.
+    """
+    step = table.stages if table.chunks > 1 else 1
+    # Enough that some stage has rows in which all that is steady happens, whatever is left over.
+    few = (4 if table.chunks > 1 or table.schedule in SPLIT else 2) * table.stages + table.micro_batches % step
+    make = lambda m: _few(table.schedule, table.stages, m, table.chunks, table.compressed, scrap)  # noqa: E731
+    if table.micro_batches <= few + step:
+        return make(table.micro_batches)
+    less, more = make(few), make(few + step)
+    times = (table.micro_batches - few) // step
+    return [(rows, a + times * (b - a)) for (rows, a), (_, b) in zip(less, more, strict=True)]

@@ -1,0 +1,286 @@
+"""The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
+
+It replays, row by row, what `paxtrain.pipeline.executor.Rows.row` does on every stage: gradients travel, F,
+activations travel,
+W, B. A transfer starts when both of its ends have come to it: a GPU's send waits for its receive to be posted, and so
+does gloo's on CPUs. What waits for its end differs by backend:
+
+    overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
+                      end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
+                      goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed:
+                      that is where the compiler puts it. In zb_h1 the executor puts it behind W.
+    blocking (CPU)    the receiver waits for a transfer where it stands in the compiled program; the sender only for its
+                      start, since the socket takes the message at once. In rows that are not turns of a loop of one
+                      row XLA for CPUs puts F before the B of the row before, with two stages its sends too; with more
+                      they follow that B. The loss comes after the sends of its row. So it does with 2, 4 and 8
+                      stages, but for some of the first and last rows. In zb_h1 rows stay as they are.
+
+All of this is maxima and sums, so the result is monotone in every duration; and what is added to the state of all
+stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
+will: the steady part costs a few periods, whatever the number of micro-batches.
+
+References:
+    Pipette (Yim et al., DATE 2024) for the transfers that 1F1B exposes. Max-plus linear systems: Baccelli et al.,
+    Synchronization and Linearity (1992).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from paxtrain.config import SPLIT
+from planner.cost.rows import Row, Run, Table, Where, numbers, runs
+
+Array = np.ndarray
+
+# Relative to the time so far; a period's increments that agree this well are equal but for rounding.
+EQUAL = 1e-13
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seconds:
+    """Durations of a batch of candidates that run the same table; arrays [batch, ...] or without the batch dim.
+
+    Attributes:
+        forward, backward, weights: [batch, virtual stages] of F, B and W of one micro-batch, in the order of a token's
+            way; weights only where the schedule has W.
+        activation: [batch, P] of the message with which stage s sends activations, to (s+1) mod P.
+        gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P.
+        head: [batch] of the loss and its gradient, in the forward phase of the last virtual stage.
+        start: [batch, P] when each stage comes to its first row.
+        packed: [batch, P] of a gradient message that travels compressed.
+        encode, decode: [batch, P] what a stage computes to send one, and to receive one.
+    """
+
+    forward: Array
+    backward: Array
+    activation: Array | float = 0.0
+    gradient: Array | float = 0.0
+    head: Array | float = 0.0
+    start: Array | float = 0.0
+    packed: Array | float = 0.0
+    encode: Array | float = 0.0
+    decode: Array | float = 0.0
+    weights: Array | float = 0.0
+
+
+def concatenate(parts: list[Seconds]) -> Seconds:
+    """One batch of several, whose forward and backward are [batch, virtual stages]."""
+
+    def spread(name: str, part: Seconds) -> Array:
+        value, batch = np.asarray(getattr(part, name), float), len(part.forward)
+        if value.ndim and len(value) == batch:
+            return value
+        inner = max((np.shape(getattr(other, name))[1:] for other in parts), key=len)
+        return np.broadcast_to(value, (batch, *inner))
+
+    names = [field.name for field in dataclasses.fields(Seconds)]
+    constant = {name: getattr(parts[0], name) for name in names if all(np.ndim(getattr(p, name)) == 0 for p in parts)}
+    arrays = {name: np.concatenate([spread(name, p) for p in parts]) for name in names if name not in constant}
+    return Seconds(**constant, **arrays)
+
+
+def spread(table: Table, seconds: Seconds) -> Seconds:
+    """The durations as contiguous arrays with the batch last: [virtual stages, batch], [P, batch], head [batch]."""
+    virtual = table.stages * table.chunks
+    sizes = {"forward": virtual, "backward": virtual, "weights": virtual, "head": None}
+    given = {field.name: np.asarray(getattr(seconds, field.name), float) for field in dataclasses.fields(seconds)}
+    batch = max(len(x) if x.ndim == 1 + (name != "head") else 1 for name, x in given.items())
+
+    def arranged(name: str, x: Array) -> Array:
+        size = sizes.get(name, table.stages)
+        shape = (batch,) if size is None else (batch, size)
+        return np.ascontiguousarray(np.broadcast_to(x, shape).T)
+
+    return Seconds(**{name: arranged(name, x) for name, x in given.items()})
+
+
+Times = tuple[Array, Array]  # of the senders and of the receivers
+Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their begin and end [stages, batch]
+
+
+def _joined(stretches: list[Run]) -> list[Run]:
+    """Rows that come once are one computation with those beside them; what repeats is a loop of its own."""
+    joined: list[Run] = []
+    for rows, repeats in stretches:
+        if joined and repeats == joined[-1][1] == 1:
+            joined[-1] = (joined[-1][0] + rows, 1)
+        else:
+            joined.append((rows, repeats))
+    return joined
+
+
+class _Replay:
+    """State of all stages of all candidates: `now` [P, batch]."""
+
+    def __init__(self, table: Table, seconds: Seconds, overlap: bool, record: Recorder | None) -> None:
+        self.seconds = spread(table, seconds)
+        self.now = self.seconds.start.copy()
+        self.overlap, self.record, self.splits = overlap, record, table.schedule in SPLIT
+
+    def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
+        """Until when each end of the messages waits, per pair."""
+        senders, receivers = ends
+        begin = np.maximum(ready[senders], ready[receivers])
+        done = begin + seconds[senders]
+        if self.record:
+            self.record(what, senders, begin, done)
+        return (done if self.overlap else begin), done
+
+    def _wait(self, ends: tuple[Where, Where], until: Times) -> None:
+        for end, time in zip(ends, until):  # a stage may be at both ends, of two messages
+            if isinstance(end, slice):
+                state = self.now[end]
+                np.maximum(state, time, out=state)
+            else:
+                self.now[end] = np.maximum(self.now[end], time)
+
+    def _compute(self, what: str, where: tuple[Where, Where], seconds: Array) -> None:
+        stages, virtual = where
+        begin = self.now[stages].copy() if self.record else None
+        self.now[stages] += seconds[virtual]
+        if self.record:
+            self.record(what, virtual, begin, self.now[stages].copy())
+
+    def _forward(self, row: Row) -> None:
+        if row.forward:
+            self._compute("F", row.forward, self.seconds.forward)
+
+    def _head(self, row: Row) -> None:
+        if row.head:
+            begin = self.now[-1].copy()
+            self.now[-1] += self.seconds.head
+            if self.record:
+                self.record(
+                    "H",
+                    slice(len(self.seconds.forward) - 1, len(self.seconds.forward), 1),
+                    begin[None],
+                    self.now[-1][None].copy(),
+                )
+
+    def _backward(self, row: Row) -> None:
+        if row.backward:
+            self._compute("B", row.backward, self.seconds.backward)
+
+    def _weights(self, row: Row) -> None:
+        if row.weights:
+            self._compute("W", row.weights, self.seconds.weights)
+
+    def _encode(self, row: Row) -> None:
+        if row.packed:
+            self.now[row.packed[0]] += self.seconds.encode[row.packed[0]]
+
+    def _decode(self, row: Row) -> None:
+        if row.packed:
+            self.now[row.packed[1]] += self.seconds.decode[row.packed[1]]
+
+    def _gradients(self, row: Row) -> list[tuple[tuple[Where, Where], Times, bool]]:
+        """Gradient messages as (ends, until when they wait, whether F need not wait)."""
+        kinds = ((row.plain, self.seconds.gradient, row.hides), (row.packed, self.seconds.packed, True))
+        return [
+            (ends, self._message(self.now, ends, seconds, "gradient"), hides) for ends, seconds, hides in kinds if ends
+        ]
+
+    def _activations(self, ready: Array, row: Row) -> Times:
+        return self._message(ready, row.activations, self.seconds.activation, "activation")
+
+    def _overlapped(self, rows: tuple[Row, ...]) -> None:
+        for row in rows:
+            self._encode(row)
+            later = []
+            for ends, until, hides in self._gradients(row):
+                if hides:
+                    later.append((ends, until))
+                else:
+                    self._wait(ends, until)
+            self._forward(row)
+            self._head(row)
+            posted = self.now.copy() if row.activations and (later or row.weights) else self.now
+            self._weights(row)
+            for ends, until in later:
+                self._wait(ends, until)
+            self._decode(row)
+            sent = [(row.activations, self._activations(posted, row))] if row.activations else []
+            self._backward(row)
+            for ends, until in sent:
+                self._wait(ends, until)
+
+    def _send(self, row: Row) -> None:
+        if row.activations:
+            self._wait(row.activations, self._activations(self.now, row))
+
+    def _blocking(self, rows: tuple[Row, ...]) -> None:
+        """Rows of one computation, in the order that the module's docstring tells."""
+        early = [i > 0 and row.activations and not (row.packed or self.splits) for i, row in enumerate(rows)]
+        sends_early = len(self.now) == 2
+        for i, row in enumerate(rows):
+            if early[i] and not sends_early:
+                self._send(row)
+            self._encode(row)
+            for ends, until, _ in self._gradients(row):
+                self._wait(ends, until)
+            if not early[i]:
+                self._forward(row)
+                self._send(row)
+            self._head(row)
+            self._decode(row)
+            if i + 1 < len(rows) and early[i + 1]:
+                self._forward(rows[i + 1])
+                if sends_early:
+                    self._send(rows[i + 1])
+            self._weights(row)
+            self._backward(row)
+
+    def run(self, stretches: list[Run]) -> Array:
+        replay = self._overlapped if self.overlap else self._blocking
+        for rows, repeats in stretches if self.overlap else _joined(stretches):
+            for done in range(1, repeats + 1):
+                if self.record or done == repeats:
+                    replay(rows)
+                    continue
+                before = self.now.copy()
+                replay(rows)
+                moved = self.now - before
+                if np.all(np.ptp(moved, axis=0) <= EQUAL * self.now.max(axis=0)):
+                    self.now += (repeats - done) * moved
+                    break
+        return self.now.T
+
+
+def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
+    """When each stage has left its last row: [batch, P] seconds.
+
+    Args:
+        overlap: transfers run beside compute, as on GPUs; False: receivers wait for them, as on the CPU backend.
+    """
+    return _Replay(table, seconds, overlap, None).run(runs(table))
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What one stage does from `begin` to `end`, seconds.
+
+    Attributes:
+        what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
+        stage: of the pipeline; virtual stage: of an F, B, W or H, else -1.
+    """
+
+    what: str
+    stage: int
+    virtual_stage: int
+    begin: float
+    end: float
+
+
+def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event]:
+    """All that happens in one candidate's pipeline, in program order; scrap that idle stages compute included."""
+    events: list[Event] = []
+
+    def record(what: str, where: Where, begin: Array, end: Array) -> None:
+        for place, b, e in zip(numbers(where), begin[:, 0].tolist(), end[:, 0].tolist()):
+            computes = what in ("F", "B", "W", "H")
+            events.append(Event(what, place % table.stages, place if computes else -1, b, e))
+
+    _Replay(table, seconds, overlap, record).run(runs(table))
+    return events

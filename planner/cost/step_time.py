@@ -1,0 +1,312 @@
+"""The step time of a candidate on placements: compute, transfers, data-parallel reductions and the optimizer, joined.
+
+A step is what paxtrain.parallel.step runs: weights are gathered over data (ZeRO-1), the pipeline runs
+(planner.cost.simulator), each
+stage reduces its gradients over data from its last row on, the tied embedding's two gradients are exchanged, and when
+all is reduced the optimizer updates. With compression over data, the stages are chosen for each placement by the rule
+that the trainer has (compress.policy.selective).
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from paxtrain.config import SPLIT, ModelConfig
+from planner.cluster.cluster import Cluster
+from planner.cost import compute as costs
+from planner.cost import simulator
+from planner.cost.links import Fabric, Paths, paths
+from planner.cost.rows import Table
+
+Array = np.ndarray
+
+MASTER = 4  # bytes of a float32 gradient or master weight
+# Reads and writes of the whole matrix that compressing takes: project and back-project; decode.
+ENCODE_PASSES, DECODE_PASSES = 2, 1
+# PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
+POWER_PASSES = 7
+POWER_LAUNCHES = 12  # kernels per matrix
+
+# gloo (CPU backend) has one connection per pair of ranks, on which "ready to receive" waits behind what is being sent.
+# So when two ranks exchange messages, the first to come cannot send before the other one's message has arrived. An
+# all-gather sends its message as two halves, and the first rank's may follow the first of the other one's.
+EXCHANGE = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A plan without its placement.
+
+    Attributes:
+        data, pipe, tensor: sizes of the mesh. zero1, sequence_parallel: as MeshConfig's.
+        schedule, chunks, save: as PipelineConfig's; counts: layers of each virtual stage.
+        backward: "none", "epilogue" or "all"; backward_rank: of its factors.
+        data_rank: rank of the factors over data of those stages whose reduction ends the step; 0: none is compressed.
+    """
+
+    data: int
+    pipe: int
+    tensor: int
+    micro_batch: int
+    micro_batches: int
+    schedule: str
+    counts: tuple[int, ...]
+    chunks: int = 1
+    save: str = "dots"
+    zero1: bool = True
+    sequence_parallel: bool = False
+    backward: str = "none"
+    backward_rank: int = 16
+    data_rank: int = 0
+
+    @property
+    def groups(self) -> int:
+        """Tensor groups, each on one host."""
+        return self.data * self.pipe
+
+    @property
+    def parts(self) -> int:
+        """Of the sequence, in what a device keeps and sends."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def slots(self) -> int:
+        """Layer slots of a stage, padding included."""
+        return max(self.counts) * self.chunks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinkSeconds:
+    """What a batch of placements makes of a candidate's messages.
+
+    Attributes:
+        activation, gradient, packed: [batch, D, P] seconds of a message, by sender; packed: of a compressed gradient.
+        ring_latency, ring_per_byte: [batch, P] of one turn of a stage's data-parallel ring.
+        swap: [batch] seconds of the exchange of the tied embedding's gradients; 0 where it is not tied.
+    """
+
+    activation: Array
+    gradient: Array
+    packed: Array
+    ring_latency: Array
+    ring_per_byte: Array
+    swap: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A batch of predicted steps, in seconds.
+
+    Attributes:
+        total: [batch].
+        gather: [batch, P] the weights' gathering before the first row.
+        finish: [batch, P] when a stage's last data rank has left its last row.
+        reduce: [batch, P] of its gradients, the embedding's included; compressed: [batch, P] bool, which stages'.
+        optimizer: [batch].
+    """
+
+    total: Array
+    gather: Array
+    finish: Array
+    reduce: Array
+    compressed: Array
+    optimizer: Array
+
+
+class Problem:
+    """One candidate on one cluster, to be evaluated on many placements."""
+
+    def __init__(self, cluster: Cluster, model: ModelConfig, candidate: Candidate) -> None:
+        self.cluster, self.model, self.candidate = cluster, model, candidate
+        kinds = sorted(set(cluster.kinds))
+        self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
+        c = candidate
+        how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
+        self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
+        self.overlap = cluster.overlaps
+        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward)
+        counts = np.array(c.counts, float)
+        first = np.zeros(len(counts))
+        first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
+        self.forward = np.array([x.forward * counts + x.embedding * first for x in self.layer])  # [kinds, V]
+        splits = c.schedule in SPLIT and c.pipe > 1
+        backward = [x.backward_input if splits else x.backward for x in self.layer]
+        self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
+        self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
+        self.head = np.array([x.head for x in self.layer])
+        # The optimizer's time is passes over memory: so fast is memory in the other passes, too.
+        self.per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+
+    @property
+    def work(self) -> Array:
+        """[kinds, V] seconds of one micro-batch: F, B and W."""
+        return self.forward + self.backward + self.weights
+
+    # --- Sizes --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def message(self) -> int:
+        """Bytes of a message between stages."""
+        return costs.message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
+
+    @functools.cached_property
+    def packed(self) -> int:
+        """Bytes of a compressed one."""
+        c = self.candidate
+        return costs.packed_bytes(self.model, c.micro_batch, c.backward_rank, c.parts)
+
+    @functools.cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of a stage's layer slots on one device."""
+        return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.tensor)
+
+    @functools.cached_property
+    def embedding_parameters(self) -> int:
+        return costs.embedding_parameters(self.model, self.candidate.tensor, self.candidate.pipe)
+
+    @property
+    def swaps(self) -> bool:
+        """The first and the last stage exchange the gradients of the tied embedding."""
+        return self.candidate.pipe > 1 and self.model.tied_head
+
+    @property
+    def meets(self) -> Array:
+        """[P] bool: stages whose data ranks gather and reduce an embedding; over gloo all do (gradients._on_edges)."""
+        stages = np.arange(self.candidate.pipe)
+        everywhere = not self.overlap and len(self.cluster.hosts) > 1
+        return (stages == 0) | (stages == stages[-1]) | everywhere
+
+    @functools.cached_property
+    def factor_bytes(self) -> int:
+        """Bytes of a stage's gradients over data as factors, and of what is not compressed."""
+        c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
+        factors = sum(c.data_rank * (n + k) for n, k in kernels)
+        rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
+        return c.slots * (factors + rest) * MASTER
+
+    # --- Seconds ------------------------------------------------------------------------------------------------------
+
+    def links(self, paths: Paths) -> LinkSeconds:
+        """Seconds of the candidate's messages on the paths of some placements."""
+        c = self.candidate
+        on = lambda path, size: path[0] + size * path[1]  # noqa: E731
+        both = on(paths.swap, self.embedding_parameters * MASTER / c.data)
+        swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
+        return LinkSeconds(
+            activation=on(paths.forward, self.message),
+            gradient=on(paths.backward, self.message),
+            packed=on(paths.backward, self.packed),
+            ring_latency=paths.ring[0],
+            ring_per_byte=paths.ring[1],
+            swap=swap if self.swaps else np.zeros_like(swap),
+        )
+
+    def step(self, fabric: Fabric, hosts: Array) -> Step:
+        """Predicted steps on placements, int [batch, D, P]."""
+        return self.evaluate(self.links(paths(fabric, hosts, self.candidate.tensor)), self.kind_of_host[hosts])
+
+    def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
+        """What the simulator takes, with a batch of all pipelines of all placements."""
+        c = self.candidate
+        flat = lambda x: x.reshape(-1, c.pipe)  # noqa: E731
+        stage = np.tile(np.arange(c.pipe), c.chunks) + np.repeat(np.arange(c.chunks), c.pipe) * c.pipe
+        on = np.tile(flat(kinds), (1, c.chunks))  # [pipelines, V]
+        gather = self._gather(links)
+        compute = {}
+        if c.backward != "none":
+            passes = self.message * self.per_byte[flat(kinds)]
+            launches = 8 * costs.LAUNCH
+            compute = {
+                "packed": flat(links.packed),
+                "encode": ENCODE_PASSES * passes + launches,
+                "decode": DECODE_PASSES * passes + launches,
+            }
+        return simulator.Seconds(
+            forward=self.forward[on, stage],
+            backward=self.backward[on, stage],
+            weights=self.weights[on, stage],
+            activation=flat(links.activation),
+            gradient=flat(links.gradient),
+            head=self.head[flat(kinds)[:, -1]],
+            start=np.repeat(gather, kinds.shape[1], axis=0),
+            **compute,
+        )
+
+    def _gather(self, links: LinkSeconds) -> Array:
+        """[batch, P] all-gather of the weights in compute dtype, the embedding's included."""
+        c = self.candidate
+        if not c.zero1 or c.data == 1:
+            return np.zeros(links.ring_latency.shape)
+        weights = np.full(c.pipe, self.layer_parameters * costs.ITEM[self.model.dtype])
+        weights[self.meets] += self.embedding_parameters * costs.ITEM[self.model.dtype]
+        seconds = links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
+        return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
+
+    def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array]:
+        """[batch, P] of a stage's layers as they are, as factors, and of the embedding."""
+        c = self.candidate
+        shape = links.ring_latency.shape
+        edge = np.zeros(shape)
+        if c.pipe > 1:
+            edge[:, 0] = edge[:, -1] = links.swap
+        if c.data == 1:
+            return np.zeros(shape), np.full(shape, np.inf), edge
+        turn = (c.data - 1) / c.data * links.ring_per_byte
+        turns = 1 if c.zero1 else 2  # a reduce-scatter, and without ZeRO-1 the all-gather that makes it an all-reduce
+        dense = turns * (links.ring_latency + self.layer_parameters * MASTER * turn)
+        table = turns * (links.ring_latency + self.embedding_parameters * MASTER * turn)
+        edge[:, self.meets] += table[:, self.meets]
+        if not c.data_rank:
+            return dense, np.full(shape, np.inf), edge
+        slowest = self.per_byte[kinds].max(axis=1)
+        matrices = c.slots * len(costs.kernels(self.model, c.tensor))
+        work = POWER_PASSES * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
+        factors = 2 * (2 * links.ring_latency + self.factor_bytes * turn)  # two all-reduces, one for either factor
+        return dense, factors + work, edge
+
+    def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
+        """Steps from link seconds and the device kinds [batch, D, P] (indices) of all groups."""
+        return self.finish(links, kinds, simulator.pipeline(self.table, self.seconds(links, kinds), self.overlap))
+
+    def finish(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
+        """Steps from what the simulator says of all pipelines, [batch * D, P]."""
+        c = self.candidate
+        finish = pipelines.reshape(*kinds.shape).max(axis=1)
+        dense, factors, edge = self._reductions(links, kinds)
+        ends = (finish + edge + np.minimum(dense, factors)).max(axis=1, keepdims=True)
+        compressed = finish + edge + dense > ends
+        reduce = np.where(compressed, factors, dense) + edge
+        held = (self.layer_parameters + self.embedding_parameters) / (c.data if c.zero1 else 1)
+        per_parameter = np.array([x.optimizer for x in self.layer])
+        optimizer = held * per_parameter[kinds].max(axis=(1, 2))
+        # The global norm is known to all before any may update.
+        total = (finish + reduce).max(axis=1) + optimizer
+        return Step(total, self._gather(links), finish, reduce, compressed, optimizer)
+
+
+def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> list[Step]:
+    """Steps of many candidates, each on a batch of placements; those that run the same table are simulated together.
+
+    Args:
+        placements: of each problem its paths and the device kinds [batch, D, P] (indices) of its groups.
+    """
+    links = [problem.links(where) for problem, (where, _) in zip(problems, placements, strict=True)]
+    seconds = [p.seconds(x, kinds) for p, x, (_, kinds) in zip(problems, links, placements)]
+    tables: dict[Table, list[int]] = {}
+    for n, problem in enumerate(problems):
+        tables.setdefault(problem.table, []).append(n)
+    found: list[Step | None] = [None] * len(problems)
+    for table, members in tables.items():
+        together = simulator.concatenate([seconds[n] for n in members])
+        pipelines = simulator.pipeline(table, together, problems[members[0]].overlap)
+        ends = np.cumsum([len(seconds[n].forward) for n in members])
+        for n, part in zip(members, np.split(pipelines, ends[:-1])):
+            found[n] = problems[n].finish(links[n], placements[n][1], part)
+    return found
+
+
+def host_order(candidate: Candidate, per_host: int) -> Array:
+    """The placement of a mesh over devices in order, as int [1, D, P]: what a run without a plan does."""
+    groups = np.arange(candidate.groups).reshape(1, candidate.data, candidate.pipe)
+    return groups // (per_host // candidate.tensor)

@@ -1,0 +1,4 @@
+"""Fitting the planner's models to measured runs, and scoring their predictions.
+
+May import `cluster` and `cost`.
+"""

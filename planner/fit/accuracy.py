@@ -1,0 +1,225 @@
+"""How good predictions of measured runs are: which rows are fitted, scores of the others, a table and a figure."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+from scipy import stats
+
+from paxtrain.errors import UserError
+from planner.fit.trials import Trial
+
+Array = np.ndarray
+
+HOLD_OUT = ("rows", "cells")
+_CELLS_HELD = 0.25  # of all cells, where they are held out once
+_COLORS = ("#2f6f9f", "#d9622b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#5c6670")
+_INK = "#22272e"
+
+
+# --- Which rows are fitted --------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """Indices of rows to fit, and of rows to predict and score."""
+
+    fit: Array
+    held: Array
+
+
+def splits(trials: Sequence[Trial], fit: int | None, folds: int, hold_out: str, seed: int) -> list[Split]:
+    """Random splits of the measured rows.
+
+    Args:
+        fit: rows to fit; all others are held. None: 60, or half of the measured rows where that is fewer.
+        folds: instead, deal all into so many parts and hold each out once; 0: no.
+        hold_out: what is drawn: "rows", or whole "cells" of equal (hidden, micro_batch, tp), of which a quarter is held
+            (with folds, each once) and `fit` rows of the others are fitted.
+        seed: of the draw.
+
+    Raises:
+        UserError: there are not that many rows or cells.
+    """
+    random = np.random.default_rng(seed)
+    measured = np.array([i for i, trial in enumerate(trials) if trial.seconds is not None])
+    by_cell = hold_out == "cells"
+    names = {cell: i for i, cell in enumerate(sorted({trials[i].cell for i in measured}))}
+    part = np.array([names[trials[i].cell] for i in measured]) if by_cell else np.arange(len(measured))
+    parts = random.permutation(len(names) if by_cell else len(measured))
+    if by_cell and len(names) < 2:
+        raise UserError("--hold_out=cells needs two different (hidden, micro_batch, tp) or more; use --hold_out=rows")
+    if folds:
+        if folds > len(parts):
+            raise UserError(
+                f"--folds={folds} is more than the {len(parts)} measured {hold_out}; choose at most {len(parts)}"
+            )
+        held = [np.isin(part, parts[k::folds]) for k in range(folds)]
+        return [Split(measured[~h], measured[h]) for h in held]
+    if fit is None:
+        fit = min(60, max(len(measured) // 2, 1))
+    if not by_cell:
+        _enough(fit, len(measured), "measured rows")
+        return [Split(measured[parts[:fit]], measured[np.sort(parts[fit:])])]
+    held = np.isin(part, parts[: math.ceil(_CELLS_HELD * len(parts))])
+    _enough(fit, int((~held).sum()), "measured rows outside the cells held out")
+    return [Split(random.permutation(measured[~held])[:fit], measured[held])]
+
+
+def _enough(fit: int, rows: int, of: str) -> None:
+    if fit > rows:
+        raise UserError(f"--fit={fit} is more than the {rows} {of}; choose at most {rows}")
+
+
+# --- Scores -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Errors as fractions of the measured time, ranks from -1 to 1; NaN where too few rows say nothing.
+
+    Attributes:
+        n: rows scored. n_fit: rows fitted.
+        mape, median_ape: mean and median of |predicted - measured| / measured.
+        spearman, kendall: rank correlations of all scored rows together.
+        spearman_in_groups, kendall_in_groups: means over the groups.
+        regret_mean, regret_max: over groups, measured time of the row predicted best over that of the best row, less 1.
+        groups: how many (cluster, hidden, layers, devices, global_batch) have two scored rows or more.
+    """
+
+    n: float
+    n_fit: float
+    mape: float
+    median_ape: float
+    spearman: float
+    kendall: float
+    regret_mean: float
+    regret_max: float
+    groups: float
+    spearman_in_groups: float
+    kendall_in_groups: float
+
+    def json(self) -> dict[str, float | int | None]:
+        """What the last line of output has; ranks are those of all rows together, what is undefined is null."""
+        names = ("n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups")
+        values = {name: float(getattr(self, name)) for name in names}
+        return {name: None if math.isnan(x) else int(x) if x == int(x) else round(x, 6) for name, x in values.items()}
+
+
+def _ranks(predicted: Array, measured: Array) -> tuple[float, float]:
+    """Spearman and Kendall; NaN where there is nothing to rank."""
+    if np.unique(predicted).size < 2 or np.unique(measured).size < 2:
+        return math.nan, math.nan
+    return float(stats.spearmanr(predicted, measured)[0]), float(stats.kendalltau(predicted, measured)[0])
+
+
+def _mean(values: Sequence[float]) -> float:
+    kept = [value for value in values if not math.isnan(value)]
+    return float(np.mean(kept)) if kept else math.nan
+
+
+def score(trials: Sequence[Trial], predicted: Array, n_fit: float) -> Scores:
+    """Scores predictions [trials] of measured runs."""
+    if not trials:
+        return Scores(0, n_fit, *[math.nan] * 6, 0, math.nan, math.nan)
+    measured = np.array([trial.seconds for trial in trials])
+    errors = np.abs(predicted - measured) / measured
+    groups: dict[tuple, list[int]] = {}
+    for i, trial in enumerate(trials):
+        groups.setdefault(trial.group, []).append(i)
+    several = [members for members in groups.values() if len(members) > 1]
+    regrets = [measured[i[np.argmin(predicted[i])]] / measured[i].min() - 1 for i in map(np.array, several)]
+    inside = [_ranks(predicted[i], measured[i]) for i in several]
+    spearman, kendall = _ranks(predicted, measured)
+    return Scores(
+        n=len(trials),
+        n_fit=n_fit,
+        mape=float(errors.mean()),
+        median_ape=float(np.median(errors)),
+        spearman=spearman,
+        kendall=kendall,
+        regret_mean=_mean(regrets),
+        regret_max=max(regrets, default=math.nan),
+        groups=len(several),
+        spearman_in_groups=_mean([s for s, _ in inside]),
+        kendall_in_groups=_mean([k for _, k in inside]),
+    )
+
+
+def mean(scores: Sequence[Scores]) -> Scores:
+    """The mean of every figure over repetitions, those left out that are NaN."""
+    names = [field.name for field in dataclasses.fields(Scores)]
+    return Scores(*(_mean([getattr(s, name) for s in scores]) for name in names))
+
+
+_HEADINGS = ("rows", "fitted", "MAPE", "median", "Spearman", "Kendall", "in groups", "", "groups", "regret", "worst")
+
+
+def table(rows: Sequence[tuple[str, Scores]]) -> Iterator[str]:
+    """Lines for people: a name and its scores each; "in groups" are the means of both rank correlations over groups."""
+    width = max(len(name) for name, _ in rows)
+
+    def percent(x: float) -> str:
+        return "-" if math.isnan(x) else f"{100 * x:.2f}%"
+
+    def rank(x: float) -> str:
+        return "-" if math.isnan(x) else f"{x:.4f}"
+
+    yield f"{'':<{width}}" + "".join(f"{heading:>10}" for heading in _HEADINGS)
+    for name, s in rows:
+        cells = (f"{s.n:g}", f"{s.n_fit:g}", percent(s.mape), percent(s.median_ape), rank(s.spearman), rank(s.kendall),
+                 rank(s.spearman_in_groups), rank(s.kendall_in_groups), f"{s.groups:g}", percent(s.regret_mean),
+                 percent(s.regret_max))  # fmt: skip
+        yield f"{name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+# --- The figure -------------------------------------------------------------------------------------------------------
+
+
+def _draw(axes: Axes, trials: Sequence[Trial], predicted: Array, fitted: Array) -> None:
+    measured = np.array([trial.seconds for trial in trials])
+    both = np.concatenate([measured, predicted])
+    line = np.array([both.min() / 1.25, both.max() * 1.25])
+    axes.fill_between(line, line * 0.9, line * 1.1, color="#e9f2ea", zorder=0, label="within 10%")
+    axes.plot(line, line, color=_INK, linewidth=0.9, zorder=1)
+    clusters = np.array([trial.cluster for trial in trials])
+    for i, name in enumerate(dict.fromkeys(clusters)):
+        color = _COLORS[i % len(_COLORS)]
+        held, fit = ~fitted & (clusters == name), fitted & (clusters == name)
+        if held.any():
+            label = f"{name}, held out ({held.sum()})"
+            axes.scatter(measured[held], predicted[held], 14, color, linewidths=0, alpha=0.6, zorder=3, label=label)
+        if fit.any():
+            label = f"{name}, fitted ({fit.sum()})"
+            axes.scatter(measured[fit], predicted[fit], 26, color, edgecolors=_INK, linewidths=1, zorder=4, label=label)
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("measured seconds of an iteration")
+    axes.set_ylabel("predicted seconds")
+
+
+def plot(path: str | pathlib.Path, trials: Sequence[Trial], predicted: Array, fitted: Array, title: str) -> None:
+    """Draws predicted against measured seconds of measured runs into a PNG.
+
+    Args:
+        predicted, fitted: [trials] seconds, and whether the row was fitted.
+    """
+    figure = Figure(figsize=(7, 7), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, which="major", color="#e6e8ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    _draw(axes, trials, predicted, fitted)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    figure.savefig(path)

@@ -1,0 +1,254 @@
+"""Fits a cluster's constants to measured runs.
+
+The logarithm of predicted over measured seconds is made small by least squares, for all clusters together. Every
+constant has a value per cluster, near one that all clusters share, which is near a typical one; so a cluster with few
+fitted rows, or none, gets what the others say. Layer-cost factors, one per (device kind, hidden, tensor, micro-batch),
+are near 1; a device kind's speed is near its datasheet's. How near is the ratio of two spreads, of the measurements and
+of what is fitted; an outlier counts as its distance, not as its square.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy import optimize
+
+from planner.fit import trial_model
+from planner.fit.trial_model import CONSTANTS, Model
+from planner.fit.trials import Trial
+
+Array = np.ndarray
+Cell = tuple[str, int, int, int]  # device kind, hidden, tensor, micro-batch
+
+FACTOR_RANGE = (0.5, 2.0)
+SPEED_RANGE = (0.2, 5.0)
+_NOISE, _FACTOR_SPREAD, _SPEED_SPREAD = 0.03, 0.15, 0.4  # standard deviations of logarithms, at first
+_BELIEF = 10  # how many rows, or factors, the first two of them count for when they are estimated
+_ROUNDS = 3
+_BETWEEN = 0.5  # spread of a constant among the clusters of a file, over its spread among all
+_OUTLIER = 3.0  # times the noise
+_STEP = 1e-5
+_TOLERANCE = 1e-4
+_AT_BOUND = 0.01  # of a range's logarithm
+
+
+def cells(trial: Trial) -> list[Cell]:
+    """The layer-cost factors that a run's time depends on, one per device kind."""
+    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in trial_model.kinds(trial)]
+
+
+def ranges(trials: Sequence[Trial]) -> Array:
+    """[constants, 2] what is physical for one cluster, given its runs: wider where a kind or rate is not known."""
+    unknown = {name for trial in trials for name, known in trial_model.known(trial).items() if not known}
+    return np.array([
+        (c.low / c.wide, c.high * c.wide) if c.name in unknown else (c.low, c.high) for c in CONSTANTS
+    ])  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration:
+    """Fitted values.
+
+    Attributes:
+        clusters: constants of each cluster, in the order of CONSTANTS.
+        ranges: of each cluster's constants [constants, 2].
+        shared: constants for a cluster of which no row was known at all.
+        speeds: of each device kind, times its datasheet's.
+        factors: of a layer's cost.
+        fitted: how many rows each cluster's constants were fitted on.
+        method: what composes stages to an iteration.
+    """
+
+    clusters: dict[str, Array]
+    ranges: dict[str, Array]
+    shared: Array
+    speeds: dict[str, float]
+    factors: dict[Cell, float]
+    fitted: dict[str, int]
+    method: str
+
+    def predict(self, trials: Sequence[Trial]) -> Array:
+        """Seconds of an iteration [trials]."""
+        model = Model(trials, self.method)
+        constants = np.array([self.clusters.get(trial.cluster, self.shared) for trial in trials])
+        speed, factor = np.ones((2, len(trials), model.slots))
+        for i, trial in enumerate(trials):
+            for slot, (kind, cell) in enumerate(zip(trial_model.kinds(trial), cells(trial))):
+                speed[i, slot] = self.speeds.get(kind, 1.0)
+                factor[i, slot] = self.factors.get(cell, 1.0)
+        return model.seconds(constants[None], speed[None], factor[None])[0]
+
+    def describe(self) -> dict[str, Any]:
+        """For a JSON file: every fitted value with its unit, its range and whether it lies at an end of it."""
+
+        def entry(value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
+            place = np.log(value / low) / np.log(high / low)
+            at = "low" if place < _AT_BOUND else "high" if place > 1 - _AT_BOUND else None
+            return {"value": float(value), **more, "low": float(low), "high": float(high), "at_bound": at}
+
+        return {
+            "method": self.method,
+            "clusters": {
+                name: {
+                    "rows_fitted": self.fitted.get(name, 0),
+                    "constants": {
+                        c.name: entry(value, low, high, unit=c.unit, typical=c.typical, meaning=c.meaning)
+                        for c, value, (low, high) in zip(CONSTANTS, values, self.ranges[name])
+                    },
+                }
+                for name, values in self.clusters.items()
+            },
+            "device_speeds": [
+                {"device_kind": kind, **entry(value, *SPEED_RANGE, unit="of the datasheet's")}
+                for kind, value in sorted(self.speeds.items())
+            ],
+            "layer_cost_factors": [
+                {
+                    **dict(zip(("device_kind", "hidden", "tp", "micro_batch"), cell)),
+                    **entry(value, *FACTOR_RANGE, unit="of the model's"),
+                }
+                for cell, value in sorted(self.factors.items())
+            ],
+        }
+
+
+class _Problem:
+    """Least squares over logarithms of value / typical: shared constants, each cluster's, speeds, factors."""
+
+    def __init__(self, fitted: Sequence[Trial], everything: Sequence[Trial], method: str) -> None:
+        self.model = Model(fitted, method)
+        self.measured = np.log([trial.seconds for trial in fitted])
+        self.clusters = list(dict.fromkeys(trial.cluster for trial in everything))
+        self.ranges = {name: ranges([trial for trial in everything if trial.cluster == name]) for name in self.clusters}
+        self.noise, self.factor_spread = _NOISE, _FACTOR_SPREAD
+        kinds = sorted({kind for trial in fitted for kind in trial_model.kinds(trial) if kind})
+        self.kinds = kinds if len(kinds) > 1 else []  # one alone is no other than the efficiencies
+        self.cells = sorted({cell for trial in fitted for cell in cells(trial)})
+        k, slots = len(CONSTANTS), self.model.slots
+        first_kind = k * (1 + len(self.clusters))
+        first_cell = first_kind + len(self.kinds)
+        self.size = first_cell + len(self.cells)
+        kind_at = {kind: first_kind + i for i, kind in enumerate(self.kinds)}
+        cell_at = {cell: first_cell + i for i, cell in enumerate(self.cells)}
+        # Of each row: where its constants, speeds and factors are among the parameters; `size` is one that stays 0.
+        self.index = np.full((len(fitted), k + 2 * slots), self.size)
+        for row, trial in enumerate(fitted):
+            self.index[row, :k] = k * (1 + self.clusters.index(trial.cluster)) + np.arange(k)
+            for slot, (kind, cell) in enumerate(zip(trial_model.kinds(trial), cells(trial))):
+                self.index[row, k + slot] = kind_at.get(kind, self.size)
+                self.index[row, k + slots + slot] = cell_at[cell]
+        self.typical = np.array([c.typical for c in CONSTANTS])
+        self.first_kind, self.first_cell = first_kind, first_cell
+        self._at: Array | None = None
+        self._set_priors()
+
+    def _set_priors(self) -> None:
+        k, first_kind = len(CONSTANTS), self.first_kind
+        spread = np.array([c.spread for c in CONSTANTS])
+        bounds = np.log(np.array(list(self.ranges.values())) / self.typical[:, None])  # [clusters, constants, 2]
+        # What is not known relative to a datasheet varies with its range, and says little about other clusters.
+        wide = np.array([c.wide for c in CONSTANTS])
+        widened = np.ptp(bounds, axis=2) > np.log([c.high / c.low for c in CONSTANTS]) + 1e-9
+        between = np.where(widened, spread + np.log(wide) / 3, _BETWEEN * spread)
+        self.low, self.high = np.concatenate([
+            np.stack([bounds[..., 0].min(0), bounds[..., 1].max(0)]),
+            *bounds.transpose(0, 2, 1),
+            np.log(SPEED_RANGE)[:, None].repeat(len(self.kinds), 1),
+            np.log(FACTOR_RANGE)[:, None].repeat(len(self.cells), 1),
+        ], axis=1)  # fmt: skip
+        # A row per prior: 1 / spread at its parameter and, for a cluster's constant, - 1 / spread at the shared one.
+        diagonal = np.concatenate([
+            spread, between.ravel(), np.full(len(self.kinds), _SPEED_SPREAD),
+            np.full(len(self.cells), self.factor_spread),
+        ])  # fmt: skip
+        self.prior = np.diag(1 / diagonal)
+        own = np.arange(k, first_kind)
+        self.prior[own, own % k] = -1 / diagonal[own]
+
+    def _log_seconds(self, parameters: Array) -> Array:
+        """[1 + constants + 2 slots, rows]: at the parameters, and a step of each of a row's own away from them.
+
+        All at once and kept, since a single replay of the tables takes hardly less than one for a batch.
+        """
+        if self._at is None or not np.array_equal(self._at, parameters):
+            local = np.append(parameters, 0.0)[self.index]
+            steps = np.concatenate([np.zeros((1, local.shape[1])), _STEP * np.eye(local.shape[1])])
+            values = np.exp(local + steps[:, None])
+            k, slots = len(CONSTANTS), self.model.slots
+            constants, speed, factor = np.split(values, [k, k + slots], axis=2)
+            self._at = parameters.copy()
+            self._found = np.log(self.model.seconds(constants * self.typical, speed, factor))
+        return self._found
+
+    def residuals(self, parameters: Array) -> Array:
+        """[rows + priors]: logarithms of predicted over measured and of the parameters, over their spreads."""
+        error = self._log_seconds(parameters)[0] - self.measured
+        return np.concatenate([error / self.noise, self.prior @ parameters])
+
+    def jacobian(self, parameters: Array) -> Array:
+        """[rows + priors, parameters] of the residuals."""
+        found = self._log_seconds(parameters)
+        slopes = (found[1:] - found[0]).T / _STEP
+        result = np.zeros((len(self.measured), self.size + 1))
+        np.add.at(result, (np.arange(len(result))[:, None], self.index), slopes / self.noise)
+        return np.concatenate([result[:, :-1], self.prior])
+
+    def estimate_spreads(self, parameters: Array) -> None:
+        """Takes the noise and the spread of the factors from how well `parameters` fit (a step of EM)."""
+        jacobian, residuals = self.jacobian(parameters), self.residuals(parameters)
+        rows = len(self.measured)
+        squares = residuals[:rows] ** 2
+        weights = 1 / np.sqrt(1 + squares / _OUTLIER**2)
+        data = jacobian[:rows] * np.sqrt(weights)[:, None]
+        covariance = np.linalg.inv(data.T @ data + self.prior.T @ self.prior)
+        free = rows - np.einsum("ij,jk,ik->", data, covariance, data)
+        noise = self.noise**2 * (weights * squares).sum()
+        factors = slice(self.first_cell, self.size)
+        spread = (parameters[factors] ** 2 + np.diag(covariance)[factors]).sum()
+        count = self.size - self.first_cell
+        self.noise = max(_NOISE, np.sqrt((_BELIEF * _NOISE**2 + noise) / (_BELIEF + free)))
+        self.factor_spread = np.sqrt((_BELIEF * _FACTOR_SPREAD**2 + spread) / (_BELIEF + count))
+        self._set_priors()
+
+    def loss(self, squares: Array) -> Array:
+        """Pseudo-Huber for measurements, squares for priors, as scipy wants it."""
+        rows = np.arange(len(squares)) < len(self.measured)
+        root = np.sqrt(1 + squares / _OUTLIER**2)
+        return np.where(
+            rows,
+            [2 * _OUTLIER**2 * (root - 1), 1 / root, -1 / (2 * _OUTLIER**2 * root**3)],
+            [squares, np.ones_like(squares), np.zeros_like(squares)],
+        )
+
+
+def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str = "simulate") -> Calibration:
+    """Fits constants to measured runs.
+
+    Args:
+        fitted: runs with measured seconds.
+        everything: further runs; their clusters get constants as well.
+        method: what composes stages to an iteration, of trial_model.METHODS.
+    """
+    problem = _Problem(fitted, [*fitted, *everything], method)
+    found = np.zeros(problem.size)
+    for i in range(_ROUNDS):
+        if i:
+            problem.estimate_spreads(found)
+        found = optimize.least_squares(
+            problem.residuals, found, problem.jacobian, bounds=(problem.low, problem.high), loss=problem.loss,
+            xtol=_TOLERANCE, ftol=_TOLERANCE, max_nfev=200,
+        ).x  # fmt: skip
+    k = len(CONSTANTS)
+    constants = np.exp(found[: k * (1 + len(problem.clusters))].reshape(-1, k)) * problem.typical
+    rest = np.exp(found[constants.size :])
+    counts = [trial.cluster for trial in fitted]
+    return Calibration(
+        clusters=dict(zip(problem.clusters, constants[1:])),
+        ranges=problem.ranges,
+        shared=constants[0],
+        speeds=dict(zip(problem.kinds, rest)),
+        factors=dict(zip(problem.cells, rest[len(problem.kinds) :])),
+        fitted={name: counts.count(name) for name in problem.clusters},
+        method=method,
+    )

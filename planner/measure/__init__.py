@@ -1,0 +1,4 @@
+"""Measuring a cluster: links and compute, by the processes that run on it.
+
+May import `cluster` and `cost`.
+"""

@@ -1,0 +1,214 @@
+"""Timed compute: F and B of a layer, the head, the embedding and the optimizer, by the trainer's own functions.
+
+B is timed whole and, with a save mode that lets schedules split it, in its two parts.
+
+One program per tensor size and micro-batch runs each of them in a loop of its own, and how often is an argument: what a
+turn takes is the time of several turns less that of one, over their number, so that dispatch, casts and cleared
+accumulators do not count. The optimizer is a program of its own.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from paxtrain.config import SPLIT_SAVES, Config, MeshConfig
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import AXES, from_process_rows, make_mesh, process_rows
+from paxtrain.parallel.step import Trainer
+from paxtrain.pipeline import executor
+from paxtrain.pipeline.rings import read
+from paxtrain.pipeline.stage import Stage
+from paxtrain.run import report
+from planner.cost import compute
+from planner.measure.measure_links import CALLS
+
+KINDS = ("forward", "backward", "head", "embedding")
+_OF_LAYERS = ("forward", "backward", *compute.PARTS)
+# Layers of the stage that is timed: enough that one does not find its weights in the cache where it left them.
+LAYERS = 4
+_LEAST = 0.05  # seconds that the turns of one measurement take at least
+
+Agree = Callable[[float], float]  # process 0's figure, on all processes
+
+
+def kinds(config: Config) -> tuple[str, ...]:
+    """What is timed of a configuration."""
+    return (*KINDS, *(compute.PARTS if config.pipeline.save in SPLIT_SAVES else ()))
+
+
+def _turns(stage: Stage, counts: jax.Array) -> Any:
+    """Every kind counts[kind] times; all that it makes is returned, so that nothing of it is dead code."""
+    x = stage.embed(jnp.int32(0))
+    g = x * 1e-3
+    grads = executor.zeros_like(stage.weights)
+
+    def forward(i: jax.Array, carry: tuple) -> tuple:
+        x, ring = carry
+        return stage.forward(0, i % 2, x, ring, (i % 2,))
+
+    # Both slots are filled, whatever the count.
+    y, ring = lax.fori_loop(0, counts[0] + 2, forward, (x, stage.residuals(2)))
+
+    def backward(i: jax.Array, carry: tuple) -> tuple:
+        out, grads, _ = stage.backward(0, i % 2, ring, (i % 2,), g, carry[1], ())
+        return out, grads
+
+    out, grads = lax.fori_loop(0, counts[1], backward, (g, grads))
+    inputs = jnp.stack([y, x])  # taken by turns: of one alone the logits would leave the loop
+
+    def head(i: jax.Array, carry: tuple) -> tuple:
+        loss, _, embedding, final_norm = carry
+        return stage.head(i % 2, read(inputs, (i % 2,)), loss, embedding, final_norm)
+
+    loss, delta, table, final_norm = lax.fori_loop(
+        0, counts[2], head, (jnp.float32(0), g, grads.embedding, grads.final_norm)
+    )
+    grads = grads._replace(embedding=table, final_norm=final_norm)
+
+    def embedding(i: jax.Array, carry: tuple) -> tuple:
+        return stage.embed(i % 2), stage.embed_gradient(i % 2, g, carry[1], jnp.bool_(True))
+
+    x, grads = lax.fori_loop(0, counts[3], embedding, (x, grads))
+    if stage.program.splits:
+
+        def backward_input(i: jax.Array, carry: tuple) -> tuple:
+            _, grads, ring = carry
+            return stage.input_gradient(0, ring, (i % 2,), g, grads)
+
+        # Both slots have what W reads, whatever the count.
+        out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))
+
+        def backward_weights(i: jax.Array, grads: Any) -> Any:
+            return stage.weight_gradients(0, ring, (i % 2,), grads)
+
+        grads = lax.fori_loop(0, counts[5], backward_weights, grads)
+    return x, y, ring, out, loss[None], delta, grads
+
+
+def _tokens(trainer: Trainer) -> jax.Array:
+    """A random global batch on the trainer's mesh."""
+    shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
+    rows = process_rows(sharding, shape)
+    values = np.random.default_rng(0).integers(0, trainer.config.model.vocab_size, (len(rows), shape[1]), np.int32)
+    return from_process_rows(sharding, shape, rows, values)
+
+
+def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device], **sizes: int) -> Trainer:
+    """Groups of `tensor` devices with one stage each and two micro-batches; `sizes` are the model's."""
+    groups = len(devices) // tensor
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **sizes),
+        mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, zero1=False),
+        pipeline=dataclasses.replace(
+            config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
+        ),
+        batch=dataclasses.replace(config.batch, global_batch=groups * 2 * micro_batch, micro_batch=micro_batch),
+        compress=type(config.compress)(),
+    )
+    return Trainer(config, make_mesh(config.mesh, devices=devices))
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - began
+
+
+class Turns:
+    """The loops of one tensor size and micro-batch, compiled, with what they work on.
+
+    Devices work in groups of `tensor`, all at once.
+    """
+
+    def __init__(self, config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device]) -> None:
+        self.layers = min(LAYERS, config.model.layers)
+        trainer = _trainer(config, tensor, micro_batch, devices, layers=self.layers)
+        c = trainer.config.model
+        key = jax.random.key_data(jax.random.key(0)) if c.embedding_dropout or c.residual_dropout else None
+
+        self.kinds = kinds(config)
+
+        def local(params: Any, tokens: jax.Array, counts: jax.Array) -> Any:
+            return _turns(trainer.stage(params, tokens, key, splits=compute.PARTS[0] in self.kinds), counts)
+
+        specs, whole = trainer.layout.specs(), PartitionSpec()
+        mapped = trainer.shard_map(local, (specs, PartitionSpec("data"), whole), PartitionSpec(AXES))
+        make = lambda key: trainer.layout.from_canonical(transformer.init(c, key))  # noqa: E731
+        params = jax.jit(make, out_shardings=trainer.state_shardings.params)(jax.random.key(0))
+        self._run = functools.partial(jax.jit(mapped), params, _tokens(trainer))
+        self._seconds("forward", 1)
+        self.counts: dict[str, int] = {}
+
+    def settle(self, agree: Agree) -> None:
+        """Finds how often each kind must run to be timed: as often on all processes, since groups may span several."""
+        self.counts = {kind: self._count(kind, agree) for kind in self.kinds}
+
+    def _seconds(self, kind: str, count: int) -> float:
+        counts = np.array([count if kind == k else 0 for k in self.kinds], np.int32)
+        return _timed(lambda: self._run(counts))
+
+    def _count(self, kind: str, agree: Agree) -> int:
+        count = 1
+        while True:
+            one, some = (min(self._seconds(kind, n) for _ in range(2)) for n in (1, 1 + count))
+            spent = agree(some - one)
+            if spent >= _LEAST or count >= 4096:
+                return count
+            count *= max(2, min(8, round(_LEAST / max(spent, 1e-9))))
+
+    def sample(self) -> dict[str, float]:
+        """Seconds of one turn of every kind, F, B and its parts of one layer, measured once."""
+        seconds = {}
+        for kind, count in self.counts.items():
+            # The first turn also brings its buffers into memory. The quickest of a few counts, as of links: one turn on
+            # a host that is still busy with something else would make all others look short.
+            one, some = (min(self._seconds(kind, n) for _ in range(CALLS)) for n in (1, 1 + count))
+            layers = self.layers if kind in _OF_LAYERS else 1
+            seconds[kind] = max(some - one, 0.0) / count / layers
+        return seconds
+
+
+class Bystander(Turns):
+    """In place of Turns on a process that measures nothing: it takes part in the decisions, which are process 0's."""
+
+    def __init__(self, config: Config) -> None:
+        self.kinds, self.layers, self.counts = kinds(config), 1, {}
+
+    def _seconds(self, kind: str, count: int) -> float:
+        return 0.0
+
+
+class Optimizer:
+    """The optimizer's part of a train step, by itself, on the group of `tensor` devices that has this process's first.
+
+    Of a group that it takes no part in, a process would time nothing but the call.
+    """
+
+    def __init__(self, config: Config, tensor: int, devices: Sequence[jax.Device]) -> None:
+        own = next(i for i, device in enumerate(devices) if device.process_index == jax.process_index())
+        first = own // tensor * tensor
+        self.devices = devices[first : first + tensor]
+        trainer = _trainer(config, tensor, 1, self.devices, layers=min(LAYERS, config.model.layers))
+        self._state = trainer.init(0)
+        self._grads = jax.tree.map(jnp.zeros_like, self._state.params)
+        update = lambda state, grads: trainer.update(state, jnp.float32(0), grads, state.codec)  # noqa: E731
+        self._update = jax.jit(update, donate_argnums=0)
+        self.parameters = report.parameters_per_device(trainer)
+
+    def sample(self) -> float:
+        """Seconds per parameter that a device holds, measured once."""
+
+        def run() -> Any:
+            self._state, metrics = self._update(self._state, self._grads)
+            return self._state, metrics
+
+        return _timed(run) / self.parameters

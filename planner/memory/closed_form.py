@@ -1,0 +1,362 @@
+"""Memory of a train step in closed form, for many candidates at once: numpy over arrays of candidates, no jax.
+
+All stages run ONE program, so XLA allocates the same on every stage: rings as deep as the deepest stage needs, layer
+slots for the largest virtual stage, and a row of the tied embedding everywhere (zeros between the ends). `analytic`
+says what is allocated; `per_stage` what of it a stage has in use, for drawings.
+
+    weights       float32 master shards, and their copy in the compute dtype that a step gathers
+    optimizer     Adam's two moments, sharded like the weights
+    gradients     float32 accumulators, whole
+    activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
+    buffers       messages and their rings, and the largest workspace: of the head or of a backward
+    compression   states of the codecs
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, Config, ModelConfig
+
+# Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
+# NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
+# preallocated, is below this: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use it.
+USABLE = 0.92
+
+_ERRORS = ("none", "explicit", "lazy")
+_ACCUMULATOR = 4  # bytes of float32: master weights, moments, gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Candidates as integer arrays that broadcast against each other; one model for all.
+
+    Attributes:
+        model: its attention settled, see `settle`.
+        data, pipe, tensor: mesh sizes.
+        virtual_stages: chunks of layers per stage.
+        slots, common: layers of the largest and of the smallest virtual stage.
+        micro_batch: sequences; micro_batches: per data rank and step.
+        schedule, save: index into paxtrain.config.config.SCHEDULES and SAVE_MODES.
+        zero1: state and gradients are sharded over data.
+        sequence_parallel: activations between the split matrices are sharded over tensor.
+        scan: layers run in a loop.
+        backward_rank, forward_rank, data_rank: of the factors of what is compressed, 0 where nothing is.
+        error: of the messages' compression, index into ("none", "explicit", "lazy").
+    """
+
+    model: ModelConfig
+    data: Any
+    pipe: Any
+    tensor: Any
+    virtual_stages: Any
+    slots: Any
+    common: Any
+    micro_batch: Any
+    micro_batches: Any
+    schedule: Any
+    save: Any
+    zero1: Any
+    scan: Any
+    backward_rank: Any = 0
+    forward_rank: Any = 0
+    data_rank: Any = 0
+    error: Any = 2
+    sequence_parallel: Any = 0
+
+    @property
+    def parts(self) -> Any:
+        """Of the sequence, in what is sharded over tensor between the split matrices."""
+        return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
+
+    @property
+    def tokens(self) -> Any:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.model.sequence
+
+    @property
+    def compute(self) -> int:
+        """Bytes of the compute dtype."""
+        return 2 if self.model.dtype == "bfloat16" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device: each an array over candidates, or over stages where `per_stage` made it."""
+
+    weights: Any
+    optimizer: Any
+    gradients: Any
+    activations: Any
+    buffers: Any
+    compression: Any
+
+    @property
+    def total(self) -> Any:
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def settle(model: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
+    """The model with attention="auto" settled for GPUs of a compute capability."""
+    if model.attention != "auto":
+        return model
+    return dataclasses.replace(model, attention="cudnn" if model.fits_flash and capability >= (8, 0) else "xla")
+
+
+def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
+    """One configuration as a Shape of scalars, on GPUs of a compute capability."""
+    mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
+    ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
+    scan = pipeline.scan_layers == "on" or (pipeline.scan_layers == "auto" and min(counts) > 8)
+    return Shape(
+        model=settle(config.model, capability),
+        data=mesh.data,
+        pipe=mesh.pipe,
+        tensor=mesh.tensor,
+        virtual_stages=pipeline.virtual_stages,
+        slots=max(counts),
+        common=min(counts),
+        micro_batch=config.batch.micro_batch,
+        micro_batches=config.micro_batches,
+        schedule=SCHEDULES.index(pipeline.schedule),
+        save=SAVE_MODES.index(pipeline.save),
+        zero1=int(mesh.zero1),
+        scan=int(scan and min(counts) > 1),
+        backward_rank=max(ranks, default=0),
+        forward_rank=compress.forward_rank if compress.forward != "none" else 0,
+        data_rank=compress.data_rank if compress.data != "none" else 0,
+        error=_ERRORS.index(compress.error),
+        sequence_parallel=int(mesh.sequence_parallel),
+    )
+
+
+def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
+    """Depths of the rings of residuals, activations and gradients as buffers.assign finds them, without scrap slots.
+
+    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b and zb_h1 P, interleaved 2(P-1)+(v-1)P+1.
+    Messages of interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
+    """
+    p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
+    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")]
+    several = np.asarray(p) > 1
+    flight = np.select(which, [2 * (p - 1) + 1, m, p, p], 2 * (p - 1) + (v - 1) * p + 1)
+    activation = np.select(which, [0, 0, 1, 1], 2) * several
+    gradient = np.select(which, [0, m, 1, 1], np.minimum(p // 2 + 1, m)) * several
+    return np.where(several, np.minimum(flight, m * v), 0), activation, gradient
+
+
+def kept(shape: Shape) -> dict[str, Any]:
+    """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
+
+    What paxtrain.pipeline.residuals.SplitVjp keeps: activations [t, H] between the split matrices, which sequence
+    parallelism
+    shards, [t, H/T] sharded over tensor, softmax sums or, with XLA's attention and everything saved, its [S, S]
+    probabilities; and, with everything saved, the inputs of two matrices, which are always whole. Where documents are
+    apart, also their beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10;
+    newer ones keep up to a tenth less where everything is saved.
+    """
+    model, c, t = shape.model, shape.compute, shape.tokens
+    part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
+    between = model.hidden / shape.parts
+    sums = 4 * t * model.heads / shape.tensor
+    flash = model.attention == "cudnn"
+    up = 2 * model.ffn if model.family == "llama" else model.ffn
+    wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
+    dots = t * c * (2 * between + wide + flash * part) + sums * flash
+    everything = t * (24 * between + 2 * c * model.hidden + 16 / shape.parts + drop * 2 * (c + 1) * between)
+    everything = everything + 8 * (model.hidden + 4)  # the norms' scales, and scalars
+    if model.family == "llama":
+        everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
+        everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
+    else:
+        everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
+    everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
+    apart = model.separator >= 0
+    everything = everything + (apart and flash) * t * c * model.sequence
+    return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
+
+
+def left(shape: Shape) -> dict[str, Any]:
+    """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
+
+    Of the gradients of what the layer's matrices make, those for which paxtrain.pipeline.split_backward finds no
+    place among
+    what F keeps and W does not read. With matrix products saved, those of queries, keys and values do. With everything
+    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H]. With sequence
+    parallelism F keeps none that is whole, and where matrix products are saved B leaves what it has gathered for W.
+    """
+    model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
+    whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
+    sequence = np.asarray(shape.sequence_parallel) == 1
+    ends = 2 * whole * (sequence | (not wide and model.residual_dropout == 0))  # of out and down
+    dots = 2 * whole * (1 + sequence)
+    if model.family == "llama":
+        up = 2 * model.ffn / tensor
+        queries = np.where(wide & (tensor == 1), 0, part)
+        return {"dots": one * (dots + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
+    return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
+
+
+def _matrices(shape: Shape) -> list[list[Any]]:
+    """Dims of a layer's kernels on a device, by layout.py."""
+    model, tensor = shape.model, np.asarray(shape.tensor)
+    h, part, up = model.hidden, model.hidden // tensor, model.ffn // tensor
+    if model.family == "llama":
+        return [[h, part], [h, 2, model.key_value // tensor], [part, h], [h, 2, up], [up, h]]
+    return [[h, 3, part], [part, h], [h, up], [up, h]]
+
+
+def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:
+    """The parameters of a device as (how many such arrays, their dims, cast to the compute dtype), by layout.py."""
+    model, tensor = shape.model, np.asarray(shape.tensor)
+    h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
+    tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
+    arrays = [(layers, dims, True) for dims in _matrices(shape)]
+    arrays += [(tables, [model.padded_vocab // tensor, h], True)]
+    if model.family == "llama":
+        return [*arrays, (2 * layers + 1, [h], False)]
+    biases = [(layers, [3, part], False), (layers, [model.ffn // tensor], False)]
+    return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
+
+
+def parameters(shape: Shape) -> tuple[Any, Any, Any]:
+    """Per device: parameters of its slots, whole; the same as ZeRO-1 leaves them; those cast to the compute dtype."""
+    whole, sharded, cast = 0, 0, 0
+    for count, dims, compute in _arrays(shape):
+        size = count * functools.reduce(np.multiply, dims)
+        splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
+        whole = whole + size
+        sharded = sharded + size / np.where(splits & (np.asarray(shape.zero1) == 1), shape.data, 1)
+        cast = cast + size * compute
+    return whole, sharded, cast
+
+
+def _codec_state(shape: Shape) -> Any:
+    """Bytes of the compression's states of one device, see compress.codec.LowRankState and collectives.PowerState."""
+    model, c, chunks = shape.model, shape.compute, shape.virtual_stages
+    n, k, total = shape.tokens // shape.parts, model.hidden, 0
+    for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
+        held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
+        total = total + np.where(rank > 0, chunks * c * held, 0)
+    rank = np.asarray(shape.data_rank)
+    for dims in _matrices(shape):
+        rows = dims[0]
+        columns = functools.reduce(np.multiply, dims[1:])
+        useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
+        total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
+    return total
+
+
+def ring_slots(shape: Shape) -> Any:
+    """Slots of the ring of residuals, the scrap slot of schedules without branches included; 1 with one stage."""
+    masked = np.isin(shape.schedule, [SCHEDULES.index("eager_1f1b"), SCHEDULES.index("gpipe")])
+    return np.where(np.asarray(shape.pipe) == 1, 1, ring_depths(shape)[0] + masked)
+
+
+def _message(shape: Shape) -> Any:
+    return shape.tokens // shape.parts * shape.model.hidden * shape.compute
+
+
+def _messages(shape: Shape) -> Any:
+    """Bytes of all messages that wait or travel: the rings, what was made last and what arrives, both ways."""
+    _, activation, gradient = ring_depths(shape)
+    return (np.asarray(shape.pipe) > 1) * (4 + activation + gradient) * _message(shape)
+
+
+def _head(shape: Shape) -> Any:
+    """Bytes of the loss's workspace: float32 logits, their gradient and the table's, in the compute dtype.
+
+    With one stage the table's gradient goes straight into its accumulator.
+    """
+    rows, several = shape.model.padded_vocab / np.asarray(shape.tensor), np.asarray(shape.pipe) > 1
+    logits, table = shape.tokens * rows, rows * shape.model.hidden
+    return (_ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
+
+
+def _fused(shape: Shape) -> Any:
+    """Bytes that are really kept of a layer between its F and its B where no ring asks for more, unlike `kept`.
+
+    Of unrolled layers XLA sees all: it keeps what save="dots" would, the two norms' float32 inputs and, with sequence
+    parallelism, what is gathered of them. A loop over layers keeps all it is told to.
+    """
+    layer, whole = kept(shape), shape.tokens * shape.model.hidden
+    gathered = 2 * shape.compute * whole * (np.asarray(shape.sequence_parallel) == 1)
+    unrolled = np.minimum(layer["dots"] + 2 * _ACCUMULATOR * whole / shape.parts + gathered, layer["residuals"])
+    return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
+
+
+def _backward(shape: Shape) -> Any:
+    """Bytes of B's workspace: what it computes anew, and the gradients of the kernels before they are added.
+
+    Of the many passes over one layer's activations XLA fuses all but some, about six float32 and some in the compute
+    dtype: read off its buffer assignments, like `_fused`; all other figures here are counted from the code.
+    """
+    model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
+    gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
+    layer = t * model.hidden * (24 / shape.parts + 5.5 * c + gathered + 7 * c / tensor)
+    if model.attention != "cudnn":
+        layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
+    elif model.separator >= 0:
+        layer = layer + t * c * model.sequence  # the mask; its gradient, which nobody uses, finds room elsewhere
+    again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
+    # With one stage the kernels' gradients go straight into their accumulators, if there are any.
+    waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)
+    return again + layer + waits * c * model.matrices / tensor * shape.slots
+
+
+def analytic(shape: Shape) -> Memory:
+    """What XLA allocates for the train step, to some percent: arrays over candidates, the same for every stage.
+
+    Its sum is comparable to OracleMemory.total: arguments and temporaries at once.
+    """
+    whole, sharded, cast = parameters(shape)
+    # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
+    adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
+    layer = kept(shape)
+    splits = np.isin(shape.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (np.asarray(shape.pipe) > 1)
+    layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
+    layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
+    modes = [shape.save == SAVE_MODES.index(name) for name in layer]
+    of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
+    return Memory(
+        weights=_ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast,
+        optimizer=2 * _ACCUMULATOR * sharded,
+        gradients=_ACCUMULATOR * whole * adds,
+        activations=ring_slots(shape) * of_stage,
+        buffers=_messages(shape) + np.maximum(_head(shape), _backward(shape)),
+        compression=_codec_state(shape),
+    )
+
+
+def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
+    """What each stage has in use of one configuration's allocation: arrays [stages], for drawings.
+
+    Less than `analytic`, which is the same on every stage: what a stage does not use is allocated there all the same.
+    """
+    shape = of(config, capability)
+    stages, v, m = config.mesh.pipe, config.pipeline.virtual_stages, config.micro_batches
+    allocated, s = analytic(shape), np.arange(config.mesh.pipe)
+    layers = np.add.reduce(np.reshape(config.stage_layers, (v, stages)))
+    of_layers = layers / (shape.slots * v)
+    tables = shape.model.tables if stages == 1 else 1
+    table = (tables * shape.model.padded_vocab // shape.tensor + shape.model.positions) * shape.model.hidden
+    held = float(table / parameters(shape)[0])  # the embedding's share of the slots' parameters
+    used = of_layers * (1 - held) + np.isin(s, (0, stages - 1)) * held
+    flight = {
+        "eager_1f1b": 2 * (stages - 1 - s) + 1,
+        "gpipe": np.full(stages, m),
+        "1f1b": stages - s,
+        "interleaved_1f1b": 2 * (stages - 1 - s) + (v - 1) * stages + 1,
+        "zb_h1": np.full(stages, stages),
+    }[config.pipeline.schedule]
+    in_flight = np.minimum(flight, m * v) / np.maximum(ring_slots(shape), 1)
+    return Memory(
+        weights=allocated.weights * used,
+        optimizer=allocated.optimizer * used,
+        gradients=allocated.gradients * used,
+        activations=allocated.activations * in_flight * of_layers,
+        buffers=np.where(s == stages - 1, allocated.buffers, _messages(shape) + _backward(shape)),
+        compression=np.full(stages, allocated.compression, float),
+    )

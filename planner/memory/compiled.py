@@ -1,0 +1,266 @@
+"""The exact memory of a train step: XLA's own buffer assignment, compiled for GPUs that need not be there.
+
+The step of the configuration is compiled for the named GPU (paxtrain.xla.aot) and its memory figures are read off.
+Seconds
+to tens of seconds each: it grows with unrolled layers and stages and not with sizes, so answers are kept on disk, keyed
+by everything that changes the program. Without jax's CUDA plugin the step is compiled for virtual CPU devices, and
+`source` says so: another compiler's answer, of use for tests and never a GPU's.
+
+    oracle(config, "h100", hosts=2, per_host=8)          in this process, which jax may already use
+    oracles([...], workers=2)                            in processes of their own, with a time limit and a progress bar
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import pathlib
+import queue
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paxtrain.config import Config, from_dict, to_dict
+from paxtrain.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleMemory:
+    """Memory of one device, the same on every stage: all run one program.
+
+    Attributes:
+        state: bytes of the step's arguments: master weights, optimizer, compression state and the batch.
+        temporary: bytes that XLA allocates besides while the step runs.
+        total: bytes of arguments, outputs that take no argument's place, and temporaries.
+        compile_seconds: tracing and compiling, when it was done.
+        source: what compiled it.
+    """
+
+    state: int
+    temporary: int
+    total: int
+    compile_seconds: float
+    source: str
+
+
+class Request(NamedTuple):
+    """What `oracles` asks for: a configuration on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS."""
+
+    config: Config
+    kind: str
+    hosts: int
+    per_host: int
+
+
+@functools.cache
+def _sources() -> str:
+    """A fingerprint of the code that makes the step."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parents[2]
+    for package in ("compress", "paxtrain"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def program(config: Config) -> dict[str, Any]:
+    """What of a configuration the compiled step's memory depends on, as JSON values.
+
+    Numbers of the optimizer are constants in the program: only whether a part of it exists counts.
+    """
+    values, opt = to_dict(config), config.optimizer
+    sections = {name: values[name] for name in ("model", "mesh", "pipeline", "batch", "compress")}
+    sections["pipeline"]["pipe_layers"] = ",".join(map(str, config.stage_layers))
+    sections["optimizer"] = {"name": opt.name, "schedule": opt.schedule}
+    sections["optimizer"] |= {"warmup": bool(opt.warmup_steps), "clip": bool(opt.clip_norm)}
+    return sections
+
+
+def cuda() -> bool:
+    """Whether jax's CUDA plugin is installed, so that GPUs can be compiled for."""
+    return any("cuda" in plugin.value for plugin in importlib.metadata.entry_points(group="jax_plugins"))
+
+
+def _cache_file(request: Request) -> pathlib.Path:
+    key = [
+        program(request.config),
+        [request.kind, request.hosts, request.per_host] if cuda() else "cpu",
+        {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        _sources(),
+    ]
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "paxtrain" / "oracle" / f"{name}.json"
+
+
+def _load(path: pathlib.Path) -> OracleMemory | None:
+    try:
+        return OracleMemory(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # not there yet, or damaged: compiled again
+        return None
+
+
+def _save(path: pathlib.Path, memory: OracleMemory) -> None:
+    """Writes the file whole or not at all: other processes read it. Without a place to write nothing is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(dataclasses.asdict(memory), file)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def cached(request: Request) -> OracleMemory | None:
+    """The answer to a request if it was compiled before; imports no jax."""
+    return _load(_cache_file(request))
+
+
+def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory:
+    """The memory of the configuration's train step on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS.
+
+    Raises:
+        UserError: an unknown kind, the mesh does not have that many devices, or there is neither the CUDA plugin nor
+            enough CPU devices in this process.
+    """
+    request = Request(config, kind, hosts, per_host)
+    path = _cache_file(request)
+    memory = _load(path) or _compile(request)
+    _save(path, memory)
+    return memory
+
+
+def _devices(request: Request) -> tuple[list[Any], str]:
+    """The devices to compile for, and what to call the compilation."""
+    import jax
+
+    from paxtrain.xla import aot
+
+    needed = request.hosts * request.per_host
+    if not cuda():
+        devices = jax.devices("cpu")
+        if len(devices) < needed:
+            raise UserError(
+                f"compiling for {needed} devices without jax's CUDA plugin takes as many CPU devices, but this process "
+                f"has {len(devices)}; install requirements-gpu.txt or set jax_num_cpu_devices={needed}"
+            )
+        return devices[:needed], "CPU compilation"
+    try:
+        devices = aot.devices(request.kind, request.hosts, request.per_host)
+    except aot.Unavailable as error:
+        raise UserError(str(error)) from error
+    return devices, f"XLA for {devices[0].device_kind}"
+
+
+def _compile(request: Request) -> OracleMemory:
+    import jax
+
+    from paxtrain.parallel.mesh import make_mesh
+    from paxtrain.parallel.step import Trainer
+    from paxtrain.xla import aot
+
+    devices, by = _devices(request)
+    start = time.perf_counter()
+    trainer = Trainer(request.config, make_mesh(request.config.mesh, devices=devices))
+    lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
+    gpu = trainer.platform == "gpu"
+    compiled = aot.compile(lowered, trainer.compiler_options) if gpu else lowered.compile(trainer.compiler_options)
+    seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    state, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    total = state + temporary + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return OracleMemory(state, temporary, total, seconds, f"{by}, jax {jax.__version__}")
+
+
+# --- Many, in processes of their own --------------------------------------------------------------------------------
+
+
+def _serve(connection: Any, cpu_devices: int) -> None:
+    """Answers requests until there is None; an error goes back as a sentence."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every transfer whose time it cannot estimate
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    if not cuda():
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    for config, *where in iter(connection.recv, None):
+        try:
+            connection.send(oracle(from_dict(config), *where))
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+class _Worker:
+    """A process that compiles one request at a time; it is killed and started again when one takes too long."""
+
+    def __init__(self, cpu_devices: int):
+        self._cpu_devices, self._process = cpu_devices, None
+
+    def __call__(self, request: Request, seconds: float) -> OracleMemory | str:
+        if self._process is None:
+            # Not a fork: jax's threads would not survive it.
+            context = multiprocessing.get_context("spawn")
+            self._connection, other = context.Pipe()
+            self._process = context.Process(target=_serve, args=(other, self._cpu_devices), daemon=True)
+            self._process.start()
+            other.close()
+        try:
+            self._connection.send((to_dict(request.config), *request[1:]))
+            if self._connection.poll(seconds):
+                return self._connection.recv()
+            reason = f"not compiled in {seconds:g} s"
+        except (EOFError, OSError):
+            reason = "the compiling process ended"
+        self.close()
+        return reason
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+            self._process = None
+
+
+def oracles(
+    requests: Sequence[Request], workers: int = 1, seconds: float = 300, progress: bool = False
+) -> list[OracleMemory | str]:
+    """`oracle` of many requests, at most `workers` at a time in processes of their own.
+
+    This process does not import jax for it.
+
+    Args:
+        seconds: limit of each.
+        progress: show a bar.
+
+    Returns:
+        In the order of the requests the memory, or a sentence: why there is none.
+    """
+    from tqdm import tqdm
+
+    cpu_devices = max((r.hosts * r.per_host for r in requests), default=1)
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    pool = [_Worker(cpu_devices) for _ in range(workers)]
+    for worker in pool:
+        idle.put(worker)
+
+    def answer(request: Request) -> OracleMemory | str:
+        if found := cached(request):
+            return found
+        worker = idle.get()
+        try:
+            return worker(request, seconds)
+        finally:
+            idle.put(worker)
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+            answers = threads.map(answer, requests)
+            return list(tqdm(answers, "memory oracle", len(requests), disable=not progress, unit="program"))
+    finally:
+        for worker in pool:
+            worker.close()

@@ -1,0 +1,336 @@
+"""A lower bound of the step time over all placements of a candidate.
+
+The predicted step is monotone in every duration, so it is bounded by itself with all link times at their least:
+
+    rings      A data ring that does not fit into a host leaves each host that it touches once. So the number of rings
+               that some host carries, k, has a least value, and flows share the NIC accordingly; k is enumerated. If
+               every host carries the same number, the rings' links hold a permutation of the hosts: the slowest of
+               them is at least the bottleneck of the best assignment. In any case every host must be left and entered.
+               The worst ring is put on the stage where it does the least harm.
+    hops       A host that carries k stages holds chains of at most k neighbours of a pipeline, so at least
+               H ceil(G/k) - D messages leave hosts. All of them together cost at least what the assignment problem
+               says, with one message from and to each host, or what each host's fastest links and the convexity of NIC
+               sharing say, with more.
+    pipeline   The step is a maximum of sums, convex in the hops' times, and of D pipelines the slowest counts: it is
+               at least that of a pipeline whose hops take the mean over D, of which the sum is known. Sums along
+               critical paths give linear cuts of that function, whose least values on that set are linear programs.
+    devices    Each stage's on the fastest kind; besides, a slow kind's groups must lie on some stages.
+"""
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.cost.links import Fabric
+from planner.cost.step_time import MASTER, LinkSeconds, Problem
+
+Array = np.ndarray
+
+ROUNDING = 1e-9  # relative, of the simulator's sums
+_STEP = 1e-3  # relative to a hop's time, of the differences that count a critical path's hops
+_CUTS = 4  # linear cuts of the pipeline's time in each case
+_WORST = 8  # stages up to which the worst ring is tried on each
+_SUBSETS = 64  # sets of stages that are tried for slow devices
+
+
+@dataclasses.dataclass(frozen=True)
+class _Links:
+    """The fabric's extremes for a candidate.
+
+    Attributes:
+        alpha, per_byte: of links between hosts, [H, H] with inf on the diagonal.
+        inside_alpha, inside_per_byte: [H].
+        tensor, nics: flows of a group, flows at full speed.
+    """
+
+    alpha: Array
+    per_byte: Array
+    inside_alpha: Array
+    inside_per_byte: Array
+    tensor: int
+    nics: int
+
+    def share(self, groups: Array | float) -> Array:
+        """What a flow is slowed down by where `groups` groups send."""
+        return np.maximum(np.asarray(groups, float) * self.tensor / self.nics, 1.0)
+
+    def across(self, size: float, groups: int = 1) -> Array:
+        """[H, H] seconds of a message between hosts from which so many groups send; 0: a flow that shares with none."""
+        return self.alpha + size * self.per_byte * self.share(groups)
+
+    def exchange(self, size: float) -> Array:
+        """[H, H] seconds of a message both ways at once between hosts, a group at either end."""
+        both = np.maximum(self.alpha, self.alpha.T), np.maximum(self.per_byte, self.per_byte.T)
+        return both[0] + size * both[1] * self.share(1)
+
+    def inside(self, size: float) -> float:
+        """Seconds of a message inside the best host."""
+        return float((self.inside_alpha + size * self.inside_per_byte).min())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A class of placements.
+
+    Attributes:
+        latency, per_byte: least of every ring; worst: least seconds per byte of the slowest one.
+        stages: most stages on a host.
+    """
+
+    latency: float
+    per_byte: float
+    worst: float
+    stages: int
+
+
+def _links(problem: Problem, fabric: Fabric) -> _Links:
+    apart = ~np.eye(len(fabric.alpha), dtype=bool)
+    return _Links(
+        np.where(apart, fabric.alpha, np.inf),
+        np.where(apart, fabric.per_byte, np.inf),
+        np.diagonal(fabric.alpha),
+        np.diagonal(fabric.per_byte),
+        problem.candidate.tensor,
+        fabric.nics,
+    )
+
+
+def bottleneck(cost: Array) -> float:
+    """The least possible largest element of a permutation of a square matrix."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
+    values = np.unique(cost[np.isfinite(cost)])
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if (maximum_bipartite_matching(csr_array(cost <= values[middle])) >= 0).all():
+            high = middle
+        else:
+            low = middle + 1
+    return float(values[low])
+
+
+def _cases(problem: Problem, links: _Links, slots: int) -> Iterator[_Case]:
+    """All placements belong to one of these."""
+    c, hosts = problem.candidate, len(links.inside_alpha)
+    most = min(slots, c.pipe)
+    if c.data == 1:
+        yield _Case(0.0, 0.0, 0.0, most)
+        return
+    turn = c.data - 1
+    inside = links.inside_per_byte
+    if c.data <= slots and slots % c.data == 0:
+        yield _Case(turn * links.inside_alpha.min(), inside.min(), inside.max(), min(slots // c.data, most))
+    if hosts == 1:
+        return
+    alpha, fastest = turn * links.alpha.min(), links.per_byte.min()
+    if c.data <= slots:
+        crossing = fastest * links.share(1)
+        least = min(alpha, turn * links.inside_alpha.min()), min(crossing, inside.min())
+        yield _Case(*least, float(crossing), most)
+        return
+    touched = c.pipe * -(-c.data // slots)  # pairs of a ring and a host, at least
+    every = max(links.per_byte.min(axis=0).max(), links.per_byte.min(axis=1).max()) * links.share(1)
+    assigned = None
+    for k in range(-(-touched // hosts), most + 1):
+        least = fastest * links.share(k)
+        if k == 1 or k * hosts == touched:
+            if assigned is None:
+                # Rings over two hosts use both directions of their link.
+                both = c.pipe * 2 == touched == k * hosts
+                assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
+            yield _Case(alpha, float(least), float(assigned * links.share(k)), k)
+        if k * hosts != touched and k > 1:
+            yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), k)
+
+
+def _all_hops(links: _Links, size: float, slots: int, crossing: int, count: int) -> float:
+    """Least seconds of `count` messages of one direction together, `crossing` or more of them between hosts."""
+    each = links.across(size)
+    rest = (count - crossing) * min(links.inside(size), float(each.min()))
+    if not crossing:
+        return rest
+    if slots == 1:
+        # Pad with free rows and columns for the hosts that send or receive none.
+        from scipy.optimize import linear_sum_assignment
+
+        hosts = len(each)
+        spare = hosts - crossing
+        padded = np.zeros((hosts + spare,) * 2)
+        padded[:hosts, :hosts] = np.where(np.isfinite(each), each, 1e9)
+        padded[hosts:, hosts:] = 1e9
+        rows, columns = linear_sum_assignment(padded)
+        return rest + float(padded[rows, columns].sum())
+    # The n-th group of a host to send adds n share(n) - (n-1) share(n-1) to the host's total: more and more.
+    n = np.arange(1, slots + 1)
+    adds = n * links.share(n) - (n - 1) * links.share(n - 1)
+    totals = []
+    for axis in (0, 1):
+        marginal = links.alpha.min() + size * links.per_byte.min(axis=axis)[:, None] * adds
+        totals.append(np.partition(marginal.ravel(), crossing - 1)[:crossing].sum())
+    return rest + float(max(totals))
+
+
+def _fastest_kind(problem: Problem) -> Problem:
+    """The problem with one more device kind before the others, in everything as fast as the fastest of them.
+
+    The optimizer waits for the slowest of the devices in use, and all are.
+    """
+    best = copy.copy(problem)
+    for name in ("forward", "backward", "weights", "head", "per_byte"):
+        values = getattr(problem, name)
+        setattr(best, name, np.concatenate([values.min(axis=0, keepdims=True), values]))
+    slowest = max(problem.layer, key=lambda x: x.optimizer)
+    best.layer = [slowest] * (len(problem.layer) + 1)
+    return best
+
+
+class _Bound:
+    """Evaluates a problem on link times given directly, one pipeline for all D."""
+
+    def __init__(self, problem: Problem, fabric: Fabric) -> None:
+        c = problem.candidate
+        self.problem, self.pipe = _fastest_kind(problem), c.pipe
+        self.links = _links(problem, fabric)
+        self.hosts = len(fabric.alpha)
+        self.slots = c.groups // self.hosts
+        self.worst = c.pipe if c.pipe <= _WORST else 1
+        self.kind_of_host = problem.kind_of_host
+        # Which entries of a message's array are hops of the pipeline: activations have none behind the last stage.
+        self.sizes = {"activation": problem.message, "gradient": problem.message, "packed": problem.packed}
+        self.wraps = {"activation": c.pipe - 1, "gradient": 0, "packed": 0}
+        if c.backward == "none":
+            del self.sizes["packed"], self.wraps["packed"]
+        elif c.backward == "all":
+            del self.sizes["gradient"], self.wraps["gradient"]
+
+    def least(self, case: _Case, size: float, groups: int) -> float:
+        """Seconds of a message to another stage; between hosts, `groups` send from one."""
+        across = float(self.links.across(size, groups).min())
+        return across if case.stages == 1 else min(self.links.inside(size), across)
+
+    def swap(self, case: _Case, size: float) -> float:
+        """Seconds of the exchange between the first and the last stage."""
+        across = float(self.links.exchange(size).min())
+        return across if case.stages == 1 else min(self.links.inside(size), across)
+
+    def totals(self, case: _Case, hops: dict[str, Array], kinds: Array | None = None) -> Array:
+        """[batch, W] step times with the worst ring on each of W stages; all, or a nameless one where stages are many.
+
+        Args:
+            hops: [batch, P] seconds of the messages. kinds: [batch, P] device kinds, the fastest if None.
+        """
+        c, p = self.problem.candidate, self.pipe
+        batch = len(hops["activation"])
+        share = self.problem.embedding_parameters * MASTER / c.data
+        per_byte = np.full((self.worst, p), case.per_byte)
+        if self.worst == p:
+            per_byte[np.diag_indices(p)] = max(case.worst, case.per_byte)
+        grow = lambda x: np.repeat(x, self.worst, axis=0)[:, None]  # noqa: E731
+        zero = np.zeros((batch, p))
+        links = LinkSeconds(
+            **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
+            ring_latency=np.full((batch * self.worst, p), case.latency),
+            ring_per_byte=np.tile(per_byte, (batch, 1)),
+            swap=np.full(batch * self.worst, self.swap(case, share) if self.problem.swaps else 0.0),
+        )
+        kinds = np.zeros((batch, p), int) if kinds is None else kinds
+        return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)
+
+    def flat_hops(self, case: _Case, batch: int = 1) -> dict[str, Array]:
+        """All messages as fast as any can be."""
+        found = {}
+        for name, size in self.sizes.items():
+            found[name] = np.full((batch, self.pipe), self.hop(case, size))
+            found[name][:, self.wraps[name]] = self.least(case, size, 1)
+        return found
+
+    def hop(self, case: _Case, size: float) -> float:
+        """Seconds of a message to the neighbour; a host of one stage sends those of all its groups."""
+        return self.least(case, size, self.slots if case.stages == 1 else 1)
+
+    # --- Slow devices -------------------------------------------------------------------------------------------------
+
+    def slow_kinds(self, case: _Case) -> Array:
+        """[W] as `totals`, at least: slow groups crowd on the stages that suit best."""
+        found = np.zeros(self.worst)
+        if len(set(self.kind_of_host.tolist())) == 1:
+            return found
+        for kind in set(self.kind_of_host.tolist()):
+            groups = int((self.kind_of_host == kind).sum()) * self.slots
+            some = -(-groups // self.problem.candidate.data)  # in the pipeline that has most of them
+            while math.comb(self.pipe, some) > _SUBSETS and some > 1:
+                some -= 1
+            stages = list(itertools.combinations(range(self.pipe), some))
+            kinds = np.zeros((len(stages), self.pipe), int)
+            for row, where in zip(kinds, stages):
+                row[list(where)] = kind + 1
+            found = np.maximum(found, self.totals(case, self.flat_hops(case, len(stages)), kinds).min(axis=0))
+        return found
+
+    # --- Hops ---------------------------------------------------------------------------------------------------------
+
+    def hops(self, case: _Case) -> Array:
+        """[W] as `totals`, at least: the hops of a mean pipeline."""
+        c, p = self.problem.candidate, self.pipe
+        base = self.flat_hops(case)
+        found = self.totals(case, base)[0]
+        if p == 1:
+            return found
+        chain = min(case.stages, p)
+        crossing = max(self.hosts * -(-self.slots // chain) - c.data, c.data * (-(-p // chain) - 1), 0)
+        spare = {}  # of a mean pipeline's hops together, above the least
+        for name, size in self.sizes.items():
+            together = _all_hops(self.links, size, self.slots, crossing, c.data * (p - 1)) / c.data
+            spare[name] = max(together - (p - 1) * self.hop(case, size), 0.0)
+        if not any(spare.values()):
+            return found
+        names, free = list(self.sizes), {name: [s for s in range(p) if s != self.wraps[name]] for name in self.sizes}
+        rng = np.random.default_rng(0)
+        for _ in range(_CUTS):
+            # An uneven point: where two paths take equally long, neither's hops are counted by differences.
+            at = {}
+            for name in names:
+                weights = rng.dirichlet(np.full(p - 1, 50.0))
+                at[name] = base[name].copy()
+                at[name][0, free[name]] += weights * spare[name]
+            found = np.maximum(found, self._cut(case, at, base, spare, free))
+        return found
+
+    def _cut(
+        self, case: _Case, at: dict[str, Array], base: dict[str, Array], spare: dict[str, float], free: dict[str, list]
+    ) -> Array:
+        """[W] the least values of the cuts at a point."""
+        moved = [(name, s) for name in at for s in free[name]]
+        points = {name: np.repeat(x, 2 * len(moved) + 1, axis=0) for name, x in at.items()}
+        steps = np.array([_STEP * at[name][0, s] for name, s in moved])
+        for i, (name, s) in enumerate(moved):
+            points[name][2 * i + 1, s] += steps[i]
+            points[name][2 * i + 2, s] -= steps[i]
+        values = self.totals(case, points)
+        up, down = (values[1::2] - values[0]) / steps[:, None], (values[0] - values[2::2]) / steps[:, None]
+        counts = np.round(up)
+        # A convex function with equal slopes to both sides is straight between: these are the counts of one path.
+        sound = (np.abs(up - counts) < 1e-3).all(axis=0) & (np.abs(down - counts) < 1e-3).all(axis=0)
+        cut = values[0].copy()
+        for name, extra in spare.items():
+            own = [i for i, (other, _) in enumerate(moved) if other == name]
+            offset = (base[name] - at[name])[0, free[name]]
+            cut += (counts[own] * offset[:, None]).sum(axis=0) + extra * counts[own].min(axis=0)
+        return np.where(sound, cut, 0.0)
+
+    def lower(self) -> float:
+        return min(
+            float(np.maximum(self.hops(case), self.slow_kinds(case)).min())
+            for case in _cases(self.problem, self.links, self.slots)
+        )
+
+
+def lower(problem: Problem, fabric: Fabric) -> float:
+    """Seconds below which no placement brings the candidate's predicted step on these links."""
+    return _Bound(problem, fabric).lower() * (1 - ROUNDING)

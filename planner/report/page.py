@@ -1,0 +1,229 @@
+"""report.html: a page without scripts and without anything to fetch, for screen and paper."""
+
+import html
+import itertools
+
+import numpy as np
+
+from planner.report import drawings, gantt
+from planner.report.svg import duration
+from planner.report.text import (
+    HEADS,
+    WORDS,
+    Report,
+    compression_words,
+    gap,
+    memory_words,
+    mesh,
+    noise_words,
+    oracle_words,
+    schedule,
+    share,
+    stage_layers,
+    statistics,
+    table,
+    tokens,
+)
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+body { margin: 0; background: #f3f5f6; color: #22272e; font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue",
+  "DejaVu Sans", sans-serif; }
+main { max-width: 1160px; margin: 0 auto; padding: 36px 40px 56px; background: #fff; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
+h2 { font-size: 18px; margin: 44px 0 4px; padding-top: 18px; border-top: 1px solid #e3e7ea; }
+p { margin: 4px 0 14px; max-width: 108ch; color: #5c6670; }
+p.what { color: #22272e; }
+svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 22px 0 8px; }
+.tile { background: #f6f8f9; border: 1px solid #e3e7ea; border-radius: 8px; padding: 12px 16px; }
+.tile b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; }
+.tile span { color: #5c6670; font-size: 13px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: 10px 0; }
+th, td { padding: 5px 12px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #edf0f2; }
+th { color: #5c6670; font-weight: 600; border-bottom: 1px solid #c9d0d5; }
+td.words, th.words { text-align: left; }
+td.long { white-space: normal; text-align: left; }
+tr.chosen td { background: #fdf1e7; font-weight: 650; }
+td .bar { display: inline-block; height: 9px; background: #2f6f9f; border-radius: 2px; margin-right: 7px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 20px; margin: 10px 0; }
+dt { font-weight: 600; } dd { margin: 0; }
+code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+.note { border-left: 3px solid #d55e00; padding: 2px 0 2px 12px; color: #22272e; }
+@media print {
+  body { background: #fff; font-size: 11px; }
+  main { padding: 0; max-width: none; }
+  h1 { font-size: 20px; } h2 { font-size: 14px; margin-top: 18px; padding-top: 10px; }
+  h2, section > p { break-after: avoid; }
+  svg, table, p, .tiles { break-inside: avoid; }
+  .tiles { grid-template-columns: repeat(5, 1fr); } .tile { padding: 8px 10px; } .tile b { font-size: 18px; }
+  .tile span { font-size: 10px; }
+  .scroll { overflow: visible; }
+  table { font-size: 10px; } th, td { padding: 3px 7px 3px 0; }
+  @page { margin: 14mm; }
+}
+"""
+
+
+def page(report: Report) -> str:
+    """The whole page as HTML."""
+    c, model, cluster = report.chosen.candidate, report.model, report.cluster
+    title = f"A plan for {model.parameter_count() / 1e9:.3g} B parameters on {cluster.devices:,} devices"
+    schedule_chart, schedule_words = gantt.gantt(report)
+    links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
+    sections = [
+        ("What the plan gains", _gains_words(report), drawings.gains(report) if report.comparisons else ""),
+        ("Ranked plans", _search_words(report), _ranked(report)),
+        ("Links, before and after the placement", links_words, links_chart),
+        ("One step on the schedule", schedule_words, schedule_chart),
+        ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
+        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", drawings.memory(report) + _oracle(report)),
+        ("Time against memory", _TRADE_WORDS, drawings.trade(report)),
+        ("Why not another plan", "", _explained(report)),
+        ("Where the figures come from", "", _sources(report)),
+    ]
+    body = "\n".join(
+        f"<section><h2>{name}</h2>{f'<p>{html.escape(words)}</p>' if words else ''}{inner}</section>"
+        for name, words, inner in sections
+        if inner
+    )
+    where = (
+        f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
+        f"{cluster.name}. {model.layers} layers of {model.hidden}, sequence {model.sequence}, {model.dtype}, "
+        f"global batch {report.global_batch:,}."
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><main>'
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(where)}</p>{_head(report)}{body}</main></body></html>\n"
+    )
+
+
+def _head(report: Report) -> str:
+    c, found = report.chosen.candidate, report.chosen
+    tiles = [
+        (duration(found.seconds), "predicted step time"),
+        (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
+        (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilisation"),
+        (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g}; {report.memory_source}"),
+        (f"≤ {share(gap(found))}" if np.isfinite(gap(found)) else "", "above the best placement there could be"),
+    ]
+    drawn = "".join(
+        f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
+    )
+    how = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how += ", sequence parallel" if c.sequence_parallel else ""
+    words = (
+        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
+        f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
+    )
+    return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
+
+
+def _gains_words(report: Report) -> str:
+    noise = noise_words(report)
+    return f"How much longer a step would take, simulated on the same links. {noise[0].upper()}{noise[1:]}."
+
+
+def _search_words(report: Report) -> str:
+    return (
+        f"{statistics(report)}. Ranked by step time, with a handicap for compression, which changes what is trained. "
+        "Gap: to a bound over all placements of the same plan."
+    )
+
+
+def _cells(cells: list[str], tag: str, words: tuple[int, ...]) -> str:
+    return "".join(
+        f"<{tag}{' class=words' if i in words else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)
+    )
+
+
+def _ranked(report: Report) -> str:
+    rows = "".join(
+        f"<tr{' class=chosen' if found is report.chosen else ''}>{_cells(row, 'td', WORDS)}</tr>"
+        for row, found in zip(table(report), report.outcome.ranked)
+    )
+    return f'<div class="scroll"><table><tr>{_cells(list(HEADS), "th", WORDS)}</tr>{rows}</table></div>'
+
+
+_STAGE_WORDS = (
+    "Forward and backward are of one micro-batch on the slowest data rank. Busy: the share of the step in which the "
+    "stage computes what the model needs."
+)
+_MEMORY_WORDS = (
+    "Bars: what a stage has in use, in closed form. All stages run one program, so as much is allocated on each as the "
+    "fullest one needs."
+)
+_TRADE_WORDS = (
+    "All candidates whose bound did not rule them out, in plain layouts; ranked plans as placed. Below and left of the "
+    "front nothing was found."
+)
+
+
+def _stages(report: Report) -> str:
+    """A row for each stage; neighbours that compute the same together."""
+    problem, step, c = report.problem, report.step, report.chosen.candidate
+    kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
+    stage = np.arange(c.pipe)
+    virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
+    each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
+    slow = np.argmax(each[0] + each[1], axis=0)
+    forward, backward = (x[slow, stage] for x in each)
+    loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)
+    busy = c.micro_batches * (forward + backward + loss) / report.chosen.seconds
+    rows = []
+    for s in range(c.pipe):
+        layers = "+".join(str(c.counts[v]) for v in virtual[:, s])
+        times = [duration(float(x)) if x else "" for x in (forward[s], backward[s], loss[s])]
+        rows.append((layers, *times, share(busy[s]), "compressed" if step.compressed[0, s] else ""))
+    drawn = []
+    for row, group in itertools.groupby(range(c.pipe), key=lambda s: rows[s]):
+        members = list(group)
+        name = str(members[0]) if len(members) == 1 else f"{members[0]} to {members[-1]}"
+        spans = [_span(x[0, members]) for x in (step.finish, step.reduce)]
+        bar = f'<span class="bar" style="width:{120 * busy[members[0]]:.0f}px"></span>'
+        drawn.append(
+            f'<tr>{_cells([name, *row[:4]], "td", ())}<td class="words">{bar}{row[4]}</td>'
+            f"{_cells([*spans, row[5]], 'td', (2,))}</tr>"
+        )
+    heads = ["stage", "layers", "forward", "backward", "loss", "busy", "pipeline ends", "gradients reduced in", ""]
+    return f'<div class="scroll"><table><tr>{_cells(heads, "th", (5,))}</tr>{"".join(drawn)}</table></div>'
+
+
+def _span(seconds: np.ndarray) -> str:
+    """From the least to the most of some times."""
+    low, high = duration(float(seconds.min())), duration(float(seconds.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def _oracle(report: Report) -> str:
+    if not report.oracle:
+        return f"<p>{oracle_words(report).capitalize()}.</p>"
+    cells = [
+        [r.configuration, r.source, f"{r.bytes / 1e9:.2f} GB", f"{r.compile_seconds:.1f} s"] for r in report.oracle
+    ]
+    rows = "".join(f"<tr>{_cells(row, 'td', (0, 1))}</tr>" for row in cells)
+    heads = _cells(["plan", "compiled by", "per device", "compilation"], "th", (0, 1))
+    rejected = "".join(
+        f'<p class="note">Rank {n} was not taken: it does not fit once compiled.</p>'
+        for n in range(1, len(report.rejected) + 1)
+    )
+    words = oracle_words(report)
+    return f'{rejected}<p>{words.capitalize()}.</p><div class="scroll"><table><tr>{heads}</tr>{rows}</table></div>'
+
+
+def _explained(report: Report) -> str:
+    rows = []
+    for line in report.explained:
+        what, _, why = line.partition(": ")
+        rows.append(f"<tr>{_cells([what], 'td', (0,))}<td class=long>{html.escape(why)}</td></tr>")
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _sources(report: Report) -> str:
+    items = [f"<dt>{html.escape(name)}</dt><dd>{html.escape(words)}</dd>" for name, words in report.sources.items()]
+    if report.command:
+        items.append(f"<dt>command</dt><dd><code>{html.escape(report.command)}</code></dd>")
+    return f"<dl>{''.join(items)}</dl>" if items else ""

@@ -1,0 +1,84 @@
+"""What the chosen plan gains over what others would have done on the same cluster."""
+
+import dataclasses
+
+import numpy as np
+
+from paxtrain.config import SCHEDULES
+from planner.cluster.cluster import between
+from planner.cost import closed_forms
+from planner.cost.step_time import MASTER, Candidate, Problem
+from planner.placement.place import amp_rule, pipette_rule
+from planner.search import layers, pruning
+from planner.search.search import Found, Search, candidate_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Another way to plan, and the simulated step time of what it leads to.
+
+    Attributes:
+        name: of the rule. what: the plan that it chooses.
+    """
+
+    name: str
+    what: str
+    seconds: float
+
+
+def _shape(c: Candidate) -> str:
+    return f"{c.data} x {c.pipe} x {c.tensor}, micro-batch {c.micro_batch}, {c.schedule}, {c.save}"
+
+
+def _chosen_by(search: Search, rule: str) -> int:
+    """The candidate that a published rule ranks first: 1F1B without compression, layers spread evenly.
+
+    Both rules know one bandwidth between hosts and one inside, here the medians; neither knows save modes, of which
+    each mesh takes the quickest that fits, nor ZeRO-1.
+    """
+    space, cluster, model = search.space, search.cluster, search.model
+    plain = (space.schedule == SCHEDULES.index("1f1b")) | (space.pipe == 1)
+    some = np.flatnonzero(plain & (space.backward == 0) & (space.data_rank == 0) & np.isfinite(search.bounds))
+    if not len(some):
+        return -1
+    taken = space.take(some)
+    costs = pruning.compute(cluster, model, taken)
+    f, b = (costs[name] * taken.slots for name in ("forward", "backward"))
+    apart = cluster.bandwidth[between(cluster)]
+    groups = cluster.devices_per_host // taken.tensor
+    outside = float(np.median(apart)) if apart.size else np.inf
+    inside = float(np.median(np.diagonal(cluster.bandwidth)))
+    message = taken.micro_batch * model.sequence // taken.parts * model.hidden * pruning.item(model)
+    hops = 2 * message / np.where(groups >= taken.data * taken.pipe, inside, outside)
+    parameters = pruning.parameters(model, taken)
+    reduce = closed_forms.ring(parameters * MASTER, taken.data, np.where(groups >= taken.data, inside, outside))
+    stages = int(taken.pipe.max())
+    on = np.arange(stages) < taken.pipe[:, None]
+    hop_rows = np.where(np.arange(stages - 1) < taken.pipe[:, None] - 1, hops[:, None], 0.0)
+    stage = [np.where(on, x[:, None], 0.0) for x in (f, b)]
+    if rule == "pipette":
+        seconds = closed_forms.pipette(*stage, hop_rows, reduce, taken.micro_batches, taken.pipe, as_published=True)
+    else:
+        seconds = closed_forms.amp(*stage, hop_rows, reduce, taken.micro_batches)
+    return int(some[np.argmin(seconds)])
+
+
+def comparisons(search: Search, chosen: Found) -> list[Comparison]:
+    """Host order, Pipette's own rule, AMP's, and no compression; each simulated on the same links."""
+    found = [
+        Comparison("host order", "the same plan on devices in order", chosen.plain),
+        Comparison("better order", "data ranks side by side, where quicker", chosen.layout),
+    ]
+    rules = {"Pipette's own rule": ("pipette", pipette_rule), "AMP's rule": ("amp", amp_rule)}
+    for name, (rule, placed) in rules.items():
+        i = _chosen_by(search, rule)
+        if i < 0:
+            continue
+        even = layers.even(search.model.layers, int(search.space.pipe[i]))
+        problem = Problem(search.cluster, search.model, candidate_of(search.space, i, even))
+        hosts = placed(problem, seed=search.options.seed)
+        seconds = float(problem.step(search.fabric, hosts[None]).total[0])
+        found.append(Comparison(name, _shape(problem.candidate), seconds))
+    dense = search.without_compression(chosen)
+    found.append(Comparison("no compression", _shape(dense.candidate), dense.seconds))
+    return found

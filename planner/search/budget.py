@@ -1,0 +1,80 @@
+"""Which candidates fit into memory, by the estimate that the search filters by."""
+
+import dataclasses
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.devices.gpus import GPUS
+from planner.cluster.cluster import Cluster
+from planner.memory import closed_form, surrogate
+from planner.search.space import Space
+
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Memory that a plan may use, and the estimate of what it does use.
+
+    Attributes:
+        usable: share of a device's memory.
+        error: how compressed messages keep their errors, as CompressConfig.error.
+        scan_layers: as PipelineConfig's.
+        learned: by the surrogate of the compiler, with its safety margin; False: in closed form.
+    """
+
+    usable: float = closed_form.USABLE
+    error: str = "lazy"
+    scan_layers: str = "auto"
+    learned: bool = True
+
+    def limit(self, cluster: Cluster) -> float:
+        """Bytes on the cluster's smallest device: all stages run one program."""
+        return float(cluster.memory.min()) * self.usable
+
+    def shape(self, cluster: Cluster, model: ModelConfig, space: Space) -> closed_form.Shape:
+        """Candidates as the memory estimates take them."""
+        common = model.layers // (space.pipe * space.chunks)
+        scan = {"on": True, "off": False, "auto": common > 8}[self.scan_layers]
+        return closed_form.Shape(
+            model=closed_form.settle(model, capability(cluster)),
+            data=space.data,
+            pipe=space.pipe,
+            tensor=space.tensor,
+            virtual_stages=space.chunks,
+            slots=space.slots,
+            common=common,
+            micro_batch=space.micro_batch,
+            micro_batches=space.micro_batches,
+            schedule=space.schedule,
+            save=space.save,
+            zero1=space.zero1.astype(int),
+            sequence_parallel=space.sequence_parallel.astype(int),
+            scan=(scan & (common > 1)) * 1,
+            backward_rank=space.backward_rank,
+            data_rank=space.data_rank,
+            error=("none", "explicit", "lazy").index(self.error),
+        )
+
+    def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
+        """Bytes per device [N] that candidates are held to need, the safety margin included."""
+        shape = self.shape(cluster, model, space)
+        if self.uses_surrogate(cluster, model):
+            return np.asarray(surrogate.load().predict(shape).bound, float)
+        return np.broadcast_to(closed_form.analytic(shape).total, (len(space),)).astype(float)
+
+    def uses_surrogate(self, cluster: Cluster, model: ModelConfig) -> bool:
+        """The surrogate is of GPU programs of GPT-2."""
+        return self.learned and cluster.overlaps and model.family == "gpt2"
+
+    def source(self, cluster: Cluster, model: ModelConfig) -> str:
+        """Which estimate the figures are."""
+        if self.uses_surrogate(cluster, model):
+            return "learned from the compiler's memory, with its safety margin"
+        return "closed form"
+
+
+def capability(cluster: Cluster) -> tuple[int, int]:
+    """The least CUDA compute capability of the cluster's devices; (0, 0) without GPUs."""
+    return min(GPUS[kind].capability if kind in GPUS else (0, 0) for kind in cluster.kinds)

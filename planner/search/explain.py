@@ -1,0 +1,121 @@
+"""Why not another plan: what is wrong with each neighbour of the chosen one."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
+from planner.search.search import Found, Search
+from planner.search.space import BACKWARD
+
+_NAMES = {"schedule": SCHEDULES, "save": SAVE_MODES, "backward": BACKWARD}
+_FLAGS = ("zero1", "sequence_parallel")
+
+
+def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
+    """The chosen plan's columns with one thing changed; sizes of the mesh in pairs."""
+    for more, less in (("data", "pipe"), ("data", "tensor"), ("pipe", "tensor")):
+        for a, b in ((more, less), (less, more)):
+            if now[b] % 2 == 0:
+                yield now | {a: now[a] * 2, b: now[b] // 2}
+    for factor in (0.5, 2.0):
+        if now["micro_batch"] * factor >= 1:
+            yield now | {"micro_batch": int(now["micro_batch"] * factor)}
+    for column in (
+        "schedule",
+        "chunks",
+        "save",
+        "zero1",
+        "sequence_parallel",
+        "backward",
+        "backward_rank",
+        "data_rank",
+    ):
+        for value in np.unique(getattr(search.space, column)).tolist():
+            if value != now[column]:
+                yield now | {column: value}
+
+
+def _described(changed: dict[str, int], now: dict[str, int]) -> str:
+    words = []
+    for column, value in changed.items():
+        if value == now[column]:
+            continue
+        shown = _NAMES[column][value] if column in _NAMES else (bool(value) if column in _FLAGS else value)
+        words.append(f"{column}={shown}")
+    return " ".join(words)
+
+
+def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
+    """A sentence for each neighbour of the chosen plan: what it is, and why it was not chosen.
+
+    Figures of neighbours are those of plain layouts, without a placement of their own.
+    """
+    columns = ("data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS)
+    columns += ("backward", "data_rank", "backward_rank")
+    table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
+    c = chosen.candidate
+    now = {
+        "data": c.data, "pipe": c.pipe, "tensor": c.tensor, "micro_batch": c.micro_batch,
+        "schedule": SCHEDULES.index(c.schedule), "chunks": c.chunks, "save": SAVE_MODES.index(c.save),
+        "zero1": int(c.zero1), "sequence_parallel": int(c.sequence_parallel),
+        "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
+        "backward_rank": c.backward_rank if c.backward != "none" else 0,
+    }  # fmt: skip
+    found = []
+    for changed in _moves(now, search):
+        if changed["schedule"] != now["schedule"] and SCHEDULES[changed["schedule"]] == "interleaved_1f1b":
+            changed = changed | {"chunks": 2}
+        elif SCHEDULES[changed["schedule"]] != "interleaved_1f1b":
+            changed = changed | {"chunks": 1}
+        if changed["backward"] == 0:
+            changed = changed | {"backward_rank": 0}
+        elif changed["backward_rank"] == 0:
+            changed = changed | {"backward_rank": int(max(search.space.backward_rank))}
+        what = _described(changed, now)
+        if not what or any(line.startswith(what + ":") for line in found):
+            continue
+        row = [changed[column] for column in columns]
+        where = np.flatnonzero((table == row).all(axis=1))
+        found.append(f"{what}: {_why(search, chosen, where, changed, global_batch)}")
+    return found
+
+
+def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, int], global_batch: int) -> str:
+    if not len(where):
+        return _invalid(search, changed, global_batch)
+    i = int(where[0])
+    if search.bytes[i] > search.limit:
+        over = (search.bytes[i] - search.limit) / 1e9
+        return f"does not fit, needs {search.bytes[i] / 1e9:.1f} GB per device, {over:.1f} GB too much"
+    if search.bounds[i] >= chosen.seconds:
+        slower = search.bounds[i] / chosen.seconds - 1
+        return f"takes {search.bounds[i]:.4g} s at least, {slower:.1%} more, by its lower bound"
+    [other] = search.simulate([i])
+    slower = other.seconds / chosen.seconds - 1
+    if slower < 0:
+        why = "too little for what it changes in training"
+        if other.score(search.options.gain) < chosen.score(search.options.gain):
+            why = "but it did not fit once compiled, or was not among the ranked"
+        return f"simulated {other.seconds:.4g} s, {-slower:.2%} less, {why}"
+    return f"simulated {other.seconds:.4g} s, {slower:.2%} more" if slower > 1e-9 else "takes the same time"
+
+
+def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
+    """Why there is no such candidate."""
+    cluster, model = search.cluster, search.model
+    data, pipe, tensor, micro = (changed[name] for name in ("data", "pipe", "tensor", "micro_batch"))
+    if cluster.devices_per_host % tensor:
+        return f"tensor groups stay inside a host of {cluster.devices_per_host} devices"
+    for name, size in model.split_sizes.items():
+        if size % tensor:
+            return f"tensor={tensor} does not divide model.{name}={size}"
+    if pipe * changed["chunks"] > model.layers:
+        return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
+    if global_batch % (data * micro):
+        return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
+    if pipe == 1:
+        return "one stage has no schedule and no messages"
+    if SCHEDULES[changed["schedule"]] in SPLIT and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+        return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
+    return "not among the choices that the search was given"

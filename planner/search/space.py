@@ -1,0 +1,183 @@
+"""The candidates: every way to split a model over a cluster that the trainer accepts, as columns of numbers."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from compress.policy import compression_ratio
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES, ModelConfig
+from paxtrain.errors import UserError
+from planner.cluster.cluster import Cluster
+from planner.cost import compute
+
+Array = np.ndarray
+BACKWARD = ("none", "epilogue", "all")
+MASKED = tuple(SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe"))
+# Without those that split the backward: real processes took longer with zb_h1 than is predicted (docs/planner.md).
+TRIED = tuple(name for name in SCHEDULES if name not in SPLIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What the search may choose from; the compression kinds and ranks are the budget of quality.
+
+    Attributes:
+        tensor, pipe, micro_batch: sizes to try; empty: all that divide.
+        schedules, saves, zero1: values to try. virtual_stages: chunks of interleaved schedules.
+        sequence_parallel: values to try where tensor has several devices that the sequence can be split over.
+        backward: kinds of compressed activation gradients allowed besides none; backward_ranks: at which ranks.
+        data_ranks: ranks allowed for gradients over data; empty: they stay dense.
+        min_ratio: nothing is compressed that does not shrink so many times.
+    """
+
+    tensor: tuple[int, ...] = ()
+    pipe: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    schedules: tuple[str, ...] = TRIED
+    virtual_stages: tuple[int, ...] = (2, 4)
+    saves: tuple[str, ...] = SAVE_MODES
+    zero1: tuple[bool, ...] = (True, False)
+    sequence_parallel: tuple[bool, ...] = (False,)
+    backward: tuple[str, ...] = ("epilogue",)
+    backward_ranks: tuple[int, ...] = (16,)
+    data_ranks: tuple[int, ...] = (128,)
+    min_ratio: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Space:
+    """Candidates as columns [N]; schedule, save and backward are indices into SCHEDULES, SAVE_MODES and BACKWARD.
+
+    Attributes:
+        slots: layer slots of a virtual stage if layers are spread as evenly as they get.
+    """
+
+    data: Array
+    pipe: Array
+    tensor: Array
+    micro_batch: Array
+    micro_batches: Array
+    schedule: Array
+    chunks: Array
+    save: Array
+    zero1: Array
+    sequence_parallel: Array
+    backward: Array
+    backward_rank: Array
+    data_rank: Array
+    slots: Array
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def parts(self) -> Array:
+        """Of the sequence, in what a device keeps and sends."""
+        return np.where(self.sequence_parallel, self.tensor, 1)
+
+    def take(self, where: Array) -> "Space":
+        """Some of the candidates."""
+        return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, rising."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[tuple[int, int, int]]:
+    tensors = [
+        t
+        for t in choices.tensor or divisors(cluster.devices_per_host)
+        # Of hosts taken together only groups that fill them are known: smaller ones lie on other links.
+        if not cluster.parts or t == cluster.devices_per_host
+        if not any(size % t for size in model.split_sizes.values())
+        and cluster.devices % t == 0 and cluster.devices_per_host % t == 0
+    ]  # fmt: skip
+    for tensor in tensors:
+        for pipe in divisors(cluster.devices // tensor):
+            if pipe <= model.layers and (not choices.pipe or pipe in choices.pipe):
+                yield cluster.devices // tensor // pipe, pipe, tensor
+
+
+def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int, choices: Choices) -> Space:
+    """All candidates.
+
+    Raises:
+        UserError: no mesh divides the model and the batch.
+    """
+    meshes = list(_meshes(cluster, model, choices))
+    if not meshes:
+        sizes = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
+        raise UserError(
+            f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
+            f"{sizes} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
+            f"tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
+        )
+    rows: list[tuple] = []
+    for data, pipe, tensor in meshes:
+        if global_batch % data:
+            continue
+        sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
+        for micro_batch, (schedule, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
+            m = global_batch // data // micro_batch
+            zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
+            saves = [s for s in choices.saves if SCHEDULES[schedule] not in SPLIT or s in SPLIT_SAVES]
+            for sequence in _sequence_parallel(choices, model, tensor):
+                policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
+                for save, zero, policy in itertools.product(saves, zero1, policies):
+                    how = (schedule, chunks, SAVE_MODES.index(save), zero, sequence)
+                    rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
+    if not rows:
+        smallest = sorted({data for data, *_ in meshes})
+        raise UserError(
+            f"a global batch of {global_batch} cannot be split: it must be divisible by data times the micro-batch, "
+            f"and meshes of {cluster.devices} devices have data={_listed(smallest)} with micro-batch "
+            f"{_listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
+        )
+    columns = [np.array(column) for column in zip(*rows)]
+    names = [field.name for field in dataclasses.fields(Space)][:-1]
+    values = dict(zip(names, columns))
+    return Space(**values, slots=-(-model.layers // (values["pipe"] * values["chunks"])))
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values)) if len(values) else "any"
+
+
+def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tuple[int, int]]:
+    """(index of the schedule, chunks). With one stage all are the same."""
+    if pipe == 1:
+        plain = [name for name in choices.schedules if name != "interleaved_1f1b"]
+        plain.sort(key=lambda name: name in SPLIT)  # which cannot use all saves
+        yield from [(SCHEDULES.index(name), 1) for name in plain[:1]]
+        return
+    for name in choices.schedules:
+        for chunks in choices.virtual_stages if name == "interleaved_1f1b" else (1,):
+            if pipe * chunks <= model.layers:
+                yield SCHEDULES.index(name), chunks
+
+
+def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:
+    if tensor == 1 or model.sequence % tensor:
+        return (False,)
+    return choices.sequence_parallel
+
+
+def _compressions(
+    choices: Choices, model: ModelConfig, data: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
+) -> list[tuple[int, int, int]]:
+    """(backward, its rank, rank over data), as far as the trainer would compress anything."""
+    n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
+    between = [(0, 0)]
+    if pipe > 1:
+        ranks = [r for r in choices.backward_ranks if compression_ratio(n, k, r) >= choices.min_ratio]
+        between += [(BACKWARD.index(kind), r) for kind in choices.backward if kind != "none" for r in ranks]
+    over = [0]
+    if data > 1:
+        kernels = compute.kernels(model, tensor)
+        over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in kernels)]
+    return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]

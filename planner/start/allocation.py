@@ -1,0 +1,185 @@
+"""The nodes that a job got: their devices, and whether they share its folder, have a plan, and were profiled."""
+
+import dataclasses
+import pathlib
+import secrets
+import time
+from collections.abc import Sequence
+
+import jax
+
+from paxtrain.config import ModelConfig
+from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
+from paxtrain.run import checkpoint
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
+from planner.cost import compute
+from planner.measure.measure_cluster import Machines
+from planner.measure.process_group import Meeting
+
+_SHARED_WITHIN = 5.0  # seconds in which a file must be seen on all nodes: clients of NFS look again after some
+_PAUSE = 0.2
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
+    """Why these are not the `gpus` GPUs (0: CPUs) that a process of the host is to have; empty if they are."""
+    found = [device.device_kind for device in devices if device.platform != "cpu"]
+    if len(found) == gpus:
+        return ""
+    kinds = f"{len(found)} x {', '.join(dict.fromkeys(found))}"
+    if not gpus:
+        return (
+            f"jax finds {kinds} on {host}, but --gpus=0 asks for CPUs; set JAX_PLATFORMS=cpu, or launch with a node's "
+            "number of GPUs as --gpus_per_node"
+        )
+    if not found:
+        return (
+            f"jax finds no GPU on {host}, but --gpus={gpus} asks for {gpus}; install requirements-gpu.txt there, see "
+            "that nvidia-smi lists them and JAX_PLATFORMS is not set, or launch with --gpus_per_node=0 to train on CPUs"
+        )
+    return (
+        f"jax finds {kinds} on {host} for one process, but --gpus={gpus} asks for {gpus}; ask for nodes that have as "
+        "many, or launch with a node's number of GPUs as --gpus_per_node"
+    )
+
+
+def check_devices(meeting: Meeting, gpus: int, host: str) -> None:
+    """Ends this process, and so the others, where its devices are not what it is to have.
+
+    It waits for nobody: where one process alone finds no GPU, jax's runtime holds up the others, who wait for its GPUs.
+
+    Raises:
+        UserError: if it is alone.
+    """
+    problem = wrong_devices(jax.local_devices(), gpus, host)
+    if problem and meeting.count > 1:
+        meeting.fail(problem)
+    if problem:
+        raise UserError(problem)
+
+
+# --- The folder -------------------------------------------------------------------------------------------------------
+
+
+def _seen(token: pathlib.Path, within: float) -> bool:
+    """Whether the file is seen here, with its name in it."""
+    until = time.monotonic() + within
+    while True:
+        try:
+            if token.read_text() == token.name:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > until:
+            return False
+        time.sleep(_PAUSE)
+
+
+def check_shared(meeting: Meeting, out: pathlib.Path, within: float = _SHARED_WITHIN) -> None:
+    """Makes the folder and proves that all processes see the same one.
+
+    Raises:
+        UserError: on every process: it cannot be written, or who does not see what process 0 wrote there.
+    """
+
+    def write(_: object) -> str:
+        checkpoint.ensure_writable(out)
+        token = out / f".shared-{secrets.token_hex(8)}"
+        try:
+            token.write_text(token.name)
+        except OSError as error:
+            raise UserError(f"cannot write to --out={out} ({error.strerror}); name a folder that can be") from error
+        return token.name
+
+    def verdict(values: list[bool]) -> None:
+        blind = [name for name, seen in zip(meeting.names, values) if not seen]
+        if blind:
+            raise UserError(
+                f"--out={out} is not the same folder on all nodes: what {meeting.names[0]} writes there is not seen on "
+                f"{', '.join(blind)}; name a folder on a file system that they share"
+            )
+
+    token = out / meeting.gather(None, write)
+    try:
+        meeting.gather(_seen(token, within), verdict)
+    finally:
+        if meeting.process == 0:
+            token.unlink(missing_ok=True)
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def why_not(plan: Plan, machines: Machines) -> str:
+    """Why a plan is not for these nodes, "pax4 is not in it"; empty if it is. The order of nodes does not matter."""
+    there, devices = len(machines.hosts) * machines.per_host, plan.mesh.devices
+    reasons = []
+    if plan.hosts:
+        added = [host for host in machines.hosts if host not in plan.hosts]
+        gone = [host for host in plan.hosts if host not in machines.hosts]
+        reasons += [f"{_some(added)} {'is' if len(added) == 1 else 'are'} not in it"] * bool(added)
+        reasons += [f"{_some(gone)} of it {'is' if len(gone) == 1 else 'are'} not here"] * bool(gone)
+        if not reasons and plan.devices_per_host != machines.per_host:
+            reasons.append(f"it is for {plan.devices_per_host} devices on each of them, here are {machines.per_host}")
+    elif devices != there:
+        reasons.append(f"it is for {devices} devices, here are {there}")
+    return ", and ".join(reasons)
+
+
+# --- Profiles ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """A profile that was kept, of these nodes alone and in their order.
+
+    Attributes:
+        hosts: how many it is of; measured: seconds since the epoch.
+    """
+
+    cluster: Cluster
+    path: pathlib.Path
+    hosts: int
+    measured: float
+
+
+def _fits(cluster: Cluster, machines: Machines, model: ModelConfig) -> bool:
+    if not cluster.named or cluster.devices_per_host != machines.per_host or set(machines.hosts) - set(cluster.hosts):
+        return False
+    kinds = dict(zip(cluster.hosts, cluster.kinds))
+    if any(kinds[host] != kind for host, kind in zip(machines.hosts, machines.kinds)):
+        return False
+    if not cluster.compute:
+        return "cpu" not in machines.kinds  # which have no data sheet to go by
+    return any(compute.profiled_row(row) == compute.profiled(model) for row in cluster.compute)
+
+
+def kept_profile(folder: pathlib.Path, machines: Machines, model: ModelConfig, most: float) -> Kept | None:
+    """The newest profile of these nodes, or of these and others, in the folder; None: none is younger than `most` s."""
+    found = sorted(((path.stat().st_mtime, path) for path in folder.glob("*.json")), reverse=True)
+    for measured, path in found:
+        if time.time() - measured > most:
+            return None
+        try:
+            cluster = clusters.load(path)
+        except UserError:  # cut off while it was written, or not a profile: one is as good as none
+            continue
+        if _fits(cluster, machines, model):
+            return Kept(clusters.of_hosts(cluster, machines.hosts), path, len(cluster.hosts), measured)
+    return None
+
+
+def keep_profile(cluster: Cluster, folder: pathlib.Path) -> pathlib.Path:
+    """Writes a profile into the folder, named by the time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / time.strftime("%Y%m%dT%H%M%SZ.json", time.gmtime())
+    clusters.save(cluster, path)
+    return path

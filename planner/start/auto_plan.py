@@ -1,0 +1,278 @@
+"""The plan for the nodes that a job got: the one that was made for them before, or a new one from their links.
+
+Process 0 decides and searches, all measure. What is kept lies in the run's folder: plan.json, report.html, and every
+profile in profile/.
+"""
+
+import dataclasses
+import gc
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxtrain.config import Config, PipelineConfig, from_dict, read_section
+from paxtrain.config import plan as plans
+from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
+from paxtrain.process import supervised
+from paxtrain.run import report as words
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
+from planner.measure import measure_cluster
+from planner.measure.measure_cluster import Machines
+from planner.measure.process_group import Meeting
+from planner.planning import flags
+from planner.planning.recommend import Planner, predicted
+from planner.report import page
+from planner.start import allocation
+
+PLAN, REPORT, PROFILES = "plan.json", "report.html", "profile"
+# Measured at a job's start: two sizes, chosen by how slow the links are, and as much compute as there is time for.
+_REPEATS, _MICRO_BATCHES = 3, (1, 2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+        values: the whole configuration, nested.
+        seconds: that profiling may take. age: seconds after which a kept profile is measured again.
+        compute_hosts: as measure_cluster.Options has it.
+    """
+
+    values: dict[str, Any]
+    out: pathlib.Path
+    seconds: float
+    age: float
+    compute_hosts: int = 0
+
+    def asked(self) -> dict[str, Any]:
+        """What a plan depends on besides the nodes, as JSON values."""
+        sections = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
+        return json.loads(json.dumps({**sections, "search": flags.given()}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A plan and where it is from.
+
+    Attributes:
+        source: in words. seconds: that deciding took.
+        given: it is the user's own.
+    """
+
+    plan: Plan
+    source: str
+    seconds: float
+    given: bool = False
+
+
+def check(values: dict[str, Any]) -> None:
+    """Finds what is wrong with the configuration and the flags before anything is measured.
+
+    Raises:
+        UserError: what that is.
+    """
+    *_, compress = flags.sections(values)
+    flags.choices(compress.min_ratio)
+    flags.options()
+
+
+def measurable(values: dict[str, Any]) -> Config:
+    """The configuration without what a plan decides: as it is measured, whatever its own mesh is."""
+    save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
+    return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}})
+
+
+def decide(meeting: Meeting, machines: Machines, request: Request, why: str, progress: supervised.Progress) -> Decision:
+    """The plan, the same on every process.
+
+    Args:
+        why: why a plan that was given is not taken ("plan.json is not for these nodes"); empty: none was.
+
+    Raises:
+        UserError: on every process: nothing fits, or a process was lost.
+    """
+    began, config = time.monotonic(), measurable(request.values)
+    kept: list[allocation.Kept] = []  # on process 0
+
+    def look(_: object) -> tuple[Any, str, bool]:
+        plan, reason = _former(machines, request)
+        found = allocation.kept_profile(request.out / PROFILES, machines, config.model, request.age)
+        kept.extend([found] if found else [])
+        return plan and plans.to_json(plan), _source(plan is not None, reason, why), bool(kept)
+
+    former, reason, profiled = meeting.gather(None, look)
+    if former:
+        return Decision(plans.from_json(former), reason, time.monotonic() - began)
+    cluster, missing = None, ""
+    if not profiled:
+        with progress.doing("measuring the nodes' links and compute"):
+            cluster, missing = _profile(meeting, machines, config, request)
+    seconds = time.monotonic() - began
+
+    def search(_: object) -> Any:
+        if kept:
+            [found] = kept
+            more = f", which is of {found.hosts} hosts" * (found.hosts > len(machines.hosts))
+            links = {"source": f"{found.path}{more}"}
+            return _search(found.cluster, request, links | {"measured": found.measured})
+        allocation.keep_profile(cluster, request.out / PROFILES)
+        links = {"source": f"measured in {seconds:.0f} s{missing}", "measured": time.time()}
+        return _search(cluster, request, links)
+
+    with progress.doing("planning"):
+        plan = plans.from_json(meeting.gather(None, _told(search, request.out)))
+    return Decision(plan, reason, time.monotonic() - began)
+
+
+def _source(again: bool, reason: str, why: str) -> str:
+    """Where the plan is from, in words.
+
+    Args:
+        again: whether it is the one of an earlier start. reason: why it is that one, or is not. why: as decide has it.
+    """
+    if not why:
+        return reason
+    return f"{reason} (--replan: {why})" if again else f"made anew (--replan): {why}"
+
+
+def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any]:
+    """The same, with a disk that fails told as bad input."""
+
+    def told(values: Any) -> Any:
+        try:
+            return write(values)
+        except OSError as error:
+            raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
+
+    return told
+
+
+def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
+    """The plan of an earlier start, if it is still the right one, and why it is or not."""
+    path = request.out / PLAN
+    for name in (PLAN, REPORT, PROFILES):
+        if (request.out / name).exists() and (request.out / name).is_dir() != (name == PROFILES):
+            kind = "file" if name == PROFILES else "folder"
+            raise UserError(f"{request.out / name} is a {kind}, which is in the plan's way; choose another --out")
+    if not path.exists():
+        return None, "made now, the first one of this run"
+    try:
+        plan = plans.load(path)
+    except UserError as error:
+        return None, f"made anew: {error}"
+    if reason := allocation.why_not(plan, machines):
+        return None, f"made anew: the former one is for other nodes: {reason}"
+    if plan.predicted.get("asked") != request.asked() or not plan.hosts:
+        return None, "made anew: configuration or search flags are others than before"
+    return plan, f"{path} again: same nodes, configuration and search flags"
+
+
+def _profile(meeting: Meeting, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
+    """The cluster as measured, and which links there was no time for."""
+    allowed = flags.integers("tensor")
+    tensor = tuple(
+        t for t in measure_cluster.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
+    )
+    options = measure_cluster.Options(
+        sizes=(),
+        repeats=_REPEATS,
+        micro_batches=tuple(sorted(flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
+        tensor=tensor,
+        time_limit=request.seconds,
+        least="cpu" in machines.kinds,  # of which there is no data sheet
+        compute_hosts=request.compute_hosts,
+        all_reduces=False,
+    )
+    cluster, said = measure_cluster.profile(meeting, machines, config, options, "job")
+    # Training needs the memory of what was measured with.
+    gc.collect()
+    jax.clear_caches()
+    return cluster, "".join(f"; {text}" for what, text in said if what == "left out" and "links" in text)
+
+
+def _ends(cluster: Cluster) -> dict[str, Any]:
+    """The slowest and the fastest link between hosts: from, to, bytes/s and seconds of latency."""
+    off = clusters.between(cluster)
+    if not off.any():
+        return {}
+    bandwidth = cluster.bandwidth
+    places = {"slowest": np.where(off, bandwidth, np.inf).argmin(), "fastest": np.where(off, bandwidth, 0).argmax()}
+    ends = {name: np.unravel_index(place, off.shape) for name, place in places.items()}
+    return {
+        name: [cluster.hosts[a], cluster.hosts[b], float(bandwidth[a, b]), float(cluster.alpha[a, b])]
+        for name, (a, b) in ends.items()
+    }
+
+
+def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Any:
+    """Searches, and writes plan and report; the plan as JSON values.
+
+    Args:
+        links: where their figures are from.
+    """
+    links = links | _ends(cluster)
+    model, pipeline, batch, compress = flags.sections(request.values)
+    if flags.tensor_hosts() > 1:
+        cluster = clusters.merged(cluster, flags.tensor_hosts())
+    search = flags.search(cluster, model, pipeline, compress, batch.global_batch)
+    planner = Planner(search, compress, request.values, batch.global_batch, lambda text: None)
+    outcome = search.run(progress=planner.say)
+    made = planner.tell(outcome, outcome.ranked[0], (), False)
+    plan = planner.plan(outcome.ranked[0], {**predicted(made), "links": links, "asked": request.asked()})
+    (request.out / REPORT).write_text(page.page(made))
+    beside = request.out / f".{PLAN}.new"
+    plans.save(plan, beside)
+    beside.replace(request.out / PLAN)
+    return plans.to_json(plan)
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.3g} {unit} ago"
+    return "just now"
+
+
+def describe(decision: Decision, machines: Machines) -> str:
+    """The decision in ten lines, fewer where a plan does not say where its figures are from."""
+    plan, told = decision.plan, decision.plan.predicted
+    names = ", ".join(machines.hosts[:8]) + (", ..." if len(machines.hosts) > 8 else "")
+    kinds = ", ".join(dict.fromkeys(machines.kinds))
+    rows = [("nodes", f"{len(machines.hosts)} x {machines.per_host} {kinds}: {names}"), ("plan", decision.source)]
+    if links := told.get("links"):
+        rows.append(("links", f"{links['source']}, {_ago(time.time() - links['measured'])}"))
+        for name in ("slowest", "fastest"):
+            if name in links:
+                a, b, rate, alpha = links[name]
+                rows.append((name, f"{a} to {b}: {words.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
+    mesh, pipeline, batch, compress = plan.mesh, plan.pipeline, plan.batch, plan.compress
+    how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
+    how += ", sequence parallel" if mesh.sequence_parallel else ""
+    rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
+    layers = f", layers {pipeline.pipe_layers}" if pipeline.pipe_layers else ""
+    rows.append(("schedule", f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{layers}, "
+                             f"save={pipeline.save}"))  # fmt: skip
+    between = f"{compress.backward} gradients between stages at rank {compress.backward_rank}"
+    over = f"gradients over data of stages {compress.data} at rank {compress.data_rank}"
+    parts = [between] * (compress.backward != "none") + [over] * (compress.data != "none")
+    rows.append(("compressed", " and ".join(parts) or "nothing"))
+    if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:
+        used, limit = (words.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))
+        rows.append(("memory", f"{used} of {limit} per device ({told['memory_source']})"))
+    took = f"decided in {decision.seconds:.1f} s"
+    if told.keys() >= {"step_seconds", "host_order_seconds"}:
+        step, order = told["step_seconds"], told["host_order_seconds"]
+        took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
+    rows.append(("step", took))
+    return words.table(rows)

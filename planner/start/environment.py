@@ -1,0 +1,93 @@
+"""What a run was made with, kept beside its checkpoints: environment.json, a list with one entry per start."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from absl import flags
+
+FILE = "environment.json"
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Variables of schedulers, and those that change what the runtime does.
+_NAMED = re.compile(
+    r"(SLURM|OMPI|PMIX|JOBSET|JOB|NCCL|XLA|JAX|TF|CUDA|UCX|FI|GLOO|OMP|OPENBLAS|MALLOC|PAXTRAIN|LIBTPU)_|KUBERNETES_SERVICE|"
+    r"LD_LIBRARY_PATH|LD_PRELOAD|TPU_"
+)
+_SECRET = re.compile(r"TOKEN|JWT|SECRET|PASS|CREDENTIAL|API_?KEY", re.IGNORECASE)
+
+
+def packages() -> dict[str, str]:
+    """Version of every installed distribution."""
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return dict(sorted((name, version) for name, version in found.items() if name))
+
+
+def revision(root: pathlib.Path = _ROOT) -> str | None:
+    """The git commit of the code, with "+changes" if files differ from it; None where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The scheduler's and the runtime's variables, none that may be a secret."""
+    return {
+        name: value for name, value in sorted(environment.items()) if _NAMED.match(name) and not _SECRET.search(name)
+    }
+
+
+def flag_values() -> dict[str, Any]:
+    """Our flags, those not given too, by name; the configuration is not among them."""
+    ours = [
+        each for module, some in flags.FLAGS.flags_by_module_dict().items() if "absl" not in module for each in some
+    ]
+    return {flag.name: flag.value for flag in ours if isinstance(flag.value, str | int | float | list | None)}
+
+
+def describe(**more: Any) -> dict[str, Any]:
+    """This start: when, what and with what, and what else there is to say, as JSON values."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": sys.orig_argv,
+        "folder": os.getcwd(),
+        "git": revision(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": packages(),
+        "variables": variables(os.environ),
+        **more,
+    }
+
+
+def record(out: pathlib.Path, start: Mapping[str, Any]) -> None:
+    """Adds a start to the folder's list; one that cannot be read is put aside."""
+    path = out / FILE
+    starts: list[Any] = []
+    try:
+        starts = json.loads(path.read_text())
+        if not isinstance(starts, list):
+            raise ValueError("no list")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError):
+        starts = []
+        with contextlib.suppress(OSError):
+            path.replace(path.with_suffix(".unreadable"))
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps([*starts, start], indent=1) + "\n")
+    beside.replace(path)

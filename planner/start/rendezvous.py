@@ -1,0 +1,148 @@
+"""Who has come, asked before the processes join: jax.distributed only says that somebody has not.
+
+Process 0 listens for a moment where jax's coordinator will. Every other process calls there, says its number and its
+host, and hears either that all are there or who is missing.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from jax._src import clusters
+
+from paxtrain.errors import UserError
+from paxtrain.process import distributed
+
+_GO = "go"
+
+
+def launch(
+    coordinator: str | None, processes: int | None, process: int | None, timeout: float
+) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and this one's, from the flags or the launcher; None: this process is alone."""
+    if coordinator is not None and processes is not None and process is not None:
+        return coordinator, processes, process
+    if distributed.alone(coordinator, processes, process) or distributed.detect(os.environ) is None:
+        return None
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    address, count, number, _ = detect(coordinator, processes, process, [], None, int(timeout))
+    return address, count, number
+
+
+def hosts_of_launcher(environment: Mapping[str, str], processes: int) -> list[str] | None:
+    """The host of every process by SLURM's list, where it spreads them evenly in blocks; else None."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return None
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if not names or processes % len(names):
+        return None
+    return [names[i * len(names) // processes] for i in range(processes)]
+
+
+def missing_sentence(
+    missing: Sequence[int], came: Mapping[int, str], hosts: Sequence[str] | None, address: str, timeout: float
+) -> str:
+    """Who has not come, and who has."""
+    who = [f"process {i}" + (f" (host {hosts[i]})" if hosts else "") for i in missing]
+    there = f"those on {', '.join(sorted(set(came.values())))} have" if came else "no other one has"
+    return (
+        f"{', '.join(who)} did not come within {timeout:g} s, {there}; see whether that host is up and can reach "
+        f"{address}, or give a larger --coordinator_timeout"
+    )
+
+
+def _listen(port: int, processes: int, timeout: float, address: str) -> None:
+    came: dict[int, str] = {}
+    until = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(socket.create_server(("", port), backlog=processes))
+        except OSError as error:
+            raise UserError(f"cannot listen at {address} ({error.strerror}); choose another port") from error
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(server, selectors.EVENT_READ)
+        callers: list[socket.socket] = []
+        while len(came) < processes - 1 and (left := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is server:
+                    caller = stack.enter_context(server.accept()[0])
+                    selector.register(caller, selectors.EVENT_READ)
+                    continue
+                caller = key.fileobj
+                selector.unregister(caller)
+                with contextlib.suppress(OSError, ValueError):
+                    number, host = caller.recv(1024).decode().split()
+                    came[int(number)] = host
+                    callers.append(caller)
+        missing = sorted(set(range(1, processes)) - set(came))
+        hosts = hosts_of_launcher(os.environ, processes)
+        own = {0: socket.gethostname()}
+        verdict = missing_sentence(missing, own | came, hosts, address, timeout) if missing else _GO
+        for caller in callers:
+            with contextlib.suppress(OSError):
+                caller.sendall(verdict.encode())
+                caller.shutdown(socket.SHUT_WR)
+        for caller in callers:  # they close first: the port is free at once
+            with contextlib.suppress(OSError):
+                caller.settimeout(1)
+                caller.recv(1)
+    if missing:
+        raise UserError(verdict)
+
+
+def _call(host: str, port: int, process: int, timeout: float) -> None:
+    until = time.monotonic() + timeout
+    why = "timed out"
+    while (left := until - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), min(left, 5)) as s:
+                s.sendall(f"{process} {socket.gethostname()}".encode())
+                s.settimeout(left + 5)
+                parts = []
+                while part := s.recv(4096):
+                    parts.append(part)
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(0.2)
+            continue
+        verdict = b"".join(parts).decode()
+        if verdict == _GO:
+            return
+        if verdict:
+            raise UserError(verdict)
+        time.sleep(0.2)
+    raise UserError(
+        f"process 0 cannot be reached at {host}:{port} within {timeout:g} s ({why}); see whether that host is up, or "
+        "give a larger --coordinator_timeout"
+    )
+
+
+def call(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> None:
+    """Returns when all processes of the launch have come.
+
+    Args:
+        coordinator, processes, process, timeout: as paxtrain.process.distributed.initialize takes them.
+
+    Raises:
+        UserError: on every process that came: which did not, by number and, where the launcher lists it, by host.
+    """
+    found = launch(coordinator, processes, process, timeout)
+    if found is None or found[1] == 1:
+        return
+    address, count, number = found
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # distributed.initialize says what is wrong with it
+        return
+    if number == 0:
+        _listen(int(port), count, timeout, address)
+    else:
+        _call(host.strip("[]"), int(port), number, timeout)

@@ -1,0 +1,323 @@
+"""The first cause of a fault, from what every host reports: one rule, so that all hosts say the same sentence.
+
+When one of the processes of a run fails, all others fail too, and the runtime blames whichever it noticed. The rule
+takes what explains the others before what others explain:
+
+1. a worker that ended for a reason of its own (a signal, no memory, a full disk, bad input, an exception);
+2. a host of which nobody hears;
+3. a link that carries nothing between two hosts that others hear;
+4. a worker for which the others wait (stopped, waiting for a disk, long in something that is no step, slow, behind);
+5. a worker that ended well before the others, or whose collective failed though every host answers and every link
+   carries.
+
+Among equals the earliest is the first. Clocks of hosts differ, so reports say how long ago things were.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from planner.supervision.worker_process import Status
+
+# What other processes' ends make of one's own: collectives that lost a peer, and jax's coordination service.
+_CASCADE = re.compile(
+    r"gloo|nccl|collective|coordination|heartbeat|connection (reset|closed)|socket closed|broken pipe|timed out waiting"
+    r"|barrier|another task|distributed (service|runtime)|preempt|deadline.exceeded|unavailable",
+    re.IGNORECASE,
+)
+# A sentence for the user, whose own paths may have any of these words in them. Those about another process, as of who
+# waits for one before training (rollcall, meeting), are known by their advice; one of them quotes the runtime.
+_SENTENCE = re.compile(r"(error|UserError): ")
+_UNMET = re.compile(r"see whether (its|that) (host|network) is up")
+_OTHERS = re.compile(rf"its own output says what|did not find each other|{_UNMET.pattern}")
+_QUOTED = "cannot join the other processes: "
+# Exceptions that no collective raises.
+_OWN = re.compile(
+    r"(OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError|AssertionError|AttributeError|IndexError"
+    r"|KeyError|TypeError|MemoryError|ZeroDivisionError)\b"
+)
+_FULL = re.compile(r"no space left on device|enospc|disk quota exceeded|edquot", re.IGNORECASE)
+_MEMORY = re.compile(r"out of memory|resource_exhausted|bad_alloc|memoryerror|cannot allocate memory", re.IGNORECASE)
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGUSR1", "SIGUSR2")
+_MOMENT = 5.0  # seconds that a worker may do anything without others having to wait for it
+REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one host says of itself. Ages are seconds before the report was made.
+
+    Attributes:
+        worker: None: it was never started.
+        hung: the worker finishes no steps, and its supervisor's limit for that has passed.
+        unreachable: other hosts that did not answer, by number, with the reason; REFUSED where nobody listens.
+        silences: neighbours of which nothing came for a while: (seconds, how long ago it ended).
+        slow: how many times longer than on other hosts the same work takes on this one's CPU; 0: no more than usual.
+        final: all that was asked of other hosts has come in.
+    """
+
+    name: str
+    worker: Status | None = None
+    hung: bool = False
+    unreachable: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    silences: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    slow: float = 0.0
+    final: bool = False
+
+    def older(self, seconds: float) -> "Report":
+        """The same, told so much later."""
+        worker = self.worker and dataclasses.replace(
+            self.worker, ended_age=self.worker.ended_age + seconds, told_age=self.worker.told_age + seconds
+        )
+        spans = {rank: (long, ended and ended + seconds) for rank, (long, ended) in self.silences.items()}
+        return dataclasses.replace(self, worker=worker, silences=spans)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Report":
+        worker = values["worker"]
+        return cls(
+            **{
+                **values,
+                "worker": Status(**worker) if worker else None,
+                "unreachable": {int(rank): why for rank, why in values["unreachable"].items()},
+                "silences": {int(rank): (span[0], span[1]) for rank, span in values["silences"].items()},
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a run ended.
+
+    Attributes:
+        kind: "killed", "stopped", "out of memory", "disk full", "bad input", "exception" or "exit" of a worker; "lost";
+            "link"; "frozen", "busy", "slow" or "stalled"; "collective".
+        hosts: whose fault it is; of a link both ends.
+        step: the last one finished there, or anywhere where that host cannot be asked.
+        age: seconds before it was told.
+        sentence: for the user.
+        leave_out: the hosts without which training can go on.
+    """
+
+    kind: str
+    hosts: tuple[str, ...]
+    step: int | None
+    age: float
+    sentence: str
+    leave_out: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """What may have been the first cause; `order` is that of the rule above."""
+
+    order: int
+    kind: str
+    ranks: tuple[int, ...]
+    what: str
+    age: float | None
+    detail: str = ""
+    advice: str = "start again, and training continues from its last checkpoint"
+    leave_out: tuple[int, ...] = ()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+
+
+def _listed(names: Sequence[str]) -> str:
+    most = [*names[:4], *([f"{len(names) - 4} others"] if len(names) > 4 else [])]
+    return most[0] if len(most) == 1 else f"{', '.join(most[:-1])} and {most[-1]}"
+
+
+def is_cascade(worker: Status) -> bool:
+    """Whether the worker's end is what another one's end does to it."""
+    error = worker.error
+    if worker.signal in _FROM_OUTSIDE or _FULL.search(error) or _OWN.match(error):
+        return False
+    if _SENTENCE.match(error):
+        return bool(_OTHERS.search(error) or _CASCADE.search(error.partition(_QUOTED)[2]))
+    return bool(_CASCADE.search(error))
+
+
+def _ended(rank: int, worker: Status) -> _Candidate | None:
+    """Why a worker ended, or is about to."""
+    if worker.good or (worker.state == "running" and not worker.failed):
+        return None
+
+    def own(kind: str, what: str, detail: str = worker.error, order: int = 1, **more: Any) -> _Candidate:
+        return _Candidate(order, kind, (rank,), f"the worker {what}", worker.ended_age, detail, **more)
+
+    while_ = f" while {worker.doing}" if worker.failed and worker.doing not in ("", "starting") else ""
+    if _UNMET.search(worker.error) and is_cascade(worker):
+        return own("collective", "did not reach all others before the first step", order=5)
+    if is_cascade(worker):
+        return own("collective", "lost the others, though every host answers and every link carries", order=5)
+    if worker.asked and worker.signal:
+        return own("stopped", f"was told to end and ended by {worker.signal}", "")
+    if worker.out_of_memory:
+        return own("out of memory", "was killed by the kernel, because its host ran out of memory", "")
+    if worker.signal in _FROM_OUTSIDE:
+        return own("killed", f"was killed by {worker.signal}", "")
+    if _FULL.search(worker.error):
+        return own("disk full", f"found its disk full{while_}", advice="free some of it and start again")
+    if _MEMORY.search(worker.error):
+        return own("out of memory", f"ran out of memory{while_}", advice="plan for less memory and start again")
+    if worker.signal:
+        return own("killed", f"was ended by {worker.signal}{while_}")
+    if _SENTENCE.match(worker.error):
+        return own("bad input", f"was given bad input{while_}", worker.error.partition(": ")[2], advice="")
+    if worker.failed or worker.state == "ended":
+        code = "" if worker.code in (None, 1) else f" with exit code {worker.code}"
+        return own("exception" if worker.failed else "exit", f"failed{code}{while_}")
+    return own("collective", "is ending, and has not said why", order=5)
+
+
+def _left(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
+    """Workers that ended well while others had still to work with them."""
+    for rank, report in reports.items():
+        if report.worker and report.worker.good:
+            what = "the worker ended with exit code 0 while others were at work"
+            yield _Candidate(5, "exit", (rank,), what, report.worker.ended_age)
+
+
+def _silence(reports: Mapping[int, Report], rank: int) -> float:
+    """Seconds for which its neighbours have not heard a host."""
+    spans = [report.silences[rank] for report in reports.values() if rank in report.silences]
+    return max((seconds for seconds, ended in spans if not ended), default=0.0)
+
+
+def _lost(
+    reports: Mapping[int, Report], names: Sequence[str], joined: bool, machines: Sequence[str]
+) -> _Candidate | None:
+    """The hosts that have not reported."""
+    gone = sorted(set(range(len(names))) - set(reports))
+    if not gone:
+        return None
+    refused = [i for i in gone if any(report.unreachable.get(i) == REFUSED for report in reports.values())]
+    if refused:
+        gone = refused
+    elif joined and (len(reports) < len(gone) or (len(reports) == len(gone) and 0 in gone)):
+        # Who hears less than half of the hosts is cut off himself; of two halves that with the first host goes on.
+        gone = sorted(reports)
+    many = len(gone) > 1
+    them, without = "them" if many else "it", ",".join([*dict.fromkeys(machines[i] for i in gone)][:8])
+    advice = f"bring {them} back or plan without {them} (planner.plan --without={without}), and start again"
+    if not joined:
+        what = f"{'have' if many else 'has'} not come: no supervisor there has been heard since this one was started"
+        advice = "start one there, too"
+    elif refused:
+        what = "are gone: their workers and supervisors" if many else "is gone: its worker and its supervisor"
+        what += " have ended without a word (killed, or the host has restarted)"
+    else:
+        seconds = max(_silence(reports, i) for i in range(len(names)))
+        what = f"{'have' if many else 'has'} not been heard by any other host for {_seconds(seconds)}"
+        what += ": down, or without a network"
+    return _Candidate(2, "lost", tuple(gone), what, None, advice=advice, leave_out=tuple(gone))
+
+
+def _links(reports: Mapping[int, Report], names: Sequence[str], machines: Sequence[str]) -> _Candidate | None:
+    """Links between hosts that have both reported and that carry nothing, or carried nothing for a while."""
+    now: dict[tuple[int, int], float] = {}
+    past: dict[tuple[int, int], tuple[float, float]] = {}
+    for i, report in reports.items():
+        for j, why in report.unreachable.items():
+            if j in reports and why != REFUSED:
+                pair = (min(i, j), max(i, j))
+                now[pair] = max(now.get(pair, 0.0), report.silences.get(j, (0.0, 0.0))[0])
+        for j, span in report.silences.items():
+            if j in reports and span[1]:
+                pair = (min(i, j), max(i, j))
+                past[pair] = max(past.get(pair, (0.0, 0.0)), span)
+    if not now and not past:
+        return None
+    pairs = sorted(now or past)
+    counts = Counter(i for pair in pairs for i in pair)
+    worst = max(counts, key=lambda i: (counts[i], i))
+    if len(pairs) == 1:
+        what = f"the link between {names[pairs[0][0]]} and {names[pairs[0][1]]}"
+    else:
+        what = f"each of the links {_listed([f'{names[a]} - {names[b]}' for a, b in pairs])}"
+    if now:
+        seconds = max(now.values())
+        what += " carries nothing" + (f" for {_seconds(seconds)}" if seconds else "")
+        what += ", while other hosts hear both" if len(names) > 2 else ""
+    else:
+        seconds, ended = max(past.values())
+        what += f" carried nothing for {_seconds(seconds)} until {_seconds(ended)} ago, longer than training can wait"
+    advice = f"mend it or plan without one of the two (planner.plan --without={machines[worst]}), and start again"
+    return _Candidate(3, "link", tuple(sorted(counts)), what, None, advice=advice, leave_out=(worst,))
+
+
+def _standing(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
+    """Workers for which the others wait."""
+    workers = {i: r.worker for i, r in reports.items() if r.worker}
+    running = {i: worker for i, worker in workers.items() if worker.state == "running" and not worker.failed}
+    for rank, worker in running.items():
+        waiting = any(other.doing != worker.doing or i not in running for i, other in workers.items())
+        told, seconds = worker.told_age, _seconds(worker.told_age)
+        if worker.frozen and told > _MOMENT:
+            yield _Candidate(4, "frozen", (rank,), f"the worker has been {worker.frozen} for {seconds}", told)
+        elif worker.doing and told > _MOMENT and (waiting or reports[rank].hung):
+            what = f"the worker has been {worker.doing} for {seconds}, and the others wait for it"
+            advice = "give a larger --link_timeout if it needs so long, and start again"
+            yield _Candidate(4, "busy", (rank,), what, told, advice=advice)
+        elif reports[rank].slow:
+            what = f"its CPU takes {reports[rank].slow:.1f} times as long as the others' for the same work"
+            yield _Candidate(4, "slow", (rank,), what, told)
+    steps = {rank: worker.step for rank, worker in running.items() if worker.step is not None}
+    hung = [rank for rank in running if reports[rank].hung]
+    if hung:
+        behind = [rank for rank in steps if steps[rank] < max(steps.values())]
+        told = max(running[rank].told_age for rank in hung)
+        if len(behind) == 1:
+            what = f"the worker has stood still for {_seconds(told)}, behind all others"
+            yield _Candidate(4, "stalled", (behind[0],), what, told)
+        what = f"no worker has finished a step for {_seconds(told)}, though every host answers and every link carries"
+        yield _Candidate(6, "stalled", (), what, told)
+
+
+def first(
+    reports: Mapping[int, Report], names: Sequence[str], joined: bool = True, machines: Sequence[str] = ()
+) -> Cause:
+    """The first cause.
+
+    Args:
+        reports: of the hosts that could be asked, by number; at least one.
+        names: of all hosts.
+        joined: all hosts had once come together.
+        machines: as the planner knows the hosts, of which several may be processes of one machine; default: `names`.
+    """
+    machines = machines or names
+    candidates = [found for rank, r in reports.items() if r.worker and (found := _ended(rank, r.worker))]
+    elsewhere = (_lost(reports, names, joined, machines), _links(reports, names, machines))
+    candidates += [found for found in elsewhere if found]
+    candidates += [*_left(reports), *_standing(reports)]
+    if not candidates:
+        candidates = [_Candidate(7, "stalled", (), "a worker ended, and no host says why", None)]
+    chosen = min(candidates, key=lambda c: (c.order, -(c.age or 0.0), c.ranks))
+    steps = {rank: r.worker.step for rank, r in reports.items() if r.worker and r.worker.step is not None}
+    step = max((steps[i] for i in chosen.ranks if i in steps), default=max(steps.values(), default=None))
+    return Cause(
+        kind=chosen.kind,
+        hosts=tuple(names[i] for i in chosen.ranks),
+        step=step,
+        age=chosen.age or 0.0,
+        sentence=_sentence(chosen, names, step),
+        leave_out=tuple(dict.fromkeys(machines[i] for i in chosen.leave_out)),
+    )
+
+
+def _sentence(chosen: _Candidate, names: Sequence[str], step: int | None) -> str:
+    hosts = _listed([names[i] for i in chosen.ranks]) if chosen.ranks else ""
+    subject = {2: f"{hosts} ", 3: ""}.get(chosen.order, f"{hosts}: " if hosts else "")
+    finished = "before the first step" if step is None else f"after step {step}"
+    when = f", {_seconds(chosen.age)} ago" if chosen.age is not None and chosen.order in (1, 5) else ""
+    detail = f" ({chosen.detail})" if chosen.detail else ""
+    advice = f"; {chosen.advice}" if chosen.advice else ""
+    return f"{subject}{chosen.what}, {finished}{when}{detail}{advice}"

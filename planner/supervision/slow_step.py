@@ -1,0 +1,161 @@
+"""When a step takes too long, and for whom the others wait, as far as supervisors can see it from outside.
+
+What explains others comes first, as in planner.supervision.first_cause: a host that says nothing, a worker that
+cannot run, a CPU
+that is slow, a link that carries less than it once did, and last a worker that is behind. A device that is slow, or a
+network that supervisors do not use, cannot be seen so.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from planner.supervision import host_speed
+from planner.supervision.worker_process import Status
+
+_STEPS = 5  # that tell how long one takes
+_LEAST = 2.0  # seconds: what takes less is not worth a line
+_SLOWER = 4.0  # times: a link that carries less than this part of what it did
+# Bytes per second. Faster links are all alike: what is measured beyond is the CPU.
+_FAST = 5e8
+
+
+class Clock:
+    """Tells when a worker's step takes too long: once, until one has taken no longer than others do."""
+
+    def __init__(self, times: float) -> None:
+        """`times` the median step is too long."""
+        self._times = times
+        self._first: int | None = None
+        self._step: int | None = None
+        self._known = False
+        self.late = False  # this step takes too long
+
+    def look(self, status: Status) -> bool:
+        """Whether a step has become late since the last look, and those before were not."""
+        if status.step != self._step:
+            self._known = self._known and self.late
+            self._step, self.late = status.step, False
+            self._first = status.step if self._first is None else self._first
+        if status.step is None or status.step - self._first < _STEPS or status.step_seconds is None:
+            return False
+        at_work = status.state == "running" and not status.failed and not status.doing
+        if at_work and status.told_age > max(_LEAST, self._times * status.step_seconds):
+            self.late = True
+        news = self.late and not self._known
+        self._known = self._known or self.late
+        return news
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What one host sees of a slow step.
+
+    Attributes:
+        worker: when this host began to look.
+        late: its own worker was in a step that took too long.
+        about: the last finished step where it was late, the newest that this host knew of: what it looked for.
+        pace: seconds that a fixed piece of work takes its CPU.
+        links: by neighbour the bytes per second that get there now, and that did at the start.
+    """
+
+    worker: Status
+    late: bool = False
+    about: int = -1
+    pace: float = 0.0
+    links: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    def older(self, seconds: float) -> "View":
+        """The same, told so much later."""
+        return dataclasses.replace(
+            self, worker=dataclasses.replace(self.worker, told_age=self.worker.told_age + seconds)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "View":
+        links = {int(rank): (now, before) for rank, (now, before) in values["links"].items()}
+        return cls(**{**values, "worker": Status(**values["worker"]), "links": links})
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a slow step waits for: a text that continues a sentence, and the hosts it is about."""
+
+    text: str
+    hosts: tuple[int, ...] = ()
+
+
+def _carries(rate: float) -> str:
+    if rate >= _FAST:
+        return f"over {_FAST / 1e6:.3g} MB/s"
+    return f"{rate / 1e6:.3g} MB/s" if rate else "next to nothing"
+
+
+def _waited_for(hosts: Sequence[int], names: Sequence[str], why: str) -> Seen:
+    """`why` of the first of them."""
+    more = f", and so {'are' if len(hosts) > 2 else 'is'} {', '.join(names[i] for i in hosts[1:])}" * (len(hosts) > 1)
+    return Seen(f"{names[hosts[0]]} is the one the others wait for: {why}{more}", tuple(hosts))
+
+
+def _slow_cpu(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
+    times = {}
+    for rank, view in views.items():
+        others = [other.pace for i, other in views.items() if i != rank and other.pace]
+        times[rank] = view.pace / statistics.median(others) if others else 0.0
+    worst = max(times, key=times.__getitem__)
+    if times[worst] < host_speed.SLOW:
+        return None
+    return _waited_for(
+        [worst], names, f"its CPU takes {times[worst]:.1f} times as long as the others' for the same work"
+    )
+
+
+def _slow_link(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
+    """The link that has lost most; where all that a host has measured have, the host's links."""
+    rates: dict[tuple[int, int], tuple[float, float]] = {}
+    for rank, view in views.items():
+        for other, (now, before) in view.links.items():
+            pair = (min(rank, other), max(rank, other))
+            both = (min(now, _FAST), min(before, _FAST))
+            if before and (pair not in rates or both[0] / both[1] < rates[pair][0] / rates[pair][1]):
+                rates[pair] = both
+    slow = {pair for pair, (now, before) in rates.items() if now * _SLOWER < before}
+    if not slow:
+        return None
+    worst = min(slow, key=lambda pair: (rates[pair][0] / rates[pair][1], pair))
+    now, before = rates[worst]
+    carries = f"{_carries(now)}, {_carries(before)} when the run began"
+    for rank in worst:
+        own = {pair for pair in rates if rank in pair}
+        if len(own) > 1 and own == slow:
+            return Seen(f"the links of {names[rank]} are slow: that to {names[sum(worst) - rank]} carries {carries}",
+                        (rank,))  # fmt: skip
+    others = f"; {len(slow) - 1} more {'are' if len(slow) > 2 else 'is'} slow, too" if len(slow) > 1 else ""
+    return Seen(f"the link {names[worst[0]]} - {names[worst[1]]} carries {carries}{others}", worst)
+
+
+def seen(views: Mapping[int, View], names: Sequence[str]) -> Seen:
+    """What the slowest part is.
+
+    Args:
+        views: of the hosts that have answered, by number; at least one.
+        names: of all hosts, with what they do in the mesh.
+    """
+    silent = [rank for rank in range(len(names)) if rank not in views]
+    if silent:
+        return _waited_for(silent, names, "its supervisor does not answer")
+    frozen = [rank for rank, view in views.items() if view.worker.frozen]
+    if frozen:
+        return _waited_for(frozen, names, views[frozen[0]].worker.frozen)
+    found = _slow_cpu(views, names) or _slow_link(views, names)
+    if found is not None:
+        return found
+    steps = {rank: view.worker.step or 0 for rank, view in views.items()}
+    behind = [rank for rank in steps if steps[rank] < max(steps.values())]
+    if 0 < len(behind) <= len(steps) / 2:
+        return _waited_for(behind, names, f"it has not finished step {steps[behind[0]] + 1}")
+    return Seen("nothing to be seen from outside: no worker is stopped or behind, no CPU or link slower than before")

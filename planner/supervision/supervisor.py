@@ -1,0 +1,326 @@
+"""One host's supervisor: it owns the worker, and agrees with the others on the first cause when something goes wrong.
+
+A run ends well when all workers have ended with code 0. Otherwise one host notices first (its worker ended or hangs, a
+neighbour is gone) and says so on the side channel. Then each host probes all others and reports; the first host that
+has reported judges when all have, or when time is up, and everybody says its sentence and ends. A host that hears of no
+judgement in time makes its own, so that nobody waits for ever.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from paxtrain.process import supervised
+from planner.supervision import first_cause
+from planner.supervision.first_cause import Cause, Report
+from planner.supervision.host_speed import Pace
+from planner.supervision.side_channel import SideChannel
+from planner.supervision.watchdog import Watchdog
+from planner.supervision.worker_process import Worker
+
+FAULT = 3  # exit code
+STOPPED = 143  # exit code of a process that SIGTERM has ended, and of supervisors that it has stopped before the end
+_CHECK = 0.2  # seconds between two looks at the worker
+_AT_LEAST = 1.0  # seconds that reports may take to come, even if all seem to be there
+_SLACK = 2.0  # seconds that a judgement may take to come round
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long things may take, in seconds.
+
+    Attributes:
+        link: that a link or host may be silent. What is shorter is survived.
+        hang: without a finished step; 0: the longer of `collective` and 20 typical steps.
+        phase: that anything between steps may take: compiling, saving, restoring, evaluating.
+        start: until all hosts have come.
+        settle: for the hosts' reports.
+        grace: between SIGTERM and SIGKILL.
+        slow_step: no seconds, but times the run's median step: a step that takes longer is worth a note.
+    """
+
+    link: float = 60.0
+    hang: float = 0.0
+    phase: float = 1800.0
+    start: float = 300.0
+    settle: float = 5.0
+    grace: float = 5.0
+    slow_step: float = 3.0
+
+    @property
+    def collective(self) -> int:
+        """That a collective may take. TCP repeats itself after pauses that double, so that a link which was cut for
+        `link` seconds may carry again only after as much again."""
+        return int(2 * self.link) + 5
+
+    @property
+    def heartbeat(self) -> int:
+        """That jax's coordination service waits before it ends all workers: longer than a collective, whose error says
+        more, and than it takes to agree on a cause."""
+        return 2 * self.collective + int(self.settle + self.grace)
+
+    @property
+    def bound(self) -> float:
+        """From a fault to the end of the last survivor, where a step takes less than `hang` / 20."""
+        return max(self.collective, self.hang) + self.settle + _SLACK + self.grace + 1.0
+
+
+def environment(variables: Mapping[str, str], limits: Limits) -> dict[str, str]:
+    """A worker's variables: collectives end within their limit, jax's heartbeat after it.
+
+    NCCL's flag limits the forming of its communicators alone; a collective that hangs on GPUs is ended by `hang`.
+    """
+    flags = variables.get("XLA_FLAGS", "")
+    for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
+        if name not in flags:
+            flags += f" --{name}={limits.collective}"
+    return {**variables, "XLA_FLAGS": flags.strip(), supervised.HEARTBEAT: str(limits.heartbeat)}
+
+
+class Supervisor:
+    """Runs one worker to its end."""
+
+    def __init__(
+        self,
+        me: int,
+        names: Sequence[str],
+        channel: SideChannel,
+        worker: Worker,
+        limits: Limits,
+        report: pathlib.Path | None,
+        machines: Sequence[str] = (),
+    ) -> None:
+        """Args:
+        me: this host's number; names: what the hosts are called in messages, those that do not say a name themselves.
+        report: takes the cause and all reports, if something goes wrong.
+        machines: as the planner knows the hosts, where several are processes of one machine.
+        """
+        self._me, self._names, self._channel, self._worker = me, list(names), channel, worker
+        self._machines = list(machines or names)
+        self._limits, self._file = limits, report
+        self._joined = False
+        self._news = asyncio.Event()
+        self._fault = ""  # how a fault was noticed here; empty: none was
+        self._pace = Pace(me, self._names, channel, worker, self._say)
+        self._watchdog = Watchdog(me, self._names, channel, worker, limits.slow_step, self._say)
+        self._silent: set[int] = set()
+        self._stopped = False
+        channel.listen(self._hear)
+
+    def call_me(self, name: str) -> None:
+        """Tells all what this host is called in messages, before it comes."""
+        self._channel.put(f"name/{self._me}", name)
+
+    def _hear(self, entry: str) -> None:
+        if entry.startswith("name/"):
+            rank = int(entry.removeprefix("name/"))
+            self._names[rank] = self._machines[rank] = self._channel.board[entry].value
+        self._news.set()
+
+    def stop(self) -> None:
+        """The user wants the run to end: the worker may save what it has."""
+        self._stopped = True
+        self._worker.ask()
+        self._news.set()
+
+    # --- A run --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Returns the exit code: 0, 2 for bad input, STOPPED by SIGTERM before the first step, or FAULT."""
+        await self._channel.start()
+        try:
+            self._joined = await self._gather()
+            if self._stopped and not self._joined:
+                return STOPPED
+            if self._joined:
+                await self._worker.start()
+                if self._stopped:  # by a signal that came before there was somebody to pass it on to
+                    self._worker.ask()
+                beside = [asyncio.create_task(work) for work in (self._pace.keep(), self._watchdog.run())]
+                try:
+                    done = await self._watch()
+                finally:
+                    for task in beside:
+                        task.cancel()
+                if done:
+                    return 0
+            cause, judge = await self._agree()
+            # A worker that has not joined the others yet knows nothing of SIGTERM, which then ends it.
+            stopped = self._stopped and cause.kind == "stopped" and cause.step is None
+            self._say("note: stopped before the first step" if stopped else f"error: {cause.sentence}")
+            await self._worker.end(self._limits.grace)
+            if stopped:
+                return STOPPED
+            self._write(cause, judge)
+            return 2 if cause.kind == "bad input" else FAULT
+        finally:
+            await self._worker.end(self._limits.grace)
+            await self._channel.close()
+
+    async def _wait(self, seconds: float) -> None:
+        """Until there are news, or so long."""
+        self._news.clear()
+        self._worker.changed.clear()
+        changed = [asyncio.create_task(event.wait()) for event in (self._news, self._worker.changed)]
+        await asyncio.wait(changed, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in changed:
+            task.cancel()
+
+    async def _gather(self) -> bool:
+        """Whether all hosts came in time."""
+        until = time.monotonic() + self._limits.start
+        while self._channel.missing and time.monotonic() < until and not self._alarm and not self._stopped:
+            await self._wait(_CHECK)
+        return not self._channel.missing and not self._alarm
+
+    async def _watch(self) -> bool:
+        """Until all workers have ended well (True) or a fault is noticed here or elsewhere (False)."""
+        while True:
+            status = self._worker.status()
+            if status.good and f"done/{self._me}" not in self._channel.board:
+                self._channel.put(f"done/{self._me}", status.step)
+            if all(f"done/{rank}" in self._channel.board for rank in range(len(self._names))):
+                return True
+            self._fault = self._fault_here()
+            if self._fault or self._alarm:
+                return False
+            self._pace.tell()
+            self._tell_of_silence()
+            await self._wait(_CHECK)
+
+    def _fault_here(self) -> str:
+        status = self._worker.status()
+        if self._worker.over and not status.good:
+            return "the worker ended"
+        if self._hung:
+            return "the worker hangs"
+        if any(f"done/{rank}" not in self._channel.board for rank in self._channel.refused):
+            return "a neighbour is gone"
+        if any(seconds > self._limits.link and not ended for seconds, ended in self._channel.silences.values()) and (
+            status.told_age > self._limits.link or status.state == "ended"
+        ):
+            return "a neighbour is silent"
+        return ""
+
+    @property
+    def _hung(self) -> bool:
+        status = self._worker.status()
+        if status.state == "ended":
+            return False
+        if status.doing or status.step_seconds is None:
+            return status.told_age > self._limits.phase
+        return status.told_age > (self._limits.hang or max(self._limits.collective, 20 * status.step_seconds))
+
+    # --- The first cause ----------------------------------------------------------------------------------------------
+
+    @property
+    def _alarm(self) -> bool:
+        """Whether a host has noticed a fault."""
+        return bool(self._channel.numbers("report/"))
+
+    def _reports(self) -> dict[int, Report]:
+        """What is on the board, with all ages as of now."""
+        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._channel.numbers("report/")}
+        return {rank: Report.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
+
+    def _report(self, unreachable: Mapping[int, str], final: bool) -> None:
+        spans = self._channel.silences.items()
+        silences = {rank: span for rank, span in spans if span[1] < self._limits.collective}
+        report = Report(
+            name=self._names[self._me],
+            worker=self._worker.status() if self._joined else None,
+            hung=self._joined and self._hung,
+            unreachable=unreachable,
+            silences=silences,
+            slow=self._pace.slow,
+            final=final,
+        )
+        self._channel.put(f"report/{self._me}", report.to_json())
+
+    async def _agree(self) -> tuple[Cause, str]:
+        """The first cause, and who judged."""
+        began = time.monotonic()
+        until = began + self._limits.settle
+        self._report({}, final=False)
+        asking, over = asyncio.create_task(self._ask_all(until)), False
+        try:
+            while (verdict := self._verdict()) is None:
+                if asking.done() and self._worker.over != over:  # it ended after all else was known
+                    over = self._worker.over
+                    self._report(asking.result(), final=True)
+                now = time.monotonic()
+                if now > until + _SLACK:
+                    break
+                first = min(self._channel.numbers("report/")) == self._me
+                if first and (now > until or (now > began + _AT_LEAST and self._complete(self._reports()))):
+                    break
+                await asyncio.sleep(_CHECK / 2)
+        finally:
+            asking.cancel()
+        if verdict is None:
+            cause = first_cause.first(self._reports(), self._names, self._joined, self._machines)
+            self._channel.put(f"verdict/{self._me}", dataclasses.asdict(cause))
+            verdict = self._verdict()
+        return verdict
+
+    async def _ask_all(self, until: float) -> dict[int, str]:
+        """Probes the other hosts and completes this one's report; those that cannot be reached."""
+        unreachable = await self._channel.probe(range(len(self._names)))
+        while self._worker.status().state == "ending" and time.monotonic() < until:
+            await asyncio.sleep(_CHECK / 4)  # how it ends will be known in a moment
+        self._report(unreachable, final=True)
+        return unreachable
+
+    def _complete(self, reports: Mapping[int, Report]) -> bool:
+        """Whether each host has reported or cannot be reached."""
+        missing = [rank for rank in range(len(self._names)) if rank not in reports]
+        unreachable = {rank for report in reports.values() for rank in report.unreachable}
+        return all(report.final for report in reports.values()) and unreachable.issuperset(missing)
+
+    def _verdict(self) -> tuple[Cause, str] | None:
+        """Of all that there are the one of the first host."""
+        judges = self._channel.numbers("verdict/")
+        if not judges:
+            return None
+        values = self._channel.board[f"verdict/{min(judges)}"].value
+        tuples = {key: tuple(values[key]) for key in ("hosts", "leave_out")}
+        return Cause(**{**values, **tuples}), self._names[min(judges)]
+
+    def _write(self, cause: Cause, judge: str) -> None:
+        if self._file is None:
+            return
+        reports = {self._names[rank]: report.to_json() for rank, report in sorted(self._reports().items())}
+        found = {
+            "cause": dataclasses.asdict(cause),
+            "judged_by": judge,
+            "noticed_here": self._fault,
+            "reports": reports,
+        }
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            self._say(f"warning: cannot write the report to {self._file} ({error.strerror})")
+
+    # --- What is worth a line -----------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print(text, file=sys.stderr, flush=True)
+
+    def _tell_of_silence(self) -> None:
+        for rank, (seconds, ended) in self._channel.silences.items():
+            me, other = self._names[self._me], self._names[rank]
+            if not ended and rank not in self._silent:
+                self._silent.add(rank)
+                self._say(
+                    f"note: {me} has not heard {other} for {seconds:.0f} s; up to {self._limits.link:g} s are survived"
+                )
+            elif ended and rank in self._silent:
+                self._silent.remove(rank)
+                self._say(f"note: {me} hears {other} again, after {seconds:.1f} s")

@@ -1,0 +1,193 @@
+"""Says, while a step takes much longer than others, for whom or for which link the rest waits, and when it went on.
+
+Whoever finds his worker's step late looks around and puts what he sees on the board; so do the others then. The first
+host says one line of it all, which also goes into the log of the host that it names. Links are measured by parcels to
+the processes that the worker exchanges data with (planner.supervision.side_channel): once when the run begins, mostly
+while it
+compiles, and whenever a step is late. Idle links of any rate answer a ping equally fast, and links differ by nature.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from paxtrain.process.supervised import Place
+from planner.supervision import host_speed
+from planner.supervision.side_channel import SideChannel, successors
+from planner.supervision.slow_step import Clock, Seen, View, seen
+from planner.supervision.worker_process import Status, Worker
+
+_LOOK = 0.2  # seconds between two looks at the worker
+_PARCELS = 2.0  # seconds that measuring a link may take
+_ROUND = 5.0  # seconds that all hosts' views may take to come
+
+
+@dataclasses.dataclass
+class _Told:
+    """A slow step that a line has been said about, on the first host.
+
+    Attributes:
+        number: of the step. last: the one that this host's worker had finished.
+        began: when, by this host's monotonic clock.
+    """
+
+    number: int
+    last: int | None
+    began: float
+    hosts: tuple[int, ...]
+
+
+class Watchdog:
+    """One host's part of it."""
+
+    def __init__(
+        self,
+        me: int,
+        names: Sequence[str],
+        channel: SideChannel,
+        worker: Worker,
+        times: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """Args:
+        me: this host's number; names: what the hosts are called in messages.
+        times: the median step: what takes longer is slow.
+        say: takes lines for the user.
+        """
+        self._me, self._names, self._channel, self._worker, self._say = me, names, channel, worker, say
+        self._clock = Clock(times)
+        self._rates: dict[int, float] = {}  # by neighbour, when the run began
+        self._views: dict[int, tuple[int, View]] = {}  # by host, with the version of its entry
+        self._about = -1  # the newest late step that this host has looked around for
+        self._went_on = 0.0  # when its own worker last ended a late step
+        self._opened: float | None = None  # when a round of views began; the first host's alone, as what follows
+        self._judged = -1  # the newest late step that was judged
+        self._told: _Told | None = None
+        channel.listen(self._note)
+
+    async def run(self) -> None:
+        """Watches until it is cancelled."""
+        neighbours = await self._neighbours()
+        for rank, rate in zip(neighbours, await self._measure(neighbours)):
+            self._rates[rank] = rate
+        viewing: asyncio.Task[None] | None = None
+        try:
+            while True:
+                was = self._clock.late
+                news = self._clock.look(self._worker.status())
+                if was and not self._clock.late:
+                    self._went_on = time.monotonic()
+                self._read()
+                # One more or less is the same trouble: not all finish a step at the same time.
+                asked = self._newest > self._about + 1
+                if (news or asked) and (viewing is None or viewing.done()):
+                    viewing = asyncio.create_task(self._look_around())
+                if self._me == 0:
+                    self._judge()
+                    self._tell_of_the_end()
+                await asyncio.sleep(_LOOK)
+        finally:
+            if viewing is not None:
+                viewing.cancel()
+
+    # --- What this host sees ------------------------------------------------------------------------------------------
+
+    def _places(self) -> dict[int, Place]:
+        """Where the hosts' workers are in the mesh, by host, as far as they have told."""
+        entries = {rank: self._channel.board[f"place/{rank}"].value for rank in self._channel.numbers("place/")}
+        return {rank: Place(**{**value, "neighbours": tuple(value["neighbours"])}) for rank, value in entries.items()}
+
+    async def _neighbours(self) -> list[int]:
+        """Hosts with which the worker exchanges data; if they cannot be known, those that the side channel dials."""
+        stepped: float | None = None  # when the first step was seen
+        while True:
+            place, now = self._worker.place, time.monotonic()
+            if self._worker.status().step is not None:
+                stepped = stepped or now
+            if place is not None:
+                if f"place/{self._me}" not in self._channel.board:
+                    self._channel.put(f"place/{self._me}", dataclasses.asdict(place))
+                hosts = {each.process: rank for rank, each in self._places().items()}
+                if hosts.keys() >= set(place.neighbours):
+                    return [hosts[process] for process in place.neighbours]
+            if stepped is not None and (place is None or now > stepped + _ROUND):
+                return successors(self._me, len(self._names))
+            await asyncio.sleep(_LOOK)
+
+    async def _measure(self, ranks: Sequence[int]) -> list[float]:
+        """Bytes per second to each of these hosts, all at once."""
+        return await asyncio.gather(*(self._channel.rate(rank, _PARCELS) for rank in ranks))
+
+    def _read(self) -> None:
+        """Takes the hosts' views from the board."""
+        for rank in self._channel.numbers("view/"):
+            entry = self._channel.board[f"view/{rank}"]
+            if rank not in self._views or self._views[rank][0] != entry.version:
+                self._views[rank] = entry.version, View.from_json(entry.value)
+
+    @property
+    def _newest(self) -> int:
+        """The last finished step of the newest late one that a host has told of."""
+        return max((view.worker.step for _, view in self._views.values() if view.late), default=-1)
+
+    async def _look_around(self) -> None:
+        worker, late, began = self._worker.status(), self._clock.late, time.monotonic()
+        self._about = max(self._newest, worker.step if late else -1)
+        taken = await host_speed.burst()
+        if self._worker.status().frozen != worker.frozen:  # a moment's wait for a disk
+            worker = dataclasses.replace(worker, frozen="")
+        links = {}
+        for rank, rate in zip(self._rates, await self._measure(list(self._rates))):
+            links[rank] = (rate, self._rates[rank])
+        view = View(worker, late, self._about, taken, links).older(time.monotonic() - began)
+        self._channel.put(f"view/{self._me}", view.to_json())
+
+    # --- What the first host makes of it ------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        """Says what all see, when all have looked or time is up."""
+        now, newest = time.monotonic(), self._newest
+        if newest <= self._judged + 1:
+            return
+        self._opened = self._opened or now
+        views = {rank: view for rank, (_, view) in sorted(self._views.items()) if view.about >= newest - 1}
+        if len(views) < len(self._names) and now < self._opened + _ROUND:
+            return
+        self._opened, self._judged = None, newest
+        if any(view.worker.doing or view.worker.state != "running" for view in views.values()):
+            return  # they wait for one that saves, evaluates or compiles, or has ended: not for a step
+        rank, late = next((i, view) for i, view in views.items() if view.late and view.worker.step == newest)
+        late = late.older(self._channel.board[f"view/{rank}"].age)
+        self._tell(late.worker, seen(views, self._called()))
+
+    def _called(self) -> list[str]:
+        """The hosts with what they do, as in "pax3 (stage 1, data 0)"."""
+        roles = {rank: f" ({place.role})" for rank, place in self._places().items() if place.role}
+        return [f"{name}{roles.get(rank, '')}" for rank, name in enumerate(self._names)]
+
+    def _tell(self, late: Status, what: Seen) -> None:
+        now = time.monotonic()
+        number, began = late.step + 1, now - late.told_age
+        over = self._went_on > began
+        seconds = (self._went_on if over else now) - began
+        has = f"took {seconds:.1f} s" if over else f"has taken {seconds:.1f} s so far"
+        times = f"{seconds / late.step_seconds:.1f} times the median of {late.step_seconds:.2g} s"
+        self._put(f"note: step {number} {has}, {times}; {what.text}", what.hosts)
+        self._told = None if over else _Told(number, self._worker.status().step, began, what.hosts)
+
+    def _tell_of_the_end(self) -> None:
+        told = self._told
+        if told is not None and self._worker.status().step != told.last:
+            self._told = None
+            seconds = time.monotonic() - told.began
+            self._put(f"note: step {told.number} took {seconds:.1f} s in all; training goes on", told.hosts)
+
+    def _put(self, text: str, hosts: Sequence[int]) -> None:
+        self._say(text)
+        self._channel.put("note/0", {"text": text, "hosts": [0, *hosts]})
+
+    def _note(self, name: str) -> None:
+        """Writes the first host's note into the log, if it is about this host."""
+        if name == "note/0" and self._me in self._channel.board[name].value["hosts"]:
+            self._worker.note(self._channel.board[name].value["text"])

@@ -1,0 +1,343 @@
+"""The process that a supervisor owns: started, listened to, watched from outside, ended."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from paxtrain.errors import UserError
+from paxtrain.process import supervised
+
+_POLL = 0.1  # seconds between two looks at the progress file
+_PF_EXITING = 0x4  # of a process's flags in /proc: it has begun to end
+KILLED = 5.0  # seconds that SIGKILL may take: not even that ends a process that waits for a dead disk or driver
+_REMEMBERED = 200  # lines of its errors
+# Becomes the command, after asking the kernel (prctl PR_SET_PDEATHSIG) to kill it with the supervisor: nobody is to be
+# left who holds the devices. As a program of its own, since a fork among threads must not run Python.
+_FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+# From such a line on what it writes to stderr goes to the log alone, until it finishes another step: a traceback, or
+# the runtime's last words.
+_TRACE = re.compile(
+    rb"Traceback \(most recent call last\)|F\d{4} \d\d:|\*\*\* Check failure|Fatal Python error|terminate called"
+    rb"|E\d{4} \d\d:.*(coordination|distributed)"
+)
+_RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?::|$)")
+_FATAL = re.compile(r"^F\d{4} [\d:.]+ +\d+ \S+\] (.*)")
+
+
+def following(command: Sequence[str]) -> list[str]:
+    """The command, which the kernel is to kill when its parent has ended in whatever way."""
+    return [sys.executable, "-I", "-S", "-c", _FOLLOW, *command]
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """A worker at a moment. Ages are seconds before that moment.
+
+    Attributes:
+        state: "running", "ending" (it has begun to exit), "ended".
+        code: its exit code, where it ended by itself. signal: the name of the one that ended it.
+        asked: it was told to end, by the user or by the supervisor.
+        out_of_memory: the kernel killed a process of this host for want of memory when it ended.
+        error: one line about what went wrong, or "".
+        failed: whether the process itself has told of an exception that ends it.
+        step: the last finished one; None: none yet. doing: what it does that is no step; "" is a step.
+        frozen: why it cannot run though it has not ended: "stopped by a signal" or "waiting for a disk"; or "".
+        step_seconds: of a typical step; None before there are any.
+    """
+
+    state: str
+    code: int | None
+    signal: str
+    asked: bool
+    out_of_memory: bool
+    error: str
+    failed: bool
+    step: int | None
+    doing: str
+    frozen: str
+    ended_age: float
+    told_age: float
+    step_seconds: float | None
+
+    @property
+    def good(self) -> bool:
+        return self.state == "ended" and self.code == 0
+
+
+def _kernel_kills() -> int:
+    """Processes of this host that the kernel has killed for want of memory since it was started."""
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def best_line(lines: Sequence[str]) -> str:
+    """Of what a failed process wrote, the line that says why: an exception's, a fatal log line, or the last one."""
+    for number in range(len(lines) - 1, -1, -1):
+        if lines[number].startswith("error: "):
+            return lines[number]
+        if _RAISED.match(lines[number]) and any(line.startswith("Traceback ") for line in lines[:number]):
+            return lines[number]
+    for line in lines:
+        if found := _FATAL.match(line):
+            return found[1]
+    return next((line for line in reversed(lines) if line.strip()), "")
+
+
+class Worker:
+    """A command in a process group of its own."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path) -> None:
+        """Args:
+        log: takes all of its output, after what is there already.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._command, self._environment = list(command), dict(environment)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log: IO[bytes] = log.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"cannot write to --log={log} ({error.strerror}); name a file that can be written"
+            ) from error
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lines: deque[str] = deque(maxlen=_REMEMBERED)
+        self._tracing = False
+        self._asked = False
+        self._said: dict[str, Any] = {"count": 0, "step": None, "doing": "starting", "failed": ""}
+        self._steps: deque[float] = deque(maxlen=33)  # seconds
+        self._step_time = self._told = time.monotonic()
+        self._ended: float | None = None
+        self._kills = [_kernel_kills()] * 2
+        self.changed = asyncio.Event()  # it has ended, or told of an exception
+
+    async def start(self) -> None:
+        """Starts it.
+
+        Raises:
+            UserError: there is no such command.
+        """
+        if shutil.which(self._command[0], path=self._environment.get("PATH")) is None:
+            raise UserError(f"there is no command {self._command[0]!r}; write the one to run after --")
+        # In memory: a full or hanging disk is one of the things that it is to tell of.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix="paxtrain-", dir=memory)
+        self._environment[supervised.VARIABLE] = str(self._progress)
+        self._write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self._command)}\n".encode())
+        self._process = await asyncio.create_subprocess_exec(
+            *following(self._command),
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._told = time.monotonic()
+        self._tasks = [
+            asyncio.create_task(self._copy_output()),
+            asyncio.create_task(self._copy_errors()),
+            asyncio.create_task(self._watch()),
+        ]
+        self._tasks.append(asyncio.create_task(self._wait()))
+
+    def note(self, text: str) -> None:
+        """Writes a line of the supervisor's into the log."""
+        if not self._log.closed:
+            self._write(f"{text}\n".encode())
+
+    # --- Listening ----------------------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not end the one who is to say so
+            self._log.write(data)
+
+    def _show(self, stream: IO[str], data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            stream.buffer.write(data)
+            stream.flush()
+
+    async def _copy_output(self) -> None:
+        while data := await self._process.stdout.read(1 << 16):
+            self._write(data)
+            self._show(sys.stdout, data)
+
+    async def _copy_errors(self) -> None:
+        rest = b""
+        while data := await self._process.stderr.read(1 << 16):
+            self._write(data)
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-(1 << 16) :]
+            for line in lines:
+                self._remember(line)
+                if not self._tracing and _TRACE.match(line):
+                    self._look()  # steps before it do not end it
+                    self._tracing = True
+                if self._tracing:
+                    self._look()  # a step since then: the worker has survived it
+                # A sentence may be about another process's fault: the supervisors say whose it is.
+                if not self._tracing and not line.startswith(b"error: "):
+                    self._show(sys.stderr, line + b"\n")
+
+    def _remember(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rpartition("\r")[2].rstrip()
+        if text.strip():
+            self._lines.append(text[:2000])
+
+    @property
+    def _progress(self) -> pathlib.Path:
+        return pathlib.Path(self._folder.name) / "progress"
+
+    def _look(self) -> None:
+        """Reads the progress file."""
+        if self._folder is None:
+            return
+        said, now = supervised.read(self._progress), time.monotonic()
+        if said is None or said["count"] == self._said["count"]:
+            return
+        if said["step"] != self._said["step"]:
+            # Only steps that follow each other: what came between is no step.
+            if self._said["step"] is not None and not self._said["doing"] and said["step"] > self._said["step"]:
+                self._steps.append((now - self._step_time) / (said["step"] - self._said["step"]))
+            self._step_time, self._tracing = now, False
+        if said["failed"] and not self._said["failed"]:
+            self.changed.set()
+        self._said, self._told = said, now
+
+    async def _watch(self) -> None:
+        polls = 0
+        while True:
+            self._look()
+            polls += 1
+            if polls % 10 == 0:
+                self._kills = [self._kills[1], _kernel_kills()]
+            await asyncio.sleep(_POLL)
+
+    async def _gone(self) -> None:
+        """Returns when the process has ended. `Process.wait` also waits for its pipes, which a child may hold."""
+        while self._process.returncode is None:
+            await asyncio.sleep(_POLL / 5)
+
+    async def _wait(self) -> None:
+        await self._gone()
+        self._ended = time.monotonic()
+        with contextlib.suppress(asyncio.TimeoutError):  # a grandchild may hold the pipes open
+            await asyncio.wait_for(asyncio.gather(*self._tasks[:2]), 0.5)
+        self._look()
+        self.changed.set()
+
+    # --- Telling ------------------------------------------------------------------------------------------------------
+
+    def _stat(self) -> list[str]:
+        """Fields of /proc/PID/stat from the state on; [] if it is gone."""
+        try:
+            text = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return []
+        return text.rpartition(")")[2].split()
+
+    @property
+    def place(self) -> supervised.Place | None:
+        """Its place in the mesh, as far as it has told."""
+        return supervised.place(self._said)
+
+    @property
+    def over(self) -> bool:
+        """It has ended, or told that it will."""
+        return self._ended is not None or bool(self._said["failed"])
+
+    def status(self) -> Status:
+        """How it is now."""
+        self._look()
+        now, state, frozen, code = time.monotonic(), "running", "", None
+        if self._process is not None:
+            code = self._process.returncode
+            if code is not None:
+                state = "ended"
+            elif not (stat := self._stat()) or stat[0] in "ZX" or int(stat[6]) & _PF_EXITING:
+                state = "ending"
+            else:
+                frozen = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk"}.get(
+                    stat[0], ""
+                )
+        killed = code is not None and code < 0
+        failed = self._said["failed"]
+        return Status(
+            state=state,
+            code=code if code is not None and not killed else None,
+            signal=signal.Signals(-code).name if killed else "",
+            asked=self._asked,
+            out_of_memory=killed and not self._asked and _kernel_kills() > self._kills[0],
+            error=failed or (best_line(list(self._lines)) if code else ""),
+            failed=bool(failed),
+            step=self._said["step"],
+            doing=self._said["doing"],
+            frozen=frozen,
+            ended_age=now - (self._ended or (self._told if failed else now)),
+            told_age=now - self._told if self._said["count"] else 0.0,
+            step_seconds=statistics.median(self._steps) if self._steps else None,
+        )
+
+    # --- Ending -------------------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """SIGTERM to the process: it may save what it has."""
+        self._asked = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def _tell_of_survival(self) -> None:
+        """One line about a worker that SIGKILL has not ended, on stderr and in the log."""
+        frozen = self.status().frozen
+        text = (
+            f"warning: process {self._process.pid} still lives {KILLED:g} s after SIGKILL"
+            f"{f' ({frozen})' if frozen else ''}; it may hold its devices until its host restarts"
+        )
+        self.note(text)
+        self._show(sys.stderr, f"{text}\n".encode())
+
+    async def end(self, grace: float) -> None:
+        """Ends it and all of its group: SIGTERM, and SIGKILL after `grace` seconds, for which nobody waits long."""
+        if self._log.closed:
+            return
+        self._tracing = True  # its last words are in the log
+        if self._process is not None:
+            if self._ended is None:
+                self.ask()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._gone(), grace)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                await asyncio.wait_for(self._gone(), KILLED)
+            except TimeoutError:
+                self._tell_of_survival()
+            else:
+                await asyncio.wait(self._tasks[3:], timeout=1)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._process is not None:
+            self._process._transport.close()  # else it is closed when the loop is, which fails where a pipe is held
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        self._log.close()

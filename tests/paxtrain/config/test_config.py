@@ -1,0 +1,265 @@
+"""The configuration: what fits is taken as it is, what does not is told by name, with what would."""
+
+import dataclasses
+import math
+import re
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from paxtrain.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    from_dict,
+    to_dict,
+)
+from paxtrain.config.data import DataConfig
+from paxtrain.errors import UserError
+from paxtrain.model import transformer
+
+few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+MIXED = {"train": "a=x,b=y"}
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        function(*args, **kwargs)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def suggestions(message: str) -> list[int]:
+    """The numbers of "...; 12 or 16 would fit"."""
+    return [int(number) for number in re.findall(r"\d+", message.split(";")[-1])]
+
+
+def test_to_dict_and_back():
+    config = Config(
+        model=ModelConfig(layers=7, dtype="float32", residual_dropout=0.1),
+        mesh=MeshConfig(2, 2, 2, zero1=False),
+        pipeline=PipelineConfig("interleaved_1f1b", 2, "2,2,2,1", "inputs", "on"),
+        batch=BatchConfig(32, 4),
+        optimizer=OptimizerConfig(schedule="wsd", decay_steps=30),
+    )
+    assert from_dict(to_dict(config)) == config
+    assert from_dict(ConfigDict(to_dict(config))) == config
+    assert hash(from_dict(to_dict(config))) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("train", "weights", "prefixes", "mixture"),
+    [
+        ("runs/x", "", {"": "runs/x"}, {"": 1}),
+        ("runs/year=2024/a", "", {"": "runs/year=2024/a"}, {"": 1}),
+        ("web=runs/x", "", {"web": "runs/x"}, {"web": 1}),
+        ("web=w, a.b-c=/u=1/v", "web=0.70,a.b-c=0.3", {"web": "w", "a.b-c": "/u=1/v"}, {"a.b-c": 3, "web": 7}),
+        ("a=x,b=y", "a=300,b=600", {"a": "x", "b": "y"}, {"a": 1, "b": 2}),
+        ("a=x,b=y,c=z", "a=1/3,b=1/6,c=1e-3", {"a": "x", "b": "y", "c": "z"}, {"a": 1000, "b": 500, "c": 3}),
+    ],
+)
+def test_data_sets_and_their_weights_in_smallest_whole_numbers(train, weights, prefixes, mixture):
+    config = DataConfig(train=train, weights=weights)
+    assert config.train_sets == prefixes
+    assert list(config.mixture.items()) == list(mixture.items())
+
+
+def test_what_is_left_out_keeps_its_default():
+    assert from_dict({}) == Config()
+    assert from_dict({"run": {"steps": 50}}) == Config(run=RunConfig(steps=50))
+
+
+def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted():
+    config = from_dict({"optimizer": {"learning_rate": 1}})
+    assert type(config.optimizer.learning_rate) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"mehs": {}}, ["unknown configuration key mehs", "mesh", "pipeline"]),
+        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, sequence_parallel, tensor, zero1"]),
+        ({"mesh": 3}, ["mesh must be a mapping", "3"]),
+        (3, ["the configuration must be a mapping", "3"]),
+        ({"mesh": {"data": "2"}}, ["mesh.data", "int", "'2'"]),
+        ({"mesh": {"data": 2.0}}, ["mesh.data", "int", "2.0"]),
+        ({"mesh": {"data": True}}, ["mesh.data", "int", "True"]),
+        ({"mesh": {"zero1": 1}}, ["mesh.zero1", "bool", "1"]),
+        ({"mesh": {"data": None}}, ["mesh.data", "int", "None"]),
+        ({"run": {"out": 5}}, ["run.out", "str", "5"]),
+        ({"optimizer": {"beta1": "high"}}, ["optimizer.beta1", "float", "'high'"]),
+    ],
+)
+def test_keys_and_types(values, words):
+    message = refusal(from_dict, values)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        (ModelConfig, {"hidden": 0}, ["model.hidden", "positive", "0"]),
+        (ModelConfig, {"residual_dropout": 1.0}, ["model.residual_dropout", "[0, 1)", "1.0"]),
+        (ModelConfig, {"dtype": "float16"}, ["model.dtype", "bfloat16, float32", "'float16'"]),
+        (ModelConfig, {"separator": 257}, ["model.separator", "below model.vocab_size=257", "-1", "got 257"]),
+        (ModelConfig, {"separator": -2}, ["model.separator", "got -2"]),
+        *[
+            (DataConfig, {"train": text}, ["data.train", "one prefix, or named data sets", f"got '{text}'"])
+            for text in ("a=x,y", "x,y", "a=x,=y", "a=x,", "a=x,b=")
+        ],
+        (DataConfig, {"validation": "a=x,a=y"}, ["data.validation", "two data sets of the name a"]),
+        (DataConfig, {"train": "a=x,b=y"}, ["data sets a, b", "data.weights is empty", "a=1,b=1"]),
+        (DataConfig, {"weights": "a=1"}, ["data.weights=a=1", "with names", "data.train=runs/data/train"]),
+        (DataConfig, MIXED | {"weights": "a=1,c=1"}, ["names the data set 'c'", "data.train has a, b"]),
+        (DataConfig, MIXED | {"weights": "a=1"}, ["no weight for b", "a, b"]),
+        (DataConfig, MIXED | {"weights": "a=1,b"}, ["NAME=WEIGHT", "'a=1,b'"]),
+        (DataConfig, MIXED | {"weights": "a=1,a=2,b=3"}, ["gives the data set a two weights"]),
+        *[
+            (DataConfig, MIXED | {"weights": f"a=1,b={bad}"}, ["a positive number", f"got b={bad}"])
+            for bad in ("0", "-1", "nan", "inf", "many", "1/0", "", "1e999999999")
+        ],
+        (DataConfig, MIXED | {"weights": "a=0.123456,b=0.876544"}, ["15,625 samples", "10,000", "four decimals"]),
+        (ModelConfig, {"attention": "flash"}, ["model.attention", "auto, xla, cudnn", "'flash'"]),
+        (MeshConfig, {"pipe": -1}, ["mesh.pipe", "positive", "-1"]),
+        (PipelineConfig, {"schedule": "zigzag"}, ["pipeline.schedule", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
+        (PipelineConfig, {"save": "all"}, ["pipeline.save", "dots, layer_inputs, residuals, inputs", "'all'"]),
+        (PipelineConfig, {"scan_layers": "yes"}, ["pipeline.scan_layers", "auto, on, off", "'yes'"]),
+        (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
+        (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
+        (PipelineConfig, {"schedule": "zb_h1", "save": "inputs"}, ["save=inputs", "zb_h1", "dots or residuals"]),
+        (PipelineConfig, {"pipe_layers": "2,,2"}, ["pipeline.pipe_layers", "commas", "'2,,2'"]),
+        (PipelineConfig, {"pipe_layers": "4,0"}, ["pipeline.pipe_layers", "positive", "'4,0'"]),
+        (PipelineConfig, {"pipe_layers": "4;4"}, ["pipeline.pipe_layers", "commas", "'4;4'"]),
+        (BatchConfig, {"micro_batch": 0}, ["batch.micro_batch", "positive", "0"]),
+        (OptimizerConfig, {"schedule": "step"}, ["optimizer.schedule", "cosine, wsd, constant", "'step'"]),
+        (OptimizerConfig, {"learning_rate": 0.0}, ["optimizer.learning_rate", "positive"]),
+        (OptimizerConfig, {"learning_rate": math.nan}, ["optimizer.learning_rate", "positive", "nan"]),
+        (OptimizerConfig, {"clip_norm": -1.0}, ["optimizer.clip_norm", "negative", "-1.0"]),
+        (OptimizerConfig, {"beta1": 1.0}, ["optimizer.beta1", "[0, 1)", "1.0"]),
+        (OptimizerConfig, {"clip_norm": math.inf}, ["optimizer.clip_norm", "finite", "inf"]),
+        (OptimizerConfig, {"schedule": "wsd"}, ["wsd", "decay_steps above 0", "constant"]),
+        (ModelConfig, {"attention": "cudnn", "dtype": "float32"}, ["attention=cudnn", "bfloat16", "float32"]),
+        (OptimizerConfig, {"beta2": 1.5}, ["optimizer.beta2", "[0, 1)", "1.5"]),
+        (CheckpointConfig, {"keep": 0}, ["checkpoint.keep", "positive"]),
+        (CheckpointConfig, {"every": 100, "keep_every": 250}, ["keep_every=250", "multiple", "every=100"]),
+        (CheckpointConfig, {"every": 0, "keep_every": 10}, ["keep_every=10", "every=0"]),
+        (RunConfig, {"steps": 0}, ["run.steps", "positive"]),
+        (RunConfig, {"seed": -1}, ["run.seed", "negative"]),
+        (RunConfig, {"seed": 2**63}, ["run.seed", "below 2**63"]),
+        (RunConfig, {"out": ""}, ["run.out", "directory", "empty"]),
+    ],
+)
+def test_values_of_one_section(section, values, words):
+    message = refusal(section, **values)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"mesh": {"tensor": 3}}, ["model.heads=4", "mesh.tensor=3", "tensor=2 or 4"]),
+        (
+            {"model": {"vocab_multiple": 1}, "mesh": {"tensor": 2}},
+            ["padded_vocab=257", "mesh.tensor=2", "tensor=1 or 257"],
+        ),
+        ({"mesh": {"data": 3}}, ["batch.global_batch=16", "mesh.data=3", "batch.micro_batch=2", "12 or 18"]),
+        ({"batch": {"global_batch": 3, "micro_batch": 4}}, ["batch.global_batch=3", "batch.micro_batch=4", "4 would"]),
+        ({"mesh": {"pipe": 5}}, ["model.layers=4", "5 virtual stages", "mesh.pipe=5", "at most 4"]),
+        (
+            {"mesh": {"pipe": 3}, "pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
+            ["model.layers=4", "6 virtual stages", "pipeline.virtual_stages=2"],
+        ),
+        (
+            {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
+            ["interleaved_1f1b", "mesh.pipe of 2 or more", "got 1"],
+        ),
+        ({"mesh": {"pipe": 2}, "pipeline": {"pipe_layers": "1,2,1"}}, ["names 3 stages", "pipe=2", "needs 2"]),
+        ({"mesh": {"pipe": 2}, "pipeline": {"pipe_layers": "1,2"}}, ["adds up to 3", "4 layers"]),
+        ({"optimizer": {"warmup_steps": 300}}, ["optimizer.warmup_steps=300", "run.steps=200"]),
+        (
+            {"optimizer": {"schedule": "wsd", "warmup_steps": 100, "decay_steps": 101}},
+            ["warmup_steps=100", "decay_steps=101", "run.steps=200"],
+        ),
+    ],
+)
+def test_values_that_do_not_fit_each_other(sections, words):
+    message = refusal(from_dict, sections)
+    assert all(word in message for word in words), message
+
+
+@few
+@hypothesis.given(st.integers(1, 300), st.integers(1, 300))
+def test_suggested_heads_fit(hidden, heads):
+    if hidden % heads == 0:
+        assert ModelConfig(hidden=hidden, heads=heads).head_dim * heads == hidden
+        return
+    fitting = suggestions(refusal(ModelConfig, hidden=hidden, heads=heads))
+    assert fitting
+    for suggested in fitting:
+        ModelConfig(hidden=hidden, heads=suggested)
+
+
+@few
+@hypothesis.given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 9))
+def test_suggested_batches_fit(global_batch, data, micro_batch):
+    if global_batch % (data * micro_batch) == 0:
+        count = BatchConfig(global_batch, micro_batch).micro_batches(data)
+        assert count * data * micro_batch == global_batch
+        return
+    fitting = suggestions(refusal(BatchConfig(global_batch, micro_batch).micro_batches, data))
+    assert fitting
+    for suggested in fitting:
+        assert BatchConfig(suggested, micro_batch).micro_batches(data) >= 1
+
+
+@few
+@hypothesis.given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 4))
+def test_layers_are_shared_out_as_equally_as_they_get(layers, pipe, chunks):
+    name = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    pipeline = PipelineConfig(schedule=name, virtual_stages=chunks)
+    if layers < pipe * chunks:
+        refusal(pipeline.layers_per_virtual_stage, layers, pipe)
+        return
+    counts = pipeline.layers_per_virtual_stage(layers, pipe)
+    assert len(counts) == pipe * chunks
+    assert sum(counts) == layers
+    assert sorted(counts, reverse=True) == list(counts)
+    assert max(counts) - min(counts) <= 1
+
+
+def test_layers_as_they_are_named():
+    config = Config(
+        model=ModelConfig(layers=12), mesh=MeshConfig(pipe=4), pipeline=PipelineConfig(pipe_layers="3, 4,4,1")
+    )
+    assert config.stage_layers == (3, 4, 4, 1)
+    assert config.micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (ModelConfig(vocab_size=50257, layers=12, hidden=768, heads=12, sequence=1024), 124_439_808),
+        (ModelConfig(vocab_size=50257, layers=48, hidden=1600, heads=25, sequence=1024), 1_557_611_200),
+        (ModelConfig(), None),
+    ],
+)
+def test_parameter_count(config, published):
+    """GPT-2 small's and XL's known numbers, and the sum over the real arrays."""
+    padding = (config.padded_vocab - config.vocab_size) * config.hidden
+    arrays = sum(math.prod(x.shape) for x in jax.tree.leaves(transformer.shapes(config)))
+    assert config.parameter_count() == arrays - padding
+    assert published is None or config.parameter_count() == published
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(1, 128), (128, 128), (129, 256), (50257, 50304)])
+def test_the_vocabulary_is_padded_whatever_the_mesh(vocab_size, padded):
+    assert dataclasses.replace(ModelConfig(), vocab_size=vocab_size).padded_vocab == padded

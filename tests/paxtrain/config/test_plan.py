@@ -1,0 +1,136 @@
+"""Plans: what is saved comes back, and a file that is no plan is told so with its name."""
+
+import json
+
+import pytest
+
+from paxtrain.config import (
+    BatchConfig,
+    CompressConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    plan,
+    to_dict,
+)
+from paxtrain.config.plan import Plan
+from paxtrain.errors import UserError
+
+PLAN = Plan(
+    mesh=MeshConfig(data=2, pipe=2, tensor=2),
+    pipeline=PipelineConfig(schedule="1f1b", pipe_layers="3,1", save="layer_inputs"),
+    batch=BatchConfig(global_batch=32, micro_batch=4),
+    compress=CompressConfig(backward="epilogue", data="0"),
+    hosts=("a", "b"),
+    devices_per_host=4,
+    device_order=(0, 1, 4, 5, 2, 3, 6, 7),
+    predicted={"seconds": 0.25, "source": "simulation"},
+)
+
+
+def file_of(tmp_path, **changes):
+    """A plan's JSON with some keys changed, or left out where the new value is None."""
+    path = tmp_path / "plan.json"
+    plan.save(PLAN, path)
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+    return path
+
+
+def refusal(path) -> str:
+    with pytest.raises(UserError) as error:
+        plan.load(path)
+    message = str(error.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    plan.save(PLAN, tmp_path / "plan.json")
+    loaded = plan.load(tmp_path / "plan.json")
+    assert loaded == PLAN
+    assert loaded.predicted == PLAN.predicted
+    assert json.loads((tmp_path / "plan.json").read_text())["version"] == 1
+
+
+def test_only_the_sections_are_needed(tmp_path):
+    path = file_of(tmp_path, hosts=None, devices_per_host=None, device_order=None, predicted=None)
+    loaded = plan.load(path)
+    assert (loaded.hosts, loaded.device_order, loaded.predicted) == ((), (), {})
+    assert (loaded.mesh, loaded.pipeline, loaded.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
+    assert loaded.compress == PLAN.compress
+
+
+def test_a_plan_replaces_its_sections_only():
+    config = Config(model=ModelConfig(hidden=64))
+    applied = PLAN.apply(to_dict(config) | {"mesh": {"data": 3}})  # what is replaced need not fit
+    assert (applied.mesh, applied.pipeline, applied.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
+    assert applied.compress == PLAN.compress
+    assert (applied.model, applied.optimizer, applied.run) == (config.model, config.optimizer, config.run)
+
+
+def test_a_plan_leaves_nothing_to_defaults(tmp_path):
+    path = file_of(tmp_path, batch={"global_batch": 8})
+    with pytest.raises(UserError, match="batch leaves out micro_batch; a plan says all of global_batch, micro_batch"):
+        plan.load(path)
+
+
+def test_a_plan_that_does_not_fit_the_model():
+    with pytest.raises(UserError, match="adds up to 4, but the model has 6 layers"):
+        PLAN.apply({"model": {"layers": 6}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, ["version must be 1", "2"]),
+        ({"version": None}, ["version must be 1", "None"]),
+        ({"meshes": {}}, ["unknown key meshes", "mesh, pipeline"]),
+        ({"mesh": None}, ["section mesh is missing"]),
+        ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
+        (
+            {"mesh": {"data": 2, "model": 4}},
+            ["unknown configuration key mesh.model", "data, pipe, sequence_parallel, tensor"],
+        ),
+        ({"mesh": {"data": "2"}}, ["mesh.data must be of type int", "'2'"]),
+        ({"pipeline": {"schedule": "2f2b"}}, ["pipeline.schedule", "eager_1f1b", "'2f2b'"]),
+        ({"batch": {"micro_batch": 0}}, ["batch.micro_batch must be positive"]),
+        ({"device_order": [0, 1, 2, 3, 4, 5, 6]}, ["device_order", "8 devices", "7 entries"]),
+        ({"device_order": [0, 1, 2, 3, 4, 5, 6, 6]}, ["device_order", "8 entries with 7 different"]),
+        ({"device_order": [1, 2, 3, 4, 5, 6, 7, 8]}, ["device_order", "8 devices"]),
+        ({"device_order": "01234567"}, ["device_order must be a list of int", "'01234567'"]),
+        ({"device_order": [0.0, 1, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
+        ({"device_order": [False, True, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
+        (
+            {"mesh": {"data": 10**12, "pipe": 1, "tensor": 1, "zero1": True, "sequence_parallel": False}},
+            ["device_order", "8 entries"],
+        ),
+        ({"hosts": ["a", "a"]}, ["hosts must differ", "a, a"]),
+        ({"hosts": ["a", "b", "c"]}, ["3 hosts", "12 devices", "needs 8"]),
+        ({"hosts": ["a", 2]}, ["hosts must be a list of str"]),
+        ({"devices_per_host": 2}, ["2 hosts", "4 devices", "needs 8"]),
+        ({"devices_per_host": "4"}, ["devices_per_host must be a int", "'4'"]),
+        ({"predicted": [1]}, ["predicted must be a dict", "[1]"]),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(tmp_path, changes, words):
+    message = refusal(file_of(tmp_path, **changes))
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"mesh: 4", b"\xff\xfe", b"[1]", b"null", b"3", b'{"version": ' + b"1" * 5000 + b"}", b"[" * 100_000],
+    ids=["empty", "cut off", "yaml", "binary", "list", "null", "number", "long number", "deep"],
+)
+def test_a_file_that_is_no_plan(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    refusal(path)
+
+
+def test_a_path_that_is_no_file(tmp_path):
+    for path in (tmp_path / "missing.json", tmp_path):
+        assert "plan.json as paxtrain/config/plan.py describes it" in refusal(path)

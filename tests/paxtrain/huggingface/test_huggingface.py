@@ -1,0 +1,296 @@
+"""Models from and to transformers' layout; what transformers computed is kept in *_reference.npz."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from paxtrain import sample
+from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
+from paxtrain.data import token_files, tokenizer
+from paxtrain.errors import UserError
+from paxtrain.huggingface import __main__ as huggingface
+from paxtrain.huggingface import architectures
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.process.supervised import Progress
+from paxtrain.run.checkpoint import Checkpoints
+from paxtrain.train import Run
+
+HERE = pathlib.Path(__file__).parent
+TOLERANCE = 1e-4
+COMMON = {"vocab_size": 101, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24, "dtype": "float32"}
+LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 56, "tied_head": False}
+LLAMA |= {"rope_theta": 500.0, "norm_epsilon": 1e-4}
+SHAPES = {
+    "gpt2": COMMON,
+    "gpt2 untied": COMMON | {"tied_head": False},
+    "llama": COMMON | LLAMA | {"tied_head": True},
+    "llama untied": COMMON | LLAMA,
+}
+
+
+def run_config(shape: str, out: pathlib.Path, **sections) -> Config:
+    model_values = SHAPES[shape] | {"vocab_multiple": 8}
+    run = {"out": str(out), "steps": 2, "eval_batches": 1, "sample_tokens": 0}
+    return from_dict({"model": model_values, "run": run, "optimizer": {"warmup_steps": 0}} | sections)
+
+
+def theirs(shape: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(weights by transformers' names, what it computed with them)."""
+    with np.load(HERE / f"{shape.split()[0]}_reference.npz") as file:
+        arrays = dict(file)
+    return arrays, {name: arrays.pop(name) for name in ("ids", "logits", "loss")}
+
+
+def folder_of(weights: dict[str, np.ndarray], config: ModelConfig, folder: pathlib.Path) -> pathlib.Path:
+    """A folder as transformers leaves it."""
+    folder.mkdir()
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(architectures.to_config(config, "float32")))
+    tokenizer.bytes_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def random_params(config: ModelConfig) -> transformer.Params:
+    params = transformer.init(config, jax.random.key(0))
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
+    params = jax.device_get(jax.tree.map(noise, params))
+    params["embedding"]["token"] = token = params["embedding"]["token"].copy()
+    token[..., config.vocab_size :, :] = 0
+    return params
+
+
+def saved(params: transformer.Params, config: Config) -> None:
+    """A run with a checkpoint of these parameters."""
+    out = pathlib.Path(config.run.out)
+    meta = {"step": 7, "model": sample.architecture(config.model), "config": to_dict(config)}
+    with Checkpoints(out / sample.CHECKPOINTS, CheckpointConfig()) as checkpoints:
+        checkpoints.save(7, {"params": jax.tree.map(jax.numpy.asarray, params)}, meta)
+    tokenizer.bytes_tokenizer().save(str(out / sample.TOKENIZER))
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama untied"])
+def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shape, tmp_path):
+    weights, results = theirs(shape)
+    config = run_config(shape, tmp_path / "run")
+    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    params, loaded, _ = sample.load(tmp_path / "run")
+    assert loaded == config
+    np.testing.assert_allclose(
+        transformer.logits(params, results["ids"], config.model), results["logits"], atol=TOLERANCE
+    )
+    np.testing.assert_allclose(transformer.loss(params, results["ids"], config.model), results["loss"], atol=TOLERANCE)
+
+    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    for name, x in back.items():
+        np.testing.assert_array_equal(x, weights[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rope_theta", {"rope_theta": 1000.0}),
+        ("norm_epsilon", {"norm_epsilon": 1e-2}),
+        ("kv_heads", None),
+    ],
+)
+def test_another_llama_would_show(name, change):
+    """Controls: other angles, another epsilon, keys' heads exchanged."""
+    weights, results = theirs("llama")
+    config = ModelConfig(**SHAPES["llama untied"])
+    if change is None:
+        for layer in range(config.layers):
+            key = f"model.layers.{layer}.self_attn.k_proj.weight"
+            weights[key] = np.roll(weights[key], config.head_dim, axis=0)
+    params = architectures.params(weights.__getitem__, ModelConfig(**SHAPES["llama untied"] | (change or {})))
+    config = ModelConfig(**SHAPES["llama untied"] | (change or {}))
+    assert np.abs(transformer.logits(params, results["ids"], config) - results["logits"]).max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
+    config = run_config(shape, tmp_path / "run")
+    params = random_params(config.model)
+    saved(params, config)
+    monkeypatch.setattr(huggingface, "SHARD", "20KB")
+    huggingface.export(str(tmp_path / "run"), 7, str(tmp_path / "model"), "float32")
+    files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(files) > 2 and (tmp_path / "model" / huggingface.INDEX).exists()
+    names = set().union(*(safetensors.numpy.load_file(tmp_path / "model" / file) for file in files))
+    assert ("lm_head.weight" in names) == ("untied" in shape)
+
+    again = run_config(shape, tmp_path / "again")
+    huggingface.import_model(str(tmp_path / "model"), again)
+    found, loaded, encoder = sample.load(tmp_path / "again", 0)
+    assert loaded == again and encoder.encode("ab").ids == [97, 98]
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_bfloat16_takes_half_and_rounds(tmp_path):
+    config = run_config("llama untied", tmp_path / "run")
+    params = random_params(config.model)
+    saved(params, config)
+    sizes = {}
+    for dtype in ("float32", "bfloat16"):
+        huggingface.export(str(tmp_path / "run"), None, str(tmp_path / dtype), dtype)
+        sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
+    assert sizes["bfloat16"] < 0.6 * sizes["float32"]
+    huggingface.import_model(str(tmp_path / "bfloat16"), run_config("llama untied", tmp_path / "again"))
+    found, *_ = sample.load(tmp_path / "again")
+    rounded = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x, "bfloat16"), np.float32), params)
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
+
+
+def test_training_goes_on_from_an_imported_model(tmp_path):
+    """On a mesh, from the first step: its first loss is the imported model's, and nothing but weights was there."""
+    weights, _ = theirs("llama")
+    for name in ("train", "validation"):
+        with token_files.TokenWriter(tmp_path / name, 101) as writer:
+            writer.extend(np.arange(3000) % 101)
+            writer.end_document()
+    config = run_config(
+        "llama untied",
+        tmp_path / "run",
+        mesh={"data": 2, "pipe": 2, "tensor": 2},
+        batch={"global_batch": 8, "micro_batch": 2},
+        data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
+    )
+    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    assert Run(config, make_mesh(config.mesh), Progress({})).train()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    params = architectures.params(weights.__getitem__, config.model)
+    validation = token_files.load(config.data.validation, vocab_size=101, sequence=24)
+    rows = np.stack([validation.read(24 * i, 24 * i + 25) for i in range(8)])
+    [first] = [r["validation_loss"] for r in records if r["step"] == 0 and "validation_loss" in r]
+    assert first == pytest.approx(float(transformer.loss(params, rows, config.model)), rel=1e-4)
+    assert [r["step"] for r in records if "loss" in r] == [1, 2]
+
+
+def test_a_models_first_and_last_token_come_through(tmp_path):
+    """Those that config.json and tokenizer_config.json name, which a harness and generation need."""
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    words = {"<s>": 1, "</s>": 2, "<|endoftext|>": 3}
+    Tokenizer(WordLevel(words, unk_token="<s>")).save(str(folder / "tokenizer.json"))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
+    settings = {"eos_token": {"content": "</s>"}, "chat_template": "...", "model_max_length": 10**30}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    huggingface.import_model(str(folder), config)
+    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["bos_token_id"], back["eos_token_id"]) == (1, 2)
+    kept = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
+    wanted = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 24, "bos_token": "<s>"}
+    assert kept == settings | wanted
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
+        ({"hidden_size": None}, ["lacks hidden_size"]),
+        ({"hidden_size": "32"}, ["has values that no llama model has"]),
+        ({"num_attention_heads": 0}, ["has values that no llama model has"]),
+        ({"rope_parameters": "linear"}, ["has values that no llama model has"]),
+        ({"num_hidden_layers": "3"}, ["config.json: model.layers must be of type int, got '3'"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
+        ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised model (gptq)", "that it was made of"]),
+        ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
+        ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
+        ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
+    ],
+)
+def test_another_architecture_is_named(change, words, tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    with pytest.raises(UserError) as error:
+        huggingface.import_model(str(folder), config)
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_broken_files_are_named(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    file = folder / "model.safetensors"
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words):
+            huggingface.import_model(str(folder), config)
+        assert not (tmp_path / "run").exists()
+
+    whole = file.read_bytes()
+    file.write_bytes(whole[:1000])
+    refused(r"model\.safetensors cannot be read")
+    some = {name: x for name, x in weights.items() if name != "model.norm.weight"}
+    safetensors.numpy.save_file(some, file)
+    refused(r"has no array model\.norm\.weight")
+    safetensors.numpy.save_file(some | {"model.norm.weight": np.ones(31, np.float32)}, file)
+    refused(r"array model\.norm\.weight is \[31\]; a llama model of these sizes has \[32\]")
+    turned = {name: np.ascontiguousarray(x.T) if "gate_proj" in name else x for name, x in weights.items()}
+    safetensors.numpy.save_file(turned, file)
+    refused(r"gate_proj\.weight is \[32, 56\]; a llama model of these sizes has \[56, 32\]")
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
+    safetensors.numpy.save_file(weights | bias, file)
+    refused(r"does not account for, model\.layers\.0\.self_attn\.q_proj\.bias first of 1")
+    codes = {name: x.astype(np.int8) if "q_proj" in name else x for name, x in weights.items()}
+    safetensors.numpy.save_file(codes, file)
+    refused(r"q_proj\.weight is of int8; float64, float32, float16, bfloat16 can be imported")
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    safetensors.numpy.save_file(weights | harmless, file)
+    architectures.params(huggingface._Arrays(folder), config.model)
+    file.unlink()
+    refused("needs all of a model's")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    refused("must have a weight_map from names to files")
+
+
+def test_weights_that_lie_the_other_way_round_are_no_gpt2(tmp_path):
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    weights = {name: np.ascontiguousarray(x.T) if "c_fc.weight" in name else x for name, x in weights.items()}
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    with pytest.raises(UserError, match=r"c_fc\.weight is \[128, 32\]; a gpt2 model of these sizes has \[32, 128\]"):
+        huggingface.import_model(str(folder), config)
+
+
+def test_the_flags_that_another_architecture_needs_are_named(tmp_path):
+    weights, _ = theirs("gpt2")
+    folder = folder_of(weights, ModelConfig(**SHAPES["gpt2"]), tmp_path / "model")
+    with pytest.raises(UserError) as error:
+        huggingface.import_model(str(folder), run_config("llama", tmp_path / "run"))
+    named = dict(re.findall(r"--config\.model\.(\w+)=(\S+)", str(error.value)))
+    values = {name: type(getattr(ModelConfig(), name))(value) for name, value in named.items()}
+    shape = SHAPES["llama"] | values | {"vocab_multiple": 8}
+    huggingface.import_model(str(folder), from_dict({"model": shape, "run": {"out": str(tmp_path / "run")}}))
+
+
+def test_nothing_is_overwritten(tmp_path):
+    weights, _ = theirs("llama")
+    config = run_config("llama untied", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+    huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config"):
+        huggingface.import_model(str(folder), config)
+    with pytest.raises(UserError, match="holds a model already; name another folder"):
+        huggingface.export(str(tmp_path / "run"), None, str(folder), "float32")

@@ -1,0 +1,300 @@
+"""Compression inside the training step: what it changes between stages, what it must not, and every byte that it sends.
+
+The four defects of the released Optimus-CC code have a test each, named so, here and in test_compression_data.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxtrain.config import CompressConfig, Config
+from paxtrain.errors import UserError
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.xla import hlo
+from tests.paxtrain.compressed import (
+    FAST,
+    FULL,
+    HIDDEN,
+    MESSAGE,
+    assert_close,
+    batch,
+    canonical,
+    compiled,
+    config,
+    differences,
+    evaluated,
+    trained_steps,
+    trainer,
+)
+
+pytestmark = pytest.mark.once
+
+# --- Gradients between the stages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("c", "dense"),
+    [
+        (config(**FULL), config()),
+        (config(forward="all", forward_rank=32, form="qr", **FULL), config()),
+        (config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
+         config((1, 4, 2), micro_batches=3, schedule="1f1b")),
+        (config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
+         config((1, 2, 1), schedule="interleaved_1f1b", chunks=2)),
+        (config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
+         config((1, 2, 2))),
+    ],
+    ids=["eager", "forward too, qr", "1f1b explicit", "interleaved epilogue", "sequence parallel"],
+)  # fmt: skip
+def test_full_rank_is_no_compression(c, dense):
+    loss, grads, *_ = evaluated(c)
+    right_loss, right, *_ = evaluated(dense)
+    assert abs(loss - right_loss) <= 1e-5 * right_loss
+    assert_close(grads, right, 2e-4)  # normal equations with a ridge of 1e-6
+
+
+def test_full_rank_gives_the_same_loss_curve_and_low_rank_another():
+    dense, _ = trained_steps(config((1, 2, 1)), 8)
+    full, _ = trained_steps(config((1, 2, 1), **FULL), 8)
+    low, _ = trained_steps(config((1, 2, 1), backward="all", backward_rank=1), 8)
+    assert dense[-1] < dense[0] - 0.5
+    np.testing.assert_allclose(full, dense, rtol=1e-3)
+    assert max(abs(np.subtract(low, dense))) > 2e-3
+    assert low[0] == pytest.approx(dense[0], rel=1e-6)  # the forward does not pass the codec
+
+
+def test_the_forward_and_evaluation_are_untouched():
+    c = config(backward="all", backward_rank=2, forward="all", forward_rank=2)
+    assert evaluated(config(backward="all", backward_rank=2))[0] == pytest.approx(evaluated(config())[0], rel=1e-6)
+    assert abs(evaluated(c)[0] / evaluated(config())[0] - 1) > 1e-4  # a compressed forward is another one
+    plain, compressed = trainer(config()), trainer(c)
+    params = jax.device_put(jax.jit(plain.layout.from_canonical)(canonical()), plain.state_shardings.params)
+    assert float(plain.evaluate(params, batch(plain))) == float(compressed.evaluate(params, batch(plain)))
+
+
+def test_only_the_stages_below_a_compressed_link_are_changed():
+    """Gradients on the last stage come before any compressed message."""
+    _, grads, *_ = evaluated(config(backward="all", backward_rank=2))
+    _, right, *_ = evaluated(config())
+    layers = lambda tree, part: jax.tree.map(lambda x: x[part], tree["layers"])  # noqa: E731
+    assert_close(layers(grads, slice(3, 4)), layers(right, slice(3, 4)))
+    assert min(differences(layers(grads, slice(0, 3)), layers(right, slice(0, 3))).values()) > 1e-3
+
+
+# --- Every byte -------------------------------------------------------------------------------------------------------
+
+
+def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
+    """Bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's exchange."""
+    mesh = trained.config.mesh
+    found = hlo.permute_bytes_by_pair(compiled(trained).as_text())
+    stages = {s * mesh.tensor: s for s in range(mesh.pipe)}
+    pairs = {(stages[a], stages[b]): size for (a, b), size in found.items() if a in stages and b in stages}
+    table = trained.config.model.padded_vocab // mesh.tensor * HIDDEN * 4 // mesh.data
+    for pair in ((0, mesh.pipe - 1), (mesh.pipe - 1, 0)):
+        pairs[pair] = pairs.get(pair, 0) - table
+    return {pair: size for pair, size in pairs.items() if size}
+
+
+def wire(rank: int, width: int = 4) -> int:
+    return rank * sum(MESSAGE) * width
+
+
+DENSE = MESSAGE[0] * MESSAGE[1] * 4
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("eager_1f1b", 6), ("eager_1f1b", 2), ("1f1b", 5)])
+def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedule, micro_batches):
+    m = micro_batches
+    found = by_pair(trainer(config(micro_batches=m, schedule=schedule, backward="epilogue", backward_rank=4)))
+    expected = {(k, k + 1): m * DENSE for k in range(3)}
+    for k in range(3):
+        count = min(4 - 1 - k, m)
+        expected[k + 1, k] = count * wire(4) + (m - count) * DENSE
+    assert found == expected
+
+
+def test_bytes_of_ranks_by_link_and_of_int8_factors():
+    found = by_pair(trainer(config(backward="all", backward_ranks="2,6,4", factors="int8")))
+    scales = lambda rank: 2 * rank * 4  # noqa: E731
+    expected = {(k, k + 1): 6 * DENSE for k in range(3)}
+    expected |= {(k + 1, k): 6 * (wire(rank, 1) + scales(rank)) for k, rank in enumerate((2, 6, 4))}
+    assert found == expected
+
+
+def test_with_sequence_parallelism_each_device_compresses_its_part():
+    found = by_pair(trainer(config((1, 4, 2), sequence=True, backward="all", backward_rank=4)))
+    part, k = MESSAGE[0] // 2, MESSAGE[1]
+    expected = {(s, s + 1): 6 * part * k * 4 for s in range(3)}
+    assert found == expected | {(s + 1, s): 6 * 4 * (part + k) * 4 for s in range(3)}
+
+
+def all_reduced(trained: Trainer) -> dict[str, int]:
+    found = hlo.collective_bytes(compiled(trained).as_text())
+    return {kind: found.get(kind, 0) for kind in ("all-reduce", "reduce-scatter", "all-gather")}
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_everything_compressed_sends_the_formulas_bytes(zero1):
+    """Collectives of one device of (2,4,1), to the byte: between stages, over data, embedding, and nothing else."""
+    c = config(zero1=zero1, backward="all", backward_rank=4, data="all", data_rank=4, data_start=0.0)
+    dense, packed = trainer(config(zero1=zero1)), trainer(c)
+    shapes = packed.compression.matrices
+    assert shapes == {("qkv", "kernel"): (32, 96), ("out", "kernel"): (32, 32), ("up", "kernel"): (32, 128),
+                      ("down", "kernel"): (128, 32)}  # fmt: skip
+    kernels = sum(n * k for n, k in shapes.values()) * 4
+    factors = sum(4 * (n + k) for n, k in shapes.values()) * 4
+    before, after = all_reduced(dense), all_reduced(packed)
+    scalars = 2 * 4  # what was left out and of how much, for the log, which gathers a ratio from each stage
+    if zero1:
+        assert after["reduce-scatter"] == before["reduce-scatter"] - kernels
+        assert after["all-reduce"] == before["all-reduce"] + factors + scalars
+    else:
+        assert after["all-reduce"] == before["all-reduce"] - kernels + factors + scalars
+        assert after["reduce-scatter"] == before["reduce-scatter"]
+    assert after["all-gather"] == before["all-gather"] + 4
+    found = by_pair(packed)
+    assert found == {(k, k + 1): 6 * DENSE for k in range(3)} | {(k + 1, k): 6 * wire(4) for k in range(3)}
+    # No dense copy of a compressed message: no collective is as large as one.
+    text = compiled(packed).as_text()
+    backward = {(s + 4 * d, s + 4 * d - 1) for d in (0, 1) for s in (1, 2, 3)}
+    sizes = [op.bytes for op in hlo.collectives(text) if op.pairs and set(op.pairs) <= backward]
+    assert sizes
+    assert max(sizes) < DENSE
+
+
+def test_identity_codecs_cost_nothing():
+    """A run that compresses nothing has the collectives that the schedule and the layout call for, and no state."""
+    trained, through = trainer(config(micro_batches=2)), trainer(config(micro_batches=2))
+    assert not jax.tree.leaves(trained.abstract_state().codec)
+    found = by_pair(trained)
+    assert found == {(k, k + 1): 2 * DENSE for k in range(3)} | {(k + 1, k): 2 * DENSE for k in range(3)}
+    kinds = [dataclasses.replace(k, receive=(), receive_compressed=k.receive) for k in trained.buffers.kinds]
+    vars(through)["buffers"] = dataclasses.replace(trained.buffers, kinds=kinds)
+    texts = [compiled(t).as_text() for t in (trained, through)]
+    listed = [sorted((c.kind, c.bytes, c.pairs, c.executions) for c in hlo.collectives(text)) for text in texts]
+    assert listed[0] == listed[1]
+
+
+# --- State ------------------------------------------------------------------------------------------------------------
+
+EVERYTHING = {"backward": "all", "backward_rank": 4, "forward": "all", "forward_rank": 4, "data": "all", "data_rank": 4}
+
+
+def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
+    """Part of defect "state is not guarded": e and Q are as before, bit for bit; the next step is an ordinary one."""
+    trained = trainer(config((2, 2, 1), **EVERYTHING))
+    good, tokens = trained.from_params(canonical()), batch(trained)
+    good, _ = compiled(trained)(good, tokens)
+    before = jax.device_get(good)
+    broken = jax.tree.map(jnp.copy, good.params)
+    broken["final_norm"]["scale"] = broken["final_norm"]["scale"].at[-1, 0].set(jnp.nan)
+    after, metrics = compiled(trained)(good.replace(params=broken), tokens)
+    assert not metrics["finite"]
+    for old, new in zip(jax.tree.leaves(before.codec), jax.tree.leaves(jax.device_get(after.codec)), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("factors", ["float32", "bfloat16", "int8"])
+def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
+    """Whatever the factors' dtype: it must reach a gradient, so that the step is dropped with its state."""
+    trained = trainer(config((1, 2, 1), micro_batches=2, backward="all", backward_rank=4, factors=factors))
+    codec = trained.compression.links.backward.codec
+    message = jnp.ones(trained.compression.message.shape).at[0, 0, 0].set(jnp.inf)
+    wire, _ = codec.encode(codec.init(message.shape, message.dtype), message)
+    assert not np.isfinite(np.asarray(codec.decode(wire, message))).all()
+
+
+def test_every_direction_and_chunk_has_its_link_and_its_rank():
+    """Interleaved, both directions compressed, links of different ranks, the one back to the first stage included."""
+    c = config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward="all", backward_ranks="4,2")
+    assert by_pair(trainer(c)) == {
+        (0, 1): 2 * 4 * DENSE + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
+        (1, 0): 4 * DENSE + 2 * 4 * wire(4),
+    }
+    both = {"backward": "all", "backward_rank": 3, "forward": "all", "forward_rank": 3, "error": "explicit"}
+    trained = trainer(config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, **both))
+    state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
+    errors = {
+        way: jax.device_get(state.codec[way].error.e)[0, :, 0] for way in ("backward", "forward")
+    }  # [P, chunks, ...]
+    sent = {way: np.any(e != 0, axis=(2, 3)).tolist() for way, e in errors.items()}
+    # The first virtual stage, chunk 0 of stage 0, sends no gradient; the last, chunk 1 of stage 1, no activation.
+    assert sent == {"backward": [[False, True], [True, True]], "forward": [[True, True], [True, False]]}
+    assert not np.array_equal(errors["forward"][0, 0], errors["forward"][0, 1])
+
+
+def test_state_changes_where_messages_are_sent_and_nowhere_else():
+    trained = trainer(config((2, 4, 1), backward="epilogue", backward_rank=4))
+    state = trained.from_params(canonical())
+    before = jax.device_get(state.codec)
+    state, _ = compiled(trained)(state, batch(trained))
+    changed = [
+        np.array([[np.any(new[d, s] != old[d, s]) for s in range(4)] for d in range(2)])
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(jax.device_get(state.codec)), strict=True)
+    ]
+    assert not np.any([c[:, 0] for c in changed])  # stage 0 sends no gradient
+    assert np.all(np.any(changed, axis=0)[:, 1:])
+
+
+def test_each_chunk_has_a_state_of_its_own():
+    trained = trainer(config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, backward="all", backward_rank=4))
+    state, _ = compiled(trained)(trained.from_params(canonical()), batch(trained))
+    states = [x for x in jax.tree.leaves(jax.device_get(state.codec)) if x.ndim > 4]
+    assert states
+    assert all(x.shape[3] == 2 for x in states)
+    assert any(np.any(x[0, 1, 0, 0] != x[0, 1, 0, 1]) for x in states)
+
+
+def test_the_virtual_mesh_compresses_as_the_real_one_does():
+    """Gradients and every state of a step on one device: dense and compressed messages, stages of different ranks."""
+    c = config((2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4)
+    one = dataclasses.replace(c.mesh, data=1, pipe=1)
+    emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
+    params = jax.jit(emulated.layout.from_canonical)(canonical())
+    tokens = batch(emulated)
+    run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, codec, _ = jax.device_get(run(params, tokens))
+    right_loss, _, right, right_codec = evaluated(c)
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert_close(grads, right, 1e-4)
+    assert_close(codec, right_codec, 1e-3)
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compress", "mesh", "words"),
+    [
+        (
+            {"backward": "all", "backward_rank": 17},
+            (2, 4, 1),
+            ["backward_rank=17", "32 x 32", "largest useful rank is 8"],
+        ),
+        ({"backward": "all", "backward_ranks": "2,99,2"}, (2, 4, 1), ["backward_ranks=99", "largest useful rank is 8"]),
+        ({"backward": "all", "backward_rank": 33, "min_ratio": 0.0}, (2, 4, 1), ["largest useful rank is 32"]),
+        ({"forward": "all", "forward_rank": 9}, (2, 4, 1), ["forward_rank=9", "largest useful rank is 8"]),
+        ({"data": "all"}, (2, 4, 1), ["data_rank=128", "128 x 32", "largest useful rank is 12"]),
+    ],
+)
+def test_ranks_that_save_nothing_are_refused(compress, mesh, words):
+    with pytest.raises(UserError) as error:
+        trainer(config(mesh, **compress)).compression.check()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_triton_needs_a_gpu():
+    with pytest.raises(
+        UserError, match="implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got cpu; auto or xla would"
+    ):
+        _ = trainer(config(implementation="triton")).compression
+
+
+def test_sections_default_to_no_compression():
+    assert CompressConfig() == Config().compress
+    assert (Config().compress.backward, Config().compress.data) == ("none", "none")

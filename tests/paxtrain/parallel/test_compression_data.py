@@ -1,0 +1,188 @@
+"""Compression over data inside the training step: the tied embedding's exchange, and the layers' gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.model import transformer
+from paxtrain.parallel import gradients
+from paxtrain.xla import hlo
+from tests.paxtrain.compressed import (
+    FAST,
+    FULL,
+    HIDDEN,
+    assert_close,
+    batch,
+    canonical,
+    compiled,
+    config,
+    differences,
+    evaluated,
+    trained_steps,
+    trainer,
+)
+
+pytestmark = pytest.mark.once
+
+# --- Tied embedding ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero1"),
+    [
+        ((1, 2, 1), True),
+        ((1, 3, 2), True),
+        ((2, 2, 2), True),
+        ((2, 2, 2), False),
+        ((4, 2, 1), True),
+        ((4, 2, 1), False),
+    ],
+)
+def test_fused_equals_unfused_embedding(mesh, zero1):
+    """Defect "embedding sums across vocabulary shards": with tensor=2 each rank's rows are its own."""
+    layers = 3 if mesh[1] == 3 else 4
+    plain = config((1, 1, 1), micro_batches=4 * mesh[0], layers=layers)
+    right = jax.jit(jax.grad(functools.partial(transformer.loss, config=plain.model)))(
+        canonical(layers), batch(trainer(plain))
+    )
+    for embedding in ("fused", "unfused"):
+        c = config(mesh, micro_batches=4, layers=layers, zero1=zero1, embedding=embedding)
+        _, grads, mesh_layout, _ = evaluated(c)
+        token = mesh_layout["embedding"]["token"]
+        np.testing.assert_array_equal(token[0], token[-1])
+        assert_close(grads["embedding"]["token"], jax.device_get(right["embedding"]["token"]))
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_fused_embedding_sends_the_formulas_bytes(zero1):
+    """Without ZeRO-1: V(2D-1)/D of a ring for V bytes of table and D data ranks, and V(3D-2)/D unfused."""
+    ranks = 4
+    table = 64 * HIDDEN * 4
+
+    def sent(embedding: str) -> float:
+        text = compiled(trainer(config((ranks, 2, 1), zero1=zero1, embedding=embedding))).as_text()
+        total = 0.0
+        for op in hlo.collectives(text):
+            ring = {
+                "all-reduce": 2 * (ranks - 1) / ranks,
+                "reduce-scatter": (ranks - 1) / ranks,
+                "all-gather": ranks - 1,
+            }
+            total += op.executions * op.bytes * (1 if op.pairs else ring.get(op.kind, 0))
+        return total
+
+    saved = sent("unfused") - sent("fused")
+    fused = (2 * ranks - 1) / ranks if not zero1 else 1.0
+    assert saved == pytest.approx(table * ((3 * ranks - 2) / ranks - fused))
+
+
+def test_tied_copies_stay_identical():
+    for embedding in ("fused", "unfused"):
+        _, state = trained_steps(
+            config((2, 2, 2), embedding=embedding, backward="all", backward_rank=4, data="0", data_rank=4), 5
+        )
+        [adam] = [
+            part for part in jax.tree.leaves(state.optimizer, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
+        ]
+        for tree in (state.params, adam.mu):
+            token = tree["embedding"]["token"]
+            np.testing.assert_array_equal(token[0], token[-1])
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_everything_together_keeps_the_embedding_gradient(zero1):
+    """Defect "SC and FE together drop the input embedding's gradient": here it is the dense run's."""
+    everything = {**FULL, "data": "all", "data_rank": 4, "embedding": "fused"}
+    _, grads, *_ = evaluated(config(zero1=zero1, **everything))
+    _, right, *_ = evaluated(config(zero1=zero1))
+    assert_close(grads["embedding"], right["embedding"], 2e-4)
+    assert np.abs(grads["embedding"]["token"]).max() > 0.01
+    # What is compressed over data does differ, and only that.
+    assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 0.01
+    _, grads, *_ = evaluated(config(zero1=zero1, data="all", data_rank=4))
+    assert_close(grads["embedding"], right["embedding"], 1e-6)
+
+
+# --- Gradients over data ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_stages_that_are_not_chosen_are_bit_equal_to_dense(zero1):
+    _, grads, *_ = evaluated(config(zero1=zero1, data="1,2", data_rank=4))
+    _, right, *_ = evaluated(config(zero1=zero1))
+    for path, mine in jax.tree_util.tree_leaves_with_path(grads):
+        dense = functools.reduce(lambda tree, key: tree[key.key], path, right)
+        if path[0].key != "layers":
+            np.testing.assert_array_equal(mine, dense)
+            continue
+        np.testing.assert_array_equal(mine[[0, 3]], dense[[0, 3]])
+        if path[-1].key == "kernel":
+            assert np.abs(mine[1:3] - dense[1:3]).max() > 1e-3 * np.abs(dense).max()
+        else:  # norms and biases go dense on every stage
+            np.testing.assert_array_equal(mine, dense)
+
+
+def test_none_chosen_is_dense():
+    _, grads, *_ = evaluated(config(data="all", data_rank=4), stage_ranks=(0, 0, 0, 0))
+    assert all(e == 0 for e in differences(grads, evaluated(config())[1]).values())
+
+
+def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
+    """From rank 4 to 10 the smallest kernel goes dense: its gradient and what was left out arrive, no error stays."""
+    low = trainer(config((2, 2, 1), data="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4))
+    high = dataclasses.replace(low, stage_ranks=(10, 10))
+    params = jax.device_put(jax.jit(low.layout.from_canonical)(canonical()), low.state_shardings.params)
+    tokens, names = batch(low), [name for name, _ in low.compression.power_kernels]
+    gradients = {}
+    state = jax.jit(low.compression.init, out_shardings=low.state_shardings.codec)()
+    for t in (low, high):
+        run = jax.jit(lambda p, x, s, t=t: t.loss_and_gradients(p, x, None, s))
+        _, grads, state, _ = run.lower(params, tokens, state).compile(FAST)(params, tokens, state)
+        gradients[t.stage_ranks] = jax.device_get(grads)["layers"]["out"]["kernel"]
+    where = [i for i, name in enumerate(names) if name == "out"]
+    errors = jax.device_get(state["data"].error)
+    assert len(errors) == 2 * len(names)  # two layers a stage
+    for i, error in enumerate(errors):
+        assert np.any(error) == (names[i % len(names)] != "out")
+    assert where
+    right = evaluated(config((2, 2, 1)))[2]["layers"]["out"]["kernel"]
+    # What the first step left out arrives with the second: together they are twice the gradient.
+    np.testing.assert_allclose(gradients[4, 4] + gradients[10, 10], 2 * right, atol=1e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), (4, 2, 1)])
+def test_full_rank_over_data_is_no_compression(mesh):
+    """On any number of data ranks. With tensor=2 one kernel's smaller side is below the rank: it goes dense."""
+    _, grads, *_ = evaluated(config(mesh, data="all", data_rank=32, min_ratio=0.0))
+    assert_close(grads, evaluated(config(mesh))[1], 1e-3)
+
+
+def test_the_ratio_gate_leaves_small_kernels_dense():
+    """Defect "no minimum-ratio gate": rank 10 halves all kernels but the smallest, which would shrink 1.6 times."""
+    c = config(data="all", data_rank=10)
+    assert {name for name, _ in trainer(c).compression.power_kernels} == {"qkv", "up", "down"}
+    _, grads, *_ = evaluated(c)
+    _, right, *_ = evaluated(config())
+    np.testing.assert_array_equal(grads["layers"]["out"]["kernel"], right["layers"]["out"]["kernel"])
+    assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 1e-3
+
+
+def test_data_ranks_agree_on_the_factor_and_keep_errors_of_their_own():
+    c = config((4, 2, 1), data="all", data_rank=4)
+    state = trained_steps(c, 3)[1].codec["data"]
+    for q in state.q:
+        np.testing.assert_array_equal(q, np.broadcast_to(q[:1], q.shape))
+    assert all(np.abs(e[0] - e[1]).max() > 0 for e in state.error)
+
+
+def test_the_sums_see_a_reduction_that_was_left_out(monkeypatch):
+    """Negative control of the comparisons over data: without the mean of one array they fail."""
+    monkeypatch.setattr(gradients, "packed_scatter", lambda arrays, dims, axis: [
+        jax.lax.dynamic_slice_in_dim(x, 0, x.shape[d] // 2, axis=d) for x, d in zip(arrays, dims, strict=True)
+    ])  # fmt: skip
+    _, grads, *_ = evaluated(config(data="all", data_rank=5))
+    _, right, *_ = evaluated(config())
+    assert differences(grads["layers"]["qkv"]["bias"], right["layers"]["qkv"]["bias"])[""] > 0.01

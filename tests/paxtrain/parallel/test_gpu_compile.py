@@ -1,0 +1,239 @@
+"""The train step compiled for GPU clusters that are not there; skipped where jax's CUDA plugin is not installed."""
+
+import dataclasses
+import importlib
+import itertools
+import math
+import re
+import time
+
+import jax
+import pytest
+
+from paxtrain.config import CompressConfig, Config, from_dict
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import GPU_OPTIONS, Trainer
+from paxtrain.xla import aot, hlo
+
+
+def trainer(config: Config, kind: str = "h100") -> Trainer:
+    jax.devices()  # as in a process that already computes on the CPU
+    try:
+        devices = aot.devices(kind, hosts=math.ceil(config.mesh.devices / 8), per_host=min(8, config.mesh.devices))
+    except aot.Unavailable as reason:
+        pytest.skip(str(reason))
+    return Trainer(config, make_mesh(config.mesh, devices=devices))
+
+
+def compiled(trained: Trainer, **options) -> jax.stages.Compiled:
+    lowered = trained.step.lower(trained.abstract_state(), trained.abstract_batch())
+    return aot.compile(lowered, trained.compiler_options | options)
+
+
+def gpt(name: str, **sections: dict) -> Config:
+    values = importlib.import_module(f"configs.{name}").get_config()
+    values.update(sections)
+    return from_dict(values)
+
+
+def small(schedule: str = "eager_1f1b", layers: int = 4, **pipeline) -> Config:
+    """Shapes large enough that rings and weights cannot be mistaken for anything else."""
+    return gpt(
+        "gpt_1_3b",
+        model={"layers": layers, "hidden": 1024, "heads": 8, "sequence": 1024},
+        batch={"global_batch": 32, "micro_batch": 2},
+        pipeline={"schedule": schedule, **pipeline},
+    )
+
+
+def steady(text: str) -> list[hlo.Overlap]:
+    return [transfer for transfer in hlo.overlap(text) if transfer.executions > 1]
+
+
+def assert_no_large_copy(trained: Trainer, text: str) -> None:
+    """No executed copy is as large as the smallest weight matrix of a layer, or has a ring's slots."""
+    c = trained.config
+    weight = c.model.hidden**2 // c.mesh.tensor
+    message = c.batch.micro_batch * c.model.sequence * c.model.hidden
+    large = [copy for copy in hlo.copies(text) if copy.bytes > 2 * max(weight, message)]
+    assert not large, large
+
+
+def table_permute_bytes(trained: Trainer) -> int:
+    """What the schedule sends on all links of all data and tensor ranks, and the exchange of the tied embedding."""
+    c = trained.config
+    groups = c.mesh.data * c.mesh.tensor
+    message = math.prod(trained.compression.message.shape) * 2
+    embedding = c.model.padded_vocab * c.model.hidden * 4
+    shards = c.mesh.data if c.mesh.zero1 else 1
+    return trained.schedule.messages() * message * groups + 2 * embedding // shards * c.mesh.data
+
+
+@pytest.mark.parametrize("name", ["gpt_1_3b", "gpt_8b"])
+def test_configurations_compile_and_overlap(name, capsys):
+    trained = trainer(gpt(name, batch={"global_batch": 64}))
+    started = time.perf_counter()
+    program = compiled(trained)
+    memory, text = program.memory_analysis(), program.as_text()
+    seconds, gpu = time.perf_counter() - started, trained.mesh.devices.flat[0].device_kind
+    state, temporary = (getattr(memory, f"{kind}_size_in_bytes") / 1e9 for kind in ("argument", "temp"))
+    with capsys.disabled():
+        print(f"\n{name} on 8 x {gpu}: compiled in {seconds:.0f} s, {state:.1f} GB state, {temporary:.1f} GB temporary")
+    transfers = steady(text)
+    assert len(transfers) == 2
+    for transfer in transfers:
+        assert transfer.matmuls >= trained.config.stage_layers[0], transfer
+    assert hlo.conditionals(text) == 0
+    assert_no_large_copy(trained, text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pipeline"),
+    [
+        ("eager_1f1b", {}),
+        ("gpipe", {}),
+        ("1f1b", {}),
+        ("interleaved_1f1b", {"virtual_stages": 2}),
+        ("eager_1f1b", {"pipe_layers": "3,1"}),
+        ("1f1b", {"scan_layers": "on"}),
+        ("zb_h1", {}),
+        ("zb_h1", {"scan_layers": "on"}),
+    ],
+)
+def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline):
+    trained = trainer(small(schedule, **pipeline))
+    text = compiled(trained).as_text()
+    assert_no_large_copy(trained, text)
+    assert hlo.conditionals(text) == 0
+    assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+
+
+def test_sequence_parallelism_keeps_and_sends_less():
+    """The 1.3B model's shape with two layers a stage on (2,2,2)."""
+    c = gpt("gpt_1_3b", batch={"global_batch": 32, "micro_batch": 2})
+    c = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=4))
+    activations, slots = c.batch.micro_batch * c.model.sequence * c.model.hidden * 2, 4
+    temporary, kinds = [], []
+    for sequence in (False, True):
+        trained = trainer(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, sequence_parallel=sequence)))
+        program = compiled(trained)
+        text = program.as_text()
+        assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+        assert all(transfer.matmuls >= 1 for transfer in steady(text))
+        assert_no_large_copy(trained, text)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+        sent = [op for op in hlo.collectives(text) if op.dtype == "bf16" and op.bytes == activations]
+        kinds.append({op.kind for op in sent} - {"collective-permute"})
+    assert kinds == [{"all-reduce"}, {"reduce-scatter"}]
+    kept = slots * 2 * 2 * activations  # of two layers the input and the middle
+    assert temporary[0] - temporary[1] >= kept / c.mesh.tensor
+
+
+def test_both_transfers_lie_under_unrolled_compute():
+    text = compiled(trainer(small(layers=8))).as_text()
+    assert [transfer.matmuls >= 4 for transfer in steady(text)] == [True, True]
+
+
+def test_with_one_collective_in_flight_they_would_not():
+    """The option is what does it: without it no matrix product runs beside either transfer."""
+    [option] = GPU_OPTIONS
+    text = compiled(trainer(small()), **{option: 1}).as_text()
+    assert [transfer.matmuls for transfer in steady(text)] == [0, 0]
+
+
+def test_a_ring_that_goes_through_a_conditional_or_an_unordered_loop_would_be_seen(monkeypatch):
+    """Negative control of `assert_no_large_copy`: without the order of reads and writes XLA copies the rings."""
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
+    trained = trainer(small("1f1b"))
+    text = compiled(trained).as_text()
+    with pytest.raises(AssertionError):
+        assert_no_large_copy(trained, text)
+
+
+# --- Compression ------------------------------------------------------------------------------------------------------
+
+
+def steady_order(text: str) -> list[str]:
+    """Kernels of the compression, "send" and "arrived" in the order in which the steady loop's body launches them."""
+    body = next(t.computation for t in hlo.overlap(text) if t.executions > 1)
+    lines = iter(text.splitlines())
+    marks = {"collective-permute-start(": "send", "collective-permute-done(": "arrived"}
+    found = []
+    for line in itertools.dropwhile(lambda line: not line.startswith(f"%{body} "), lines):
+        if line.startswith("}"):
+            return found
+        found += re.findall(r'custom-call\(.*op_name="[^"]*/(lowrank_\w+)', line)
+        found += [name for mark, name in marks.items() if mark in line]
+    raise AssertionError(f"no computation {body}")
+
+
+def compressed(**compress) -> Trainer:
+    config = small(layers=8)
+    return trainer(dataclasses.replace(config, compress=CompressConfig(**compress)), "h200")
+
+
+@pytest.mark.parametrize("error", ["explicit", "lazy"])
+def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_send(error):
+    trained = compressed(backward="all", error=error)
+    assert trained.compression.implementation == "triton"
+    text = compiled(trained).as_text()
+    wire = 16 * (2 * 1024 + 1024) * 2
+    sizes = {transfer.bytes: transfer for transfer in steady(text)}
+    assert sizes.keys() == {wire, 2 * 1024 * 1024 * 2}
+    assert sizes[wire].matmuls >= 1
+    assert sizes[2 * 1024 * 1024 * 2].matmuls >= 4
+    assert_no_large_copy(trained, text)
+    assert hlo.conditionals(text) == 0
+    update = ["lowrank_residual"] if error == "explicit" else []
+    kernels = ["lowrank_project", "lowrank_backproject", "send", *update, "arrived", "lowrank_decode"]
+    assert steady_order(text)[: len(kernels)] == kernels
+
+
+def test_every_byte_of_a_compressed_step_on_gpus():
+    """bfloat16 messages and factors at their real widths, which the CPU backend does not show; no dense copy of one."""
+    trained = compressed(backward="epilogue", backward_rank=8, data="0", data_rank=64)
+    text = compiled(trained).as_text()
+    c, groups = trained.config, 4
+    dense = table_permute_bytes(trained)
+    message, wire = 2 * 1024 * 1024 * 2, 8 * (2 * 1024 + 1024) * 2
+    packed = len(trained.schedule.epilogue())
+    assert packed == 1
+    assert hlo.permute_bytes(text) == dense - packed * groups * (message - wire)
+    [sizes] = [trained.compression.matrices]
+    rows = c.stage_layers[0]
+    p = sum(n for n, _ in sizes.values()) * rows * 64 * 4
+    w = sum(k for _, k in sizes.values()) * rows * 64 * 4
+    reduced = {op.bytes for op in hlo.collectives(text) if op.kind == "all-reduce"}
+    assert {p, w} <= reduced
+
+
+def test_flash_attention_stays_within_documents():
+    config = small()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
+    kernels = {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}
+    assert kernels == set(re.findall(r'"__cudnn\$(\w+)"', compiled(trainer(config)).as_text()))
+
+
+def test_memory_does_not_grow_with_micro_batches():
+    def temporary(global_batch: int, schedule: str) -> int:
+        config = small(schedule)
+        config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_batch=global_batch))
+        return compiled(trainer(config)).memory_analysis().temp_size_in_bytes
+
+    eager = temporary(128, "eager_1f1b")
+    assert eager <= 1.03 * temporary(32, "eager_1f1b")
+    assert temporary(128, "gpipe") > 2 * eager
+
+
+def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
+    """As test_muon.py asserts of CPU programs: there and back, over data and over tensor."""
+    values = {"mesh": {"data": 2, "pipe": 2, "tensor": 2}, "optimizer": {"name": "muon"}}
+    trained = trainer(gpt("llama_1b", model={"layers": 8, "hidden": 512, "intermediate": 1408}, **values))
+    state, c = trained.abstract_state(), trained.config
+    update = jax.jit(
+        lambda state, loss, grads: trained.update(state, loss, grads, state.codec),
+        out_shardings=(trained.state_shardings, None),
+    )
+    program = aot.compile(update.lower(state, jax.ShapeDtypeStruct((), "float32"), state.params))
+    sent = {kind: size for kind, size in hlo.collective_bytes(program.as_text()).items() if size > 1000}
+    assert sent == {"all-to-all": 4 * 4 * c.model.layers * c.model.matrices // c.mesh.devices}

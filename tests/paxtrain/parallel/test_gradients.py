@@ -1,0 +1,347 @@
+"""Loss and every gradient of the parallel step against jax.grad of the plain model on one device, in float32."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
+from paxtrain.model import tensor_parallel as tp
+from paxtrain.model import transformer
+from paxtrain.parallel import gradients
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.pipeline.executor import Links
+from paxtrain.pipeline.messages import Link
+from paxtrain.xla import hlo
+
+LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
+TOLERANCE = 1e-5
+LLAMA = {"family": "llama", "kv_heads": 4, "intermediate": 48}
+SHAPES = {
+    "gpt2": {},
+    "gpt2 untied": {"tied_head": False},
+    "llama": LLAMA,
+    "llama untied": LLAMA | {"tied_head": False},
+}
+
+
+def config(
+    mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", separator=-1, sequence=False,
+    **pipeline,
+):  # fmt: skip
+    data, pipe, tensor = mesh
+    return from_dict({
+        "model": {
+            "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
+            "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
+            "separator": separator, **SHAPES[shape],
+        },
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
+        "pipeline": pipeline,
+        "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
+    })  # fmt: skip
+
+
+class Reference(NamedTuple):
+    params: transformer.Params
+    tokens: jax.Array
+    key: jax.Array | None
+    loss: float
+    grads: transformer.Params
+
+
+@functools.cache
+def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2", separator: int = -1) -> Reference:
+    """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
+    c = config((1, 1, 1), global_batch, dropout, layers, shape=shape, separator=separator).model
+    params = transformer.init(c, jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    tokens = jax.random.randint(jax.random.key(1), (global_batch, SEQUENCE + 1), 0, VOCABULARY)
+    if separator >= 0:
+        tokens = jnp.where(jax.random.bernoulli(jax.random.key(2), 0.2, tokens.shape), separator, tokens)
+    key = jax.random.key_data(jax.random.key(7)) if dropout else None
+    drop = transformer.Dropout(key, jnp.arange(global_batch)) if dropout else None
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: transformer.loss(p, tokens, c, drop)))(params)
+    return Reference(params, tokens, key, float(loss), jax.device_get(grads))
+
+
+def trainer(c, **kwargs):
+    return Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]), **kwargs)
+
+
+def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
+    """Relative errors: of the loss, the norm of all gradients, and per parameter max |difference| / max |reference|."""
+    params = jax.jit(trained.layout.from_canonical)(ref.params)
+    params = jax.device_put(params, trained.state_shardings.params)
+    tokens = jax.device_put(ref.tokens, trained.batch_sharding)
+
+    @jax.jit
+    def run(params: transformer.Params, tokens: jax.Array, key: jax.Array | None) -> tuple:
+        loss, grads, *_ = trained.loss_and_gradients(params, tokens, key)
+        return loss, grads, trained.norm(grads)
+
+    loss, grads, norm = run(params, tokens, ref.key)
+    whole = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in jax.tree.leaves(ref.grads)))
+    grads = jax.device_get(jax.jit(trained.layout.to_canonical)(grads))
+    error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), grads, ref.grads)
+    flat = {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
+    return {"loss": abs(float(loss) - ref.loss) / ref.loss, "norm": abs(float(norm) - whole) / whole, **flat}
+
+
+def check(c) -> None:
+    model_config = c.model
+    ref = reference(
+        c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c), model_config.separator
+    )
+    wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
+    assert not wrong, wrong
+
+
+COVERING = [
+    config((8, 1, 1)),
+    config((1, 1, 8), save="layer_inputs"),
+    config((4, 1, 2), zero1=False, save="residuals"),
+    config((2, 1, 4), save="inputs", scan_layers="on"),
+    config((1, 8, 1), 8, layers=8),
+    config((4, 2, 1), schedule="gpipe", save="residuals"),
+    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False),
+    config((2, 2, 2), dropout=0.2),
+    config((2, 2, 2), pipe_layers="3,1", save="residuals"),
+    config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages
+    config((1, 2, 4), schedule="1f1b", save="inputs"),
+    config((2, 4, 1), 12, layers=5, schedule="1f1b", pipe_layers="1,2,1,1", save="layer_inputs"),
+    config((2, 2, 2), schedule="interleaved_1f1b", virtual_stages=2, dropout=0.2),
+    config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
+    config((2, 2, 2), scan_layers="on"),
+    config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
+    config((2, 2, 2), 8, separator=5, scan_layers="on"),
+    config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
+    config((2, 2, 1), 8, separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
+    config((2, 2, 2), schedule="zb_h1", dropout=0.2),
+    config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
+    config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
+    config((2, 2, 2), shape="llama untied", schedule="zb_h1", separator=5),
+    config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
+    config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
+    config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
+    config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
+    config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
+    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
+    config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b"),
+    config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
+    config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
+    config((1, 2, 4), sequence=True, schedule="zb_h1"),
+    config((2, 1, 4), sequence=True, save="layer_inputs", dropout=0.2, shape="llama untied"),
+    config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
+    config((1, 4, 2), sequence=True, schedule="gpipe", scan_layers="on", layers=8, pipe_layers="2,3,2,1"),
+]
+
+
+def shape(c) -> str:
+    """Its name among SHAPES."""
+    return f"{c.model.family}{'' if c.model.tied_head else ' untied'}"
+
+
+def name(c) -> str:
+    p = c.pipeline
+    extra = ["" if shape(c) == "gpt2" else shape(c)]
+    extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
+    extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
+    extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
+    mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
+    return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
+
+
+CASES = [pytest.param(c, marks=() if i % 4 == 0 else pytest.mark.once) for i, c in enumerate(COVERING)]
+
+
+@pytest.mark.parametrize("c", CASES, ids=name)
+def test_gradients_equal_one_device(c):
+    check(c)
+
+
+def everything():
+    """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
+    meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
+    modes = ("dots", "layer_inputs", "residuals", "inputs")
+    shapes = ("gpt2", "llama untied")
+    for mesh, schedule, save, model_shape in itertools.product(meshes, SCHEDULES, modes, shapes):
+        if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
+            continue
+        chunks = 2 if schedule == "interleaved_1f1b" else 1
+        if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
+            layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
+            yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("c", list(everything()), ids=name)
+def test_gradients_equal_one_device_everywhere(c):
+    check(c)
+
+
+def test_covering_set_has_every_mesh_schedule_and_save_mode():
+    meshes = {(c.mesh.data, c.mesh.pipe, c.mesh.tensor) for c in COVERING}
+    assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
+    piped = [c for c in COVERING if c.mesh.pipe > 1]
+    assert {c.pipeline.schedule for c in piped} == set(SCHEDULES)
+    assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
+    assert {c.pipeline.save for c in piped if c.pipeline.schedule in SPLIT} == set(SPLIT_SAVES)
+    assert PipelineConfig().save == "dots"
+
+
+# --- Negative controls: the comparison sees what it is there to see ---------------------------------------------------
+
+
+def test_a_missing_sum_over_tensor_shows(monkeypatch):
+    monkeypatch.setattr(tp, "copy", lambda x, axis: x)
+    found = errors(trainer(config((2, 1, 2))), reference(16, 0.0, LAYERS))
+    assert found["loss"] <= TOLERANCE  # the forward is right
+    assert found["['layers']['ln1']['scale']"] > 0.01
+
+
+def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
+    monkeypatch.setattr(gradients, "_sum_over_sequence", lambda grads: grads)
+    found = errors(trainer(config((2, 1, 2), sequence=True)), reference(16, 0.0, LAYERS))
+    wrong = {name for name, error in found.items() if not error <= TOLERANCE}
+    arrays = {"['layers']['ln1']", "['layers']['ln2']", "['final_norm']"}
+    expected = {f"{array}['{leaf}']" for array in arrays for leaf in ("scale", "bias")}
+    assert wrong - {"norm"} == expected | {"['layers']['out']['bias']", "['layers']['down']['bias']"}
+
+
+def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
+    own = lambda x, dim, group: x[(slice(None),) * dim + (slice(x.shape[dim] // group.parts),)]  # noqa: E731
+    monkeypatch.setattr(tp, "own", own)  # the first part's, on all devices
+    c = config((2, 1, 2), sequence=True, dropout=0.2, shape="llama")  # without positions, of which one has a part, too
+    assert errors(trainer(c), reference(16, 0.2, LAYERS, "llama"))["loss"] > 10 * TOLERANCE
+
+
+class Lossy(NamedTuple):
+    """A codec that loses everything: decode gives zeros."""
+
+    def init(self, shape, dtype):
+        return ()
+
+    def encode(self, state, x, active=True):
+        return x, state
+
+    def decode(self, wire, like):
+        return jnp.zeros(like.shape, like.dtype)
+
+
+class Doubling(NamedTuple):
+    """A codec whose wire is a pytree and whose decode undoes its encode exactly."""
+
+    def init(self, shape, dtype):
+        return ()
+
+    def encode(self, state, x, active=True):
+        return {"half": x / 2, "sign": jnp.ones((1,), x.dtype)}, state
+
+    def decode(self, wire, like):
+        return wire["half"] * 2 * wire["sign"]
+
+
+def with_codec(c, codec) -> Trainer:
+    """A trainer whose gradients between stages all pass the codec."""
+    trained = trainer(dataclasses.replace(c, compress=CompressConfig(backward="all", min_ratio=0.0)))
+    vars(trained.compression)["links"] = Links(backward=Link(codec))
+    return trained
+
+
+@pytest.mark.parametrize(
+    "schedule", ["eager_1f1b", *(pytest.param(s, marks=pytest.mark.once) for s in ("1f1b", "zb_h1"))]
+)
+def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
+    c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
+    assert max(errors(with_codec(c, Doubling()), ref).values()) <= TOLERANCE
+
+    trained = with_codec(c, Lossy())
+    params = jax.device_put(jax.jit(trained.layout.from_canonical)(ref.params), trained.state_shardings.params)
+    loss, grads, *_ = jax.jit(trained.loss_and_gradients)(params, jax.device_put(ref.tokens, trained.batch_sharding))
+    grads = trained.layout.to_canonical(grads)
+    assert abs(float(loss) - ref.loss) / ref.loss <= TOLERANCE
+    for mine, right in zip(jax.tree.leaves(grads["layers"]), jax.tree.leaves(ref.grads["layers"]), strict=True):
+        assert not np.any(mine[: LAYERS // 2])  # stage 0 has heard nothing
+        np.testing.assert_allclose(mine[LAYERS // 2 :], right[LAYERS // 2 :], atol=TOLERANCE * np.abs(right).max())
+
+
+# --- What crosses the links, and what is kept -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+def test_bytes_on_the_links_are_the_tables(schedule):
+    """In float32, since the CPU backend widens bfloat16 collectives. (m = 6, P = 4, two data ranks.)"""
+    trained = trainer(config((2, 4, 1), 24, schedule=schedule))
+    text = trained.compile_step().as_text()
+    message = 2 * SEQUENCE * HIDDEN * 4
+    tied = 2 * trained.config.model.padded_vocab * HIDDEN * 4  # two shards, exchanged both ways
+    assert hlo.permute_bytes(text) == trained.schedule.messages() * message * 2 + tied
+    assert trained.schedule.messages() == 2 * 6 * 3
+
+
+def sent_over_tensor(**settings) -> collections.Counter[tuple[str, int]]:
+    """Executions of collectives by kind and a participant's bytes, with tensor=2 alone and four micro-batches."""
+    found = collections.Counter()
+    for op in hlo.collectives(trainer(config((1, 1, 2), 8, **settings)).compile_step().as_text()):
+        found[op.kind, op.bytes] += op.executions
+    return found
+
+
+def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
+    activations, part, m = 2 * SEQUENCE * HIDDEN * 4, SEQUENCE * HIDDEN * 4, 4
+    sums = m * (4 * LAYERS + 2)  # two of each layer's F and B, the embedding's, and the head's B
+    before = sent_over_tensor()
+    assert before["all-reduce", activations] == sums
+    after = sent_over_tensor(sequence=True)
+    again = m * 2 * LAYERS  # B's copies of what F gathered, which save="dots" does not keep
+    assert (after["reduce-scatter", activations], after["all-gather", part]) == (sums, sums + again)
+    vectors = 4 * HIDDEN * (6 * LAYERS + 2)  # norms, biases behind row-parallel matrices
+    del before["all-reduce", activations], after["reduce-scatter", activations], after["all-gather", part]
+    assert after == before + collections.Counter({("all-reduce", vectors): 1})
+
+
+def test_with_sequence_parallelism_a_device_sends_its_part():
+    message, tied = 2 * SEQUENCE * HIDDEN * 4, 2 * 64 * HIDDEN * 4
+    for sequence in (False, True):
+        trained = trainer(config((1, 2, 4), 8, sequence=sequence))
+        senders = 1 if sequence else 4  # of a whole message
+        sent = hlo.permute_bytes(trained.compile_step().as_text())
+        assert sent == trained.schedule.messages() * message * senders + tied
+
+
+def temporary(global_batch: int, schedule: str, save: str = "dots", mesh: tuple = (1, 2, 1), **settings) -> int:
+    """Temporary bytes of the train step by XLA's memory analysis, with global_batch / 2 micro-batches."""
+    c = config(mesh, global_batch, schedule=schedule, save=save, **settings)
+    return trainer(c).compile_step().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.once
+def test_memory_of_the_step():
+    """Flat in m for 1F1B of all kinds, all below GPipe; recomputing a stage takes less than keeping everything."""
+    eager, plain, split = (temporary(64, name) for name in ("eager_1f1b", "1f1b", "zb_h1"))
+    assert eager <= 1.03 * temporary(16, "eager_1f1b")
+    assert plain <= 1.03 * temporary(16, "1f1b")
+    assert plain < split <= 1.03 * temporary(16, "zb_h1")
+    assert max(eager, plain, split) < temporary(64, "gpipe")
+    assert temporary(16, "eager_1f1b", "inputs") < temporary(16, "eager_1f1b", "residuals")
+
+
+@pytest.mark.once
+def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
+    """Of each one GPipe keeps a gradient that waits for its B and, by this save mode, its layers' inputs."""
+
+    def kept(sequence: bool) -> float:
+        few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (16, 32))
+        return (many - few) / 8
+
+    message = 2 * SEQUENCE * HIDDEN * 4
+    assert kept(sequence=False) == pytest.approx(message * (1 + LAYERS // 2), rel=0.01)
+    assert kept(sequence=True) == pytest.approx(message / 4 * (1 + LAYERS // 2), rel=0.01)

@@ -1,0 +1,126 @@
+"""The mesh: sizes, order of devices, and the rows of a batch that a process holds."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from paxtrain.config import MeshConfig
+from paxtrain.errors import UserError
+from paxtrain.parallel.mesh import (
+    AXES,
+    cpu_devices,
+    from_process_rows,
+    host_major,
+    make_mesh,
+    place,
+    process_rows,
+)
+from paxtrain.process.supervised import Place
+
+
+def ids(mesh):
+    return np.vectorize(lambda device: device.id)(mesh.devices)
+
+
+def test_axes_and_row_major_order():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    assert mesh.axis_names == AXES == ("data", "pipe", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    np.testing.assert_array_equal(ids(mesh), np.arange(8).reshape(2, 2, 2))
+    assert make_mesh(MeshConfig(1, 4, 2)).devices.shape == (1, 4, 2)
+
+
+def test_a_mesh_that_is_far_too_large_is_refused_without_making_its_devices():
+    assert cpu_devices(MeshConfig(2, 2, 2), 1) == 8 and cpu_devices(MeshConfig(2, 2, 2), 4) == 2
+    large = MeshConfig(10_000, 2, 2)
+    assert cpu_devices(large, 1) == 1024
+    with pytest.raises(UserError, match="is 40000 devices, but there are 8"):
+        make_mesh(large)
+
+
+def test_a_plans_order():
+    order = [1, 2, 0, 5, 6, 7, 3, 4]
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2), order)), np.reshape(order, (2, 2, 2)))
+
+
+def test_devices_are_counted_in_order_unless_their_order_is_given(monkeypatch):
+    shuffled = [jax.devices()[i] for i in (5, 0, 7, 2, 1, 6, 3, 4)]
+    given = ids(make_mesh(MeshConfig(2, 2, 2), devices=shuffled))
+    np.testing.assert_array_equal(given.ravel(), [5, 0, 7, 2, 1, 6, 3, 4])
+    monkeypatch.setattr(jax, "devices", lambda: shuffled)
+    np.testing.assert_array_equal(ids(make_mesh(MeshConfig(2, 2, 2))), np.arange(8).reshape(2, 2, 2))
+
+
+def test_a_plan_counts_devices_host_after_host_as_it_lists_them(monkeypatch):
+    devices = [SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    found = host_major(("c", "a", "b"), ["a", "b", "c", "a"])  # two processes on host a
+    assert [d.id for d in found] == [4, 5, 0, 1, 6, 7, 2, 3]
+    with pytest.raises(UserError, match="the plan is for the hosts c, a, but the processes run on a, b, c"):
+        host_major(("c", "a"), ["a", "b", "c", "a"])
+
+
+def test_part_of_the_devices():
+    mesh = make_mesh(MeshConfig(2, 1, 2), devices=jax.devices()[4:])
+    np.testing.assert_array_equal(ids(mesh).ravel(), [4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 1), (4, 4, 1)])
+def test_sizes_that_do_not_multiply_to_the_devices(sizes):
+    with pytest.raises(UserError) as error:
+        make_mesh(MeshConfig(*sizes))
+    message = str(error.value)
+    for name, size in zip(AXES, sizes):
+        assert f"mesh.{name}={size}" in message
+    assert f"is {np.prod(sizes)} devices, but there are 8; choose sizes whose product is 8" in message
+
+
+def test_one_process_holds_all_rows():
+    sharding = NamedSharding(make_mesh(MeshConfig(4, 2, 1)), PartitionSpec("data"))
+    assert process_rows(sharding, (8, 3)) == list(range(8))
+
+
+def test_rows_of_a_process_come_once_and_ascending():
+    """Two of four data ranks, each on two devices that hold the same rows."""
+    slices = {"a": slice(6, 8), "b": slice(2, 4), "c": slice(6, 8), "d": slice(2, 4)}
+    some = SimpleNamespace(
+        addressable_devices_indices_map=lambda shape: {name: (rows, slice(None)) for name, rows in slices.items()}
+    )
+    assert process_rows(some, (8, 3)) == [2, 3, 6, 7]
+    whole = SimpleNamespace(addressable_devices_indices_map=lambda shape: {"a": (slice(None), slice(None))})
+    assert process_rows(whole, (4, 3)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (1, 2, 4), (8, 1, 1)])
+def test_a_global_array_of_a_processs_rows(sizes):
+    sharding = NamedSharding(make_mesh(MeshConfig(*sizes)), PartitionSpec("data"))
+    values = np.arange(24, dtype=np.int32).reshape(8, 3)
+    rows = process_rows(sharding, values.shape)
+    array = from_process_rows(sharding, values.shape, rows, values[rows])
+    assert array.sharding == sharding
+    np.testing.assert_array_equal(array, values)
+    backwards = rows[::-1]
+    np.testing.assert_array_equal(from_process_rows(sharding, values.shape, backwards, values[backwards]), values)
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_process", "process", "expected"),
+    [
+        ((2, 2, 1), 1, 3, Place(3, "stage 1, data 1", (1, 2))),
+        ((1, 4, 1), 1, 2, Place(2, "stage 2", (1, 3))),  # a ring, so that 0 and 3 are neighbours, too
+        ((1, 4, 1), 1, 0, Place(0, "stage 0", (1, 3))),
+        ((2, 4, 2), 2, 5, Place(5, "stage 1, data 1", (1, 4, 6))),  # all of tensor, which says nothing
+        ((2, 4, 2), 4, 1, Place(1, "stages 2, 3, data 0", (0, 3))),
+        ((1, 2, 2), 1, 1, Place(1, "stage 0, tensor 1", (0, 3))),
+        ((2, 2, 2), 8, 0, Place(0, "", ())),
+    ],
+)
+def test_the_place_of_a_process(shape, per_process, process, expected):
+    devices = [SimpleNamespace(process_index=i // per_process) for i in range(np.prod(shape))]
+    mesh = SimpleNamespace(devices=np.array(devices, dtype=object).reshape(shape))
+    assert place(mesh, process) == expected

@@ -1,0 +1,371 @@
+"""Slots and row kinds: what `validate` proves is proved again by acting the executor out with names for values."""
+
+import collections
+import dataclasses
+import itertools
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from paxtrain.pipeline.buffers import COLUMNS, assign, validate
+from paxtrain.pipeline.schedule import build, forward_only
+
+SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
+SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
+SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
+shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
+
+# Small ones for corrupting: (name, stages, micro-batches, chunks).
+SMALL = [
+    ("eager_1f1b", 3, 7, 1),
+    ("gpipe", 3, 4, 1),
+    ("1f1b", 3, 5, 1),
+    ("interleaved_1f1b", 2, 3, 2),
+    ("zb_h1", 3, 5, 1),
+]
+small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape[0])
+
+# Slots that idle stages write as well: there they must be the scrap slot.
+WRITTEN = ("forward_slot", "arrival_slot", "gradient_arrival_slot", "head_slot")
+UNSET = "whatever was in memory"
+
+
+def replay(schedule, buffers):
+    """Does what the executor does, stage by stage, with names for values; idle stages' writes are done too.
+
+    An activation is ("x", the virtual stage that takes it, micro-batch), a gradient is ("g", the virtual stage that
+    takes it, micro-batch), residuals are ("r", virtual stage, micro-batch), and ("w", ...) what B leaves of them for W;
+    None is a value that must not count.
+    """
+    stages, last, masked = schedule.stages, schedule.virtual_stages - 1, schedule.masked
+
+    def ring(depth):
+        return [[UNSET] * (depth + 1) for _ in range(stages)]
+
+    residuals = ring(buffers.residual_depth)
+    inbox, gradients = (
+        ring(depth) if depth else [[None] for _ in range(stages)]
+        for depth in (buffers.activation_depth, buffers.gradient_depth)
+    )
+    output, gradient_out, done = [None] * stages, [None] * stages, collections.Counter()
+    for row, kind in zip(buffers.table, buffers.kinds):
+        cells = [dict(zip(COLUMNS, map(int, cell))) for cell in row]
+        received = [None] * stages
+        for sender, receiver in kind.receive + kind.receive_compressed:
+            message, chunk = gradient_out[sender], cells[sender]["message_chunk"]
+            # The state that a codec keeps is the chunk's that made the gradient: virtual stage v takes it, v+1 made it.
+            received[receiver] = message if message and (message[1] + 1) // stages == chunk else None
+        for s, cell in enumerate(cells):
+            if kind.receive + kind.receive_compressed and buffers.gradient_depth:
+                gradients[s][cell["gradient_arrival_slot"]] = received[s]
+        for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
+            virtual, mb = chunk * stages + s, cell["forward"]
+            active = cell["forward_valid"] == 1 and cell["forward_chunk"] == chunk
+            if active or masked:
+                x = inbox[s][cell["input_slot"] if buffers.activation_depth else 0]
+                if kind.first and virtual == 0:
+                    x = ("x", 0, mb)
+                assert x is not UNSET, "uninitialized memory may be no number"
+                good = active and x == ("x", virtual, mb)
+                output[s] = ("x", virtual + 1, mb) if good else None
+                residuals[s][cell["forward_slot"]] = ("r", virtual, mb) if good else None
+            if active and kind.head and virtual == last:
+                good = output[s] == ("x", last + 1, mb)
+                done["loss", mb] += good
+                gradients[s][cell["head_slot"] if buffers.gradient_depth else 0] = ("g", last, mb) if good else None
+        arrived = [None] * stages
+        for sender, receiver in kind.send:
+            arrived[receiver] = output[sender]
+        for s, cell in enumerate(cells):
+            if kind.send:
+                inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+        for chunk, (s, cell) in itertools.product(kind.weights, enumerate(cells)):
+            if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
+                left = residuals[s][cell["weights_slot"]]
+                assert left is not UNSET
+                if left and left[:2] == ("w", chunk * stages + s):
+                    done["weights", *left[1:]] += 1
+        for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
+            virtual, mb = chunk * stages + s, cell["backward"]
+            active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
+            if active or masked:
+                if buffers.gradient_depth:
+                    g = gradients[s][cell["gradient_slot"]]
+                else:
+                    travels = kind.receive + kind.receive_compressed
+                    g = received[s] if travels and s < stages - 1 else gradients[s][0]
+                kept = residuals[s][cell["backward_slot"]]
+                assert kept is not UNSET, "uninitialized memory may be no number, and so is zero times it"
+                good = active and kept == ("r", virtual, mb) and g == ("g", virtual, mb)
+                gradient_out[s] = ("g", virtual - 1, mb) if good else None
+                done["backward", virtual, mb] += good
+                done["embedding", mb] += good and kind.first_backward and virtual == 0
+                if schedule.splits:
+                    residuals[s][cell["backward_slot"]] = ("w", virtual, mb) if good else None
+    phases = ("backward", "weights") if schedule.splits else ("backward",)
+    everything = [(p, v, mb) for p in phases for v in range(last + 1) for mb in range(schedule.micro_batches)]
+    everything += [(what, mb) for what in ("loss", "embedding") for mb in range(schedule.micro_batches)]
+    assert +done == collections.Counter(everything)
+
+
+def refuses(check, schedule, buffers):
+    try:
+        check(schedule, buffers)
+    except (AssertionError, IndexError):
+        return True
+    return False
+
+
+def small_case(shape):
+    schedule = build(*shape)
+    return schedule, assign(schedule)
+
+
+def with_cell(buffers, row, stage, name, value):
+    table = buffers.table.copy()
+    table[row, stage, COLUMNS.index(name)] = value
+    return dataclasses.replace(buffers, table=table)
+
+
+def with_kind(buffers, row, **changes):
+    kinds = [dataclasses.replace(kind, **changes) if i == row else kind for i, kind in enumerate(buffers.kinds)]
+    return dataclasses.replace(buffers, kinds=kinds)
+
+
+@shapes
+def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks):
+    for m in range(1, 21):
+        schedule = build(name, stages, m, chunks)
+        buffers = assign(schedule)
+        validate(schedule, buffers)
+        replay(schedule, buffers)
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.one_of(
+        st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.integers(1, 40), st.just(1)),
+        st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(1, 40), st.integers(2, 5)),
+    )
+)
+def test_any_size(shape):
+    schedule = build(*shape)
+    buffers = assign(schedule)
+    validate(schedule, buffers)
+    replay(schedule, buffers)
+
+
+@shapes
+def test_evaluation(name, stages, chunks):
+    for m in (1, 2, 7, 16):
+        schedule = forward_only(stages, m, chunks)
+        buffers = assign(schedule)
+        validate(schedule, buffers)
+        assert (buffers.residual_depth, buffers.gradient_depth) == (0, 0)
+        assert not any(kind.backward or kind.receive for kind in buffers.kinds)
+
+
+@shapes
+def test_depths(name, stages, chunks):
+    """The residual ring is as deep as the literature's bound on micro-batches in flight, and no deeper."""
+    for m in range(1, 21):
+        buffers = assign(build(name, stages, m, chunks))
+        if name == "gpipe":
+            assert buffers.residual_depth == m
+        elif name == "eager_1f1b":
+            assert buffers.residual_depth == min(m, 2 * (stages - 1) + 1)
+            assert (buffers.activation_depth, buffers.gradient_depth) == (0, 0)
+        elif name in ("1f1b", "zb_h1"):
+            assert buffers.residual_depth == min(m, stages)
+            assert max(buffers.activation_depth, buffers.gradient_depth) <= 1
+        elif m % stages == 0:
+            assert buffers.residual_depth == min(m * chunks, 2 * (stages - 1) + (chunks - 1) * stages + 1)
+
+
+@shapes
+def test_the_epilogue_is_the_drain_phase(name, stages, chunks):
+    """min(P-1-k, m) compressed messages on the link k+1 -> k, the last ones; every other gradient travels as it is."""
+    for m in (1, 2, 3, 8, 13):
+        schedule = build(name, stages, m, chunks)
+        compressed = schedule.epilogue()
+        buffers = assign(schedule, compressed)
+        validate(schedule, buffers)
+        replay(schedule, buffers)
+        plain = [pair for kind in buffers.kinds for pair in kind.receive]
+        packed = collections.Counter(pair for kind in buffers.kinds for pair in kind.receive_compressed)
+        assert len(plain) + packed.total() == sum(map(len, schedule.gradient_pairs))
+        if chunks == 1:
+            assert packed == {(k + 1, k): min(stages - 1 - k, m) for k in range(stages - 1)}
+            assert compressed <= schedule.gradient_messages()
+        else:
+            for stage in range(stages):  # behind a stage's last F, and only there
+                last = max(row for row, s, *_ in schedule.ops("forward") if s == stage)
+                late = {
+                    (chunk * stages + s, mb)
+                    for row, s, mb, chunk in schedule.ops("backward")
+                    if row > last and s == stage
+                }
+                assert {c for c in compressed if c[0] % stages == stage} == {c for c in late if c[0]}
+
+
+@shapes
+def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunks):
+    for m in (1, 2, 5, 16):
+        buffers = assign(build(name, stages, m, chunks))
+        unrolled, expected_start = [], 0
+        for start, period, repeats in buffers.runs():
+            assert start == expected_start
+            assert period >= 1
+            assert repeats >= 1
+            expected_start += period * repeats
+            unrolled += buffers.kinds[start : start + period] * repeats
+        assert unrolled == buffers.kinds
+
+
+@pytest.mark.parametrize("name", (*SIMPLE, "zb_h1"))
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_compiled_rows_do_not_grow_with_micro_batches(name, stages):
+    compiled = {m: sum(period for _, period, _ in assign(build(name, stages, m)).runs()) for m in (16, 32, 64)}
+    assert compiled[16] == compiled[32] == compiled[64] <= (7 if name == "zb_h1" else 4) * stages
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
+def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks):
+    compiled = {
+        m: sum(period for _, period, _ in assign(build("interleaved_1f1b", stages, m, chunks)).runs()) for m in (32, 64)
+    }
+    assert compiled[32] == compiled[64]
+
+
+# --- Negative controls ------------------------------------------------------------------------------------------------
+
+
+@small
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_wrong_number_is_refused_if_the_executor_would_stumble_over_it(shape, name):
+    """Every cell of every column, one changed at a time; slots of idle stages are looked at below."""
+    schedule, buffers = small_case(shape)
+    harmful = 0
+    for row, stage in itertools.product(range(schedule.rows), range(schedule.stages)):
+        value = int(buffers.table[row, stage, COLUMNS.index(name)])
+        idle = name in WRITTEN and value == scrap(buffers, name)
+        idle |= name == "backward_slot" and not buffers.table[row, stage, COLUMNS.index("backward_valid")]
+        others = (1 - value,) if name.endswith("valid") else (value - 1, value + 1)
+        for other in () if idle else (other for other in others if other >= 0):
+            corrupt = with_cell(buffers, row, stage, name, other)
+            if refuses(replay, schedule, corrupt):
+                harmful += 1
+                with pytest.raises(AssertionError, match=schedule.name):
+                    validate(schedule, corrupt)
+    assert harmful or not matters(schedule, buffers, name)
+
+
+def scrap(buffers, name):
+    depths = {"forward_slot": buffers.residual_depth, "arrival_slot": buffers.activation_depth}
+    return depths.get(name, buffers.gradient_depth)
+
+
+def matters(schedule, buffers, name):
+    """Whether the executor looks at a column: rings of depth 0 have no slots, and one chunk has no number."""
+    if name.startswith("weights"):
+        return schedule.splits
+    if name in ("input_slot", "arrival_slot"):
+        return buffers.activation_depth > 0
+    if name in ("gradient_slot", "gradient_arrival_slot", "head_slot"):
+        return buffers.gradient_depth > 0
+    return True
+
+
+@small
+def test_swapped_micro_batches_are_refused(shape):
+    schedule, buffers = small_case(shape)
+    for name in ("forward", "backward"):
+        column = buffers.table[:, 0, COLUMNS.index(name)]
+        first, second = (int(np.flatnonzero((column == mb) & (getattr(schedule, name)[:, 0] >= 0))[0]) for mb in (0, 1))
+        swapped = with_cell(buffers, first, 0, name, 1)
+        swapped = with_cell(swapped, second, 0, name, 0)
+        with pytest.raises(AssertionError, match=schedule.name):
+            validate(schedule, swapped)
+
+
+@small
+def test_a_dropped_op_is_refused(shape):
+    """Also the last one, which no other op waits for."""
+    schedule, buffers = small_case(shape)
+    for phase in ("forward", "backward", *(["weights"] if schedule.splits else [])):
+        row, stage, *_ = list(schedule.ops(phase))[-1]
+        with pytest.raises(AssertionError, match=schedule.name):
+            validate(schedule, with_cell(buffers, row, stage, phase + "_valid", 0))
+
+
+@small
+def test_a_missing_pair_and_one_too_many_are_refused(shape):
+    schedule, buffers = small_case(shape)
+    for row, kind in enumerate(buffers.kinds):
+        for name in ("send", "receive"):
+            pairs = getattr(kind, name)
+            step = 1 if name == "send" else -1
+            circle = {(s, (s + step) % schedule.stages) for s in range(schedule.stages)}
+            changed = [pairs[:i] + pairs[i + 1 :] for i in range(len(pairs))]
+            changed += [(*pairs, pair) for pair in circle - set(pairs)]
+            assert changed
+            for other in changed:
+                with pytest.raises(AssertionError, match="pairs"):
+                    validate(schedule, with_kind(buffers, row, **{name: other}))
+
+
+@small
+def test_a_residual_ring_too_small_is_refused(shape):
+    schedule, buffers = small_case(shape)
+    with pytest.raises(AssertionError, match=schedule.name):
+        validate(schedule, dataclasses.replace(buffers, residual_depth=buffers.residual_depth - 1))
+
+
+@pytest.mark.parametrize("check", [replay, validate])
+@small
+def test_an_idle_stage_that_writes_into_a_live_slot_is_refused(shape, check):
+    schedule, buffers = small_case(shape)
+    corrupted = [
+        with_cell(buffers, row, stage, name, slot)
+        for name in WRITTEN
+        for row, stage in itertools.product(range(schedule.rows), range(schedule.stages))
+        for slot in range(scrap(buffers, name))
+        if buffers.table[row, stage, COLUMNS.index(name)] == scrap(buffers, name)
+    ]
+    harmful = [corrupt for corrupt in corrupted if refuses(replay, schedule, corrupt)]
+    assert harmful
+    for corrupt in harmful:
+        with pytest.raises(AssertionError):
+            check(schedule, corrupt)
+
+
+@pytest.mark.parametrize("check", [replay, validate])
+@pytest.mark.parametrize(
+    ("shape", "ring"),
+    [
+        (("gpipe", 3, 4, 1), "gradient_depth"),
+        (("1f1b", 4, 6, 1), "activation_depth"),
+        (("interleaved_1f1b", 2, 4, 2), "activation_depth"),
+        (("interleaved_1f1b", 2, 4, 2), "gradient_depth"),
+    ],
+)
+def test_a_message_ring_too_small_is_refused(shape, ring, check):
+    schedule, buffers = small_case(shape)
+    smaller = dataclasses.replace(buffers, **{ring: getattr(buffers, ring) - 1})
+    with pytest.raises((AssertionError, IndexError)):
+        check(schedule, smaller)
+
+
+@pytest.mark.parametrize("check", [replay, validate])
+@pytest.mark.parametrize("field", ["forward", "backward", "weights", "first", "head", "first_backward"])
+@small
+def test_a_kind_that_leaves_out_an_op_is_refused(shape, field, check):
+    schedule, buffers = small_case(shape)
+    rows = [row for row, kind in enumerate(buffers.kinds) if getattr(kind, field)]
+    assert rows or field == "weights"
+    for row in rows:
+        nothing = () if field in ("forward", "backward", "weights") else False
+        with pytest.raises(AssertionError):
+            check(schedule, with_kind(buffers, row, **{field: nothing}))

@@ -1,0 +1,219 @@
+"""Schedules: every op once and in order, the closed forms of the literature, and time by an independent simulation."""
+
+import itertools
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from paxtrain.pipeline.schedule import IDLE, build, forward_only
+
+SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
+# (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.
+SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
+SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
+MICRO_BATCHES = range(1, 21)
+shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
+
+any_shape = st.one_of(
+    st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.just(1)),
+    st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(2, 5)),
+)
+few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def busy(schedule, phase):
+    return getattr(schedule, phase) != IDLE
+
+
+def in_flight(schedule):
+    """Per stage, the most micro-batches (of all chunks) between F and their last op: F of a row is first."""
+    last = "weights" if schedule.splits else "backward"
+    forwards, backwards = (busy(schedule, phase).cumsum(axis=0) for phase in ("forward", last))
+    return (forwards - backwards + busy(schedule, last)).max(axis=0)
+
+
+def makespan(schedule, forward, backward, transfer=0, weights=0):
+    """Time of a step when each stage runs its ops in the table's order as soon as their messages have come.
+
+    Rows do not bind here, and transfers do not occupy anybody: an event simulation by repeated relaxation.
+    """
+    last = schedule.virtual_stages - 1
+    orders, seconds = [[] for _ in range(schedule.stages)], (forward, backward, weights)
+    for turn, phase in enumerate(("forward", "backward", "weights")):
+        for row, stage, mb, chunk in schedule.ops(phase):
+            orders[stage].append((row, turn, chunk * schedule.stages + stage, mb))
+    queues, clock, end = [sorted(order)[::-1] for order in orders], [0] * schedule.stages, {}
+    while any(queues):
+        before = len(end)
+        for stage, queue in enumerate(queues):
+            while queue:
+                _, turn, virtual, mb = queue[-1]
+                source = virtual + (-1, 1, 0)[turn]
+                if source < 0 or turn == 2:  # W comes after its B by the order
+                    ready = 0
+                elif source > last:
+                    ready = end.get((0, last, mb))
+                else:
+                    ready = end.get((turn, source, mb))
+                    ready = None if ready is None else ready + transfer
+                if ready is None:
+                    break
+                clock[stage] = max(clock[stage], ready) + seconds[turn]
+                end[turn, virtual, mb] = clock[stage]
+                queue.pop()
+        assert len(end) > before, "the stages wait for one another"
+    return max(clock)
+
+
+def assert_every_op_once_after_what_it_needs(schedule):
+    last = schedule.virtual_stages - 1
+    phases = ("backward", "forward", *(["weights"] if schedule.splits else []))
+    ops = itertools.product(phases, range(last + 1), range(schedule.micro_batches))
+    listed = [
+        (phase, chunk * schedule.stages + stage, mb)
+        for phase in ("forward", "backward", "weights")
+        for _, stage, mb, chunk in schedule.ops(phase)
+    ]
+    assert sorted(listed) == list(ops)
+    row = schedule.row_of
+    for mb in range(schedule.micro_batches):
+        for v in range(last):
+            assert row["forward", v, mb] < row["forward", v + 1, mb]
+            assert row["backward", v + 1, mb] < row["backward", v, mb]
+        assert row["forward", last, mb] <= row["backward", last, mb]
+        if schedule.splits:
+            assert all(row["backward", v, mb] < row["weights", v, mb] for v in range(last + 1))
+
+
+@shapes
+def test_every_op_once_after_what_it_needs(name, stages, chunks):
+    for m in (1, 2, 3, 7, 8, 16):
+        assert_every_op_once_after_what_it_needs(build(name, stages, m, chunks))
+
+
+@few
+@hypothesis.given(any_shape, st.integers(1, 40))
+def test_every_op_once_for_any_size(shape, m):
+    name, stages, chunks = shape
+    schedule = build(name, stages, m, chunks)
+    assert_every_op_once_after_what_it_needs(schedule)
+    assert schedule.messages() == 2 * m * (stages * chunks - 1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
+def test_one_op_a_row_where_stages_differ(name):
+    schedule = build(name, 4, 9, 3 if name == "interleaved_1f1b" else 1)
+    assert sum(busy(schedule, phase).astype(int) for phase in ("forward", "backward", "weights")).max() == 1
+
+
+@shapes
+def test_rows_and_the_bubble(name, stages, chunks):
+    for m in MICRO_BATCHES:
+        schedule = build(name, stages, m, chunks)
+        work, bubble = m * chunks, 2 * (stages - 1)
+        if name == "eager_1f1b":
+            assert schedule.rows == work + bubble
+        elif name == "zb_h1":  # with rows of one length its bubble is half as long; or, drained at once, no longer
+            assert schedule.rows == (3 * work + stages - 1 if m >= stages else 2 * (m + stages - 1) + 1)
+            continue
+        elif m % stages == 0 or chunks == 1:
+            assert schedule.rows == 2 * work + bubble
+        else:
+            assert schedule.rows >= 2 * work + bubble
+        ops_a_row = 2 if name == "eager_1f1b" else 1
+        used = busy(schedule, "forward").sum(axis=0) + busy(schedule, "backward").sum(axis=0)
+        np.testing.assert_array_equal(used, 2 * work)
+        idle = ops_a_row * schedule.rows - used
+        if m % stages == 0 or chunks == 1:
+            np.testing.assert_array_equal(idle, ops_a_row * bubble)
+
+
+@shapes
+def test_micro_batches_in_flight(name, stages, chunks):
+    for m in MICRO_BATCHES:
+        found = in_flight(build(name, stages, m, chunks))
+        after = stages - 1 - np.arange(stages)
+        if name == "gpipe":
+            expected = np.full(stages, m)
+        elif name == "eager_1f1b":
+            expected = np.minimum(m, 2 * after + 1)
+        elif name == "1f1b":
+            expected = np.minimum(m, after + 1)
+        elif name == "zb_h1":
+            expected = np.full(stages, min(m, stages))  # 1f1b's most
+        elif m % stages == 0:
+            expected = np.minimum(m * chunks, 2 * after + (chunks - 1) * stages + 1)
+        else:
+            continue
+        np.testing.assert_array_equal(found, expected)
+
+
+@shapes
+def test_messages_join_neighbours_right_after_they_are_made(name, stages, chunks):
+    for m in (1, 5, 8):
+        schedule = build(name, stages, m, chunks)
+        assert schedule.messages() == 2 * m * (stages * chunks - 1)
+        for pairs, step in ((schedule.activation_pairs, 1), (schedule.gradient_pairs, -1)):
+            assert all(to == (s + step) % stages for row in pairs for s, to in row)
+            assert all(len({to for _, to in row}) == len(row) for row in pairs)
+        row, last = schedule.row_of, schedule.virtual_stages - 1
+        sent = [("forward", v, mb) for v in range(last) for mb in range(m)]
+        assert sorted(row[op] for op in sent) == [r for r, pairs in enumerate(schedule.activation_pairs) for _ in pairs]
+        sent = [("backward", v, mb) for v in range(1, last + 1) for mb in range(m)]
+        assert sorted(row[op] + 1 for op in sent) == [
+            r for r, pairs in enumerate(schedule.gradient_pairs) for _ in pairs
+        ]
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 5), (2, 1)])
+def test_time_without_transfers(name, forward, backward):
+    """(m + P - 1)(F + B): all three spend the same bubble, they differ in memory and in what transfers cost."""
+    for stages, m in itertools.product(range(1, 9), (1, 2, 3, 7, 8, 20)):
+        assert makespan(build(name, stages, m), forward, backward) == (m + stages - 1) * (forward + backward)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_chunks_divide_the_bubble(chunks):
+    """m(F + B) + (P - 1)(F + B)/v, with ops of F/v and B/v: Narayanan et al. 2021."""
+    for stages, groups in itertools.product(range(2, 9), (1, 2, 3)):
+        m = stages * groups
+        assert makespan(build("interleaved_1f1b", stages, m, chunks), 1, 2) == (m * chunks + stages - 1) * 3
+
+
+def test_eager_hides_transfers_that_1f1b_shows():
+    """A micro-batch more costs F + B however long transfers up to F take; 1f1b waits for two of them in each round."""
+    forward, backward, transfer, stages = 2, 4, 2, 4
+
+    def per_micro_batch(name):
+        short, long = (makespan(build(name, stages, m), forward, backward, transfer) for m in (20, 40))
+        return (long - short) / 20
+
+    assert per_micro_batch("eager_1f1b") == forward + backward
+    assert per_micro_batch("gpipe") == forward + backward
+    assert per_micro_batch("1f1b") > forward + backward
+
+
+@shapes
+def test_evaluation_runs_the_forwards_alone(name, stages, chunks):
+    for m in (1, stages, 2 * stages + 1):
+        schedule = forward_only(stages, m, chunks)
+        assert not busy(schedule, "backward").any()
+        assert schedule.messages() == m * (stages * chunks - 1)
+        row = schedule.row_of
+        assert sorted(row) == [("forward", v, mb) for v in range(stages * chunks) for mb in range(m)]
+        assert all(row["forward", v, mb] < row["forward", v + 1, mb] for _, v, mb in row if v + 1 < stages * chunks)
+        if m % stages == 0 or chunks == 1:
+            assert schedule.rows == m * chunks + stages - 1
+
+
+@pytest.mark.parametrize(("forward", "backward", "weights"), [(1, 1, 1), (4, 5, 3), (2, 2, 2), (3, 3, 1), (5, 6, 5)])
+def test_weight_gradients_fill_the_bubble(forward, backward, weights):
+    """m(F+B+W) + (P-1)(F+B-W) of Qi et al. 2023, where 1f1b takes (m+P-1)(F+B+W)."""
+    for stages, more in itertools.product(range(1, 9), (0, 1, 5, 12)):
+        m, bubble = stages + more, (stages - 1) * (forward + backward - weights)
+        work = forward + backward + weights
+        assert makespan(build("zb_h1", stages, m), forward, backward, weights=weights) == m * work + bubble
+        assert makespan(build("1f1b", stages, m), forward, backward + weights) == (m + stages - 1) * work

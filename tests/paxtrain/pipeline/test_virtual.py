@@ -1,0 +1,228 @@
+"""The virtual mesh on one device against jax.shard_map on eight: every collective, then a whole step's gradients."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from paxtrain.config import MeshConfig, from_dict
+from paxtrain.model import tensor_parallel as tp
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import AXES, make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.pipeline import virtual
+from paxtrain.pipeline.rings import only_if
+
+PIPE = {"data": 2, "pipe": 4, "tensor": 1}
+CUBE = {"data": 2, "pipe": 2, "tensor": 2}
+
+
+def mesh(sizes: dict[str, int]) -> Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def integers(*shape: int, seed: int = 0) -> jax.Array:
+    """Small integers as float32: sums are exact in any order, so results have to be equal bit for bit."""
+    return jax.random.randint(jax.random.key(seed), shape, -8, 8).astype(jnp.float32)
+
+
+def check_same(f, sizes, in_specs, out_specs, *args):
+    real = jax.shard_map(f, mesh=mesh(sizes), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    emulated = virtual.shard_map(f, sizes, in_specs, out_specs)
+    expected, found = jax.jit(real)(*args), jax.jit(emulated)(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for path, value in jax.tree_util.tree_leaves_with_path(expected):
+        assert value.size and np.asarray(value).any(), path  # something to compare
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [CUBE, PIPE], ids=str)
+def test_arrays_are_split_and_joined_as_specs_say(sizes):
+    specs = {
+        "whole": P(),
+        "rows": P("data"),
+        "all": P("pipe", "tensor", "data"),
+        "major tensor": P("pipe", None, ("tensor", "data")),
+        "major data": P(None, ("data", "tensor"), "pipe"),
+        "three on one": P(None, None, ("tensor", "pipe", "data")),
+    }
+    where = {"data": 1, "pipe": 10, "tensor": 100}
+
+    def mark(trees, none):
+        assert none is None
+        device = sum(lax.axis_index(axis) * n for axis, n in where.items())
+        shards = {key: tree["x"] for key, tree in trees.items()}
+        assert shards["three on one"].shape == (8, 8, 1)
+        # Not the same on every device even where a spec says so: of those the first one's is taken.
+        return {key: {"x": x * 1000 + device} for key, x in shards.items()}, jnp.float32(7)
+
+    arrays = {key: {"x": integers(8, 8, 8, seed=i)} for i, key in enumerate(specs)}
+    found, seven = check_same(mark, sizes, (specs, P()), (specs, P()), arrays, None)
+    assert seven == 7
+    first = arrays["major tensor"]["x"] * 1000
+    np.testing.assert_array_equal(found["whole"]["x"], arrays["whole"]["x"] * 1000)
+    np.testing.assert_array_equal(found["major tensor"]["x"][0, :, 0], first[0, :, 0])
+
+
+def test_one_spec_may_stand_for_a_whole_tree():
+    def f(tree, x):
+        return {"sum": lax.psum(tree["a"], "data") + tree["b"], "x": x}, x
+
+    args = {"a": integers(4, 2), "b": integers(4, 2, seed=1)}, integers(8, seed=2)
+    check_same(f, CUBE, P("pipe"), P("pipe"), *args)
+    check_same(f, CUBE, (P("data"), P()), (P("data"), P()), *args)
+
+
+@pytest.mark.parametrize("sizes", [CUBE, PIPE], ids=str)
+def test_collectives(sizes):
+    def f(x, constant):
+        out = {}
+        for axis in AXES:
+            i = lax.axis_index(axis)
+            out[axis] = {
+                "psum": lax.psum(x, axis),
+                "pmean": lax.pmean(x, axis),
+                "pmax": lax.pmax(x, axis),
+                "gather": lax.all_gather(x, axis, axis=1, tiled=True),
+                "scatter": lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
+                "scatter after gather": lax.psum_scatter(
+                    lax.all_gather(x, axis, axis=0, tiled=True) * (i + 1), axis, scatter_dimension=0, tiled=True
+                ),
+                # What is the same on every device: vmap has no dim of it.
+                "constants": [
+                    lax.psum(constant, axis),
+                    lax.all_gather(constant, axis, tiled=True)[:2],
+                    lax.psum_scatter(jnp.tile(constant, 4), axis, tiled=True)[:2],
+                ],
+                "index": (i + 1) * x,
+            }
+        out["all"] = lax.psum(x, AXES)
+        out["gathered"] = virtual.gather(x, AXES), virtual.gather(constant, AXES)
+        return jax.tree.map(lambda v: v[None, None, None], out)
+
+    everywhere = P("data", "pipe", "tensor")
+    x = integers(8 * 4, 8)
+    check_same(f, sizes, (P(("data", "pipe", "tensor")), P()), everywhere, x, jnp.arange(1.0, 3))
+
+
+PAIRS = [
+    ((1, 0),),
+    ((0, 3), (3, 0)),
+    ((1, 0), (2, 1), (3, 2)),
+    ((0, 1), (3, 2)),
+    ((0, 1), (1, 2), (2, 3), (3, 0)),
+    ((2, 2), (0, 1)),
+]
+
+
+def test_permute_with_idle_positions():
+    def f(x):
+        tree = {"float": x, "int8": (x + 2).astype(jnp.int8), "same": jnp.ones(2)}
+        return [virtual.permute(tree, "pipe", pairs) for pairs in PAIRS]
+
+    x = integers(2 * 4, 3)
+    found = check_same(f, PIPE, P(("data", "pipe")), P(("data", "pipe")), x)
+    for pairs, tree in zip(PAIRS, found):
+        expected = np.zeros((2, 4, 3), np.float32)
+        for sender, receiver in pairs:
+            expected[:, receiver] = np.asarray(x).reshape(2, 4, 3)[:, sender]
+        np.testing.assert_array_equal(tree["float"], expected.reshape(8, 3))
+
+
+def test_permute_on_a_real_mesh_is_the_plain_one():
+    def text(permute):
+        def f(x):
+            return lax.scan(lambda c, _: (permute(c, "pipe", ((1, 0), (3, 2))), None), x, None, length=3)[0]
+
+        run = jax.shard_map(f, mesh=mesh(PIPE), in_specs=P("pipe"), out_specs=P("pipe"), check_vma=False)
+        return jax.jit(run).lower(integers(8)).as_text()
+
+    assert text(virtual.permute) == text(lax.ppermute)
+    assert re.search(r"source_target_pairs = dense<[^>]*> : tensor<4x2xi64>", text(virtual.permute))  # 2 pairs x data
+
+
+@pytest.mark.parametrize("sizes", [CUBE, PIPE], ids=str)
+def test_control_flow_and_gradients(sizes):
+    """What the executor is made of, all in one: idle stages, rings that start uninitialised, hand-written vjps."""
+    stages = sizes["pipe"]
+    down = tuple((s + 1, s) for s in range(stages - 1))
+
+    def loss(w, x):
+        return (tp.reduce(tp.copy(x, "tensor") @ w, "tensor") ** 2).sum()
+
+    def f(w, x):
+        stage = lax.axis_index("pipe")
+
+        def row(carry, t):
+            ring, grads, g = carry
+            delta, out = jax.grad(loss, argnums=(0, 1))(w, x + g % 5)
+            # Some stages idle in a row, with collectives in what they skip.
+            busy = (stage + t) % stages != 0
+            grads = only_if(busy, lambda total: total + lax.psum(delta, "data"), grads)
+            ring = lax.dynamic_update_slice(ring, out[None], ((stage + t) % 3, 0, 0))
+            out, ring = lax.optimization_barrier((out, ring))
+            g = virtual.permute(out, "pipe", down) % 7
+            return (ring, grads, g), lax.dynamic_slice(ring, ((stage + t) % 3, 0, 0), (1, *out.shape))
+
+        start = (lax.empty((3, *x.shape), x.dtype), jnp.zeros_like(w), jnp.zeros_like(x))
+        (_, grads, g), outs = lax.scan(row, start, jnp.arange(3))
+        kinds = [lambda v: lax.pmean(v, "data"), lambda v: 2 * lax.psum(v, "data"), lambda v: v]
+        chosen = lax.switch(stage % 3, kinds, x)
+        return grads, [y[None, None, None] for y in (g, outs, chosen)]
+
+    w, x = integers(4 * stages, 4 * sizes["tensor"]), integers(2 * 4, 4 * stages, seed=1)
+    specs = P("pipe", "tensor"), P("data", "pipe")
+    check_same(f, sizes, specs, (P("pipe", "tensor"), P("data", "pipe", "tensor")), w, x)
+
+
+# --- A whole step -----------------------------------------------------------------------------------------------------
+
+QUICK = [((2, 2, 2), "1f1b", False), ((2, 4, 1), "eager_1f1b", True)]
+ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
+STEPS = [pytest.param(*c, False, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
+STEPS += [((2, 2, 2), "1f1b", False, True)]
+
+
+def configuration(sizes, schedule, zero1, sequence):
+    return from_dict({
+        "model": {
+            "layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64,
+            "dtype": "float32",
+        },
+        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
+        "pipeline": {"schedule": schedule},
+        "batch": {"global_batch": 8, "micro_batch": 1},
+    })  # fmt: skip
+
+
+def loss_gradients_and_norm(trainer):
+    """Of parameters and tokens that depend on the configuration's model and batch alone."""
+    c, rng = trainer.config, np.random.default_rng(0)
+    canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), transformer.shapes(c.model))
+    tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)
+    params = jax.device_put(trainer.layout.from_canonical(canonical), trainer.state_shardings.params)
+    tokens = jax.device_put(tokens, trainer.batch_sharding)
+
+    def run(params, tokens):
+        loss, grads, *_ = trainer.loss_and_gradients(params, tokens)
+        return loss, grads, trainer.norm(grads)
+
+    return jax.device_get(jax.jit(run)(params, tokens))
+
+
+@pytest.mark.parametrize("sizes, schedule, zero1, sequence", STEPS)
+def test_a_step_is_that_of_the_real_mesh(sizes, schedule, zero1, sequence):
+    c = configuration(sizes, schedule, zero1, sequence)
+    expected = loss_gradients_and_norm(Trainer(c, make_mesh(c.mesh)))
+    found = loss_gradients_and_norm(Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True))
+    for path, value in jax.tree_util.tree_leaves_with_path(expected):
+        assert np.abs(value).max() > 1e-3, path
+    wrong = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), found, expected)
+    assert max(jax.tree.leaves(wrong)) < 1e-5, wrong

@@ -1,0 +1,226 @@
+"""Joining processes: launchers are recognized, wrong flags told, and nobody waits longer than the limit."""
+
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.errors import UserError
+from paxtrain.process import distributed
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+LAUNCHERS = (
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_ID",
+    "OMPI_COMM_WORLD_SIZE",
+    "KUBERNETES_SERVICE_HOST",
+    "JOB_COMPLETION_INDEX",
+)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """No launcher around, and a runtime that keeps what it is called with."""
+    calls = []
+    for variable in LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    before = jax.config.jax_cpu_collectives_implementation
+    yield calls
+    jax.config.update("jax_cpu_collectives_implementation", before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-4]"}, "SLURM"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # the shell of sbatch
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_PROCID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),  # mpirun in salloc
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3"}, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"JOB_COMPLETION_INDEX": "3"}, None),
+    ],
+)
+def test_the_launcher_is_found_in_its_variables(environment, launcher):
+    assert distributed.detect(environment) == launcher
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "of 4 tasks"),
+        ({"SLURM_JOB_NUM_NODES": "2"}, "of 2 nodes"),
+        # salloc's shell where it is a step of its own
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "4294967290"}, "of 4 tasks"),
+    ],
+)
+def test_the_shell_of_an_allocation_is_no_task_of_it(joined, monkeypatch, count, words):
+    for name, value in {"SLURM_JOB_ID": "7", **count}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"allocation {words}, but not one of its tasks; start it with srun, or"):
+        distributed.initialize(None, None, None, 1)
+    distributed.initialize(None, 1, None, 1)  # which says that it is to be alone
+    assert joined == []
+
+
+def test_alone_without_flags_and_launcher(joined):
+    distributed.initialize(None, None, None, 1)
+    assert joined == []
+
+
+def test_flags_reach_the_runtime(joined):
+    distributed.initialize("localhost:1234", 4, 3, 10)
+    [(args, _)] = joined
+    assert args == ("localhost:1234", 4, 3)
+
+
+def test_a_launcher_is_left_to_the_runtime(joined, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
+    distributed.initialize(None, None, None, 10)
+    [(args, _)] = joined
+    assert args == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("localhost:1234", None, None), ["--num_processes, --process_id missing", "go together"]),
+        ((None, 2, None), ["--coordinator, --process_id missing"]),
+        (("localhost:1234", 2, None), ["--process_id missing"]),
+        ((None, 2, 1), ["--coordinator missing"]),
+        (("localhost:1234", 2, 2), ["--process_id", "[0, 2)", "got 2"]),
+    ],
+)
+def test_flags_that_make_no_sense(joined, flags, words):
+    with pytest.raises(UserError) as error:
+        distributed.initialize(*flags, 1)
+    assert all(word in str(error.value) for word in words), error.value
+    assert joined == []
+
+
+def test_the_heartbeat_reaches_the_runtime(joined):
+    distributed.initialize("localhost:1234", 4, 3, 10)
+    distributed.initialize("localhost:1234", 4, 3, 10, heartbeat=260)
+    [(_, usual), (_, asked)] = joined
+    assert "heartbeat_timeout_seconds" not in usual and asked["heartbeat_timeout_seconds"] == 260
+
+
+def test_waiting_for_all_is_no_collective(monkeypatch):
+    distributed.wait_for_all("nobody else")  # alone
+    waited = []
+    client = type("Client", (), {"wait_at_barrier": lambda self, *what: waited.append(what)})()
+    monkeypatch.setattr(distributed.runtime.global_state, "client", client)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    distributed.wait_for_all("still alone")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    distributed.wait_for_all("step 1 is compiled")
+    assert waited == [("paxtrain/step 1 is compiled", distributed._BARRIER)]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("where", ["garbage", ":1234", "localhost:", "localhost:http", "localhost:0", "host:65536", ""])
+def test_what_is_no_address(joined, where, process):
+    with pytest.raises(UserError) as error:
+        distributed.initialize(where, 2, process, 1)
+    assert "--coordinator must be HOST:PORT" in str(error.value)
+    assert repr(where) in str(error.value)
+    assert joined == []
+
+
+@pytest.mark.parametrize("where", ["node-1.cluster:1", "10.0.0.1:65535", "[::1]:8080"])
+def test_addresses(joined, where):
+    distributed.initialize(where, 2, 0, 1)
+    assert len(joined) == 1
+
+
+def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("UNKNOWN: Failed to start RPC server\n  on [::]:22")
+
+    monkeypatch.setattr(jax.distributed, "initialize", refuse)
+    with pytest.raises(UserError, match=r"^cannot join the other processes: UNKNOWN: Failed .* on \[::\]:22$"):
+        distributed.initialize("localhost:22", 2, 0, 1)
+
+
+def test_the_limit_ends_with_the_meeting(joined):
+    """Those who have met are not ended when the limit passes."""
+    distributed.initialize("localhost:1234", 2, 1, 2)
+    time.sleep(2.2)
+
+
+def test_nobody_waits_longer_than_the_limit():
+    """Process 1, whose coordinator never answers, and process 0, to whom nobody comes; all at a time.
+
+    The runtime would go on for a minute and then abort with another code.
+    """
+    code = (
+        "import sys; from paxtrain.process import distributed; "
+        "distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), 1)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    cases = [("192.0.2.1:9", "1"), ("localhost:1", "1"), (f"127.0.0.1:{free}", "0")]  # the first is for documentation
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, *case], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        for case in cases
+    ]
+    for process, (coordinator, number) in zip(processes, cases):
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 2, said
+        assert said.splitlines() == [
+            f"error: the processes did not find each other within 1 s (process {number} of 2, coordinator "
+            f"{coordinator}); start all of them, or give a larger --coordinator_timeout"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [0, 1, 2, 3]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),  # jax: one GPU a task
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "5"}, [0]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "0"}, None),
+    ],
+)
+def test_one_task_per_node_gets_all_its_gpus(environment, devices):
+    assert distributed._local_devices(environment) == devices
+
+
+def test_processes_that_the_launcher_tells_of():
+    assert distributed.expected_processes({}) == 1
+    assert distributed.expected_processes({"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}) == 4
+    assert distributed.expected_processes({"OMPI_COMM_WORLD_SIZE": "3"}) == 3
+
+
+def test_bad_input_of_one_process_ends_them_all(monkeypatch):
+    mine = UserError("mine")
+    with pytest.raises(UserError, match="mine"):
+        distributed.agree(mine)
+    distributed.agree(None)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    gathered = np.array([[False], [True], [True]])
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda _: gathered)
+    with pytest.raises(UserError, match="process 1 found bad input"):
+        distributed.agree(None)
+    with pytest.raises(UserError, match="mine"):
+        distributed.agree(mine)

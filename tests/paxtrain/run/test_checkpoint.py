@@ -1,0 +1,376 @@
+"""Checkpoints: bit-exact on any mesh, and damage of every kind is found and survived."""
+
+import contextlib
+import pathlib
+import resource
+import shutil
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from paxtrain.config import CheckpointConfig
+from paxtrain.errors import UserError
+from paxtrain.run import checkpoint
+from paxtrain.run.checkpoint import Checkpoints
+from tests.paxtrain.two_processes import run_two_processes
+
+MODEL = {"hidden": 16, "layers": 8}
+
+
+def make_state(sizes: tuple[int, int, int], seed: int):
+    """A small state of every dtype, sharded over a (data, pipe, tensor) mesh."""
+    mesh = jax.make_mesh(sizes, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    random = np.random.default_rng(seed)
+
+    def put(value, *spec):
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return {
+        "params": {
+            "w": put(random.normal(size=(8, 32, 64)).astype(np.float32), "pipe", "data", "tensor"),
+            "b": put(jnp.asarray(random.normal(size=(16,)), jnp.bfloat16), "tensor"),
+        },
+        "optimizer": {
+            "mu": put(random.normal(size=(8, 32, 64)).astype(np.float32), None, ("data", "tensor")),
+            "tokens": put(random.integers(-9, 9, size=(16,), dtype=np.int32), "data"),
+            "mask": put(random.random(16) > 0.5, "data"),
+            "seen": put(random.integers(0, 2**32, size=(3, 5), dtype=np.uint32)),
+            "count": put(np.int32(seed)),
+        },
+    }
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def same_bits(a, b) -> bool:
+    def same(x, y):
+        return x.dtype == y.dtype and x.sharding == y.sharding and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+    return jax.tree.all(jax.tree.map(same, a, b))
+
+
+def save(directory, *steps: int, **config) -> None:
+    with Checkpoints(directory, CheckpointConfig(**config)) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
+
+
+def restore(directory, sizes=(2, 2, 2), model=MODEL):
+    """(step, problems), after comparing every bit with what was saved at that step."""
+    checkpoints = Checkpoints(directory, CheckpointConfig())
+    state, meta = checkpoints.restore(abstract(make_state(sizes, 0)), model)
+    assert same_bits(state, make_state(sizes, meta["step"]))
+    return meta["step"], checkpoints.problems
+
+
+def steps_in(directory: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+def largest_file(directory: pathlib.Path) -> pathlib.Path:
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints 1 and 2; tests that damage them work on a copy."""
+    directory = tmp_path_factory.mktemp("saved")
+    save(directory, 1, 2)
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return pathlib.Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 2, 4), (4, 1, 1)])
+def test_restores_onto_any_mesh(saved, sizes):
+    assert restore(saved, sizes) == (2, [])
+
+
+def test_a_save_survives_donation_of_the_state(tmp_path):
+    state = make_state((2, 2, 2), 3)
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, state, {"model": MODEL, "step": 3})
+        overwrite = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x ^ True if x.dtype == bool else x + x, tree), donate_argnums=0
+        )
+        jax.block_until_ready(overwrite(state))
+    assert restore(tmp_path) == (3, [])
+
+
+def assert_told(checkpoints, directory):
+    """`check` raises within seconds, and each time."""
+    sentence = f"could not be written to {directory}: .*File too large"
+    with pytest.raises(RuntimeError, match=sentence):
+        for _ in range(100):
+            time.sleep(0.1)
+            checkpoints.check()
+    with pytest.raises(RuntimeError, match=sentence):
+        checkpoints.check()
+
+
+@contextlib.contextmanager
+def files_up_to(size: int):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 3000])  # for no file at all, and for those that say what there is, but no array
+def test_a_save_that_fails_is_told_before_the_next_one(tmp_path, room):
+    """As a full disk is: here files may not grow."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.check()
+    checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+    checkpoints.wait()
+    checkpoints.check()
+    with files_up_to(room):
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+        assert_told(checkpoints, tmp_path)
+    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}: .*File too large"):
+        checkpoints.close()
+    assert restore(tmp_path) == (1, [f"checkpoint 2 in {tmp_path} was never finished and is left out"])
+
+
+def test_nothing_saved_restores_to_none(tmp_path):
+    assert (
+        Checkpoints(tmp_path / "absent", CheckpointConfig()).restore(abstract(make_state((2, 2, 2), 0)), MODEL) is None
+    )
+
+
+def test_keeps_the_newest_and_every_nth(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, 5, 6, 7, keep=2, every=1, keep_every=3)
+    assert steps_in(tmp_path) == [3, 6, 7]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, pathlib.Path.unlink])
+@pytest.mark.parametrize("victim", ["arrays", "record"])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(copy, damage, victim, capfd):
+    damage(largest_file(copy / "2" / "state") if victim == "arrays" else copy / "2" / "record" / "metadata")
+    step, problems = restore(copy)
+    assert step == 1
+    assert len(problems) == 1 and "checkpoint 2" in problems[0]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_damage_that_decompresses_is_found_by_the_fingerprint(copy, tmp_path):
+    """Arrays of another step under this step's record: files intact, bits wrong."""
+    shutil.rmtree(copy / "2" / "state")
+    shutil.copytree(copy / "1" / "state", copy / "2" / "state")
+    step, problems = restore(copy)
+    assert step == 1
+    assert "have changed" in problems[0]
+
+
+def test_an_edited_record_is_found(copy):
+    record = copy / "2" / "record" / "metadata"
+    text = record.read_text()
+    assert '"step": 2' in text or '"step":2' in text
+    record.write_text(text.replace('"step": 2', '"step": 9').replace('"step":2', '"step":9'))
+    assert restore(copy)[0] == 1
+    assert checkpoint.read_meta(copy)["step"] == 1
+
+
+def test_an_unfinished_save_is_reported_and_then_cleared(copy):
+    shutil.move(copy / "2", copy / "2.orbax-checkpoint-tmp")
+    step, problems = restore(copy)
+    assert step == 1 and len(problems) == 1 and "never finished" in problems[0]
+    with Checkpoints(copy, CheckpointConfig()) as checkpoints:
+        checkpoints.restore(abstract(make_state((2, 2, 2), 0)), MODEL)
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+    assert restore(copy) == (2, [])
+    assert not list(copy.glob("*tmp*"))
+
+
+def test_no_good_checkpoint_is_an_error(copy):
+    for step in (1, 2):
+        flip(copy / str(step) / "record" / "metadata")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
+        restore(copy)
+    with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
+        checkpoint.read_meta(copy)
+
+
+def test_saving_after_a_damaged_checkpoint(copy):
+    """The damaged one neither blocks its number nor counts among the newest, and is still there to be looked at."""
+    flip(largest_file(copy / "2" / "state"))
+    with Checkpoints(copy, CheckpointConfig(keep=2)) as checkpoints:
+        _, meta = checkpoints.restore(abstract(make_state((2, 2, 2), 0)), MODEL)
+        assert meta["step"] == 1
+        checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+    assert steps_in(copy) == [1, 2]
+    assert restore(copy) == (2, [])
+    assert (copy / "set_aside" / "2" / "state").is_dir()
+
+
+def test_a_run_that_does_not_resume_sets_the_old_one_aside(copy):
+    save(copy, 1, keep=1)
+    assert steps_in(copy) == [1]
+    assert steps_in(copy / "set_aside") == [1, 2]
+
+
+def test_another_architecture_is_refused_by_name_before_arrays_are_read(copy):
+    shutil.rmtree(copy / "2" / "state")
+    with pytest.raises(UserError, match=r"hidden is 16 there and 32 here") as error:
+        restore(copy, model={**MODEL, "hidden": 32})
+    assert "layers" not in str(error.value)
+
+
+def test_other_arrays_are_refused_by_name(saved):
+    wanted = abstract(make_state((2, 2, 2), 0))
+    wanted["optimizer"]["nu"] = wanted["optimizer"].pop("mu")
+    with pytest.raises(UserError, match=r"optimizer/mu is float32\[8, 32, 64\] there and absent here"):
+        Checkpoints(saved, CheckpointConfig()).restore(wanted, MODEL)
+
+
+def test_parameters_alone_do_not_read_the_optimizer(saved, copy):
+    expected = make_state((1, 2, 4), 2)["params"]
+    params, meta = checkpoint.restore_params(saved, abstract(expected), MODEL)
+    assert same_bits(params, expected) and meta["step"] == 2
+    params, meta = checkpoint.restore_params(saved, abstract(expected), MODEL, step=1)
+    assert same_bits(params, make_state((1, 2, 4), 1)["params"]) and meta["step"] == 1
+    with pytest.raises(UserError, match=r"no checkpoint of step 7 .*1, 2"):
+        checkpoint.restore_params(saved, abstract(expected), MODEL, step=7)
+
+
+def test_metadata_without_arrays(saved, tmp_path):
+    assert checkpoint.read_meta(saved) == {"model": MODEL, "step": 2}
+    assert checkpoint.read_meta(saved, step=1)["step"] == 1
+    with pytest.raises(UserError, match="no checkpoint in"):
+        checkpoint.read_meta(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written():
+    with pytest.raises(UserError, match="cannot write to /dev/null/x"):
+        checkpoint.ensure_writable("/dev/null/x")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
+def test_fingerprint_sees_bits_and_places_but_not_the_mesh(dtype):
+    random = np.random.default_rng(0)
+    x = (random.normal(size=(8, 6)) > 0) if dtype == "bool" else jnp.asarray(random.integers(1, 99, size=(8, 6)), dtype)
+    x = np.asarray(x)
+    reference = int(checkpoint.fingerprint(x))
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    for spec in [("a", "b"), ("b", None), (("a", "b"), None)]:
+        assert int(checkpoint.fingerprint(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))))) == reference
+    negative = x.copy().view(np.uint8).reshape(8, -1)
+    top = x.dtype.itemsize - 1
+    # Two flipped signs (or truths) cancel in a plain sum of bits modulo 2**32.
+    for row in (0, 1):
+        negative[row, top] ^= 1 if dtype == "bool" else 0x80
+    assert int(checkpoint.fingerprint(negative.view(x.dtype).reshape(8, 6))) != reference
+    assert int(checkpoint.fingerprint(np.ascontiguousarray(x[::-1]))) != reference
+
+
+# Of the functions above, in two processes.
+HERE = """
+import os
+from tests.paxtrain.test_checkpoint import *
+
+directory = pathlib.Path(sys.argv[1])
+"""
+DAMAGED = """
+with Checkpoints(directory, CheckpointConfig()) as checkpoints:
+    for step in (1, 2):
+        state = jax.jit(lambda tree: tree, donate_argnums=0)(make_state((2, 2, 2), step))
+        checkpoints.save(step, state, {"model": MODEL, "step": step})
+jax.experimental.multihost_utils.sync_global_devices("saved")
+if jax.process_index() == 0:
+    flip(largest_file(directory / "2" / "state"))
+jax.experimental.multihost_utils.sync_global_devices("damaged")
+with Checkpoints(directory, CheckpointConfig()) as checkpoints:
+    state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)
+    assert meta["step"] == 1 and len(checkpoints.problems) == 1, checkpoints.problems
+    checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+"""
+# As on a network's folder that shows the newest checkpoint to some hosts later than to others.
+LATE = """
+with Checkpoints(directory, CheckpointConfig()) as checkpoints:
+    for step in (1, 2):
+        checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
+jax.experimental.multihost_utils.sync_global_devices("saved")
+if jax.process_index() == int(sys.argv[2]):
+    there, began = checkpoint.finished_steps, time.monotonic()
+    checkpoint.finished_steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
+seen = 1 if sys.argv[2] == "0" else 2
+checkpoints = Checkpoints(directory, CheckpointConfig())
+state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)
+assert meta["step"] == seen and not checkpoints.problems, (meta, checkpoints.problems)
+"""
+# The other process waits in the background for the one whose save has failed; what waits for that would hang here.
+FAILED = """
+checkpoints = Checkpoints(directory, CheckpointConfig())
+checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+checkpoints.wait()
+failing = jax.process_index() == int(sys.argv[2])
+with files_up_to(3000) if failing else contextlib.nullcontext():
+    checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+    if failing:
+        assert_told(checkpoints, directory)
+        with pytest.raises(RuntimeError, match="File too large"):
+            checkpoints.close()
+    else:
+        checkpoints.check()
+jax.experimental.multihost_utils.sync_global_devices("told")
+os._exit(0)
+"""
+
+
+def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
+    run_two_processes(HERE + DAMAGED, tmp_path / "run")
+    assert restore(tmp_path / "run", (1, 2, 4)) == (2, [])
+
+
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_a_save_that_fails_in_one_of_two_processes_is_told_there(tmp_path, failing):
+    run_two_processes(HERE + FAILED, tmp_path / "run", failing)
+    assert steps_in(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_path, late):
+    run_two_processes(HERE + LATE, tmp_path / "run", late)
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(tmp_path, monkeypatch):
+    """Also where whoever looks for errors is quicker than orbax's own thread, which removes it."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+    checkpoints.wait()
+    waits = ocp.AsyncCheckpointer.wait_until_finished
+
+    def late(self):
+        time.sleep(0.5)
+        waits(self)
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", late)
+    with files_up_to(3000):
+        checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
+        assert_told(checkpoints, tmp_path)
+    with pytest.raises(RuntimeError, match="File too large"):
+        checkpoints.close()
+    assert steps_in(tmp_path) == [1]

@@ -1,0 +1,388 @@
+"""The study: its measures against numpy and the plain model, its bytes against formulas, its sentences for truth."""
+
+import csv
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from compress import lowrank
+from paxtrain.config import MeshConfig, from_dict
+from paxtrain.data import token_files
+from paxtrain.errors import UserError
+from paxtrain.model import transformer
+from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.prepare import prepare
+from paxtrain.study import __main__ as study
+from paxtrain.study import plots, probe, report
+from paxtrain.study.report import Outcome
+from tests import mains
+
+# ml_collections loads configuration files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a small corpus."""
+    path = tmp_path_factory.mktemp("study")
+    (path / "corpus.txt").write_text(" ".join(map(str, range(3_000))))
+    prepare([str(path / "corpus.txt")], path / "data")
+    return path
+
+
+def configuration(home=None, pipe=2, **sections):
+    values = {
+        "model": {"layers": pipe, "hidden": 16, "heads": 2, "sequence": 8, "dtype": "float32"},
+        "mesh": {"data": 2, "pipe": pipe},
+        "batch": {"global_batch": 12, "micro_batch": 2},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
+        "compress": {
+            "backward_rank": 2, "forward_rank": 2, "data": "0", "data_rank": 2, "data_rank_min": 2, "data_start": 0.5,
+        },
+        "run": {"steps": 4, "eval_every": 2, "eval_batches": 2},
+    }  # fmt: skip
+    if home:
+        values["data"] = {name: str(home / "data" / name) for name in ("train", "validation")}
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    return from_dict(values)
+
+
+# --- What is measured -------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def plain_boundary(config, params, tokens):
+    """x [n, B, S, H] that crosses the boundary of two stages of a layer each, and the loss's gradients by it.
+
+    Args:
+        tokens: [n, B, S + 1].
+    """
+    c = config.model
+    layer = lambda i, x: transformer.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)  # noqa: E731
+
+    def loss(x, t):
+        return transformer.head_loss(
+            params["final_norm"], params["embedding"]["token"], layer(1, x), t[:, 1:], c, WHOLE
+        )
+
+    def one(t):
+        x = layer(0, transformer.embed(params["embedding"], t[:, :-1], c, WHOLE))
+        return x, jax.grad(loss)(x, t)
+
+    return jax.vmap(one)(tokens)
+
+
+def sent_low_rank(gradients, rank):
+    """What arrives of [n, rows, columns], and the error each leaves, by QR in float64 with error feedback."""
+    first = np.asarray(lowrank.initial(gradients.shape[-1], rank, seed=0), np.float64)
+    q, error, arrived, errors_left = first, 0, [], []
+    for g in gradients:
+        m = g + error
+        p = np.linalg.qr(m @ q)[0]
+        w = m.T @ p
+        arrived.append(p @ w.T)
+        error = m - arrived[-1]
+        errors_left.append(error)
+        q = w / np.linalg.norm(w, axis=0) + 0.03 * first
+    return np.stack(arrived), np.stack(errors_left)
+
+
+def test_errors_and_cosines_are_those_of_numpy():
+    """Gradients from the plain model, compressed in numpy, against what the links of the virtual mesh record."""
+    compress = {"backward": "all", "form": "qr", "error": "explicit"}
+    config = configuration(compress=compress)
+    trainer = Trainer(config, make_mesh(MeshConfig(), devices=jax.devices()[:1]), record=3, virtual=True)
+    tokens = np.random.default_rng(0).integers(0, 257, (12, 9), dtype=np.int32)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), transformer.shapes(config.model))
+    state = trainer.from_params(params)
+    step = jax.jit(trainer.loss_and_gradients, compiler_options=QUICK)
+    codec = jax.device_get(step(state.params, tokens, None, state.codec)[2])
+    rows = probe.link_errors(trainer, codec)
+    assert len(rows) == 2 * 3  # data ranks x micro-batches, of one link
+
+    plain = [a.reshape(2, 3, 16, 16) for a in plain_boundary(config, params, tokens.reshape(6, 2, 9))]
+    plain[1] /= 3  # the step's loss is the mean over micro-batches
+    for rank in range(2):
+        x, g = (np.asarray(a[rank], np.float64).reshape(3, 16, 16) for a in plain)
+        arrived, error = sent_low_rank(g, 2)
+        lost = arrived - g
+        own = [row for row in rows if row["data_rank"] == rank]
+        wrong, right = (np.cumsum([a.T @ b for a, b in zip(some, x)], axis=0) for some in (lost, g))
+        for i, row in enumerate(own):
+            assert (row["direction"], row["link"], row["micro_batch"]) == ("backward", 0, i)
+            expected = np.linalg.norm(lost[i]) / np.linalg.norm(g[i])
+            assert expected > 0.1
+            assert row["relative_error"] == pytest.approx(expected, rel=1e-3)
+            assert row["weight_error"] == pytest.approx(np.linalg.norm(wrong[i]) / np.linalg.norm(right[i]), rel=1e-3)
+            assert ("cosine" in row) == (i < 2)
+            if i < 2:
+                change = x[i] - x[i + 1]
+                cosine = (error[i] * change).sum() / np.linalg.norm(error[i]) / np.linalg.norm(change)
+                assert row["cosine"] == pytest.approx(cosine, abs=1e-4)
+                assert row["change_mean"] == pytest.approx(change.mean() / np.sqrt((change**2).mean()), abs=1e-5)
+                assert row["error_mean"] == pytest.approx(error[i].mean() / np.sqrt((error[i] ** 2).mean()), abs=1e-5)
+
+    # Of the recorded gradients too, and of the layers' weights.
+    [found] = probe.activation_gradient_spectra(trainer, codec).values()
+    values = np.linalg.svd(plain[1].reshape(6, 16, 16), compute_uv=False)
+    np.testing.assert_allclose(found, (values / values[:, :1]).mean(0), atol=1e-4)
+    grads = jax.jit(jax.grad(lambda p: transformer.loss(p, tokens, config.model)))(params)
+    found = probe.weight_gradient_spectra(trainer, state.params, tokens)
+    values = np.linalg.svd(grads["layers"]["qkv"]["kernel"].reshape(2, 16, 48), compute_uv=False)
+    assert sorted(found) == ["down", "out", "qkv", "up"]
+    np.testing.assert_allclose(found["qkv"], (values / values[:, :1]).mean(0), atol=1e-4)
+
+
+def test_without_error_feedback_an_error_is_what_was_lost():
+    given, decoded = np.random.default_rng(0).normal(size=(2, 2, 1, 4, 4))
+    kept = probe.Messages([0, 1], given, decoded, error=0 * given)
+    lost = kept._replace(error=given - decoded)
+    x = np.random.default_rng(1).normal(size=(2, 1, 4, 4))
+    [row, _] = probe.message_errors(lost, x)
+    change, error = (x[0] - x[1]).ravel(), (given - decoded)[0].ravel()
+    assert row["cosine"] == pytest.approx(np.corrcoef(np.r_[error, -error], np.r_[change, -change])[0, 1])
+    assert math.isnan(next(iter(probe.message_errors(kept, x)))["cosine"])
+
+
+# --- Bytes on the wire ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_bytes_are_those_that_formulas_say(fused):
+    """Three stages, of which the middle one has no embedding and the first one compresses over data."""
+    compress = {"backward": "all", "embedding": "fused" if fused else "unfused", "data": "0" if fused else "none"}
+    config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
+    found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
+    pipe, ranks, m, h, r = 3, 2, 2, 16, 2
+    table, position, layer, norm = 384 * h * 4, 8 * h * 4, (12 * h * h + 13 * h) * 4, 2 * h * 4
+    kernels = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
+    assert found["forward"] == ranks * (pipe - 1) * m * (2 * 8 * h * 4)
+    assert found["backward"] == ranks * (pipe - 1) * m * r * (2 * 8 + h) * 4
+    assert found["embedding"] == 2 * ranks * table // (ranks if fused else 1)
+    # A ring of two: an all-reduce of V bytes sends V from each, the others half of it.
+    everywhere = pipe * (layer + position + norm)
+    dense = sum(n * k * 4 for n, k in kernels)
+    factors = sum(r * (n + k) * 4 for n, k in kernels)
+    expected = {
+        "all-gather": everywhere + 2 * table,
+        "reduce-scatter": everywhere + 2 * table - dense if fused else everywhere,
+        "all-reduce": 2 * factors if fused else 2 * 2 * table,
+    }
+    for kind, size in expected.items():
+        assert abs(found[kind] - size) < 1500, (kind, found[kind], size)  # losses and norms: scalars
+
+
+def test_bytes_of_tensor_groups_stay_inside_of_hosts():
+    """Each of a group sends its shards, and what all of it hold alike: messages, norms, positions, some biases."""
+    found = {}
+    for tensor in (1, 2):
+        config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data": "none"})
+        trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[: 4 * tensor]))
+        found[tensor] = probe.wire_bytes(trainer)
+    pipe, h, sequence = 2, 16, 8
+    for kind in ("forward", "backward"):
+        assert found[2][kind] == 2 * found[1][kind] > 0
+    assert found[2]["embedding"] == found[1]["embedding"] > 0  # its table is split
+    alike = pipe * (6 * h + 2 * h + sequence * h) * 4
+    for kind in ("all-gather", "reduce-scatter"):
+        assert abs(found[2][kind] - found[1][kind] - alike) < 500  # scalars
+    assert found[2]["all-reduce"] < 1500  # losses and norms: scalars
+
+
+# --- A study ----------------------------------------------------------------------------------------------------------
+
+
+def finished(home, out):
+    config = study.settled(configuration(home, batch={"global_batch": 8}))
+    small = study.Study(config, str(out), 1, [2], real_mesh=False)
+    small.variants = [v for v in small.variants if v.name in ("dense", "cb_fe_sc")]
+    outcomes = small.run(workers=2)
+    report.write_csv(outcomes, out)
+    return config, outcomes
+
+
+@pytest.mark.once
+def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch):
+    # Compiling is not what is tested: once per program, and without optimization, is enough.
+    monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
+    monkeypatch.setattr(probe, "wire_bytes", lambda trainer: dict.fromkeys(probe.BYTES, trainer.record + 7))
+    config, outcomes = finished(home, tmp_path / "one")
+    finished(home, tmp_path / "two")
+    names = {"study.csv", "losses.csv", "errors.csv", "spectra.csv"}
+    assert {path.name for path in (tmp_path / "one").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+    dense, compressed = outcomes
+    file = token_files.load(config.data.train, vocab_size=257, sequence=8)
+    batch = next(token_files.batches(file, sequence=8, global_batch=8, rows=range(8), seed=0))
+    params = jax.jit(lambda key: transformer.init(config.model, key))(jax.random.key(0))
+    assert dense.losses[0] == pytest.approx(float(transformer.loss(params, batch, config.model)), rel=1e-5)
+    assert dense.losses[0] == pytest.approx(compressed.losses[0], rel=1e-5)
+    assert dense.losses[-1] != compressed.losses[-1]
+    assert [len(o.losses) for o in outcomes] == [4, 4]
+    assert list(dense.validation) == [0, 2, 4]
+    assert dense.final < dense.validation[0]
+
+    with (tmp_path / "one" / "study.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["run"] for row in rows] == ["dense", "cb_fe_sc"]
+    assert float(rows[1]["percent_above_dense"]) == pytest.approx(100 * (compressed.final / dense.final - 1), abs=1e-4)
+    assert int(rows[0]["bytes"]) == 7 * len(probe.BYTES)
+    with (tmp_path / "one" / "errors.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    # One link, of whose two micro-batches the epilogue compresses one.
+    assert {(row["run"], row["link"], row["micro_batch"]) for row in rows} == {("cb_fe_sc", "0", "1")}
+    assert {row["step"] for row in rows} == {"1", "2", "3", "4"}
+
+
+# --- Words and pictures -----------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "dense": (2.0, 2.02), "cb_naive": (2.2, 2.2), "cb": (2.05, 2.06), "cb_epilogue": (2.012, 2.03),
+    "cb_fe": (2.0121, 2.03), "cb_fe_sc": (2.01, 2.025), "everything": (2.3, 2.02), "cb_rank_4": (2.1, 2.1),
+}  # fmt: skip
+
+
+def made_up(cosine=0.01, seeds=2, **losses):
+    """Outcomes of all runs, with final losses as in LOSSES but for some."""
+    rng = np.random.default_rng(0)
+    outcomes = []
+    for name, finals in (LOSSES | losses).items():
+        kind = {"cb_naive": "CB naive", "cb": "CB", "cb_rank_4": "CB rank 4"}.get(name, name)
+        for seed, final in enumerate(finals[:seeds]):
+            sent = dict.fromkeys(probe.BYTES, 1000) | {"embedding": 500 if name == "cb_fe" else 1000}
+            o = Outcome(name, kind, seed, 4 if name == "cb_rank_4" else 8, sent)
+            o.losses = list(np.linspace(5, 2, 40))
+            o.validation = {0: 5.0, 20: 3.0, 40: final}
+            if name != "dense":
+                o.errors = [
+                    {"step": step, "direction": "backward", "link": link, "data_rank": 0, "micro_batch": 0}
+                    | {"relative_error": 0.3 if name == "cb" else 0.2, "weight_error": 0.15}
+                    | {"cosine": cosine * rng.normal(), "error_mean": 1e-9, "change_mean": 0.01 * rng.normal()}
+                    for step in (1, 20, 40)
+                    for link in range(3)
+                ]
+            else:
+                o.spectra = [
+                    {"step": step, "gradients_of": kind, "matrix": "m", "index": i, "singular_value": 2.0**-i}
+                    for step in (4, 40)
+                    for kind in ("activations", "weights")
+                    for i in range(16)
+                ]
+            outcomes.append(o)
+    return outcomes
+
+
+def said(about, **changes):
+    [sentence] = [claim for claim in report.claims(made_up(**changes)) if claim.startswith(about)]
+    return sentence
+
+
+def test_sentences_tell_the_truth():
+    assert "ends within 1 % of dense: +0.37 % (+0.25 to +0.50)" in said("cb_fe_sc")
+    assert "does not end within 1 % of dense, it is visibly worse: +9.46 %" in said("CB naive")
+    assert "ends within 1 % of dense in 1 of 2 seeds only" in said("everything")
+    assert "ends below dense by more than 1 %" in said("cb_fe_sc", cb_fe_sc=(1.9, 1.9))
+    assert "diverges" in said("everything", everything=(2.0, math.nan))
+    assert "lowers the loss: -6.5" in said("Lazy")
+    assert "raises the loss" in said("Lazy", cb=(2.3, 2.3))
+    assert "no clear effect" in said("Lazy", cb=(2.1, 2.3))
+    assert "changes nothing that can be seen" in said("Lazy", cb=(2.2001, 2.2))
+    assert "hardly correlated" in said("Errors of messages")
+    assert "are correlated" in said("Errors of messages", cosine=0.5)
+    assert "no error whose direction" in said("CB leaves", cosine=math.nan)
+    assert "takes 8.3% off" in said("Fusing") and "chance" in said("Fusing")
+    assert "more than adding the same numbers" in said("Fusing", cb_fe=(2.1, 2.03))
+    assert "off by 30% and 15% of their norms with it, by 20% and 15% without" in said("Gradients")
+    assert "4: +4.48 %" in said("CB against dense by rank") and ", 8: +2.24 %" in said("CB against dense by rank")
+    # With one seed there is no spread to tell of.
+    assert "within 1 % of dense: +0.50 % of its" in said("cb_fe_sc", seeds=1)
+
+
+@pytest.mark.parametrize(("seeds", "cosine"), [(1, math.nan), (2, 0.01)])
+def test_the_page_has_every_figure(tmp_path, seeds, cosine):
+    config, outcomes = configuration(), made_up(seeds=seeds, cosine=cosine)
+    figures = plots.draw(config, outcomes, tmp_path)
+    report.write_page(config, outcomes, figures, tmp_path)
+    page = (tmp_path / report.PAGE).read_text()
+    assert ("One seed says nothing about chance" in page) == (seeds == 1)
+    assert "nan" not in page
+    assert len(figures) == 5
+    for name in figures:
+        assert f"]({name})" in page
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + len(LOSSES)
+    assert rows[1].split(" | ")[0] == "| dense"
+
+
+# --- Bad input --------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "no messages": ({"mesh": {"pipe": 1}, "model": {"layers": 1}}, ["mesh.pipe=1", "2 or more"]),
+    "tensor": ({"mesh": {"tensor": 2}}, ["mesh.tensor=1", "got 2 and 1"]),
+    "one micro-batch": ({"batch": {"global_batch": 4}}, ["there is 1", "batch.global_batch=8"]),
+    "adaptive ranks": ({"compress": {"data_adapt_every": 5}}, ["compress.data_adapt_every=5"]),
+    "no stages": ({"compress": {"data": "none"}}, ["compress.data=none", "--config.compress.data=0,1"]),
+    "stages to be measured": ({"compress": {"data": "selective"}}, ["compress.data=selective"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD.values(), ids=BAD.keys())
+def test_configurations_with_nothing_to_compare(changes, words):
+    with pytest.raises(UserError) as error:
+        study.settled(configuration(**changes))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_given_times_choose_the_stages():
+    times = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
+    chosen = study.settled(configuration(compress={"data": "selective", **times}))
+    assert chosen.compress.data == "0"
+    assert (
+        dataclasses.replace(chosen.compress, data="selective")
+        == configuration(compress={"data": "selective", **times}).compress
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seeds=0"], ["--seeds must be at least 1, got 0"]),
+        (["--ranks=2,x"], ["--ranks must be numbers", "2,x"]),
+        (["--ranks=2,60"], ["compress.backward_rank=60", "the largest useful rank is 21"]),
+        (["--config.compress.data_rank=60"], ["compress.data_rank=60", "the largest useful rank is 25"]),
+        (["--config.data.train=nowhere/train"], ["nowhere/train", "paxtrain.prepare"]),
+        (["--steps=10"], ["optimizer.warmup_steps=40", "run.steps=10"]),
+        (["--out=/dev/null/x"], ["cannot write to /dev/null/x"]),
+        (["study"], ["unexpected argument 'study'"]),
+        (["--config.compress.colour=3"], ["compress.colour"]),
+    ],
+)
+def test_bad_flags_are_one_sentence_before_anything_is_compiled(home, tmp_path, monkeypatch, capfd, arguments, words):
+    def compiles(_):
+        pytest.fail("something is compiled before the input is known to be good")
+
+    for name in ("step", "evaluate"):
+        monkeypatch.setattr(Trainer, name, property(compiles))
+    files = [f"--config.data.{name}={home / 'data' / name}" for name in ("train", "validation")]
+    config = f"--config={study.__file__.replace('paxtrain/study/__main__.py', 'configs/study.py')}"
+    assert mains.run(monkeypatch, study, config, f"--out={tmp_path / 'out'}", *files, *arguments) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,206 @@
+"""Cluster files: all three ways to give links, and a sentence for whatever is wrong."""
+
+import dataclasses
+import json
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from paxtrain.errors import UserError
+from planner.cluster import cluster
+
+SHIPPED = sorted((pathlib.Path(__file__).resolve().parents[3] / "configs" / "clusters").glob("*.json"))
+CLASSES = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-5, "bandwidth": 2e10}}
+
+
+def values(**changes) -> dict:
+    return {"version": 1, "hosts": 3, "devices_per_host": 2, "device": "a100-80gb", "links": CLASSES} | changes
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_clusters_load(path):
+    found = cluster.load(path)
+    assert found.devices == 128
+    assert found.source
+    apart = found.bandwidth[cluster.between(found)]
+    assert (np.diagonal(found.bandwidth) > apart.max()).all()
+
+
+def test_the_measured_cluster_has_the_ratios_of_its_source(shared):
+    [path] = [path for path in SHIPPED if path.stem == "a100_16x8_measured"]
+    found, source = cluster.load(path), json.loads((shared / "data/trials/bandwidth_16xA100_nodes.json").read_text())
+    assert list(found.hosts) == source["time_0"]["1"]["gpus"]
+    apart = cluster.between(found)
+    for sample, run in zip(found.samples, ("time_0", "time_1")):
+        sent, received = (np.array(source[run][key]["bandwidth"]) for key in ("1", "0"))
+        ratios = sample / ((sent + received.T) / 2)
+        assert np.ptp(ratios[apart]) / ratios[apart].mean() < 1e-3
+    assert np.median(found.samples[:, apart]) == pytest.approx(25e9, rel=1e-3)
+
+
+def test_three_ways_to_give_the_same_links(tmp_path):
+    exception = {"from": "host1", "to": "host2", "bandwidth": 5e9}
+    classes = cluster.parse(values(links=CLASSES | {"exceptions": [exception]}))
+    assert classes.bandwidth[1, 2] == 5e9 and classes.bandwidth[2, 1] == 2e10 and classes.alpha[1, 2] == 1e-5
+    matrices = {"alpha": classes.alpha.tolist(), "bandwidth": classes.samples.tolist()}
+    np.savez(tmp_path / "links.npz", alpha=classes.alpha, bandwidth=classes.samples)
+    for links in (matrices, {"npz": "links.npz"}):
+        other = cluster.parse(values(links=links), tmp_path)
+        np.testing.assert_array_equal(other.alpha, classes.alpha)
+        np.testing.assert_array_equal(other.samples, classes.samples)
+
+
+def test_racks_and_stars():
+    racks = {"racks": [0, 0, 1], "across": {"alpha": 2e-5, "bandwidth": 1e10}}
+    star = {"exceptions": [{"from": "host0", "to": "*", "alpha": 5e-5}]}
+    found = cluster.parse(values(links=CLASSES | racks | star))
+    assert found.bandwidth[0, 1] == 2e10 and found.bandwidth[0, 2] == found.bandwidth[2, 1] == 1e10
+    assert (found.alpha[0] == [1e-6, 5e-5, 5e-5]).all() and found.alpha[1, 0] == 1e-5
+
+
+@pytest.mark.parametrize("hosts", [3, 20])
+def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
+    rng = np.random.default_rng(0)
+    samples = rng.uniform(1e9, 2e9, (4, hosts, hosts)).tolist()
+    measured = (rng.uniform(0, 1, (hosts, hosts)) < 0.8).tolist()
+    links = {"alpha": 1e-5, "bandwidth": samples, "measured": measured}
+    made = cluster.parse(values(hosts=hosts, links=links, nics=2, name="lab"))
+    cluster.save(made, tmp_path / "c.json")
+    again = cluster.load(tmp_path / "c.json")
+    np.testing.assert_array_equal(again.samples, made.samples)
+    np.testing.assert_array_equal(again.alpha, made.alpha)
+    np.testing.assert_array_equal(again.measured, measured)
+    assert (again.hosts, again.kinds, again.nics, again.name, again.named) == (made.hosts, made.kinds, 2, "lab", False)
+
+
+def test_merged_hosts_are_as_slow_as_their_slowest_pair():
+    bandwidth = [[90, 5, 7, 8], [6, 90, 9, 4], [3, 9, 90, 2], [8, 8, 1, 90]]
+    made = cluster.parse(values(hosts=4, links={"alpha": 0, "bandwidth": bandwidth}, nics=2))
+    two = cluster.merged(made, 2)
+    assert two.bandwidth.tolist() == [[5, 4], [3, 1]]
+    assert (two.devices, two.devices_per_host, two.nics) == (made.devices, 4, 4)
+    with pytest.raises(UserError, match="4 hosts cannot be taken 3 at a time"):
+        cluster.merged(made, 3)
+    with pytest.raises(UserError, match="differ in kind"):
+        cluster.merged(cluster.parse(values(hosts=2, device=["h100", "h200"])), 2)
+
+
+def test_without_some_hosts_nothing_else_changes():
+    rng = np.random.default_rng(0)
+    links = {
+        "alpha": rng.uniform(1e-6, 1e-5, (4, 4)).tolist(),
+        "bandwidth": rng.uniform(1e9, 2e9, (3, 4, 4)).tolist(),
+        "measured": (rng.uniform(size=(4, 4)) < 0.5).tolist(),
+    }
+    kinds = ["h100", "a100-80gb", "h100", "a100-80gb"]
+    compute = [ROW, ROW | {"kind": "h100"}, ROW | {"save": "layer_inputs"}]
+    made = cluster.parse(
+        values(hosts=["a", "b", "c", "d"], device=kinds, memory=[1e9, 2e9, 3e9, 4e9], links=links, compute=compute,
+               nics=3, name="lab", source="here")
+    )  # fmt: skip
+    left = cluster.without(made, ["c", "a"])
+    assert (left.hosts, left.kinds, left.memory.tolist()) == (("b", "d"), ("a100-80gb",) * 2, [2e9, 4e9])
+    for one, i in enumerate((1, 3)):
+        for other, j in enumerate((1, 3)):
+            assert left.alpha[one, other] == made.alpha[i, j]
+            assert left.measured[one, other] == made.measured[i, j]
+            assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
+            assert left.bandwidth[one, other] == made.bandwidth[i, j]
+    assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # no device of the other kind is left
+    kept = ("name", "source", "devices_per_host", "nics", "named", "shares", "parts")
+    assert all(getattr(left, name) == getattr(made, name) for name in kept)
+    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
+    assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # none is forgotten
+    assert cluster.without(made, []).hosts == made.hosts
+    assert cluster.without(cluster.parse(values()), ["host1"]).measured is None
+
+
+def test_hosts_to_leave_out_must_be_there():
+    made = cluster.parse(values())
+    with pytest.raises(UserError, match="there is no host 'pax3' to leave out; the cluster has host0, host1, host2"):
+        cluster.without(made, ["host0", "pax3"])
+    with pytest.raises(UserError, match="all 3 hosts are left out; leave one at least"):
+        cluster.without(made, made.hosts)
+    with pytest.raises(ValueError, match="before they are merged"):
+        cluster.without(cluster.merged(cluster.parse(values(hosts=4)), 2), ["host0+host1"])
+
+
+def test_a_smaller_cluster_can_be_saved(tmp_path):
+    left = cluster.without(cluster.parse(values(hosts=["a", "b", "c"])), ["b"])
+    cluster.save(left, tmp_path / "c.json")
+    again = cluster.load(tmp_path / "c.json")
+    assert again.hosts == ("a", "c") and again.named
+    np.testing.assert_array_equal(again.samples, left.samples)
+
+
+def test_1024_hosts_load_in_under_a_second():
+    exceptions = [{"from": f"host{i:04}", "to": f"host{i + 1:04}", "bandwidth": 1e9} for i in range(0, 1000, 10)]
+    began = time.perf_counter()
+    found = cluster.parse(values(hosts=1024, links=CLASSES | {"exceptions": exceptions}))
+    assert time.perf_counter() - began < 1.0
+    assert found.bandwidth[10, 11] == 1e9 and found.devices == 2048
+
+
+SQUARE = [[3e11, 2e10], [2e10, 3e11]]
+
+
+ROW = {
+    "kind": "a100-80gb", "save": "dots", "dtype": "bfloat16", "tensor": 1, "micro_batch": 1, "hidden": 64, "heads": 1,
+    "sequence": 8, "vocab": 128, "forward": 1.0, "backward": 2.0, "head": 0.1, "embedding": 0.0, "optimizer": 1e-9,
+}  # fmt: skip
+
+
+def two(bandwidth: list) -> dict:
+    return {"hosts": 2, "links": {"alpha": 0, "bandwidth": bandwidth}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"links": {"alpha": 0, "bandwidth": [[1, 1, 1], [1, 1, 1]]}}, "3 x 3 for the 3 hosts, got 2 x 3"),
+        ({"links": {"alpha": 0, "bandwidth": [[1, 1, 1], [1, 1], [1, 1, 1]]}}, "rows differ"),
+        (two([[1, None], [1, 1]]), "from host0 to host1 must be above 0"),
+        (two([[1, 0], [1, 1]]), "from host0 to host1 must be above 0, got 0"),
+        (two([[1, 1], [-2, 1]]), "from host1 to host0 must be above 0, got -2"),
+        (two([[-1, 1], [2, 1]]), "inside host0 must be above 0, got -1"),
+        ({"hosts": 2, "links": {"alpha": -1e-6, "bandwidth": SQUARE}}, "links.alpha must be a number from 0 on"),
+        ({"hosts": 2, "links": {"bandwidth": SQUARE}}, "links.alpha is missing"),
+        ({"links": {"inside": CLASSES["inside"]}}, "links.between is missing"),
+        ({"links": CLASSES | {"exceptions": [{"from": "nobody", "to": "*"}]}}, "got 'nobody'"),
+        ({"links": CLASSES | {"racks": [0, 0, 1]}}, "racks and links.across go together"),
+        ({"links": {"npz": "none.npz"}}, "cannot read links.npz"),
+        ({"hosts": ["a", "b", "a"]}, "a comes twice"),
+        ({"hosts": 0}, "from 1 on, got 0"),
+        ({"devices_per_host": 2.5}, "devices_per_host must be an integer"),
+        ({"device": "a1000"}, "device must be one of v100"),
+        ({"device": ["h100", "h100"]}, "each of the 3 hosts, got 2"),
+        ({"device": "cpu"}, "memory is missing"),
+        ({"device": [["h100"], "h100", "h100"]}, "device must be one of v100"),
+        ({"memory": 10**400}, "memory must be a number above 0"),
+        ({"hosts": 10**30}, "up to 1,000,000"),
+        ({"name": "\ud800"}, "must be printable"),
+        ({"compute": [{"kind": "a100-80gb"}]}, "compute row 0 lacks save, dtype"),
+        ({"compute": [ROW | {"forward": -1.0}]}, "compute row 0: forward must be a number above 0, got -1.0"),
+        ({"compute": [ROW | {"hidden": 0}]}, "compute row 0: hidden must be an integer from 1 on, got 0"),
+        ({"compute": [ROW | {"save": "all"}]}, "compute row 0: save must be one of dots"),
+        ({"memory": -1}, "memory must be a number above 0"),
+        ({"colour": 1}, "unknown key colour"),
+        ({"version": 2}, "version must be 1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(changes, sentence):
+    with pytest.raises(UserError) as error:
+        cluster.parse(values(**changes))
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_cluster_is_told(tmp_path):
+    for text in ("", "[1]", "{"):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(UserError, match=r"c\.json"):
+            cluster.load(tmp_path / "c.json")
+    with pytest.raises(UserError, match="cannot read"):
+        cluster.load(tmp_path / "none.json")

@@ -1,0 +1,94 @@
+"""Hops, rings and shared NICs against loops that do it one flow at a time."""
+
+import numpy as np
+import pytest
+
+from planner.cost.links import fabric, hops, paths, ring_order, rings
+from tests.planner.examples import cluster, placements
+
+
+def flows_out_and_in(hosts: np.ndarray, edges: list[tuple[int, int]], tensor: int) -> tuple[dict, dict]:
+    out, into = {}, {}
+    for a, b in edges:
+        if a != b:
+            out[a] = out.get(a, 0) + tensor
+            into[b] = into.get(b, 0) + tensor
+    return out, into
+
+
+@pytest.mark.parametrize("nics", [1, 2, 8])
+@pytest.mark.parametrize(("data", "pipe", "tensor"), [(4, 4, 1), (2, 4, 2), (1, 4, 4), (4, 1, 4), (2, 8, 1), (8, 2, 1)])
+def test_each_flow_by_itself(data, pipe, tensor, nics):
+    links = fabric(cluster(nics=nics))
+    for hosts in placements(5, data, pipe, 4 // tensor):
+        found = paths(links, hosts[None], tensor)
+        for step, (latency, per_byte) in ((1, found.forward), (-1, found.backward)):
+            real = [
+                (d, p, int(hosts[d, p]), int(hosts[d, p + step]))
+                for d in range(data)
+                for p in range(pipe)
+                if 0 <= p + step < pipe
+            ]
+            out, into = flows_out_and_in(hosts, [(a, b) for *_, a, b in real], tensor)
+            for d, p, a, b in real:
+                crowd = max(out.get(a, 0), into.get(b, 0), nics) / nics if a != b else 1
+                assert latency[0, d, p] == links.alpha[a, b]
+                assert per_byte[0, d, p] == pytest.approx(links.per_byte[a, b] * crowd)
+
+
+@pytest.mark.parametrize("nics", [1, 4])
+@pytest.mark.parametrize(("data", "pipe", "tensor"), [(4, 4, 1), (2, 4, 2), (4, 1, 4), (8, 2, 1), (16, 1, 1)])
+def test_each_ring_by_itself(data, pipe, tensor, nics):
+    links = fabric(cluster(nics=nics))
+    for hosts in placements(5, data, pipe, 4 // tensor):
+        edges = []
+        for p in range(pipe):
+            ring = list(dict.fromkeys(hosts[:, p].tolist()))  # each host once, in order of first appearance
+            repeated = [h for h in ring for _ in range(int((hosts[:, p] == h).sum()))]
+            edges.append(list(zip(repeated, repeated[1:] + repeated[:1])))
+        out, into = flows_out_and_in(hosts, [edge for ring in edges for edge in ring], tensor)
+        latency, per_byte = rings(links, hosts[None], tensor)
+        for p, ring in enumerate(edges):
+            crowds = [max(out[a], into[b], nics) / nics if a != b else 1 for a, b in ring]
+            slowest = max(links.per_byte[edge] * crowd for edge, crowd in zip(ring, crowds))
+            assert per_byte[0, p] == pytest.approx(slowest)
+            assert latency[0, p] == pytest.approx((data - 1) * max(links.alpha[a, b] for a, b in ring))
+
+
+def test_the_last_stages_message_to_the_first_shares_with_its_own_group():
+    links = fabric(cluster(4, 4, nics=2))
+    found = hops(links, np.arange(4).reshape(1, 1, 4), 4, 1)[1]
+    assert found[0, 0, 3] == pytest.approx(links.per_byte[3, 0] * 4 / 2)
+
+
+@pytest.mark.parametrize("nics", [1, 4])
+def test_the_embeddings_exchange_shares_nics(nics):
+    links = fabric(cluster(4, 4, nics=nics))
+    for hosts in placements(5, 4, 2, 2):  # groups of two devices
+        first, last = hosts[:, 0].tolist(), hosts[:, -1].tolist()
+        pairs = [(a, b) for a, b in zip(first, last) if a != b]
+        latency, per_byte = paths(links, hosts[None], 2).swap
+        for d, (a, b) in enumerate(zip(first, last)):
+            flows = 2 * max(sum(x == a for x, _ in pairs), sum(y == b for _, y in pairs))  # of either end's host
+            both = np.array([links.per_byte[a, b], links.per_byte[b, a]])
+            assert per_byte[0, d] == pytest.approx(both * (max(flows, nics) / nics if a != b else 1))
+            assert latency[0, d].tolist() == [links.alpha[a, b], links.alpha[b, a]]
+
+
+def test_a_ring_crosses_into_each_host_once():
+    assert ring_order(np.array([3, 1, 3, 2, 1])).tolist() == [3, 3, 1, 1, 2]
+
+
+def test_one_data_rank_has_no_ring_and_one_stage_no_hop():
+    links = fabric(cluster())
+    latency, per_byte = rings(links, placements(1, 1, 16, 4), 1)
+    assert not latency.any() and not per_byte.any()
+    _, per_byte = hops(links, placements(1, 16, 1, 4), 1, 1)
+    assert per_byte.max() == 1 / 300e9
+
+
+def test_samples_give_a_quantile_or_one_of_them():
+    some = cluster(2, links={"alpha": 0, "bandwidth": [[[9, b], [b, 9]] for b in (1.0, 2.0, 4.0)]})
+    assert fabric(some).per_byte[0, 1] == 1 / 2
+    assert fabric(some, quantile=0.0).per_byte[0, 1] == 1
+    assert fabric(some, sample=2).per_byte[0, 1] == 1 / 4

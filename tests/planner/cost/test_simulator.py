@@ -1,0 +1,238 @@
+"""The simulator replays the executor's tables: against a plain replay, closed forms, and what holds of any times."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxtrain.pipeline import buffers
+from paxtrain.pipeline import schedule as schedules
+from paxtrain.pipeline.schedule import IDLE
+from planner.cost.rows import Table
+from planner.cost.simulator import Seconds, concatenate, pipeline, timeline
+
+TABLES = [
+    *[
+        Table(name, p, m)
+        for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")
+        for p, m in ((1, 3), (2, 5), (4, 3), (4, 17), (5, 40))
+    ],
+    *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29), (4, 50))],
+    *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
+    Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
+]
+
+
+def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
+    rng, stages, virtual = np.random.default_rng(seed), table.stages, table.stages * table.chunks
+    times = lambda size, most: rng.uniform(0, most, (batch, size))  # noqa: E731
+    return Seconds(
+        forward=times(virtual, 1) + 0.5,
+        backward=times(virtual, 2) + 1,
+        activation=times(stages, 1.5),
+        gradient=times(stages, 1.5),
+        head=rng.uniform(0, 1, batch),
+        start=times(stages, 1),
+        packed=times(stages, 0.5),
+        encode=times(stages, 0.2),
+        decode=times(stages, 0.2),
+        weights=times(virtual, 1.5),
+    )
+
+
+def packed_messages(schedule, compressed: str) -> set:
+    return {"none": set, "epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
+
+
+def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
+    """(stage, virtual stage) that compute in row t."""
+    busy = getattr(schedule, what)[t] != IDLE
+    chunk = getattr(schedule, what + "_chunk")[t]
+    return [
+        (stage, int(chunk[stage]) * schedule.stages + stage)
+        for stage in range(schedule.stages)
+        if busy[stage] or (schedule.masked and busy.any())
+    ]
+
+
+def gradient_messages(schedule, t: int, packed: set) -> list[tuple[int, int, bool]]:
+    """(sender, receiver, compressed) of row t."""
+    virtual = lambda a: int(schedule.backward_chunk[t - 1, a]) * schedule.stages + a  # noqa: E731
+    return [(a, b, (virtual(a), int(schedule.backward[t - 1, a])) in packed) for a, b in schedule.gradient_pairs[t]]
+
+
+def has_head(schedule, t: int) -> bool:
+    return schedule.forward[t, -1] != IDLE and schedule.forward_chunk[t, -1] == schedule.chunks - 1
+
+
+def replayed(table: Table, s: Seconds, i: int) -> list[float]:
+    """Candidate i with overlap, one event at a time in Python floats, from the schedule's own table."""
+    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
+    packed = packed_messages(schedule, table.compressed)
+    now = list(s.start[i])
+    for t in range(schedule.rows):
+        messages = gradient_messages(schedule, t, packed)
+        for a, _, small in messages:
+            now[a] += s.encode[i, a] if small else 0
+        ready, later = list(now), []
+        for a, b, small in messages:
+            done = max(ready[a], ready[b]) + (s.packed if small else s.gradient)[i, a]
+            if small or schedule.masked or schedule.splits:
+                later.append((a, b, done))
+            else:
+                now[a], now[b] = max(now[a], done), max(now[b], done)
+        for stage, virtual in computing(schedule, "forward", t):
+            now[stage] += s.forward[i, virtual]
+        if has_head(schedule, t):
+            now[-1] += s.head[i]
+        posted = list(now)
+        for stage, virtual in computing(schedule, "weights", t):
+            now[stage] += s.weights[i, virtual]
+        for a, b, done in later:
+            now[a], now[b] = max(now[a], done), max(now[b], done)
+        for _, b, small in messages:
+            now[b] += s.decode[i, b] if small else 0
+        arrivals = [(a, b, max(posted[a], posted[b]) + s.activation[i, a]) for a, b in schedule.activation_pairs[t]]
+        for stage, virtual in computing(schedule, "backward", t):
+            now[stage] += s.backward[i, virtual]
+        for a, b, done in arrivals:
+            now[a], now[b] = max(now[a], done), max(now[b], done)
+    return now
+
+
+def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
+    """(op, row): row by row; but within a loop's body, or between loops, F comes before the B of the row before, and
+    with two stages its sends come with it, with more behind that B. The bodies are those of the executor."""
+    order = []
+    assigned = buffers.assign(schedule, frozenset(packed))
+    bodies, unrolled = [], []
+    for start, period, repeats in assigned.runs():
+        if repeats == 1:
+            unrolled += range(start, start + period)
+            continue
+        bodies += [unrolled] if unrolled else []
+        bodies += [list(range(start + k * period, start + (k + 1) * period)) for k in range(repeats)]
+        unrolled = []
+    for body in [*bodies, unrolled]:
+        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "W", "B")]
+        for t in body[1:]:
+            small = any(small for *_, small in gradient_messages(schedule, t, packed))
+            if schedule.activation_pairs[t] and not schedule.splits and not small:
+                ops.remove(("F", t))
+                ops.remove(("send", t))
+                at = ops.index(("B", t - 1))
+                two = schedule.stages == 2
+                ops[at : at + 1] = [("F", t), *[("send", t)] * two, ("B", t - 1), *[("send", t)] * (not two)]
+        order += ops
+    return order
+
+
+def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
+    """The same where receivers wait for transfers, and senders until they begin."""
+    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
+    packed = packed_messages(schedule, table.compressed)
+    now = list(s.start[i])
+
+    def transfers(messages: list[tuple[int, int, float]]) -> None:
+        begun = [(a, b, max(now[a], now[b]), seconds) for a, b, seconds in messages]
+        for a, b, begin, seconds in begun:
+            now[a], now[b] = max(now[a], begin), max(now[b], begin + seconds)
+
+    for op, t in order_of_blocking_ops(schedule, packed):
+        messages = gradient_messages(schedule, t, packed)
+        if op == "encode":
+            for a, _, small in messages:
+                now[a] += s.encode[i, a] if small else 0
+        elif op == "gradients":
+            transfers([(a, b, (s.packed if small else s.gradient)[i, a]) for a, b, small in messages])
+        elif op == "send":
+            transfers([(a, b, s.activation[i, a]) for a, b in schedule.activation_pairs[t]])
+        elif op == "head":
+            now[-1] += s.head[i] if has_head(schedule, t) else 0
+        elif op == "decode":
+            for _, b, small in messages:
+                now[b] += s.decode[i, b] if small else 0
+        else:
+            what = {"F": "forward", "B": "backward", "W": "weights"}[op]
+            for stage, virtual in computing(schedule, what, t):
+                now[stage] += getattr(s, what)[i, virtual]
+    return now
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_equals_a_plain_replay_of_the_schedule(table, overlap):
+    s = drawn(table)
+    expected = [(replayed if overlap else replayed_blocking)(table, s, i) for i in range(3)]
+    np.testing.assert_allclose(pipeline(table, s, overlap), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "gpipe", "1f1b"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 7), (2, 2), (4, 16), (8, 100), (3, 1000)])
+def test_equal_stages_without_transfers_take_the_closed_form(schedule, p, m):
+    found = pipeline(Table(schedule, p, m), Seconds(np.full((1, p), 1.0), np.full((1, p), 2.0)))
+    np.testing.assert_allclose(found.max(), (m + p - 1) * 3.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 3, 1), (1, 2, 1)])
+@pytest.mark.parametrize(("p", "m"), [(1, 7), (2, 2), (2, 9), (4, 16), (8, 8), (8, 100), (3, 1000)])
+def test_weight_gradients_fill_the_bubble(p, m, times):
+    """(P-1)(F+B-W), the bubble of ZB-H1 (Qi et al. 2023), where that of 1f1b is (P-1)(F+B+W)."""
+    f, b, w = (np.full((1, p), float(x)) for x in times)
+    work, bubble = m * sum(times), (p - 1) * (times[0] + times[1] - times[2])
+    found = pipeline(Table("zb_h1", p, m), Seconds(f, b, weights=w)).max()
+    np.testing.assert_allclose(found, work + bubble, rtol=1e-12)
+    whole = pipeline(Table("1f1b", p, m), Seconds(f, b + w)).max()
+    np.testing.assert_allclose(whole - found, 2 * (p - 1) * times[2], atol=1e-9)
+
+
+def test_transfers_hide_in_the_eager_schedule_alone():
+    def slope(schedule: str, transfer: float) -> float:
+        times = Seconds(np.full((1, 4), 1.0), np.full((1, 4), 2.0), transfer, transfer)
+        few, many = (pipeline(Table(schedule, 4, m), times).max() for m in (100, 101))
+        return many - few
+
+    assert slope("eager_1f1b", 1.0) == pytest.approx(3.0)
+    assert slope("gpipe", 1.0) == pytest.approx(5.0)
+    assert slope("1f1b", 1.0) > 5.0 - 1e-9
+    assert slope("eager_1f1b", 4.0) == pytest.approx(6.0)  # longer than the F that gradients lie under
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(TABLES), st.booleans(), st.integers(0, 10**6))
+def test_monotone_in_every_duration_and_above_every_stages_work(table, overlap, seed):
+    s = drawn(table, batch=1, seed=seed)
+    base = pipeline(table, s, overlap)
+    rng = np.random.default_rng(seed)
+    for name, value in vars(s).items():
+        longer = value.copy()
+        longer.flat[rng.integers(longer.size)] += 0.3
+        more = pipeline(table, Seconds(**{**vars(s), name: longer}), overlap)
+        assert (more >= base - 1e-12 * base).all(), name
+    each = s.forward + s.backward + s.weights * (table.schedule == "zb_h1")
+    work = table.micro_batches * each.reshape(table.chunks, table.stages).sum(axis=0)
+    assert (base[0] >= work + s.start[0] - 1e-9).all()
+    once = (s.forward + s.backward).sum() + s.head[0]
+    assert base.max() >= once - 1e-9
+
+
+@pytest.mark.parametrize("table", [TABLES[3], TABLES[18], TABLES[22], TABLES[-1]], ids=str)
+def test_the_timeline_is_the_same_run(table):
+    s = drawn(table, batch=1)
+    events, finish = timeline(table, s), pipeline(table, s)
+    assert max(e.end for e in events) <= finish.max() + 1e-9
+    for stage in range(table.stages):
+        mine = [e for e in events if e.stage == stage and e.what in "FBWH"]
+        assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:]))
+    real = [e for e in events if e.what == "H"]
+    assert len(real) == table.micro_batches
+    for what in "FBW" if table.schedule == "zb_h1" else "FB":
+        virtual = {e.virtual_stage for e in events if e.what == what}
+        assert virtual == set(range(table.stages * table.chunks))
+
+
+def test_a_batch_of_batches_is_each_of_them():
+    table = Table("1f1b", 3, 7)
+    parts = [drawn(table, 2, seed=1), Seconds(np.ones((1, 3)), np.ones((1, 3)), 0.5, 0.25)]
+    expected = np.concatenate([pipeline(table, part) for part in parts])
+    np.testing.assert_array_equal(pipeline(table, concatenate(parts)), expected)

@@ -1,0 +1,215 @@
+"""Step times put together by hand, and what must hold of them on any cluster."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paxtrain.model import transformer
+from planner.cluster.cluster import Cluster
+from planner.cost import compute as costs
+from planner.cost import links, step_time
+from planner.cost.step_time import Candidate, Problem
+from tests.planner.examples import MODEL, cluster, placements, reordered
+
+CANDIDATES = [
+    Candidate(2, 4, 2, 2, 6, "eager_1f1b", (3, 3, 3, 3)),
+    Candidate(2, 4, 2, 2, 6, "1f1b", (3, 3, 4, 2), backward="epilogue", data_rank=32),
+    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, zero1=False),
+    Candidate(16, 1, 1, 1, 2, "eager_1f1b", (12,), save="residuals"),
+    Candidate(1, 4, 4, 4, 3, "gpipe", (3, 3, 3, 3), backward="all", save="inputs"),
+    Candidate(2, 4, 2, 2, 6, "1f1b", (3, 3, 3, 3), backward="epilogue", sequence_parallel=True),
+]
+
+
+def test_one_stage_without_data_is_compute_and_optimizer():
+    one = cluster(1, 1)
+    c = Candidate(1, 1, 1, 2, 5, "eager_1f1b", (12,))
+    step = Problem(one, MODEL, c).step(links.fabric(one), np.zeros((1, 1, 1), int))
+    layer = costs.layer(one, "a100-80gb", MODEL, 1, 2, "dots")
+    compute = 5 * (12 * (layer.forward + layer.backward) + layer.embedding + layer.head)
+    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
+    np.testing.assert_allclose(step.total, compute + parameters * layer.optimizer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_head": False}, {"family": "llama", "kv_heads": 4, "intermediate": 2304, "tied_head": False}],
+    ids=["gpt2", "untied", "llama"],
+)
+def test_parameters_are_the_models(changes):
+    """All layers and the tables, but for positions and the last norm, as the model has them."""
+    chosen = dataclasses.replace(MODEL, **changes)
+    every = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)))
+    norm = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)["final_norm"]))
+    ours = chosen.layers * costs.layer_parameters(chosen, 1) + costs.embedding_parameters(chosen, 1, 1)
+    assert ours == every - norm - chosen.positions * chosen.hidden
+    padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
+    assert chosen.parameter_count() == every - padding
+    assert sum(n * k for n, k in costs.kernels(chosen, 1)) == chosen.matrices
+    # Where there are two stages or more, each holds one table.
+    assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
+
+
+def test_sequence_parallelism_sends_parts_and_gathers_them_again():
+    some = cluster(2, 4, seed=None)
+    whole = Candidate(1, 2, 4, 2, 6, "1f1b", (6, 6), backward="epilogue")
+    parts = dataclasses.replace(whole, sequence_parallel=True)
+    before, after = Problem(some, MODEL, whole), Problem(some, MODEL, parts)
+    assert after.message == before.message / 4 == 2 * 256 * 1024 * 2
+    assert (before.packed, after.packed) == (16 * (2 * 1024 + 1024) * 2, 16 * (2 * 256 + 1024) * 2)
+    # Between slow hosts the messages are what counts.
+    hosts = np.arange(2).reshape(1, 1, 2)
+    assert after.step(links.fabric(some), hosts).total < before.step(links.fabric(some), hosts).total
+
+
+@pytest.mark.parametrize(("save", "gathers"), [("residuals", 0), ("dots", 2), ("layer_inputs", 1), ("inputs", 1)])
+def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
+    """Against links of no size: of the data sheet's seconds what is left is what travels, a gather at a time."""
+
+    def backward(bandwidth: float, sequence: bool) -> float:
+        inside = (0.0, bandwidth)
+        return costs.sheet(MODEL, "h100", 4, 2, save, inside, sequence_parallel=sequence).backward
+
+    slow, none = 1e9, 1e30
+    travels = [backward(slow, sequence) - backward(none, sequence) for sequence in (False, True)]
+    assert travels[1] - travels[0] == pytest.approx(gathers * 3 / 4 * 2 * 1024 * 1024 * 2 / slow, rel=1e-6, abs=1e-9)
+    assert backward(none, True) < backward(none, False)  # norms and dropout run on a part
+
+
+@pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
+def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
+    """gloo sends what the later one has before it lets the other one send; in a ring of more ranks nobody waits."""
+    some, c = cluster(data * pipe, 1, seed=3), Candidate(data, pipe, 1, 1, 4, "eager_1f1b", (12 // pipe,) * pipe)
+    hosts = np.arange(data * pipe).reshape(1, data, pipe)
+    gpu, cpu = Problem(some, MODEL, c), Problem(some, MODEL, c)
+    cpu.overlap = False
+    fabric = links.fabric(some)
+    found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
+    np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
+    ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
+    size = costs.embedding_parameters(MODEL, 1, pipe) * 4 / data
+    there, back = (
+        [fabric.alpha[a, b] + size * fabric.per_byte[a, b] for a, b in x] for x in (ends, [e[::-1] for e in ends])
+    )
+    np.testing.assert_allclose(found.swap, max(map(sum, zip(there, back)), default=0.0))
+    np.testing.assert_allclose(expected.swap, max([*there, *back], default=0.0))
+
+
+@pytest.mark.parametrize(("overlap", "middle"), [(True, 0), (False, 1)])
+def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overlap, middle):
+    """The trainer runs them there on zeros."""
+    some, c = cluster(8, 1, seed=None), Candidate(2, 4, 1, 1, 4, "eager_1f1b", (3,) * 4)
+    problem = Problem(some, MODEL, c)
+    problem.overlap = overlap
+    step = problem.step(links.fabric(some), np.arange(8).reshape(1, 2, 4))
+    layers, table = 3 * costs.layer_parameters(MODEL, 1), costs.embedding_parameters(MODEL, 1, 4)
+    turn = lambda parameters, item: 1e-5 + parameters / 2 * item / 25e9  # noqa: E731
+    np.testing.assert_allclose(step.reduce[0, 1:3], turn(layers, 4) + middle * turn(table, 4), rtol=1e-9)
+    gather = turn(layers + middle * table, 2) * (1 if overlap else step_time.EXCHANGE)
+    np.testing.assert_allclose(step.gather[0, 1:3], gather, rtol=1e-9)
+
+
+def test_a_reduction_is_a_ring_of_its_bytes():
+    some = cluster(4, 1, seed=None)
+    c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))
+    step = Problem(some, MODEL, c).step(links.fabric(some), np.arange(4).reshape(1, 4, 1))
+    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
+    np.testing.assert_allclose(step.reduce, 2 * 3e-5 + 3 / 4 * parameters * 4 / 25e9, rtol=1e-9)
+    np.testing.assert_allclose(step.gather, 3e-5 + 3 / 4 * parameters * 2 / 25e9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_many_at_once_are_each_by_itself(candidate):
+    some = cluster()
+    fabric, hosts = links.fabric(some), placements(6, candidate.data, candidate.pipe, 4 // candidate.tensor)
+    problem = Problem(some, MODEL, candidate)
+    together = problem.step(fabric, hosts).total
+    np.testing.assert_allclose(together, [problem.step(fabric, h[None]).total[0] for h in hosts])
+    others = [Problem(some, MODEL, c) for c in CANDIDATES]
+    where = [placements(2, c.data, c.pipe, 4 // c.tensor, seed=1) for c in CANDIDATES]
+    batch = [(links.paths(fabric, h, c.tensor), p.kind_of_host[h]) for c, p, h in zip(CANDIDATES, others, where)]
+    for problem, h, step in zip(others, where, step_time.steps(others, batch)):
+        np.testing.assert_allclose(step.total, problem.step(fabric, h).total)
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_relabelling_hosts_changes_nothing(candidate):
+    some = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"])
+    order = np.array([2, 0, 3, 1])
+    other, new_of = reordered(some, order), np.argsort(order)
+    hosts = placements(4, candidate.data, candidate.pipe, 4 // candidate.tensor)
+    here = Problem(some, MODEL, candidate).step(links.fabric(some), hosts).total
+    there = Problem(other, MODEL, candidate).step(links.fabric(other), new_of[hosts]).total
+    np.testing.assert_allclose(there, here, rtol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(CANDIDATES), st.integers(0, 10**6))
+def test_no_link_that_gets_faster_makes_a_step_slower(candidate, seed):
+    some, rng = cluster(seed=seed), np.random.default_rng(seed)
+    hosts = placements(3, candidate.data, candidate.pipe, 4 // candidate.tensor, seed)
+    samples = some.samples.copy()
+    samples[0, rng.integers(4), rng.integers(4)] *= 3
+    faster = dataclasses.replace(some, samples=samples)
+    total = lambda c: Problem(c, MODEL, candidate).step(links.fabric(c), hosts).total  # noqa: E731
+    assert (total(faster) <= total(some) * (1 + 1e-12)).all()
+
+
+def test_compression_over_data_takes_the_stages_that_end_the_step():
+    slow = cluster(
+        4, 4, seed=None, links={"inside": {"alpha": 0, "bandwidth": 3e11}, "between": {"alpha": 0, "bandwidth": 2e9}}
+    )
+    c = Candidate(4, 4, 1, 1, 4, "eager_1f1b", (3, 3, 3, 3))
+    problem, packed = Problem(slow, MODEL, c), Problem(slow, MODEL, dataclasses.replace(c, data_rank=32))
+    hosts = step_time.host_order(c, 4)
+    dense, small = (p.step(links.fabric(slow), hosts) for p in (problem, packed))
+    assert small.compressed.any() and not dense.compressed.any()
+    assert small.total < dense.total
+    fast = cluster(
+        4, 4, seed=None, links={"inside": {"alpha": 0, "bandwidth": 3e13}, "between": {"alpha": 0, "bandwidth": 2e13}}
+    )
+    step = Problem(fast, MODEL, dataclasses.replace(c, data_rank=32)).step(links.fabric(fast), hosts)
+    assert not step.compressed.any()
+
+
+def test_a_slower_kind_of_device_slows_the_step_by_its_compute():
+    fabric = links.fabric(cluster(2, 1))
+    c = Candidate(1, 2, 1, 1, 40, "eager_1f1b", (6, 6))
+    hosts = np.array([[[0, 1]]])
+
+    def total(*kinds: str) -> float:
+        return float(Problem(cluster(2, 1, device=list(kinds)), MODEL, c).step(fabric, hosts).total[0])
+
+    assert total("h100", "h100") < total("h100", "a100-80gb") <= total("a100-80gb", "a100-80gb")
+    assert total("h100", "a100-80gb") > 0.8 * total("a100-80gb", "a100-80gb")
+
+
+def test_a_profile_counts_before_the_data_sheet():
+    row = {
+        "kind": "cpu", "tensor": 1, "micro_batch": 2, "save": "dots", "hidden": 1024, "heads": 16, "sequence": 1024,
+        "vocab": MODEL.padded_vocab, "dtype": "bfloat16",
+        "forward": 1.0, "backward": 2.0, "head": 0.5, "embedding": 0.1, "optimizer": 1e-9,
+    }  # fmt: skip
+    twice = row | {"micro_batch": 4, "forward": 1.8, "backward": 3.6}
+    lab: Cluster = cluster(2, 1, device="cpu", memory=1e9, compute=[twice, row])
+    at = lambda b, **model: costs.layer(lab, "cpu", dataclasses.replace(MODEL, **model), 1, b, "dots")  # noqa: E731
+    assert (at(2).forward, at(4).forward) == (1.0, 1.8)
+    assert at(3).forward == pytest.approx(1.4)
+    assert at(8).backward == pytest.approx(3.6 + 4 * 0.8)
+    wider = at(2, hidden=2048, heads=32).forward
+    assert 3.0 < wider < 4.2  # four times the products, twice the passes over memory
+    assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
+    assert not lab.overlaps
+
+    # The backward's parts are the data sheet's shares of it, or those that were measured.
+    shared = at(2)
+    assert 2.0 < shared.backward_input + shared.backward_weights < 2.6
+    parts = {"backward_input": 1.5, "backward_weights": 0.9}
+    lab = cluster(2, 1, device="cpu", memory=1e9, compute=[row | parts])
+    assert (at(2).backward, at(2).backward_input, at(2).backward_weights) == (2.0, 1.5, 0.9)
+    assert at(2, hidden=2048, heads=32).backward_weights / 0.9 == pytest.approx(wider, rel=0.25)

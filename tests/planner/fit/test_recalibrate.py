@@ -1,0 +1,101 @@
+"""Constants fitted to measured runs reach the plan's costs and links."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from paxtrain.devices.datasheets import datasheet
+from paxtrain.errors import UserError
+from planner.cluster.cluster import between
+from planner.cost import compute
+from planner.fit.calibrate import fit
+from planner.fit.recalibrate import recalibrated
+from planner.fit.trial_model import CONSTANTS, NAMES, Model
+from planner.fit.trials import Trial, parse
+from tests.planner.examples import MODEL, cluster
+
+ROW = {
+    "cluster": "lab", "devices": 8, "devices_per_host": 8, "device_kinds": "A100", "host_gbit": "200",
+    "intra_gbit": "2400", "hidden": 4096, "heads": 32, "layers": 8, "seq": 1024, "vocab": 50000, "global_batch": 32,
+    "micro_batch": 2, "tp": 1, "dp": 1, "pp": 8, "stage_layers": "", "recompute": 0, "dtype": "fp16", "seconds": "",
+}  # fmt: skip
+
+
+def trial(**changes: int) -> Trial:
+    return parse({name: str(value) for name, value in {**ROW, **changes}.items()})
+
+
+def constants(**changes: float) -> dict:
+    values = {
+        "compute_efficiency": 0.5, "memory_efficiency": 0.7, "layer_launch": 1e-4, "backward_ratio": 2.2,
+        "optimizer_bytes": 30.0, "intra_efficiency": 0.5, "intra_latency": 2e-5, "inter_efficiency": 0.25,
+        "inter_latency": 6e-5,
+    }  # fmt: skip
+    return {"rows_fitted": 9, "constants": {name: {"value": x} for name, x in (values | changes).items()}}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def call(**clusters: dict) -> str:
+        (tmp_path / "constants.json").write_text(json.dumps({"clusters": clusters}))
+        return str(tmp_path / "constants.json")
+
+    return call
+
+
+def test_costs_and_links_are_scaled(write):
+    some = cluster()
+    found = recalibrated(some, write(lab=constants()))
+    apart = between(some)
+    np.testing.assert_allclose(found.bandwidth[apart], 0.25 * some.bandwidth[apart])
+    np.testing.assert_allclose(found.bandwidth[~apart], 0.5 * some.bandwidth[~apart])
+    assert set(found.alpha[apart]) == {6e-5} and set(found.alpha[~apart]) == {2e-5}
+    big = dataclasses.replace(MODEL, hidden=8192, heads=64)  # matrix products count for most of it
+
+    def forward(c) -> float:
+        return compute.layer(c, "a100-80gb", big, 1, 4, "residuals").forward
+
+    assert forward(found) / forward(some) == pytest.approx(0.58 / 0.5, rel=0.02)
+    assert "fitted" in compute.source(found) and "9 runs of lab" in found.source
+
+
+def test_which_constants_are_meant_is_told(write):
+    path = write(a=constants(), b=constants(compute_efficiency=0.3))
+    assert recalibrated(cluster(), path, "b").shares.matmul == 0.3
+    with pytest.raises(UserError, match="one of a, b"):
+        recalibrated(cluster(), path)
+    lacking = constants()
+    del lacking["constants"]["layer_launch"]
+    with pytest.raises(UserError, match="lack 'layer_launch'"):
+        recalibrated(cluster(), write(a=lacking))
+    with pytest.raises(UserError, match="cannot read the constants"):
+        recalibrated(cluster(), "nothing.json")
+    with pytest.raises(UserError, match="must be above 0, got compute_efficiency=-1"):
+        recalibrated(cluster(), write(a=constants(compute_efficiency=-1)))
+    repeated = dataclasses.replace(cluster(), samples=np.repeat(cluster().samples, 2, axis=0))
+    for measured in (dataclasses.replace(cluster(), compute=({},)), repeated):
+        with pytest.raises(UserError, match="was measured"):
+            recalibrated(measured, path, "a")
+
+
+def test_what_a_fit_writes_is_read(tmp_path):
+    """Through the file, and the costs of the plan are those of the fitted model but for what they count differently."""
+    rows = [trial(micro_batch=b, pp=p, dp=8 // p) for b in (1, 2, 4) for p in (1, 2, 4)]
+    truth = dict(zip(NAMES, [c.typical for c in CONSTANTS])) | {"compute_efficiency": 0.7}
+    model = Model(rows)
+    slots = np.ones((1, len(rows), model.slots))
+    values = np.broadcast_to(np.array(list(truth.values())), (1, len(rows), len(NAMES)))
+    seconds = model.seconds(values, slots, slots)[0]
+    measured = [dataclasses.replace(row, seconds=float(x)) for row, x in zip(rows, seconds)]
+    path = tmp_path / "constants.json"
+    path.write_text(json.dumps(fit(measured).describe()))
+    found = recalibrated(cluster(1, 8, seed=None), path)
+    assert 0.55 < found.shares.matmul < 0.8  # nine rows, and a prior at 0.45
+    gpt = dataclasses.replace(MODEL, hidden=4096, heads=32, sequence=1024)
+    ours = compute.layer(found, "a100-80gb", gpt, 1, 4, "residuals")
+    sheet = datasheet("A100")
+    theirs = 4 * 1024 * (24 * 4096**2 + 4 * 4096 * 1024) / (found.shares.matmul * sheet.half)
+    assert 1.0 < ours.forward / theirs < 1.6  # besides the products there are passes over memory
+    assert ours.backward / ours.forward == pytest.approx(found.shares.backward, rel=0.05)

@@ -1,0 +1,125 @@
+import csv
+import pathlib
+
+import pytest
+
+from paxtrain.errors import UserError
+from planner import convert
+from planner.fit import trials
+
+SHARED = pathlib.Path(__file__).resolve().parents[3].parent / "shared" / "data" / "trials"
+ROW = {
+    "cluster": "lab", "devices": 8, "devices_per_host": 4, "device_kinds": "A100;V100", "host_gbit": "100;50",
+    "intra_gbit": 2400, "hidden": 1024, "heads": 16, "layers": 10, "seq": 512, "vocab": 50304, "global_batch": 32,
+    "micro_batch": 2, "tp": 2, "dp": 2, "pp": 2, "stage_layers": "4;6", "recompute": 1, "dtype": "bf16", "seconds": 1.5,
+}  # fmt: skip
+
+
+def _file(tmp_path, *rows, columns=trials.COLUMNS):
+    path = tmp_path / "trials.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**ROW, **row} for row in rows)
+    return path
+
+
+def test_reads_a_row(tmp_path):
+    (trial,) = trials.read(_file(tmp_path, {}))
+    assert trial.host_bytes == (12.5e9, 6.25e9) and trial.intra_bytes == (300e9, 300e9)
+    assert trial.device_kinds == ("A100", "V100") and trial.stage_layers == (4, 6)
+    assert trial.recompute is True and trial.element_bytes == 2 and trial.seconds == 1.5
+    assert trial.micro_batches == 8 and trial.hosts == 2
+    assert trial.group == ("lab", 1024, 10, 8, 32) and trial.cell == (1024, 2, 2)
+
+
+def test_optional_columns_may_be_missing_or_empty(tmp_path):
+    required = [name for name in trials.COLUMNS if name not in trials.OPTIONAL]
+    empty = dict.fromkeys(trials.OPTIONAL, "")
+    for path in (_file(tmp_path, {"pp": 4, "dp": 1}, columns=required), _file(tmp_path, {"pp": 4, "dp": 1, **empty})):
+        (trial,) = trials.read(path)
+        assert trial.host_bytes is None and trial.intra_bytes is None and trial.device_kinds == ("", "")
+        assert trial.stage_layers == (3, 3, 2, 2)
+
+
+@pytest.mark.parametrize("text", ["", "inf", "Inf", "nan"])
+def test_what_was_not_run_has_no_seconds(tmp_path, text):
+    rows = trials.read(_file(tmp_path, {"seconds": text}, {}))
+    assert [row.seconds for row in rows] == [None, 1.5]
+
+
+def test_spreadsheets_spaces_and_byte_order_marks_do_no_harm(tmp_path):
+    path = _file(tmp_path, {"hidden": "1024.0", "seconds": " 1.5 "})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"cluster,", b"cluster , "))
+    assert trials.read(path)[0].hidden == 1024
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": "big"}, "hidden must be a whole number from 1 on, got 'big'"),
+        ({"layers": 0}, "layers must be a whole number"),
+        ({"micro_batch": 1.5}, "micro_batch must be a whole number"),
+        ({"tp": ""}, "tp must be a whole number"),
+        ({"dp": 3}, "tp=2 x dp=3 x pp=2 must make devices=8"),
+        ({"global_batch": 33}, "global_batch=33 must be a multiple of dp=2 x micro_batch=2"),
+        ({"stage_layers": "4;5"}, "stage_layers=4;5 must be 2 counts"),
+        ({"stage_layers": "10"}, "must be 2 counts"),
+        ({"layers": 1, "stage_layers": ""}, "layers=1 cannot fill pp=2 stages"),
+        ({"recompute": "yes"}, "recompute must be 0 or 1, got 'yes'"),
+        ({"dtype": "int8"}, "dtype must be one of fp16"),
+        ({"host_gbit": "100;0"}, "host_gbit must be above 0, got '0'"),
+        ({"devices_per_host": 2, "intra_gbit": "1;2;3"}, "must be one entry or one for each of the 4 hosts"),
+        ({"seconds": -1}, "seconds (empty or inf: not run) must be above 0, got '-1'"),
+        ({"seconds": "OOM"}, "must be above 0, got 'OOM'"),
+        ({"cluster": " "}, "cluster must have a name"),
+    ],
+)
+def test_bad_values_are_named_with_their_line(tmp_path, change, message):
+    with pytest.raises(UserError) as error:
+        trials.read(_file(tmp_path, {}, change))
+    assert f"{tmp_path / 'trials.csv'}, line 3: " in str(error.value) and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(UserError, match="cannot read the trials"):
+        trials.read(tmp_path / "absent.csv")
+    columns = [name for name in trials.COLUMNS if name not in ("hidden", "seconds", "host_gbit")]
+    with pytest.raises(UserError, match="lacks the columns hidden, seconds; it needs"):
+        trials.read(_file(tmp_path, {}, columns=columns))
+    with pytest.raises(UserError, match="no usable row: none of 2 has seconds"):
+        trials.read(_file(tmp_path, {"seconds": ""}, {"seconds": "inf"}))
+    with pytest.raises(UserError, match="names a column twice: hidden"):
+        trials.read(_file(tmp_path, {}, columns=[*trials.COLUMNS, "hidden"]))
+    path = _file(tmp_path, {})
+    path.write_text(path.read_text() + "lab,8,4\n")
+    with pytest.raises(UserError, match="line 3: it must have 20 cells"):
+        trials.read(path)
+    path.write_text("")
+    with pytest.raises(UserError, match="lacks the columns cluster, devices"):
+        trials.read(path)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the published trials are not here")
+def test_converts_the_published_trials(tmp_path):
+    amp = convert.amp((SHARED / "amp_homogeneous.json").read_text())
+    trials.write(tmp_path / "amp.csv", amp)
+    rows = trials.read(tmp_path / "amp.csv")
+    assert len(rows) == 52 and sum(row.seconds is None for row in rows) == 5
+    assert all(sum(row.stage_layers) == 24 for row in rows)
+    assert rows[6].stage_layers == (2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1)
+    assert rows[0].host_bytes == (6.25e9,) * 4 and rows[0].seconds == 1.32
+    trials.write(tmp_path / "vtrain.csv", convert.vtrain((SHARED / "vtrain_single_node.csv").read_text()))
+    rows = trials.read(tmp_path / "vtrain.csv")
+    assert len(rows) == 1440 and rows[0].seconds == pytest.approx(0.372160408)
+    assert all(row.recompute and row.hosts == 1 for row in rows)
+
+
+def test_what_cannot_be_converted(tmp_path):
+    for name, text in (("a.json", "[{}]"), ("b.json", "no"), ("c.csv", "x,y\n1,2,z\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=f"{name} is none of the files"):
+            convert.main(["convert", str(tmp_path / name), str(tmp_path / "out.csv")])
+    with pytest.raises(UserError, match="INPUT and OUTPUT must be named, got 0 names"):
+        convert.main(["convert"])

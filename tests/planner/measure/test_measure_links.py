@@ -1,0 +1,147 @@
+"""Rounds of links: everybody meets everybody, the programs move what they say, and times become links."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from planner.measure import measure_links
+from planner.measure.measure_links import Book, Exchange, Times, fit_line, plan, sampled, tournament
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 7, 8, 12, 33])
+def test_everybody_meets_everybody_once_in_as_few_rounds_as_there_can_be(count):
+    rounds = tournament(count)
+    assert len(rounds) == count - 1 + count % 2
+    for pairs in rounds:
+        ends = [end for pair in pairs for end in pair]
+        assert len(set(ends)) == len(ends) == count - count % 2
+    met = sorted(pair for pairs in rounds for pair in pairs)
+    assert met == sorted(itertools.combinations(range(count), 2))
+
+
+def test_a_sample_of_the_rounds_still_has_every_host():
+    rounds = sampled(tournament(100), 8)
+    assert len(rounds) == 8
+    assert all(sorted(end for pair in pairs for end in pair) == list(range(100)) for pairs in rounds)
+    assert sampled(tournament(6), 8) == tournament(6)
+
+
+def test_rounds_use_the_first_device_of_a_host_and_for_the_nics_all():
+    rounds = plan(hosts=3, per_host=4, most=63)
+    between = [r for r in rounds if r.kind == "between"]
+    assert [r.devices for r in between] == [[(4 * a, 4 * b) for a, b in r.hosts] for r in between]
+    [inside] = [r for r in rounds if r.kind == "inside"]
+    assert inside.devices == [(0, 1), (4, 5), (8, 9)]
+    [crowd] = [r for r in rounds if r.kind == "crowd"]
+    [(a, b)] = crowd.hosts
+    assert crowd.devices == [(4 * a + i, 4 * b + i) for i in range(4)]
+    assert plan(1, 1, 63) == []
+
+
+def test_all_rounds_are_branches_of_one_program_per_size(monkeypatch):
+    compiled = []
+    real = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, *a: compiled.append(real(self, *a)) or compiled[-1])
+    rounds = plan(hosts=4, per_host=2, most=63)
+    exchange = Exchange(jax.devices(), rounds, (MIB, 2 * MIB))
+    assert len(compiled) == 3  # echoes, and two sizes
+    text = compiled[1].as_text()
+    assert text.count(" conditional(") == 1
+    for r in rounds:
+        for pairs in (r.devices, [(b, a) for a, b in r.devices]):
+            listed = "{" + ",".join(f"{{{a},{b}}}" for a, b in pairs) + "}"
+            assert f"source_target_pairs={listed}" in text
+    for number in range(len(rounds)):
+        times = exchange(number)
+        assert times.echo > 0
+        assert len(times.there) == len(times.back) == 2
+        assert all(second > 0 for second in times.there + times.back)
+
+
+def test_a_call_during_which_the_machine_was_busy_does_not_count(monkeypatch):
+    took = iter([0.32, 9.0, 0.33] + [9.0, 4.2, 4.0] + [6.2, 6.0, 9.0])  # echoes; there; back
+    exchange = Exchange(jax.devices(), plan(8, 1, 1), (MIB,))
+    monkeypatch.setattr(exchange, "_echo", lambda number: None)
+    monkeypatch.setattr(measure_links, "_seconds", lambda run, branch: next(took))
+    assert exchange(0) == Times(0.01, [2.0], [3.0])
+
+
+def test_messages_are_as_big_and_as_many_as_said(monkeypatch):
+    texts = []
+    real = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, *a: texts.append(self.as_text()) or real(self, *a))
+    Exchange(jax.devices(), plan(8, 1, 1), (2 * MIB,))
+    assert "collective_permute" in texts[1]
+    assert f"tensor<1x{2 * MIB // 4}xf32>" in texts[1]
+
+
+def test_a_line_through_exact_times_is_exact():
+    sizes = np.array([1, 4, 16]) * MIB
+    alpha, per_byte = np.array([[0.0, 3e-5], [1e-3, 2e-4]]), np.array([[1e-9, 2e-9], [8e-8, 1e-10]])
+    found = fit_line(sizes, alpha[..., None] + per_byte[..., None] * sizes)
+    np.testing.assert_allclose(found[0], alpha, atol=1e-12)
+    np.testing.assert_allclose(found[1], per_byte, rtol=1e-9)
+
+
+def test_a_line_is_never_negative():
+    sizes = np.array([1.0, 2.0]) * MIB
+    alpha, per_byte = fit_line(sizes, np.array([[1e-3, 5e-3], [3e-3, 1e-3]]))  # too steep; falling
+    assert (alpha >= 0).all()
+    assert (per_byte > 0).all()
+    assert fit_line(sizes[:1], np.array([2.0]))[1] == 2.0 / MIB
+
+
+def _enter(book, repeat, number, speeds, echo=1e-4, ratio=1.0):
+    """Enters a round of 3 hosts, in which host 2 has two processes of which one took no part."""
+    times: dict[int, list[Times]] = {}
+    for a, b in book.rounds[number].hosts:
+        there, back = (list(book.sizes / speed * ratio) for speed in (speeds[a, b], speeds[b, a]))
+        # Who sends may be done sooner than who receives.
+        times.setdefault(a, []).append(Times(echo, [0.5 * t for t in there], back))
+        times.setdefault(b, []).append(Times(0.9 * echo, there, [0.5 * t for t in back]))
+    for host in range(3):
+        times.setdefault(host, []).append(Times(1e-6, [1e-6] * len(book.sizes), [1e-6] * len(book.sizes)))
+    book.enter(repeat, number, times)
+
+
+def test_a_pair_takes_as_long_as_its_slower_end_and_directions_are_kept_apart():
+    speeds = np.array([[5e9, 1e8, 2e8], [3e8, 5e9, 4e8], [5e8, 6e8, 5e9]])
+    rounds = plan(3, 2, 63)
+    book = Book(rounds, 3, 2, (MIB, 4 * MIB), repeats=2)
+    for number, r in enumerate(rounds):
+        _enter(book, 0, number, speeds, ratio=1.5 if r.kind == "crowd" else 1.0)
+    alpha, samples = book.links()
+    np.testing.assert_allclose(samples[0], speeds, rtol=1e-9)
+    np.testing.assert_allclose(alpha, 1e-4)
+    assert np.isnan(samples[1]).all()  # the second repeat was never run
+
+
+@pytest.mark.parametrize(("ratio", "nics"), [(1.0, 2), (1.9, 1), (0.7, 2)])
+def test_nics_are_told_from_all_devices_sending_at_once(ratio, nics):
+    rounds = plan(3, 2, 63)
+    book = Book(rounds, 3, 2, (MIB,), repeats=1)
+    for number, r in enumerate(rounds):
+        _enter(book, 0, number, np.full((3, 3), 1e9), ratio=ratio if r.kind == "crowd" else 1.0)
+    assert book.nics() == nics
+
+
+def test_rounds_that_were_left_out_are_not_made_up():
+    rounds = plan(3, 1, 63)
+    book = Book(rounds, 3, 1, (MIB,), repeats=1)
+    _enter(book, 0, 0, np.full((3, 3), 1e9))
+    alpha, samples = book.links()
+    [(a, b)] = rounds[0].hosts
+    known = np.zeros((3, 3), bool)
+    known[a, b] = known[b, a] = True
+    assert (np.isnan(samples[0]) == ~known).all()
+    assert (np.isnan(alpha) == ~known).all()
+    assert book.nics() == 1
+
+
+@pytest.mark.parametrize("axis", ["host", "device"])
+def test_all_reduce_runs_over_its_axis(axis):
+    assert 0 < measure_links.all_reduce(jax.devices(), 2, axis, MIB, repeats=1) < 60

@@ -1,0 +1,179 @@
+"""Processes that keep together: verdicts, lost ones by name, and hosts that cannot be reached."""
+
+import json
+import socket
+
+import pytest
+
+from paxtrain.errors import UserError
+from planner.measure import process_group as meetings
+from planner.measure.process_group import Meeting, check_reachable, unreachable
+from planner.supervision import first_cause
+
+
+class Store:
+    """A key-value store as jax.distributed's client has it, in one process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        if key not in self.values:
+            raise RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+        return self.values[key]
+
+    def key_value_delete(self, key):
+        self.values = {k: v for k, v in self.values.items() if not k.startswith(key)}
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Three processes' meetings over one store."""
+    store, made = Store(), []
+    monkeypatch.setattr(meetings.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(meetings.distributed.global_state, "client", store)
+    for i in range(3):
+        monkeypatch.setattr(meetings.jax, "process_index", lambda i=i: i)
+        made.append(Meeting(1.0))
+        made[-1].names = ["n0", "n1", "n2"]
+    return store, made
+
+
+def answer(store, turn, process, value):
+    store.key_value_set(f"paxtrain/meeting/{turn}/{process}", json.dumps(value))
+
+
+def test_alone_the_verdict_is_ones_own():
+    assert Meeting(1.0).gather(3, lambda values: values[0] + 1) == 4
+    assert Meeting(1.0).agree(2.5) == 2.5
+
+
+def test_process_0_decides_and_all_read_it(processes):
+    store, (first, second, _) = processes
+    answer(store, 1, 1, 10)
+    answer(store, 1, 2, 20)
+    assert first.gather(1, sum) == 31
+    assert second.gather(10) == 31
+    for i in (1, 2):
+        answer(store, 2, i, 0)
+    first.gather(0)
+    assert not any(key.startswith("paxtrain/meeting/1/") for key in store.values)  # the store does not grow
+
+
+def test_a_lost_process_is_named_on_all(processes):
+    store, (first, second, _) = processes
+    answer(store, 1, 1, None)
+    sentence = "^n2 has not answered for 1 s; see whether its host is up"
+    with pytest.raises(UserError, match=sentence):
+        first.gather(None)
+    with pytest.raises(UserError, match=sentence):
+        second.gather(None)
+
+
+def test_a_verdict_that_fails_fails_on_all(processes):
+    store, (first, second, _) = processes
+    for i in (1, 2):
+        answer(store, 1, i, i)
+
+    def verdict(values):
+        raise UserError("n1 and n2 differ")
+
+    for process in (first, second):
+        with pytest.raises(UserError, match=r"^n1 and n2 differ$"):
+            process.gather(0, verdict)
+
+
+def test_who_waits_too_long_inside_the_runtime_says_for_whom_and_the_others_learn_it(processes, monkeypatch, capsys):
+    _, (first, second, third) = processes
+    ended = []
+    monkeypatch.setattr(meetings.os, "_exit", ended.append)
+    with second.watch("n1", "n2"):
+        pass
+    assert ended == []
+    second.fail("n1 has waited for messages from n2")
+    assert ended == [2]
+    assert capsys.readouterr().err == "error: n1 has waited for messages from n2\n"
+    with pytest.raises(UserError, match=r"^n1 has waited for messages from n2$"):
+        first.gather(None)
+    with pytest.raises(UserError, match=r"^n1 has waited for messages from n2$"):
+        third.gather(None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [
+        ([(0, 2, "timed out"), (1, 2, "timed out")], "n2 (10.0.0.2) cannot be reached from n0, n1: timed out"),
+        ([(0, 1, "refused")], "n1 (10.0.0.1) cannot be reached from n0: refused"),
+        ([(1, 0, "x"), (1, 2, "x")], "n1 (10.0.0.1) cannot reach n0, n2: x"),
+        ([(0, 1, "x"), (1, 0, "x"), (1, 2, "x"), (2, 1, "x")], "n1 (10.0.0.1) cannot be reached from n0, n2: x"),
+    ],
+)
+def test_the_host_that_most_failures_share_is_named(failures, words):
+    names, addresses = ["n0", "n1", "n2"], [f"10.0.0.{i}" for i in range(3)]
+    assert unreachable(names, addresses, failures).startswith(words)
+
+
+def test_hosts_are_really_called(processes, monkeypatch):
+    store, (first, *_) = processes
+    monkeypatch.setattr(meetings, "own_address", lambda: "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
+        addresses = [["127.0.0.1", s.getsockname()[1]] for s in (up, down)]
+        for i in (1, 2):
+            answer(store, 1, i, addresses[i - 1])
+            answer(store, 2, i, [])
+        check_reachable(first)
+        down.close()
+        for i in (1, 2):
+            answer(store, 3, i, addresses[i - 1])
+            answer(store, 4, i, [])
+        with pytest.raises(UserError, match=r"^n2 \(127.0.0.1\) cannot be reached from n0: Connection refused; "):
+            check_reachable(first)
+
+
+def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
+    """Where the coordinator's own name stands for 127.0.1.1, it takes its address on the way to another process."""
+    store, (first, second, _) = processes
+    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(meetings.distributed.global_state, "coordinator_address", "127.0.0.1:1234")
+    assert meetings.own_address() == "127.0.0.1"
+    ways = []
+    monkeypatch.setattr(meetings, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
+    mixed = [["127.0.1.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
+    for i in (1, 2):
+        answer(store, 1, i, mixed[i])
+    assert meetings._beyond_loopback(first, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert meetings._beyond_loopback(second, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert ways == [("10.0.0.2", 2)]
+    for usual in ([["127.0.0.1", i] for i in range(3)], [[f"10.0.0.{i}", i] for i in range(3)]):
+        assert meetings._beyond_loopback(first, usual) == usual
+    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
+    assert meetings._beyond_loopback(first, mixed) == mixed
+
+
+def test_a_name_that_stands_for_loopback_is_bad_input():
+    """No cascade of another one's fault: to start again would not help."""
+    said = unreachable(["n0", "n1"], ["127.0.1.1", "10.0.0.1"], [(1, 0, "Connection refused")])
+    assert said.startswith("n0 (127.0.1.1) cannot be reached from n1: Connection refused; its own name stands for ")
+    assert not first_cause._CASCADE.search(said)
+
+
+def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypatch, capsys):
+    _, (first, second, _) = processes
+    ended = []
+    monkeypatch.setattr(meetings.os, "_exit", ended.append)
+    with second.watch("n1", "n2"):
+        raise ValueError("UNKNOWN: Gloo collective permute failed:\n Connection closed by peer")
+    assert ended == [2]
+    sentence = "n1 lost n2 (UNKNOWN: Gloo collective permute failed: Connection closed by peer); "
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+    with pytest.raises(UserError) as error:
+        first.gather(None)
+    assert str(error.value).startswith(sentence)
+
+
+def test_alone_an_error_of_the_runtime_stays_what_it_is():
+    with pytest.raises(ValueError, match="broken"), Meeting(1.0).watch("n0", "n0"):
+        raise ValueError("broken")

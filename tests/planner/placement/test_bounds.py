@@ -1,0 +1,97 @@
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost.links import fabric
+from planner.cost.step_time import Candidate, Problem
+from planner.placement import bounds, exact
+from tests.planner.examples import MODEL, cluster, placements
+
+
+def problem(data, pipe, tensor, hosts, per_host, schedule="1f1b", seed=0, nics=1, device="a100-80gb", **changes):
+    nodes = cluster(hosts, per_host, seed, nics=nics, device=device)
+    counts = tuple(MODEL.layers // pipe + (s < MODEL.layers % pipe) for s in range(pipe))
+    return Problem(nodes, MODEL, Candidate(data, pipe, tensor, 2, 2 * pipe + 1, schedule, counts, **changes))
+
+
+@st.composite
+def problems(draw):
+    """Any mesh of a small cluster, with compression, ZeRO-1, NICs and kinds of devices drawn, too."""
+    hosts, per_host = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
+    tensor = draw(st.sampled_from([t for t in (1, 2, 4) if per_host % t == 0]))
+    groups = hosts * per_host // tensor
+    data = draw(st.sampled_from([d for d in range(1, groups + 1) if groups % d == 0 and groups // d <= MODEL.layers]))
+    pipe = groups // data
+    return problem(
+        data, pipe, tensor, hosts, per_host,
+        schedule=draw(st.sampled_from(["eager_1f1b", "1f1b", "gpipe"])),
+        seed=draw(st.integers(0, 99)),
+        nics=draw(st.sampled_from([1, 2, 8])),
+        device=draw(st.lists(st.sampled_from(["a100-80gb", "v100"]), min_size=hosts, max_size=hosts)),
+        zero1=draw(st.booleans()),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        backward=draw(st.sampled_from(["none", "epilogue", "all"])) if pipe > 1 else "none",
+        data_rank=draw(st.sampled_from([0, 8])) if data > 1 else 0,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems(), st.integers(0, 1000))
+def test_no_placement_is_below_the_bound(made, seed):
+    c, links = made.candidate, fabric(made.cluster)
+    slots = c.groups // len(made.cluster.hosts)
+    every = exact.placements(c.data, c.pipe, slots, exact.twins(links, made.kind_of_host), 3000)
+    if every is None:
+        every = placements(200, c.data, c.pipe, slots, seed)
+    assert bounds.lower(made, links) <= made.step(links, every).total.min()
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "gpipe"])
+@pytest.mark.parametrize("mesh", [(4, 4, 4), (8, 2, 4), (16, 1, 4), (1, 4, 4), (4, 2, 2)])
+def test_equal_links_leave_no_gap(mesh, schedule):
+    """Rings and hops that all cross, or a pipeline over hosts of one stage each: the least of everything is reached."""
+    hosts = mesh[0] * mesh[1] * mesh[2] // 4
+    made = problem(*mesh, hosts, 4, schedule, seed=None, nics=4)
+    links = fabric(made.cluster)
+    slots = 4 // mesh[2]
+    by_stage = (np.arange(mesh[0] * mesh[1]) // slots).reshape(mesh[1], mesh[0]).T
+    by_rank = np.arange(mesh[0] * mesh[1]).reshape(mesh[:2]) // slots
+    best = made.step(links, np.stack([by_stage, by_rank])).total.min()
+    assert best / bounds.lower(made, links) - 1 < 1e-6
+
+
+def best_and_bound(made):
+    c, links = made.candidate, fabric(made.cluster)
+    every = exact.placements(c.data, c.pipe, 1, exact.twins(links, made.kind_of_host), 50_000)
+    return exact.search(lambda hosts: made.step(links, hosts).total, every)[1], bounds.lower(made, links)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bottleneck_of_a_ring_and_the_assignment_of_hops_are_close(seed):
+    """Links differ by a factor of four; the fastest link alone would be far below (negative control)."""
+    ring, hops = problem(7, 1, 4, 7, 4, seed=seed), problem(1, 6, 4, 6, 4, "gpipe", seed=seed)
+    for made, most, control in ((ring, 0.2, 1.05), (hops, 0.15, 1.003)):
+        best, bound = best_and_bound(made)
+        assert best / bound - 1 < most
+        nodes = made.cluster
+        fast = np.maximum(nodes.samples, nodes.samples[nodes.samples < 1e11].max())
+        ideal = Problem(dataclasses.replace(nodes, samples=fast), MODEL, made.candidate)
+        assert bound > control * bounds.lower(ideal, fabric(ideal.cluster))
+
+
+def test_a_host_with_slow_links_is_in_some_ring():
+    made = problem(6, 1, 4, 6, 4, seed=None)
+    made.cluster.samples[:, 2, [0, 1, 3, 4, 5]] /= 4
+    best, bound = best_and_bound(made)
+    assert best == pytest.approx(bound, rel=1e-8)
+
+
+def test_bottleneck_is_that_of_the_best_permutation():
+    cost = np.random.default_rng(0).random((6, 6))
+    np.fill_diagonal(cost, np.inf)
+    best = min(max(cost[i, j] for i, j in enumerate(p)) for p in itertools.permutations(range(6)))
+    assert bounds.bottleneck(cost) == best

@@ -1,0 +1,59 @@
+"""The closed-form bound is below every simulated step, and close to it where links are alike."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paxtrain.config import SAVE_MODES, SCHEDULES
+from planner.cost import links
+from planner.cost.step_time import Candidate, Problem
+from planner.search import layers, pruning
+from planner.search.space import BACKWARD, Choices, enumerate_candidates
+from tests.planner.examples import MODEL, cluster, placements
+
+SPACE_CHOICES = Choices(
+    backward=("epilogue", "all"), backward_ranks=(16,), data_ranks=(32,), virtual_stages=(2, 3),
+    sequence_parallel=(False, True),
+)  # fmt: skip
+HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
+
+
+def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
+    columns = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space) if f.name != "slots"}
+    names = {"schedule": SCHEDULES, "save": SAVE_MODES, "backward": BACKWARD}
+    return Candidate(**columns | {key: known[columns[key]] for key, known in names.items()}, counts=counts)
+
+
+def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, ...]:
+    cuts = np.sort(rng.choice(np.arange(1, count), stages - 1, replace=False))
+    return tuple(np.diff([0, *cuts, count]).tolist())
+
+
+@pytest.mark.parametrize("some", [cluster(), HETERO, cluster(2, 8, seed=None)], ids=["uneven", "kinds", "alike"])
+def test_no_simulated_step_is_below_the_bound(some):
+    space = enumerate_candidates(some, MODEL, 32, SPACE_CHOICES)
+    bounds, rng = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0)
+    fabric = links.fabric(some)
+    for i in rng.choice(len(space), 250, replace=False):
+        stages = int(space.pipe[i] * space.chunks[i])
+        for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
+            problem = Problem(some, MODEL, candidate(space, i, counts))
+            c = problem.candidate
+            hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+            total = problem.step(fabric, hosts).total
+            assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+def test_the_bound_is_close_where_layers_are_all_there_is():
+    """Alike links, an eager pipeline and a model whose head is small beside its layers."""
+    some = cluster(4, 4, seed=None, nics=4)
+    model = dataclasses.replace(MODEL, layers=48, hidden=4096, heads=32)
+    space = enumerate_candidates(some, model, 64, Choices(schedules=("eager_1f1b",), data_ranks=(), backward=()))
+    bounds, fabric = pruning.lower_bound(some, model, space), links.fabric(some)
+    chosen = np.flatnonzero((space.pipe == 4) & (space.tensor == 4) & (space.micro_batch <= 2))
+    assert len(chosen)
+    for i in chosen:
+        problem = Problem(some, model, candidate(space, i, (12, 12, 12, 12)))
+        total = problem.step(fabric, np.arange(4).reshape(1, 1, 4)).total[0]
+        assert 0.92 * total < bounds[i] <= total

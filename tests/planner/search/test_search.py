@@ -1,0 +1,170 @@
+"""The search finds what trying everything finds, keeps to memory, and its plans are the trainer's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paxtrain.config import SCHEDULES, CompressConfig
+from paxtrain.config import plan as plans
+from paxtrain.errors import UserError
+from planner.cluster.cluster import merged
+from planner.cost.step_time import Problem
+from planner.planning import decision
+from planner.search import explain
+from planner.search.budget import Budget
+from planner.search.search import Options, Search
+from planner.search.space import Choices
+from tests.planner.examples import MODEL, cluster
+
+CLOSED = Budget(learned=False)
+CHOICES = Choices(virtual_stages=(2,), data_ranks=(32,))
+
+
+def search(some=None, budget: Budget = CLOSED, choices: Choices = CHOICES, batch: int = 32, **options) -> Search:
+    return Search(cluster(2, 4) if some is None else some, MODEL, batch, choices, budget, Options(**options))
+
+
+@pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), (4, 0.5)])
+def test_the_best_are_the_best_of_all(nics, looked_at):
+    """The bound knows little of what shares a NIC, so with one more candidates have to be simulated."""
+    some = cluster(2, 4, nics=nics)
+    one = search(some, top=5, placed=1)
+    every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
+    scores = sorted(found.score(one.options.gain) for found in every)
+    ranked = search(some, top=5, placed=0).run().ranked
+    np.testing.assert_allclose([f.score(one.options.gain) for f in ranked], scores[:5])
+    placed = one.run()
+    assert placed.simulated < looked_at * len(every)
+    assert placed.ranked[0].seconds <= ranked[0].seconds
+    for found in placed.ranked:
+        assert found.placement.bound <= found.seconds * (1 + 1e-9)
+        assert found.screened <= found.seconds
+
+
+def test_nothing_that_does_not_fit_is_ranked():
+    roomy = search()
+    tight = search(budget=Budget(usable=float(np.quantile(roomy.bytes, 0.1)) / 85.1e9, learned=False))
+    outcome = tight.run()
+    assert 0 < outcome.fitting < outcome.enumerated / 5
+    assert all(found.memory <= tight.limit for found in outcome.ranked)
+    assert outcome.ranked[0].seconds > roomy.run().ranked[0].seconds
+
+
+def test_memory_is_that_of_the_split_that_was_taken():
+    one = search(choices=Choices(pipe=(4,), tensor=(1,), schedules=("eager_1f1b",), saves=("dots",), backward=()))
+    for found in one.run().ranked:
+        fullest = dataclasses.replace(
+            one.space.take(np.array([found.index])), slots=np.array([max(found.candidate.counts)])
+        )
+        assert found.memory == pytest.approx(float(CLOSED.bytes(one.cluster, MODEL, fullest)[0]))
+    assert any(max(found.candidate.counts) > 3 for found in one.run().ranked)
+
+
+def test_where_nothing_fits_the_closest_is_told():
+    with pytest.raises(UserError) as error:
+        search(budget=Budget(usable=0.001, learned=False)).run()
+    least = search().bytes.min() / 1e9
+    assert f"needs {least:.1f} GB, {least - 0.0851:.1f} GB too much" in str(error.value)
+
+
+def test_compression_must_gain_more_than_its_price():
+    fast = search(cluster(2, 4, seed=None), gain=0.5).run().ranked[0].candidate
+    assert fast.backward == "none" and not fast.data_rank
+    inside, between = {"alpha": 1e-6, "bandwidth": 3e11}, {"alpha": 1e-6, "bandwidth": 1e9}
+    slow = search(cluster(4, 2, links={"inside": inside, "between": between}), gain=0.01)
+    found = slow.run().ranked[0]
+    assert found.candidate.backward != "none" or found.candidate.data_rank
+    assert slow.without_compression(found).seconds > 1.01 * found.seconds
+
+
+def test_different_devices_get_different_shares_of_the_layers():
+    one = search(
+        cluster(2, 1, device=["a100-80gb", "h100"]),
+        choices=Choices(pipe=(2,), schedules=("eager_1f1b",), backward=(), saves=("dots",)),
+    )
+    found = one.run().ranked[0]
+    on = [one.cluster.kinds[h] for h in found.placement.hosts[0]]
+    assert found.candidate.counts[on.index("h100")] > found.candidate.counts[on.index("a100-80gb")]
+
+
+def test_the_zero_bubble_schedule_is_taken_where_it_fits():
+    """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
+    choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
+    one = search(choices=choices)
+    best, least = one.run().ranked[0], {}
+    for i in range(len(one.space)):
+        least[int(one.space.schedule[i])] = min(least.get(int(one.space.schedule[i]), np.inf), one.bytes[i])
+    assert best.candidate.schedule == "zb_h1"
+    plain, split = (least[SCHEDULES.index(name)] for name in choices.schedules)
+    tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
+
+
+def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
+    choices = Choices(tensor=(4,), pipe=(2,), schedules=("1f1b",), sequence_parallel=(False, True))
+    one = search(choices=choices)
+    assert one.run().ranked[0].candidate.sequence_parallel  # hosts are far from each other
+    whole, parts = (one.bytes[one.space.sequence_parallel == value].min() for value in (False, True))
+    tight = Budget(usable=(whole + parts) / 2 / float(one.cluster.memory.min()), learned=False)
+    assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
+
+
+def test_the_plan_is_the_candidate_on_its_hosts():
+    some = dataclasses.replace(cluster(4, 4), hosts=("d", "c", "b", "a"), named=True)
+    choices = Choices(tensor=(2,), pipe=(4,), backward=("epilogue",), data_ranks=(32,), sequence_parallel=(True,))
+    one = search(some, choices=choices)
+    found = one.run().ranked[0]
+    step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
+    compress = CompressConfig(error="explicit", factors="float32")
+    plan = decision.decide(
+        some, found.candidate, found.placement.hosts, step, MODEL.layers, 32, compress, {"step_seconds": found.seconds}
+    )
+    assert (plan.hosts, plan.devices_per_host) == (("d", "c", "b", "a"), 4)
+    config = plan.apply({"model": dataclasses.asdict(MODEL)})
+    assert config.mesh.sequence_parallel
+    assert config.stage_layers == found.candidate.counts
+    assert config.micro_batches == found.candidate.micro_batches
+    assert config.compress.error == "explicit"
+    assert config.compress.data_stages(4) == tuple(np.flatnonzero(step.compressed[0]).tolist())
+    devices = np.array(plan.device_order).reshape(2, 4, 2)
+    np.testing.assert_array_equal(devices // 4, np.broadcast_to(found.placement.hosts[..., None], (2, 4, 2)))
+    assert (np.diff(devices, axis=2) == 1).all()
+
+
+def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
+    some = dataclasses.replace(cluster(4, 2), hosts=("a", "b", "c", "d"), named=True)
+    one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,)))
+    found = one.run().ranked[0]
+    step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
+    plan = decision.decide(
+        one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {}
+    )
+    assert (plan.hosts, plan.devices_per_host) == (("a", "b", "c", "d"), 2)
+    spans = {frozenset(device // 2 for device in plan.device_order[i : i + 4]) for i in (0, 4)}
+    assert spans == {frozenset({0, 1}), frozenset({2, 3})}
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    one = search()
+    found = one.run().ranked[0]
+    step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
+    plan = decision.decide(
+        one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {"a": 1}
+    )
+    plans.save(plan, tmp_path / "plan.json")
+    assert plans.load(tmp_path / "plan.json") == plan
+    assert plan.hosts == ()  # made up from a count: the trainer takes hosts as they come
+
+
+def test_every_neighbour_gets_a_reason():
+    one = search(budget=Budget(usable=0.2, learned=False))
+    found = one.run().ranked[0]
+    reasons = explain.neighbours(one, found, 32)
+    for line in reasons:
+        what, why = line.split(": ", 1)
+        assert "=" in what and why
+    text = "\n".join(reasons)
+    assert "save=residuals" in text or found.candidate.save == "residuals"
+    assert "simulated" in text or "by its lower bound" in text
+    assert len({line.split(":")[0] for line in reasons}) == len(reasons) > 8

@@ -1,0 +1,100 @@
+"""The candidates are those that the trainer accepts: all of them, and no others."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from paxtrain.config import SAVE_MODES, SCHEDULES, from_dict
+from paxtrain.errors import UserError
+from planner.search.space import BACKWARD, Choices, divisors, enumerate_candidates
+from tests.planner.examples import MODEL, cluster
+
+
+def test_all_candidates_and_no_others():
+    """Against the trainer's own checks of every combination of sizes."""
+    some = cluster(3, 2)
+    plain = Choices(saves=("dots",), zero1=(True,), backward=(), data_ranks=(), schedules=("eager_1f1b",))
+    space = enumerate_candidates(some, MODEL, 12, plain)
+    found = set(zip(*(getattr(space, name).tolist() for name in ("data", "pipe", "tensor", "micro_batch"))))
+    expected = set()
+    for data, pipe, tensor, micro_batch in itertools.product(range(1, 7), range(1, 7), (1, 2), range(1, 13)):
+        sizes = {"mesh": {"data": data, "pipe": pipe, "tensor": tensor}}
+        batch = {"batch": {"global_batch": 12, "micro_batch": micro_batch}}
+        try:
+            from_dict({"model": dataclasses.asdict(MODEL), **sizes, **batch})
+        except UserError:
+            continue
+        if data * pipe * tensor == 6:
+            expected.add((data, pipe, tensor, micro_batch))
+    assert found == expected
+    assert len(space) == len(found)
+
+
+def test_every_candidate_is_a_configuration():
+    choices = Choices(schedules=SCHEDULES, backward_ranks=(16, 64), sequence_parallel=(False, True))
+    space = enumerate_candidates(cluster(2, 4), MODEL, 16, choices)
+    assert {SCHEDULES[i] for i in space.schedule} == set(SCHEDULES)
+    assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
+    for i in np.random.default_rng(0).choice(len(space), 300, replace=False):
+        row = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space)}
+        config = from_dict({
+            "model": dataclasses.asdict(MODEL),
+            "mesh": {
+                **{axis: row[axis] for axis in ("data", "pipe", "tensor")},
+                **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
+            },
+            "pipeline": {
+                "schedule": SCHEDULES[row["schedule"]],
+                "virtual_stages": row["chunks"],
+                "save": SAVE_MODES[row["save"]],
+            },
+            "batch": {"global_batch": 16, "micro_batch": row["micro_batch"]},
+            "compress": {"backward": BACKWARD[row["backward"]], "backward_rank": row["backward_rank"] or 16},
+        })  # fmt: skip
+        assert config.micro_batches == row["micro_batches"]
+        assert max(config.stage_layers) == row["slots"]
+
+
+def test_the_budget_of_quality_is_kept():
+    some = cluster(2, 4)
+    nothing = enumerate_candidates(some, MODEL, 16, Choices(backward=(), data_ranks=()))
+    assert not nothing.backward.any() and not nothing.data_rank.any()
+    space = enumerate_candidates(
+        some, MODEL, 16, Choices(backward=("all",), backward_ranks=(8, 4096), data_ranks=(64, 999))
+    )
+    assert set(space.backward_rank.tolist()) == {0, 8}  # the trainer would not compress at the others
+    assert set(space.data_rank.tolist()) == {0, 64}
+    assert not space.backward[space.pipe == 1].any() and not space.data_rank[space.data == 1].any()
+
+
+def test_a_sequence_that_tensor_does_not_divide_stays_whole():
+    odd = dataclasses.replace(MODEL, sequence=1022)
+    space = enumerate_candidates(cluster(2, 4), odd, 16, Choices(sequence_parallel=(True,)))
+    assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 1), (4, 0)}
+
+
+def test_any_number_of_hosts_and_more_stages_than_hosts():
+    space = enumerate_candidates(cluster(3, 4), MODEL, 24, Choices())
+    assert {3, 6, 12} <= set(space.pipe.tolist())
+    assert set(space.tensor.tolist()) == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("batch", "choices", "sentence"),
+    [
+        (7, Choices(tensor=(1,), pipe=(1,)), "a global batch of 7 cannot be split"),
+        (16, Choices(tensor=(3,)), "no mesh fits 8 devices"),
+        (16, Choices(pipe=(16,)), "allowed were tensor=any and pipe=16"),
+    ],
+)
+def test_what_cannot_be_split_is_told(batch, choices, sentence):
+    with pytest.raises(UserError) as error:
+        enumerate_candidates(cluster(2, 4), MODEL, batch, choices)
+    assert sentence in str(error.value)
+
+
+def test_divisors():
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert divisors(1) == [1]

@@ -1,0 +1,176 @@
+"""The plan for a job's nodes: made from their links, taken again on the same nodes, made anew when anything changes."""
+
+import dataclasses
+import json
+import os
+import time
+
+import jax
+import pytest
+from absl import flags
+
+from paxtrain.config import plan as plans
+from paxtrain.config import to_dict
+from paxtrain.errors import UserError
+from paxtrain.process import supervised
+from planner.cluster import cluster as clusters
+from planner.measure import measure_cluster, measure_compute
+from planner.measure.measure_cluster import Machines
+from planner.measure.process_group import Meeting
+from planner.planning import flags as search_flags
+from planner.start import allocation, auto_plan
+from planner.start.auto_plan import PLAN, PROFILES, REPORT, Request
+from tests.planner.examples import cluster
+
+MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
+HOSTS = ("a", "b", "c", "d")
+
+
+@pytest.fixture(autouse=True)
+def _flags():
+    """The search's flags, as planner.run defines them."""
+    before = set(flags.FLAGS)
+    search_flags.define_flags()
+    flags.FLAGS(["run", "--memory=analytic", "--compress=none", "--top=2", "--placed=1"])
+    yield
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+
+
+def values(**model) -> dict:
+    given = to_dict(auto_plan.measurable({"model": MODEL | model, "batch": {}}))
+    return given | {"batch": {"global_batch": 16, "micro_batch": 1}}
+
+
+def request(out, age: float = 100.0, **model) -> Request:
+    return Request(values(**model), out, 20.0, age)
+
+
+def machines(*hosts: str) -> Machines:
+    many = len(hosts)
+    return Machines(hosts, (0,) * many, (), 2, ("a100-80gb",) * many, (8e10,) * many, ("",) * many)
+
+
+def decide(request: Request, *hosts: str, why: str = ""):
+    return auto_plan.decide(Meeting(30), machines(*hosts), request, why, supervised.Progress({}))
+
+
+@pytest.fixture
+def out(tmp_path):
+    """A run's folder with a profile of four nodes, made a minute ago."""
+    kept = dataclasses.replace(cluster(4, 2), hosts=HOSTS, named=True)
+    path = allocation.keep_profile(kept, tmp_path / PROFILES)
+    os.utime(path, (time.time() - 60,) * 2)
+    return tmp_path
+
+
+def test_the_plan_is_made_once_for_the_same_nodes_in_any_order(out):
+    first = decide(request(out), *HOSTS)
+    assert first.source == "made now, the first one of this run"
+    assert (out / REPORT).read_text().startswith("<!DOCTYPE html>")
+    assert plans.load(out / PLAN) == first.plan
+    assert first.plan.hosts == HOSTS and sorted(first.plan.device_order) == list(range(8))
+    written = (out / PLAN).stat().st_mtime_ns
+    again = decide(request(out), "d", "b", "a", "c")
+    assert again.plan == first.plan
+    assert again.source == f"{out / PLAN} again: same nodes, configuration and search flags"
+    assert (out / PLAN).stat().st_mtime_ns == written
+
+
+def test_fewer_nodes_are_planned_for_from_the_profile_of_all(out):
+    decide(request(out), *HOSTS)
+    fewer = decide(request(out), "d", "b")
+    assert fewer.source == "made anew: the former one is for other nodes: a, c of it are not here"
+    assert fewer.plan.hosts == ("d", "b") and fewer.plan.mesh.devices == 4
+    assert fewer.plan.predicted["links"]["source"].endswith(", which is of 4 hosts")
+    [row] = [line for line in auto_plan.describe(fewer, machines("d", "b")).splitlines() if "links" in line]
+    assert "1 min ago" in row or "just now" in row
+
+
+def test_what_changed_is_said_and_planned_for(out):
+    first = decide(request(out), *HOSTS)
+    assert decide(request(out, layers=6), *HOSTS).source.startswith("made anew: configuration or search flags")
+    decide(request(out), *HOSTS)
+    flags.FLAGS.pipe = ["4"]
+    found = decide(request(out), *HOSTS)
+    assert found.source.startswith("made anew: configuration or search flags")
+    assert found.plan.mesh.pipe == 4
+    assert found.plan.predicted["asked"] != first.plan.predicted["asked"]
+
+
+def test_what_a_plan_does_not_depend_on_changes_nothing(out):
+    decide(request(out), *HOSTS)
+    longer = request(out)
+    longer.values["run"] = longer.values["run"] | {"steps": 12_345}
+    assert " again: " in decide(longer, *HOSTS).source
+
+
+def test_a_plan_that_cannot_be_read_is_made_anew_and_one_that_was_given_is_said(out):
+    (out / PLAN).write_text("{")
+    assert decide(request(out), *HOSTS).source.startswith(f"made anew: cannot read the plan {out / PLAN}")
+    (out / PLAN).unlink()
+    assert decide(request(out), *HOSTS, why="x.json does not fit").source == "made anew (--replan): x.json does not fit"
+    again = decide(request(out), *HOSTS, why="x.json does not fit").source
+    assert again.startswith(f"{out / PLAN} again: same nodes") and again.endswith(" (--replan: x.json does not fit)")
+
+
+def test_the_decision_is_told_in_ten_lines(out):
+    lines = auto_plan.describe(decide(request(out), *HOSTS), machines(*HOSTS)).splitlines()
+    heads = [line.split()[0] for line in lines]
+    assert heads == [
+        "nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]  # fmt: skip
+    assert "4 x 2 a100-80gb: a, b, c, d" in lines[0]
+    assert f"{PROFILES}/" in lines[2]
+    kept = clusters.load(next((out / PROFILES).glob("*.json")))
+    between = kept.bandwidth[clusters.between(kept)]
+    assert f"{between.min() / 1e9:.3g} GB/s" in lines[3] and f"{between.max() / 1e9:.3g} GB/s" in lines[4]
+    assert "s predicted" in lines[9] and "in host order" in lines[9]
+    assert all(len(line) <= 240 for line in lines)
+
+
+def test_of_a_plan_without_figures_the_rest_is_told(out):
+    found = decide(request(out), *HOSTS)
+    bare = dataclasses.replace(found, plan=dataclasses.replace(found.plan, predicted={"step_seconds": 1.0}))
+    heads = [line.split()[0] for line in auto_plan.describe(bare, machines(*HOSTS)).splitlines()]
+    assert heads == ["nodes", "plan", "mesh", "schedule", "compressed", "step"]
+
+
+def test_a_folder_in_the_way_is_one_sentence(out):
+    (out / REPORT).mkdir()
+    with pytest.raises(UserError, match=r"report.html is a folder, which is in the plan's way"):
+        decide(request(out), *HOSTS)
+
+
+def test_nothing_that_fits_is_one_sentence(out):
+    flags.FLAGS.pipe = ["7"]
+    with pytest.raises(UserError):
+        decide(request(out), *HOSTS)
+    assert not (out / PLAN).exists()
+
+
+def test_bad_flags_and_sections_are_found_before_anything_is_measured():
+    auto_plan.check(values())
+    with pytest.raises(UserError, match=r"compress.forward=all is not planned for"):
+        auto_plan.check(values() | {"compress": {"forward": "all", "backward": "all"}})
+    flags.FLAGS.schedules = ["zigzag"]
+    with pytest.raises(UserError, match="--schedules must be some of"):
+        auto_plan.check(values())
+
+
+def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_compute, "_LEAST", 0.002)
+    meeting = Meeting(60)
+    here = measure_cluster.meet(meeting, "")
+    here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
+    small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
+    small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case
+    found = auto_plan.decide(meeting, here, small, "", supervised.Progress({}))
+    assert found.plan.mesh.devices == 2 and jax.process_count() == 1
+    [kept] = (tmp_path / PROFILES).glob("*.json")
+    row = json.loads(kept.read_text())["compute"][0]
+    assert (row["kind"], row["hidden"]) == ("cpu", 16)
+    assert found.plan.predicted["links"]["source"].startswith("measured in ")
+    again = auto_plan.decide(meeting, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
+    assert " again: " in again.source
+    assert list((tmp_path / PROFILES).glob("*.json")) == [kept]

@@ -1,0 +1,254 @@
+"""The side channel on the loopback: news reach all, the dead are told from the silent, strangers stay out."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paxtrain.errors import UserError
+from planner.supervision import side_channel
+from planner.supervision.side_channel import REFUSED, SideChannel, successors
+from tests.planner.ports import free_ports
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+@contextlib.asynccontextmanager
+async def channels(count: int, run: str = "run", up: int | None = None):
+    """So many hosts of this process, of which the first `up` are started and have come together."""
+    addresses = [("127.0.0.1", port) for port in free_ports(count)]
+    made = [SideChannel(i, addresses, run) for i in range(count)]
+    try:
+        for channel in made[:up]:
+            await channel.start()
+        if up is None:
+            await until(lambda: not any(channel.missing for channel in made))
+        yield made
+    finally:
+        await asyncio.gather(*(channel.close() for channel in made))
+
+
+async def until(holds, limit: float = 10.0) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < limit
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+def forwarded(count: int, start: int, cut: set[tuple[int, int]]) -> dict[int, int]:
+    """Hops from `start` to each host that news reaches, where some pairs cannot speak."""
+    hops, fresh = {start: 0}, [start]
+    links = {(a, b) for a in range(count) for b in successors(a, count)}
+    links = {pair for pair in links | {(b, a) for a, b in links} if pair not in cut and pair[::-1] not in cut}
+    while fresh:
+        fresh = [b for a in fresh for b in sorted({b for x, b in links if x == a} - hops.keys())]
+        fresh = list(dict.fromkeys(fresh))
+        hops |= dict.fromkeys(fresh, max(hops.values()) + 1)
+    return hops
+
+
+def test_nothing_stays_open_whenever_a_channel_is_closed():
+    """A connection that is left open is a warning of its transport, which fails the test."""
+
+    async def for_so_many_turns(turns: int) -> None:
+        made = [SideChannel(i, addresses, "run") for i in range(2)]
+        for channel in made:
+            await channel.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.gather(*(channel.close() for channel in made))
+
+    for turns in range(40):
+        addresses = [("127.0.0.1", port) for port in free_ports(2)]
+        asyncio.run(for_so_many_turns(turns))
+    gc.collect()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 17, 1000])
+def test_few_connections_reach_all_in_few_hops(count):
+    degree = len(successors(0, count))
+    assert degree <= (count - 1).bit_length() and 0 not in successors(0, count)
+    if count <= 17:
+        assert forwarded(count, 0, set()).keys() == set(range(count))
+    if count == 1000:
+        hops = forwarded(count, 0, {(0, 1), (0, 2), (5, 6), (500, 501)})
+        assert hops.keys() == set(range(count)) and max(hops.values()) <= 10
+
+
+def test_news_reach_all_of_many_hosts():
+    async def main():
+        async with channels(24) as made:
+            made[7].put("report/7", {"step": 3})
+            took = await until(lambda: all("report/7" in channel.board for channel in made))
+            assert all(channel.board["report/7"].value == {"step": 3} for channel in made)
+            made[7].put("report/7", {"step": 4})  # newer replaces older, everywhere
+            await until(lambda: all(channel.board["report/7"].value == {"step": 4} for channel in made))
+            assert all(0 <= channel.board["report/7"].age < took + 5 for channel in made)
+
+    asyncio.run(main())
+
+
+def test_age_survives_the_way():
+    async def main():
+        async with channels(2, up=1) as [first, second]:
+            first.put("report/0", "early")
+            await asyncio.sleep(0.6)
+            await second.start()
+            await until(lambda: "report/0" in second.board)
+            assert 0.6 <= second.board["report/0"].age < 5
+            assert second.board["report/0"].age == pytest.approx(first.board["report/0"].age, abs=0.5)
+
+    asyncio.run(main())
+
+
+def test_who_has_ended_is_noticed_at_once_and_named_by_a_probe():
+    async def main():
+        async with channels(4) as made:
+            heard = []
+            made[0].listen(heard.append)
+            assert await made[0].probe(range(4)) == {}
+            await made[1].close()
+            took = await until(lambda: 1 in made[0].refused)
+            assert took < 2 and "" in heard
+            assert await made[2].probe(range(4)) == {1: REFUSED}
+
+    asyncio.run(main())
+
+
+PROCESS = """
+import asyncio, json, sys
+from planner.side_channel import SideChannel
+
+async def main():
+    await SideChannel(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run").start()
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
+    """A stopped process's port still takes connections; it is silent until it runs again, and refuses once killed."""
+    monkeypatch.setattr(side_channel, "QUIET", 0.5)
+    monkeypatch.setattr(side_channel, "TICK", 0.1)
+
+    async def main():
+        async with channels(2, up=1) as [first, _]:
+            ports = json.dumps([port for _, port in first._addresses])
+            process = subprocess.Popen([sys.executable, "-c", PROCESS, ports], cwd=ROOT)
+            try:
+                await until(lambda: not first.missing)
+                assert await first.probe([1]) == {}
+                process.send_signal(signal.SIGSTOP)
+                await until(lambda: first.silent(1) > 1.0)
+                assert (await first.probe([1])).keys() == {1} and first.refused == set()
+                seconds, ended = first.silences[1]
+                assert seconds > 1.0 and ended == 0
+                process.send_signal(signal.SIGCONT)
+                await until(lambda: first.silences[1][1] > 0)
+                assert first.silences[1][0] >= seconds and await first.probe([1]) == {}
+                process.kill()
+                await until(lambda: 1 in first.refused)
+            finally:
+                process.kill()
+                process.wait()
+
+    asyncio.run(main())
+
+
+def test_what_a_link_carries_is_measured(monkeypatch):
+    """As fast as the other end takes it; 0 of who does not take a parcel in time, or has ended."""
+    whole = side_channel._Connection.swallow
+
+    async def slowly(connection, count):
+        for _ in range(0, count, 1 << 16):
+            await whole(connection, 1 << 16)
+            await asyncio.sleep(0.1)
+
+    async def main():
+        async with channels(2) as [first, second]:
+            assert await first.rate(1, 5.0) > 1e7
+            monkeypatch.setattr(side_channel._Connection, "swallow", slowly)
+            assert 1e5 < await first.rate(1, 5.0) < 0.7e6  # 128 KiB in two pauses
+            assert await first.rate(1, 0.1) == 0.0
+            await second.close()
+            assert await first.rate(1, 5.0) == 0.0
+
+    asyncio.run(main())
+
+
+def test_strangers_and_late_comers_are_turned_away():
+    async def main():
+        async with channels(2) as [first, _]:
+            addresses = first._addresses
+            stranger = SideChannel(1, addresses, "another run")
+            late = SideChannel(1, addresses, "run")  # the same host, started anew while the run is under way
+            for channel in (stranger, late):
+                with pytest.raises(ConnectionRefusedError):
+                    await channel._dial(0, "watch")
+            assert await first.probe([1]) == {}
+
+    asyncio.run(main())
+
+
+def test_a_host_that_was_started_anew_counts_as_gone():
+    async def main():
+        async with channels(3) as made:
+            await made[1].close()
+            again = SideChannel(1, made[0]._addresses, "run")
+            await again.start()
+            await until(lambda: 1 in made[0].refused)
+            assert await made[2].probe([1]) == {1: REFUSED}
+            assert again.missing == [0, 2]  # it has no part in what goes on
+            await again.close()
+
+    asyncio.run(main())
+
+
+def test_before_all_have_come_a_host_may_start_again():
+    async def main():
+        async with channels(3, up=2) as [first, second, third]:
+            await until(lambda: first.missing == [2])
+            await second.close()
+            again = SideChannel(1, first._addresses, "run")
+            await again.start()
+            await third.start()
+            await until(lambda: not (first.missing or third.missing or again.missing))
+            assert first.refused == set() and third.board["here/1"].value == again._boot
+            await again.close()
+
+    asyncio.run(main())
+
+
+def test_a_port_in_use_is_told():
+    async def main(port):
+        with pytest.raises(UserError, match=rf"cannot listen on port {port} .*; does another supervisor run here"):
+            await SideChannel(0, [("127.0.0.1", port)], "run").start()
+
+    with socket.create_server(("", 0)) as server:
+        asyncio.run(main(server.getsockname()[1]))
+
+
+def test_what_is_no_message_ends_a_connection():
+    async def main():
+        async with channels(2) as [first, second]:
+            port = first._addresses[0][1]
+            for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"\xff\n", b'{"run":"run","rank":"x"}\n'):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(rubbish)
+                writer.write_eof()
+                assert b"welcome" not in await asyncio.wait_for(reader.read(), 5)
+                writer.close()
+            assert await second.probe([0]) == {}
+
+    asyncio.run(main())
