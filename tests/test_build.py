@@ -24,9 +24,9 @@ MINIATURE = {
     "compress/codec.py": "import os\nimport jax.numpy as jnp",
     "compress/bench.py": "from compress import codec\nif __name__ == '__main__':\n    codec",
     "paxtrain/__init__.py": "",
-    "paxtrain/model/transformer.py": "def f():\n    import orbax.checkpoint\n    from compress.codec import g",
+    "paxtrain/model.py": "def f():\n    import orbax.checkpoint\n    from compress.codec import g",
     "paxtrain/train.py": "from absl import app\nif __name__ == '__main__':\n    app.run(None)",
-    "paxtrain/bench/__main__.py": "import paxtrain.model.transformer\nif __name__ == '__main__':\n    pass",
+    "paxtrain/bench.py": "import paxtrain.model\nif __name__ == '__main__':\n    pass",
     "tests/conftest.py": "import jax",
     "tests/paxtrain/help.py": "",
     "tests/paxtrain/reference.npz": "",
@@ -35,9 +35,9 @@ MINIATURE = {
 }
 MINIATURE_TARGETS = {
     "compress": (["compress/__init__.py", "compress/codec.py"], ["@pypi//jax"]),
-    "paxtrain": (["paxtrain/__init__.py", "paxtrain/model/transformer.py"], [":compress", "@pypi//orbax_checkpoint"]),
+    "paxtrain": (["paxtrain/__init__.py", "paxtrain/model.py"], [":compress", "@pypi//orbax_checkpoint"]),
     "compress_bench": (["compress/bench.py"], [":compress"]),
-    "paxtrain_bench": (["paxtrain/bench/__main__.py"], [":paxtrain"]),
+    "paxtrain_bench": (["paxtrain/bench.py"], [":paxtrain"]),
     "train": (["paxtrain/train.py"], [":paxtrain", "@pypi//absl_py"]),
     "tests": (["tests/conftest.py"], ["@pypi//jax"]),
     "tests_paxtrain": (["tests/paxtrain/help.py"], []),
@@ -110,9 +110,9 @@ def test_imports_have_one_direction_and_no_circles(miniature):
     sources = build_file.sources()
     assert not wrong_directions(sources)
     assert not circles(sources)
-    (miniature / "compress/codec.py").write_text("def f():\n    import paxtrain.model.transformer")
-    assert wrong_directions(build_file.sources(miniature)) == [("compress/codec.py", "paxtrain/model/transformer.py")]
-    assert set(circles(build_file.sources(miniature))) == {"compress/codec.py", "paxtrain/model/transformer.py"}
+    (miniature / "compress/codec.py").write_text("def f():\n    import paxtrain.model")
+    assert wrong_directions(build_file.sources(miniature)) == [("compress/codec.py", "paxtrain/model.py")]
+    assert set(circles(build_file.sources(miniature))) == {"compress/codec.py", "paxtrain/model.py"}
 
 
 def test_targets_have_no_circles():

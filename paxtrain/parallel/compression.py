@@ -25,7 +25,7 @@ from paxtrain.errors import UserError
 from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
 from paxtrain.pipeline.messages import Link
-from paxtrain.pipeline.schedule import Schedule
+from paxtrain.schedule.table import Schedule
 
 State = dict[str, Any]
 

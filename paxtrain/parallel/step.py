@@ -19,8 +19,10 @@ from paxtrain.parallel import gradients, muon
 from paxtrain.parallel.compression import Compression, settle_implementation
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
-from paxtrain.pipeline import buffers, executor, schedule, virtual
+from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
+from paxtrain.schedule import buffers
+from paxtrain.schedule import table as schedule
 
 BATCH_SPEC = PartitionSpec("data")
 # Every codec's state is one device's own.

@@ -1,4 +1,4 @@
-"""The pipeline: schedules as tables, and the executor that runs them stage by stage inside shard_map.
+"""The pipeline: the executor that runs a schedule's table stage by stage inside shard_map.
 
-May import `compress`, `paxtrain.config` and `paxtrain.model`.
+May import `compress` and the rooms `config`, `model` and `schedule`.
 """

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paxtrain.pipeline.buffers import COLUMNS, Buffers, RowKind
 from paxtrain.pipeline.messages import PLAIN, Link, among, send
 from paxtrain.pipeline.rings import always, only_if, read, write
-from paxtrain.pipeline.schedule import Pair
 from paxtrain.pipeline.stage import Stage, Weights
 from paxtrain.pipeline.virtual import permute
+from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
+from paxtrain.schedule.table import Pair
 
 Carry = dict[str, Any]
 Cell = dict[str, jax.Array]

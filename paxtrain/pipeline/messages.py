@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from compress.codec import Codec, Identity
-from paxtrain.pipeline.schedule import Pair
 from paxtrain.pipeline.virtual import permute
+from paxtrain.schedule.table import Pair
 
 
 class Link(NamedTuple):

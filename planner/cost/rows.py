@@ -6,8 +6,8 @@ import functools
 import numpy as np
 
 from paxtrain.config import SPLIT
-from paxtrain.pipeline import schedule as schedules
-from paxtrain.pipeline.schedule import IDLE, Schedule
+from paxtrain.schedule import table as schedules
+from paxtrain.schedule.table import IDLE, Schedule
 
 Array = np.ndarray
 
@@ -17,7 +17,7 @@ class Table:
     """Which table is replayed, and which of its gradient messages travel compressed.
 
     Attributes:
-        schedule: its name in paxtrain.pipeline.schedule.
+        schedule: its name in paxtrain.schedule.table.
         stages, micro_batches, chunks: P, m and v.
         compressed: "none", "epilogue" or "all".
     """

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.pipeline import schedule as schedules
-from paxtrain.pipeline.schedule import IDLE
+from paxtrain.schedule import table as schedules
+from paxtrain.schedule.table import IDLE
 from planner.cost import simulator
 from planner.cost.links import paths
 from planner.cost.rows import Table

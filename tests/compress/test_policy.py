@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from compress.policy import AdaptiveRank, compression_ratio, epilogue_sends, largest_rank, selective, start_step
-from paxtrain.pipeline import schedule
+from paxtrain.schedule import table as schedule
 
 
 class TestRatio:

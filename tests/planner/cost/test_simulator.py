@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.pipeline import buffers
-from paxtrain.pipeline import schedule as schedules
-from paxtrain.pipeline.schedule import IDLE
+from paxtrain.schedule import buffers
+from paxtrain.schedule import table as schedules
+from paxtrain.schedule.table import IDLE
 from planner.cost.rows import Table
 from planner.cost.simulator import Seconds, concatenate, pipeline, timeline
 

@@ -15,9 +15,9 @@ from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.model.transformer import Dropout
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import BATCH_SPEC, Trainer
-from paxtrain.pipeline import buffers, schedule
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.split_backward import SplitBackward
+from paxtrain.schedule import buffers, table
 from planner.memory import closed_form
 
 CPU = (0, 0)  # a "compute capability" without flash attention
@@ -39,7 +39,7 @@ def test_the_residual_ring_is_as_deep_as_the_executors(name):
     for pipe in (2, 3, 4, 8):
         for chunks in (2, 3) if name == "interleaved_1f1b" else (1,):
             for m in (1, 2, 3, 4, 7, 8, 16):
-                found = buffers.assign(schedule.build(name, pipe, m, chunks))
+                found = buffers.assign(table.build(name, pipe, m, chunks))
                 shape = dataclasses.replace(
                     closed_form.of(config()), pipe=pipe, micro_batches=m, virtual_stages=chunks, schedule=code
                 )

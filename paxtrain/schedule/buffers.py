@@ -11,7 +11,7 @@ from collections.abc import Set
 
 import numpy as np
 
-from paxtrain.pipeline.schedule import IDLE, Pair, Schedule
+from paxtrain.schedule.table import IDLE, Pair, Schedule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""The rooms of the house: which may import which, how many modules each has, and that each class has one name."""
+
+import ast
+import collections
+import pathlib
+
+from tests import build_file
+from tests.build_file import ROOT
+
+PRODUCT = ("compress", "paxtrain", "planner")
+MOST_MODULES = 12
+# What a room may import besides itself and paxtrain.errors. "mains" are the modules that lie directly in a package:
+# they read flags and call the rooms, which never import them.
+_STEP = ("compress", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")
+_RUN = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla", "paxtrain/parallel", "paxtrain/run")
+_TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
+_PREDICTION = ("planner/cluster", "planner/cost", "planner/memory", "planner/placement")
+_PLANNING = (*_PREDICTION, "planner/search", "planner/report", "planner/planning")
+MAY_IMPORT = {
+    "compress": (),
+    "paxtrain/config": ("paxtrain/schedule",),
+    "paxtrain/schedule": ("compress",),
+    "paxtrain/devices": (),
+    "paxtrain/process": (),
+    "paxtrain/xla": ("paxtrain/devices",),
+    "paxtrain/model": ("paxtrain/config",),
+    "paxtrain/pipeline": _STEP[:-1],
+    "paxtrain/parallel": (*_STEP, "paxtrain/process"),
+    "paxtrain/data": ("paxtrain/config", "paxtrain/run"),
+    "paxtrain/run": (*_STEP, *_RUN, "paxtrain/profiling"),
+    "paxtrain/profiling": ("paxtrain/config", "paxtrain/process", "paxtrain/run", "paxtrain/xla"),
+    "paxtrain/huggingface": ("paxtrain/config", "paxtrain/model", "paxtrain/data", "paxtrain/run"),
+    "paxtrain/study": _TRAINER,
+    "paxtrain/bench": _TRAINER,
+    "paxtrain": (*_TRAINER, "paxtrain/huggingface", "paxtrain/study", "paxtrain/bench"),
+    "planner/cluster": ("paxtrain/config", "paxtrain/devices"),
+    "planner/cost": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster"),
+    "planner/memory": (*_TRAINER, "planner/cluster"),
+    "planner/placement": ("paxtrain/config", "planner/cluster", "planner/cost"),
+    "planner/search": (*_STEP, "paxtrain/devices", *_PREDICTION),
+    "planner/report": (*_TRAINER, *_PREDICTION, "planner/search"),
+    "planner/planning": (*_TRAINER, *_PLANNING),
+    "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
+    "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster", "planner/cost"),
+    "planner/start": (*_TRAINER, *_PLANNING, "planner/measure"),
+    "planner/jobs": ("paxtrain/config", "planner/memory", "planner/supervision"),
+    "planner/supervision": ("paxtrain/process",),
+}
+MAY_IMPORT["planner/bench"] = (*_TRAINER, *_PLANNING, "planner/measure", "paxtrain/bench")
+MAY_IMPORT["planner"] = (*MAY_IMPORT["planner/bench"], *(room for room in MAY_IMPORT if room.startswith("planner/")))
+
+
+def room(path):
+    """Return the room of a file: its folder, without what lies below a package's first folder."""
+    return "/".join(pathlib.PurePosixPath(path).parts[:-1][:2])
+
+
+def trespasses(sources):
+    """Return the imports between rooms that the table does not allow; mains may import all."""
+    shared = {"paxtrain/errors.py", "compress/__init__.py", "paxtrain/__init__.py", "planner/__init__.py"}
+    found = [
+        (path, other) for path, source in sources.items() for other in source.imports - shared if not source.is_main
+    ]
+    inner = [(a, b) for a, b in found if {a.partition("/")[0], b.partition("/")[0]} <= set(PRODUCT)]
+    return sorted((a, b) for a, b in inner if room(a) != room(b) and room(b) not in MAY_IMPORT[room(a)])
+
+
+def test_rooms_import_what_the_table_allows():
+    sources = build_file.sources()
+    assert trespasses(sources) == []
+    wrong = sources["paxtrain/model/transformer.py"]
+    imports = wrong.imports | {"paxtrain/parallel/step.py"}
+    sources["paxtrain/model/transformer.py"] = build_file.Source(wrong.is_main, imports, wrong.distributions)
+    assert trespasses(sources) == [("paxtrain/model/transformer.py", "paxtrain/parallel/step.py")]
+
+
+def test_every_room_is_in_the_table_and_small():
+    modules = collections.Counter(
+        room(path) for path in build_file.sources() if path.startswith(PRODUCT) and not path.endswith("__init__.py")
+    )
+    assert set(modules) == set(MAY_IMPORT)
+    assert {name: count for name, count in modules.items() if count > MOST_MODULES} == {}
+
+
+def test_every_room_says_what_lives_there():
+    for name in MAY_IMPORT:
+        docstring = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))
+        assert docstring and (name in PRODUCT or "mport" in docstring), name
