@@ -97,7 +97,7 @@ def test_bad_input_is_not_tried_again(job, capfd):
 LAUNCHER = """
 import sys
 sys.path.insert(0, {root!r})
-from planner.local import Local
+from planner.jobs.local import Local
 from tests.planner.test_launch_local import Script
 sys.exit(Local(Script("config", "auto", sys.argv[1], 2, 2, event=sys.argv[2]), 1).run())
 """

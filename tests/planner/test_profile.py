@@ -211,7 +211,7 @@ def test_the_optimizers_parameters_are_the_devices(config):
 OPTIMIZERS = """
 import json
 from paxtrain.config import from_dict
-from planner.measure_compute import Optimizer
+from planner.measure.measure_compute import Optimizer
 
 made = [Optimizer(from_dict({"model": json.loads(sys.argv[1])}), tensor, jax.devices()) for tensor in (1, 2, 8)]
 assert all(optimizer.sample() > 0 for optimizer in made)

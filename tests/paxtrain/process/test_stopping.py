@@ -9,9 +9,9 @@ from tests.paxtrain.two_processes import run_two_processes
 STOPPING = """
 import json, os, signal, tempfile, time
 import numpy as np
-from paxtrain.checkpoint import Checkpoints
+from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.config import CheckpointConfig
-from paxtrain.stopping import Stop
+from paxtrain.process.stopping import Stop
 from jax.experimental import multihost_utils
 
 folder, when = sys.argv[1], int(sys.argv[2])  # steps that this start has done when the signal comes

@@ -127,7 +127,7 @@ def test_who_has_ended_is_noticed_at_once_and_named_by_a_probe():
 
 PROCESS = """
 import asyncio, json, sys
-from planner.side_channel import SideChannel
+from planner.supervision.side_channel import SideChannel
 
 async def main():
     await SideChannel(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run").start()

@@ -169,7 +169,7 @@ def test_the_worker_does_not_outlive_a_killed_supervisor(tmp_path):
     script = f"open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     parent = f"""
 import asyncio, os, pathlib, sys
-from planner.worker_process import Worker
+from planner.supervision.worker_process import Worker
 async def main():
     command = [sys.executable, "-c", {"import os, time; " + script!r}]
     worker = Worker(command, os.environ, pathlib.Path({str(tmp_path / "log")!r}))
