@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from compress import kernels, lowrank
+from compress import kernels, subspace
 
 Like = jax.Array | jax.ShapeDtypeStruct
-FORMS = {"solve": lowrank.precondition, "qr": lowrank.orthonormal}
+FORMS = {"solve": subspace.precondition, "qr": subspace.orthonormal}
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -83,8 +83,8 @@ class LowRankState(NamedTuple):
 class LowRankWire(NamedTuple):
     """The factors p [n, r] and w [k, r] of a message."""
 
-    p: lowrank.Factor
-    w: lowrank.Factor
+    p: subspace.Factor
+    w: subspace.Factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class LowRank:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
-        for name, known in (("error", ("none", "explicit", "lazy")), ("factors", lowrank.FACTORS), ("form", FORMS)):
+        for name, known in (("error", ("none", "explicit", "lazy")), ("factors", subspace.FACTORS), ("form", FORMS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(known)}")
 
@@ -133,8 +133,8 @@ class LowRank:
         n, k = _matrix(shape)
         if self.rank > min(n, k):
             raise ValueError(f"rank {self.rank} is above the full rank of a {n} x {k} message")
-        thin = lowrank.thin_dtype(self.factors)
-        first = lowrank.initial(k, self.rank, self.seed).astype(thin)
+        thin = subspace.thin_dtype(self.factors)
+        first = subspace.initial(k, self.rank, self.seed).astype(thin)
         if rank is not None:
             first = jnp.where(jnp.arange(self.rank) < rank, first, 0)
         m = jnp.zeros((n, k), dtype)
@@ -152,23 +152,23 @@ class LowRank:
         keep = lambda new, old: jnp.where(active, new, old)  # noqa: E731
         passes = {"implementation": self.implementation}
         m, product = kernels.project(x.reshape(-1, x.shape[-1]), state.q, state.error, active, **passes)
-        wire_p = lowrank.quantise(FORMS[self.form](product), self.factors)
-        p = lowrank.dequantise(wire_p)
+        wire_p = subspace.quantise(FORMS[self.form](product), self.factors)
+        p = subspace.dequantise(wire_p)
         s, g = kernels.backproject(m, p, **passes)
-        fitted = lowrank.solve(s, g) if self.form == "solve" else s
-        wire_w = lowrank.quantise(fitted, self.factors)
-        w = lowrank.dequantise(wire_w)
+        fitted = subspace.solve(s, g) if self.form == "solve" else s
+        wire_w = subspace.quantise(fitted, self.factors)
+        w = subspace.dequantise(wire_w)
         error = state.error
         if isinstance(error, kernels.Lazy):
             error = kernels.Lazy(m, keep(p, error.p), keep(w, error.w))
         elif isinstance(error, kernels.Explicit):
             error = kernels.Explicit(kernels.residual(m, p, w, active, **passes))
-        q = lowrank.warm_start(fitted, state.first.astype(jnp.float32)).astype(state.q.dtype)
+        q = subspace.warm_start(fitted, state.first.astype(jnp.float32)).astype(state.q.dtype)
         return LowRankWire(wire_p, wire_w), LowRankState(keep(q, state.q), state.first, error)
 
     def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
         """p w^T: the same bits at the sender and at the receiver."""
-        p, w = map(lowrank.dequantise, wire)
+        p, w = map(subspace.dequantise, wire)
         return kernels.decode(p, w, like.dtype, implementation=self.implementation).reshape(like.shape)
 
     def residual(self, state: LowRankState, like: Like) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from compress import kernels, lowrank
+from compress import kernels, subspace
 from compress.codec import FORMS
 
 Factors = tuple[jax.Array, jax.Array]
@@ -47,7 +47,7 @@ class PowerStats(NamedTuple):
 def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> PowerState:
     """No error, and right factors for ranks up to `rank` or the matrix's own: equal shapes start from equal ones."""
     ranks = [min(rank, n, k) for n, k in shapes]
-    first = {(k, r): lowrank.initial(k, r, seed) for (_, k), r in zip(shapes, ranks)}
+    first = {(k, r): subspace.initial(k, r, seed) for (_, k), r in zip(shapes, ranks)}
     return PowerState(
         error=[jnp.zeros(shape, jnp.float32) for shape in shapes],
         q=[first[k, r] for (_, k), r in zip(shapes, ranks)],
@@ -165,7 +165,7 @@ def mean_lowrank(
     ms = [m for m, _ in projected]
     ps = _by_shape(FORMS[form], packed(mean, [product for _, product in projected]))
     backprojected = [kernels.backproject(m, p, **passes) for m, p in zip(ms, ps)]
-    own = [s for s, _ in backprojected] if form == "qr" else _by_shape(lowrank.solve, *zip(*backprojected))
+    own = [s for s, _ in backprojected] if form == "qr" else _by_shape(subspace.solve, *zip(*backprojected))
     ws = packed(mean, own)
     errors = [kernels.residual(m, p, w, **passes) for m, p, w in zip(ms, ps, own)]
     qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(state.q, _by_shape(_warm_start, ws))]
@@ -175,7 +175,7 @@ def mean_lowrank(
 def _warm_start(w: jax.Array) -> jax.Array:
     # Cheaper made anew than kept: only the shape decides, and it need not be orthonormal.
     k, r = w.shape[-2:]
-    return lowrank.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)
+    return subspace.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)
 
 
 def _squares(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from compress import lowrank
+from compress import subspace
 from paxtrain.config import MeshConfig, from_dict
 from paxtrain.data import token_files
 from paxtrain.errors import UserError
@@ -84,7 +84,7 @@ def plain_boundary(config, params, tokens):
 
 def sent_low_rank(gradients, rank):
     """What arrives of [n, rows, columns], and the error each leaves, by QR in float64 with error feedback."""
-    first = np.asarray(lowrank.initial(gradients.shape[-1], rank, seed=0), np.float64)
+    first = np.asarray(subspace.initial(gradients.shape[-1], rank, seed=0), np.float64)
     q, error, arrived, errors_left = first, 0, [], []
     for g in gradients:
         m = g + error

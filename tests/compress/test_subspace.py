@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from compress import kernels, lowrank
+from compress import kernels, subspace
 
 N, K = 176, 144
 
@@ -18,14 +18,14 @@ def factors(m, q, basis):
     """P and W of m."""
     p = basis(kernels.project(m, q)[1])
     s, g = kernels.backproject(m, p)
-    return p, lowrank.solve(s, g) if basis is lowrank.precondition else s
+    return p, subspace.solve(s, g) if basis is subspace.precondition else s
 
 
 @functools.partial(jax.jit, static_argnames="basis")
-def compress(m, q, first, basis=lowrank.precondition):
+def compress(m, q, first, basis=subspace.precondition):
     """P, W and the next Q of a batch of messages."""
     p, w = factors(m, q, basis)
-    return p, w, lowrank.warm_start(w, first)
+    return p, w, subspace.warm_start(w, first)
 
 
 def product(p, w):
@@ -75,12 +75,12 @@ def of_rank(r):
     }
 
 
-@pytest.mark.parametrize("basis", [lowrank.precondition, lowrank.orthonormal])
+@pytest.mark.parametrize("basis", [subspace.precondition, subspace.orthonormal])
 @pytest.mark.parametrize("r", [4, 16, 128])
 def test_what_has_the_rank_is_exact(r, basis):
     messages = of_rank(r)
     m = np.stack(list(messages.values())).astype(np.float32)
-    first = jnp.broadcast_to(lowrank.initial(K, r, 0), (len(m), K, r))
+    first = jnp.broadcast_to(subspace.initial(K, r, 0), (len(m), K, r))
     p, w, q = compress(m, first, first, basis)
     assert dict(zip(messages, relative_error(m, p, w))) == pytest.approx(dict.fromkeys(messages, 0), abs=1e-5)
     assert np.isfinite(q).all()
@@ -112,7 +112,7 @@ def shifted_cholesky_qr2(p):
     "basis, r, names", [(gram_schmidt, 16, ["half", "one"]), (shifted_cholesky_qr2, 128, ["zero"])]
 )
 def test_other_orthogonalisations_fail_there(basis, r, names):
-    q = np.asarray(lowrank.initial(K, r, 0))
+    q = np.asarray(subspace.initial(K, r, 0))
     for name in names:
         m = of_rank(r)[name].astype(np.float32)
         p = basis(m @ q)
@@ -128,15 +128,15 @@ def decaying():
 
 
 def test_forms_agree_and_never_lose_more_than_the_message(decaying):
-    first = jnp.broadcast_to(lowrank.initial(K, 16, 0), (len(decaying), K, 16))
+    first = jnp.broadcast_to(subspace.initial(K, 16, 0), (len(decaying), K, 16))
     solved = compress(decaying, first, first)[:2]
-    checked = compress(decaying, first, first, lowrank.orthonormal)[:2]
+    checked = compress(decaying, first, first, subspace.orthonormal)[:2]
     assert (norm(product(*solved) - product(*checked)) < 1e-4 * norm(decaying)).all()
     assert (relative_error(decaying, *solved) <= 1).all()
 
 
 def test_constant_message_converges_to_the_best_rank(decaying):
-    first = q = jnp.broadcast_to(lowrank.initial(K, 16, 0), (len(decaying), K, 16))
+    first = q = jnp.broadcast_to(subspace.initial(K, 16, 0), (len(decaying), K, 16))
     start = relative_error(decaying, *compress(decaying, first, first)[:2])
     for _ in range(25):
         p, w, q = compress(decaying, q, first)
@@ -154,7 +154,7 @@ def test_warm_start_recovers_from_low_rank(decaying, rank):
     m = decaying[1:2]
     u, _, v = np.linalg.svd(m[0])
     low = (u[:, K - rank : K] @ v[K - rank :])[None].astype(np.float32)
-    fresh = jnp.broadcast_to(lowrank.initial(K, 16, 0), (1, K, 16))
+    fresh = jnp.broadcast_to(subspace.initial(K, 16, 0), (1, K, 16))
 
     def errors(first):
         q = fresh
@@ -175,7 +175,7 @@ def test_precondition_keeps_the_span_and_orthonormalises():
     rng = np.random.default_rng(0)
     p = (rng.normal(size=(N, 16)) @ np.triu(rng.normal(size=(16, 16)) + 4 * np.eye(16))).astype(np.float32)
     p *= np.geomspace(1e-20, 1e20, 16, dtype=np.float32)
-    found = np.float64(lowrank.precondition(p))
+    found = np.float64(subspace.precondition(p))
     np.testing.assert_allclose(found.T @ found, np.eye(16), atol=1e-4)
     span = np.linalg.qr(np.float64(p) / np.linalg.norm(np.float64(p), axis=0))[0]
     np.testing.assert_allclose(span @ (span.T @ found), found, atol=1e-5)
@@ -187,15 +187,15 @@ def test_solve_is_the_least_squares_fit():
     p = p @ (np.eye(8) + 0.1 * rng.normal(size=(8, 8)))
     expected = np.stack([np.linalg.lstsq(one, other, rcond=None)[0].T for one, other in zip(p, m)])
     p = jnp.float32(p)
-    found = lowrank.solve(*kernels.backproject(jnp.float32(m), p))
+    found = subspace.solve(*kernels.backproject(jnp.float32(m), p))
     assert (norm(found - expected) < 1e-5 * norm(expected)).all()
 
 
 def test_zero_columns_stay_zero(decaying):
     """They are the columns beyond a rank, and the others do as well as alone."""
     rank = 5
-    first = jnp.where(jnp.arange(16) < rank, lowrank.initial(K, 16, 0), 0)[None]
-    for basis in (lowrank.precondition, lowrank.orthonormal):
+    first = jnp.where(jnp.arange(16) < rank, subspace.initial(K, 16, 0), 0)[None]
+    for basis in (subspace.precondition, subspace.orthonormal):
         q = first
         for m in (decaying[:1], np.zeros_like(decaying[:1]), decaying[1:2]):
             before = q
@@ -212,22 +212,22 @@ def test_quantised_factors():
     x[0, :, 3] = 0
     largest = np.abs(x).max(axis=1, keepdims=True)
     worst = {"float32": 0 * largest, "bfloat16": largest / 256, "int8": largest / 127 * (0.5 + 127 / 256)}
-    for factors in lowrank.FACTORS:
-        wire = lowrank.quantise(x, factors)
+    for factors in subspace.FACTORS:
+        wire = subspace.quantise(x, factors)
         assert wire.values.dtype == factors
         assert (wire.scale is None) == (factors != "int8")
-        found = lowrank.dequantise(wire)
-        assert found.dtype == lowrank.thin_dtype(factors)
+        found = subspace.dequantise(wire)
+        assert found.dtype == subspace.thin_dtype(factors)
         assert (np.abs(np.float64(found) - x) <= worst[factors]).all()
-    np.testing.assert_array_equal(lowrank.quantise(x, "bfloat16").values, x.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(subspace.quantise(x, "bfloat16").values, x.astype(jnp.bfloat16))
     assert (np.abs(wire.values).max(axis=1) == np.where(largest[:, 0] > 0, 127, 0)).all()
 
 
 def test_first_q_is_orthonormal_and_its_seeds():
-    q = lowrank.initial(K, 16, 3)
+    q = subspace.initial(K, 16, 3)
     np.testing.assert_allclose(q.T @ q, np.eye(16), atol=1e-6)
-    np.testing.assert_array_equal(q, lowrank.initial(K, 16, 3))
-    assert not np.allclose(q, lowrank.initial(K, 16, 4), atol=0.1)
+    np.testing.assert_array_equal(q, subspace.initial(K, 16, 3))
+    assert not np.allclose(q, subspace.initial(K, 16, 4), atol=0.1)
 
 
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
@@ -237,7 +237,7 @@ def test_first_q_is_orthonormal_and_its_seeds():
 def test_any_message(seed, rank, decades, exponent):
     """Finite, never farther from the message than zero is, and exact where the rank suffices."""
     m = with_spectrum(np.geomspace(1, 10**-decades, rank) * 10.0**exponent, 70, 60, seed)
-    first = lowrank.initial(60, 12, 0)
+    first = subspace.initial(60, 12, 0)
     p, w, q = compress(m, first, first)
     assert all(np.isfinite(x).all() for x in (p, w, q))
     assert relative_error(m, p, w) <= (1 + 1e-5 if rank > 12 else 1e-4)
