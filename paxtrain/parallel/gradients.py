@@ -176,7 +176,7 @@ def _tables(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 
 # One array of the layers: the layer's slot, and its two keys.
-Place = tuple[int, str, str]
+ArrayKey = tuple[int, str, str]
 
 
 class Reduced(NamedTuple):
@@ -194,7 +194,7 @@ class Reduced(NamedTuple):
     left_out: jax.Array
 
 
-def _trees(layers: list[Params], arrays: dict[Place, jax.Array]) -> list[Params]:
+def _trees(layers: list[Params], arrays: dict[ArrayKey, jax.Array]) -> list[Params]:
     """Arrays by their places, structured as the layers."""
     return [
         {name: {leaf: arrays[i, name, leaf] for leaf in layer[name]} for name in layer}

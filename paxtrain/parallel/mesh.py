@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from paxtrain.config import MeshConfig
 from paxtrain.errors import UserError
-from paxtrain.process.supervised import Place
+from paxtrain.process.supervised import MeshPosition
 
 AXES = ("data", "pipe", "tensor")
 _MOST_CPU_DEVICES = 1024  # of a process: 2,048 take a third of a second to make, 40,000 do not come within minutes
@@ -60,7 +60,7 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def place(mesh: Mesh, process: int | None = None) -> Place:
+def place(mesh: Mesh, process: int | None = None) -> MeshPosition:
     """Where a process is in a mesh; this one if none is given.
 
     Neighbours are the processes of the devices that come next along any axis, both ways round.
@@ -76,7 +76,9 @@ def place(mesh: Mesh, process: int | None = None) -> Place:
     shifted = [np.roll(processes, by, axis)[mine] for axis in range(processes.ndim) for by in (1, -1)]
     neighbours = {int(i) for i in np.concatenate(shifted)} - {me}
     # The stage first: it is what a process is known by.
-    return Place(me, ", ".join(sorted(words, key=lambda word: not word.startswith("stage"))), tuple(sorted(neighbours)))
+    return MeshPosition(
+        me, ", ".join(sorted(words, key=lambda word: not word.startswith("stage"))), tuple(sorted(neighbours))
+    )
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:

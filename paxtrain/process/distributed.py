@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 from absl import flags
-from jax._src import distributed as runtime
 from jax.experimental import multihost_utils
 
 from paxtrain.errors import UserError
+from paxtrain.process import jax_private
 
 _BARRIER = 3_600_000  # milliseconds
 
@@ -118,7 +118,7 @@ def wait_for_all(what: str) -> None:
     No collective, whose time limit may be shorter than what keeps the others (compiling), since a collective's is there
     to notice what has broken.
     """
-    client = runtime.global_state.client
+    client = jax_private.coordination_client()
     if client is not None and jax.process_count() > 1:
         client.wait_at_barrier(f"paxtrain/{what}", _BARRIER)
 

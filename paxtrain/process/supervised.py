@@ -22,7 +22,7 @@ _TEXT = 600  # characters of an error at most; JSON makes up to six bytes of one
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """A process in the mesh.
 
     Attributes:
@@ -45,7 +45,7 @@ class Progress:
         self._said: dict[str, Any] = {"count": 0, "step": None, "doing": "starting", "failed": ""}
         self._tell()
 
-    def placed(self, place: Place) -> None:
+    def placed(self, place: MeshPosition) -> None:
         """Where in the mesh this process is."""
         self._tell(place=dataclasses.asdict(place))
 
@@ -98,7 +98,7 @@ def read(path: str | pathlib.Path) -> dict[str, Any] | None:
     return said if isinstance(said, dict) and said.keys() >= {"count", "step", "doing", "failed"} else None
 
 
-def place(said: Mapping[str, Any]) -> Place | None:
+def place(said: Mapping[str, Any]) -> MeshPosition | None:
     """Where the process is that told this; None: it has not told."""
     values = said.get("place")
-    return Place(values["process"], values["role"], tuple(values["neighbours"])) if values else None
+    return MeshPosition(values["process"], values["role"], tuple(values["neighbours"])) if values else None

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from paxtrain.errors import UserError
+from paxtrain.process import jax_private
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read why
 _OWN_NAME = "its own name stands for an address that only itself reaches; let its /etc/hosts name one of its network"
@@ -39,7 +39,7 @@ class Meeting:
         self.process, self.count = jax.process_index(), jax.process_count()
         self.names = [f"process {i}" for i in range(self.count)]
         self.timeout = timeout
-        self._client, self._round = distributed.global_state.client, 0
+        self._client, self._round = jax_private.coordination_client(), 0
 
     def _key(self, process: int, turn: int = 0) -> str:
         return f"paxtrain/meeting/{self._round + turn}/{process}"
@@ -143,7 +143,7 @@ def own_address() -> str:
     gloo takes the one that the machine's own name stands for; NCCL takes an interface, and the one of the way to the
     coordinator is as good as any.
     """
-    coordinator = distributed.global_state.coordinator_address
+    coordinator = jax_private.coordinator_address()
     if jax.default_backend() == "cpu" or coordinator is None:
         return socket.gethostbyname(socket.gethostname())
     host, _, port = coordinator.rpartition(":")

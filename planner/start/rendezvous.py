@@ -12,10 +12,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from jax._src import clusters
-
 from paxtrain.errors import UserError
-from paxtrain.process import distributed
+from paxtrain.process import distributed, jax_private
 
 _GO = "go"
 
@@ -28,8 +26,8 @@ def launch(
         return coordinator, processes, process
     if distributed.alone(coordinator, processes, process) or distributed.detect(os.environ) is None:
         return None
-    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    address, count, number, _ = detect(coordinator, processes, process, [], None, int(timeout))
+    address, count, number = jax_private.detect_launch(coordinator, processes, process, int(timeout))
+    assert address is not None and count is not None and number is not None  # a launcher that is detected says all
     return address, count, number
 
 

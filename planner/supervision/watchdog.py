@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from paxtrain.process.supervised import Place
+from paxtrain.process.supervised import MeshPosition
 from planner.supervision import host_speed
 from planner.supervision.side_channel import SideChannel, successors
 from planner.supervision.slow_step import Clock, Seen, View, seen
@@ -93,10 +93,12 @@ class Watchdog:
 
     # --- What this host sees ------------------------------------------------------------------------------------------
 
-    def _places(self) -> dict[int, Place]:
+    def _places(self) -> dict[int, MeshPosition]:
         """Where the hosts' workers are in the mesh, by host, as far as they have told."""
         entries = {rank: self._channel.board[f"place/{rank}"].value for rank in self._channel.numbers("place/")}
-        return {rank: Place(**{**value, "neighbours": tuple(value["neighbours"])}) for rank, value in entries.items()}
+        return {
+            rank: MeshPosition(**{**value, "neighbours": tuple(value["neighbours"])}) for rank, value in entries.items()
+        }
 
     async def _neighbours(self) -> list[int]:
         """Hosts with which the worker exchanges data; if they cannot be known, those that the side channel dials."""

@@ -254,7 +254,7 @@ class Worker:
         return text.rpartition(")")[2].split()
 
     @property
-    def place(self) -> supervised.Place | None:
+    def place(self) -> supervised.MeshPosition | None:
         """Its place in the mesh, as far as it has told."""
         return supervised.place(self._said)
 

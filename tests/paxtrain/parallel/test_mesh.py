@@ -18,7 +18,7 @@ from paxtrain.parallel.mesh import (
     place,
     process_rows,
 )
-from paxtrain.process.supervised import Place
+from paxtrain.process.supervised import MeshPosition
 
 
 def ids(mesh):
@@ -111,13 +111,13 @@ def test_a_global_array_of_a_processs_rows(sizes):
 @pytest.mark.parametrize(
     ("shape", "per_process", "process", "expected"),
     [
-        ((2, 2, 1), 1, 3, Place(3, "stage 1, data 1", (1, 2))),
-        ((1, 4, 1), 1, 2, Place(2, "stage 2", (1, 3))),  # a ring, so that 0 and 3 are neighbours, too
-        ((1, 4, 1), 1, 0, Place(0, "stage 0", (1, 3))),
-        ((2, 4, 2), 2, 5, Place(5, "stage 1, data 1", (1, 4, 6))),  # all of tensor, which says nothing
-        ((2, 4, 2), 4, 1, Place(1, "stages 2, 3, data 0", (0, 3))),
-        ((1, 2, 2), 1, 1, Place(1, "stage 0, tensor 1", (0, 3))),
-        ((2, 2, 2), 8, 0, Place(0, "", ())),
+        ((2, 2, 1), 1, 3, MeshPosition(3, "stage 1, data 1", (1, 2))),
+        ((1, 4, 1), 1, 2, MeshPosition(2, "stage 2", (1, 3))),  # a ring, so that 0 and 3 are neighbours, too
+        ((1, 4, 1), 1, 0, MeshPosition(0, "stage 0", (1, 3))),
+        ((2, 4, 2), 2, 5, MeshPosition(5, "stage 1, data 1", (1, 4, 6))),  # all of tensor, which says nothing
+        ((2, 4, 2), 4, 1, MeshPosition(1, "stages 2, 3, data 0", (0, 3))),
+        ((1, 2, 2), 1, 1, MeshPosition(1, "stage 0, tensor 1", (0, 3))),
+        ((2, 2, 2), 8, 0, MeshPosition(0, "", ())),
     ],
 )
 def test_the_place_of_a_process(shape, per_process, process, expected):

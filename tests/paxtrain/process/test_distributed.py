@@ -127,7 +127,7 @@ def test_waiting_for_all_is_no_collective(monkeypatch):
     distributed.wait_for_all("nobody else")  # alone
     waited = []
     client = type("Client", (), {"wait_at_barrier": lambda self, *what: waited.append(what)})()
-    monkeypatch.setattr(distributed.runtime.global_state, "client", client)
+    monkeypatch.setattr(distributed.jax_private, "coordination_client", lambda: client)
     monkeypatch.setattr(jax, "process_count", lambda: 1)
     distributed.wait_for_all("still alone")
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -40,7 +40,7 @@ def test_steps_phases_and_the_end(path, progress):
 
 def test_the_place_in_the_mesh_is_told_once_and_stays(path, progress):
     assert supervised.place(read(path)) is None
-    place = supervised.Place(3, "stage 2, data 0", tuple(range(48)))
+    place = supervised.MeshPosition(3, "stage 2, data 0", tuple(range(48)))
     progress.placed(place)
     with pytest.raises(RuntimeError), progress:
         raise RuntimeError("ü\\" * 5000)

@@ -34,7 +34,7 @@ def processes(monkeypatch):
     """Three processes' meetings over one store."""
     store, made = Store(), []
     monkeypatch.setattr(meetings.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(meetings.distributed.global_state, "client", store)
+    monkeypatch.setattr(meetings.jax_private, "coordination_client", lambda: store)
     for i in range(3):
         monkeypatch.setattr(meetings.jax, "process_index", lambda i=i: i)
         made.append(Meeting(1.0))
@@ -137,7 +137,7 @@ def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
     """Where the coordinator's own name stands for 127.0.1.1, it takes its address on the way to another process."""
     store, (first, second, _) = processes
     monkeypatch.setattr(meetings.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(meetings.distributed.global_state, "coordinator_address", "127.0.0.1:1234")
+    monkeypatch.setattr(meetings.jax_private, "coordinator_address", lambda: "127.0.0.1:1234")
     assert meetings.own_address() == "127.0.0.1"
     ways = []
     monkeypatch.setattr(meetings, "_towards", lambda *far: ways.append(far) or "10.0.0.1")

@@ -24,7 +24,7 @@ def until(name):
         time.sleep(0.01)
 
 with supervised.Progress(os.environ) as p:
-    p.placed(supervised.Place(host, f"stage {host}", tuple({(host - 1) % 3, (host + 1) % 3})))
+    p.placed(supervised.MeshPosition(host, f"stage {host}", tuple({(host - 1) % 3, (host + 1) % 3})))
     for step in range(1, 41):
         time.sleep(0.05)
         EVENT

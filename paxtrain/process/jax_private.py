@@ -1,0 +1,63 @@
+"""The private names of jax that this project needs, each with the reason why no public one serves.
+
+No other product module imports `jax._src`. When a new jax moves one of these names, this module and its test are the
+only ones to change.
+"""
+
+from typing import Protocol
+
+from jax._src import clusters, distributed
+
+
+class CoordinationClient(Protocol):
+    """The client of jax's coordination service, as far as this project uses it."""
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        """Return when every process waits at the barrier of this name, which serves once."""
+
+    def key_value_set(self, key: str, value: str) -> None:
+        """Store a value for all processes."""
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Return the value of a key, and wait until a process has stored it."""
+
+    def key_value_delete(self, key: str) -> None:
+        """Delete a key, or a whole directory if the key ends in a slash."""
+
+
+def coordination_client() -> CoordinationClient | None:
+    """Return this process's client of the coordination service, or None if it has not joined other processes.
+
+    `jax.distributed` has no barrier and no key-value store. The public `multihost_utils` has them as collectives only,
+    which hang if a process is lost and need a backend.
+    """
+    return distributed.global_state.client
+
+
+def coordinator_address() -> str | None:
+    """Return HOST:PORT of the coordinator that this process has joined, or None.
+
+    `jax.distributed` tells whether it is initialised, and not where.
+    """
+    return distributed.global_state.coordinator_address
+
+
+def detect_launch(
+    coordinator: str | None, processes: int | None, process: int | None, timeout: int
+) -> tuple[str | None, int | None, int | None]:
+    """Complete what the flags say with what the launcher's environment says.
+
+    `jax.distributed.initialize` detects the same values, and tells them only after all processes have joined.
+
+    Args:
+        coordinator: HOST:PORT of process 0, or None to detect it.
+        processes: number of processes, or None to detect it.
+        process: number of this process, or None to detect it.
+        timeout: seconds to wait for a name server that does not know the coordinator yet.
+
+    Returns:
+        Coordinator, number of processes and number of this process; None for each that nobody says.
+    """
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    address, count, number, _ = detect(coordinator, processes, process, [], None, timeout)
+    return address, count, number
