@@ -8,7 +8,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Most of the tests' time is compiling, and most of that is making machine code of fusions: without LLVM's optimizations
 # and without the emitters of fusions it takes half. Shapes and collectives stay. Processes that tests start inherit it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+_FLAGS = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):  # later versions do not know the flag, and abort
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", _FLAGS)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the tests that do not import it
 
 jax.config.update("jax_num_cpu_devices", 8)
