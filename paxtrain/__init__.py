@@ -1,7 +1,88 @@
-"""paxtrain: GPT training over a (data, pipe, tensor) mesh."""
+"""paxtrain: language models trained over a (data, pipe, tensor) mesh.
 
-import os
+Mains lie directly in this package (`python -m paxtrain.train`); everything else lives in rooms. The names below are the
+interface for programs that import paxtrain; each is loaded when it is first used.
+"""
 
-# Virtual CPU devices call LAPACK side by side. Threads of its own then spin against each other: a step that compresses
-# over data took 3 to 30 times as long on two cores. It is read when LAPACK is loaded, at the first use.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paxtrain.config import (
+        BatchConfig,
+        CheckpointConfig,
+        CompressConfig,
+        Config,
+        DataConfig,
+        MeshConfig,
+        ModelConfig,
+        OptimizerConfig,
+        PipelineConfig,
+        RunConfig,
+    )
+    from paxtrain.config.load import load_config
+    from paxtrain.config.plan import Plan
+    from paxtrain.errors import UserError
+    from paxtrain.parallel.mesh import make_mesh
+    from paxtrain.parallel.step import Trainer, TrainState
+    from paxtrain.process.distributed import initialize as join
+    from paxtrain.run.run import TrainingResult
+    from paxtrain.run.sampling import sample
+    from paxtrain.run.training import train
+
+# Module and name there of everything public.
+_EXPORTS = {
+    "BatchConfig": "paxtrain.config:BatchConfig",
+    "CheckpointConfig": "paxtrain.config:CheckpointConfig",
+    "CompressConfig": "paxtrain.config:CompressConfig",
+    "Config": "paxtrain.config:Config",
+    "DataConfig": "paxtrain.config:DataConfig",
+    "MeshConfig": "paxtrain.config:MeshConfig",
+    "ModelConfig": "paxtrain.config:ModelConfig",
+    "OptimizerConfig": "paxtrain.config:OptimizerConfig",
+    "PipelineConfig": "paxtrain.config:PipelineConfig",
+    "Plan": "paxtrain.config.plan:Plan",
+    "RunConfig": "paxtrain.config:RunConfig",
+    "TrainState": "paxtrain.parallel.step:TrainState",
+    "Trainer": "paxtrain.parallel.step:Trainer",
+    "TrainingResult": "paxtrain.run.run:TrainingResult",
+    "UserError": "paxtrain.errors:UserError",
+    "join": "paxtrain.process.distributed:initialize",
+    "load_config": "paxtrain.config.load:load_config",
+    "make_mesh": "paxtrain.parallel.mesh:make_mesh",
+    "sample": "paxtrain.run.sampling:sample",
+    "train": "paxtrain.run.training:train",
+}
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "CompressConfig",
+    "Config",
+    "DataConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "Plan",
+    "RunConfig",
+    "TrainState",
+    "Trainer",
+    "TrainingResult",
+    "UserError",
+    "join",
+    "load_config",
+    "make_mesh",
+    "sample",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _EXPORTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -7,6 +7,8 @@ from absl import flags
 from paxtrain.errors import UserError, run
 from paxtrain.run import plots
 
+HINT = "runs are named --runs=FOLDER,FOLDER"
+
 
 def define_flags() -> None:
     """Defines this main's flags."""
@@ -16,8 +18,6 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Draws."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; runs are named --runs=FOLDER,FOLDER")
     out = flags.FLAGS.out
     if not out.endswith(".png"):
         raise UserError(f"--out={out} must be the name of a .png")
@@ -28,4 +28,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

@@ -5,6 +5,10 @@ from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 
+from paxtrain.process import setup
+
+OVERRIDES = "overrides are written --config.section.key=value"
+
 
 class UserError(Exception):
     """Bad input: the message is one sentence that says what is wrong, what was given and what would work."""
@@ -22,6 +26,8 @@ def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[
     try:
         define_flags()
         return flags.FLAGS(argv)
+    except UserError as error:
+        fail(error)
     except OSError as error:
         reason = str(error).splitlines()[-1].strip()
         fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py"))
@@ -31,19 +37,27 @@ def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[
         fail(UserError(" ".join(str(error).split())))
 
 
-def run(main: Callable[[Sequence[str]], None], define_flags: Callable[[], None] = lambda: None) -> None:
-    """Runs an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
+def run(
+    main: Callable[[Sequence[str]], None], define_flags: Callable[[], None] = lambda: None, hint: str | None = None
+) -> None:
+    """Run an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
 
     Args:
-        define_flags: defines those flags whose definition can fail, as that of a configuration file.
+        main: function of the arguments that are no flags.
+        define_flags: defines the flags whose definition can fail, such as that of a configuration file.
+        hint: what to write instead of an argument that is no flag; None lets such arguments through.
     """
 
     logging.set_verbosity(logging.WARNING)
+    setup.use_one_blas_thread()
 
     def guarded(argv: Sequence[str]) -> None:
         try:
+            if hint is not None and len(argv) > 1:
+                raise UserError(f"unexpected argument {argv[1]!r}; {hint}")
             main(argv)
         except UserError as error:
             fail(error)
 
-    app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, define_flags))
+    with setup.quiet_orbax():
+        app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, define_flags))

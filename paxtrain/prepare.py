@@ -37,6 +37,8 @@ from paxtrain.data.tokenizer import (
 )
 from paxtrain.errors import UserError, run
 
+HINT = "name text files with --input="
+
 TOKENIZERS = ("bytes", "bpe", "gpt2")
 DEFAULT_BPE_VOCABULARY = 8192
 
@@ -357,8 +359,6 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Prepares what the flags say and prints what came of it."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; name text files with --input=")
     options = flags.FLAGS
     prepared = prepare(
         options.input,
@@ -381,4 +381,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run(main)
+    run(main, hint=HINT)

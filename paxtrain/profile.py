@@ -6,21 +6,22 @@ tokens, with compression on where the configuration has it. `paxtrain/profiling/
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 
 import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from paxtrain import train
-from paxtrain.config import Config, from_dict, plan
-from paxtrain.errors import UserError, run
+from paxtrain import flags as shared
+from paxtrain.config import Config
+from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.parallel import selective
-from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
+from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.process import distributed
 from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
+
+HINT = OVERRIDES
 
 
 def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
@@ -46,20 +47,15 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
 
 def define_flags() -> None:
     """Defines this main's flags."""
-    train.define_flags()
+    shared.define_training()
     flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
 
 
 def main(argv: Sequence[str]) -> None:
     """Reads the configuration, joins the other processes, measures and prints."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     f = flags.FLAGS
-    chosen = plan.load(f.plan) if f.plan else None
-    config = chosen.apply(f.config) if chosen else from_dict(f.config)
-    processes = f.num_processes or distributed.expected_processes(os.environ)
-    jax.config.update("jax_num_cpu_devices", f.cpu_devices or cpu_devices(config.mesh, processes))
-    distributed.initialize(f.coordinator, f.num_processes, f.process_id, f.coordinator_timeout)
+    config, chosen = shared.configured()
+    shared.join()
     mesh, problem = None, None
     try:
         devices = host_major(chosen.hosts, distributed.host_names()) if chosen and chosen.hosts else None
@@ -75,4 +71,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

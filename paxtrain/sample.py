@@ -1,115 +1,14 @@
 """Samples text from a checkpoint: python -m paxtrain.sample --checkpoint=runs/tiny --prompt="def "."""
 
-import dataclasses
-import functools
 import math
-import pathlib
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import flags
-from tokenizers import Tokenizer
 
-from paxtrain.config import Config, ModelConfig, from_dict
-from paxtrain.data.tokenizer import FILE as TOKENIZER
-from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError, run
-from paxtrain.model import transformer
-from paxtrain.model.transformer import Params
-from paxtrain.run import checkpoint
+from paxtrain.run import sampling
 
-CHECKPOINTS = "checkpoints"
-
-
-def architecture(config: ModelConfig) -> dict[str, str | int | float]:
-    """What two checkpoints must share to hold the same arrays with the same meaning."""
-    free = ("dtype", "attention", "separator", "embedding_dropout", "residual_dropout")
-    values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
-    return {name: value for name, value in values.items() if name not in free}
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _next(params: Params, window: jax.Array, length: jax.Array, config: ModelConfig, temperature: float, top_k: int,
-          key: jax.Array) -> jax.Array:  # fmt: skip
-    """The token after the first `length` tokens of window [1, S]; what follows them is not looked at."""
-    logits = transformer.logits(params, window, config)[0, length - 1]
-    if temperature == 0:
-        return logits.argmax()
-    if top_k:
-        logits = jnp.where(logits < jax.lax.top_k(logits, min(top_k, logits.size))[0][-1], -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature)
-
-
-def generate(
-    params: Params,
-    config: ModelConfig,
-    prompt: Sequence[int],
-    tokens: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    seed: int = 0,
-) -> list[int]:
-    """Token ids that continue a prompt, by the plain model on one device.
-
-    Every token looks back on the last `config.sequence` ones; no keys and values are kept between tokens.
-
-    Args:
-        params: canonical parameters.
-        prompt: at least one id.
-        tokens: how many to draw.
-        temperature: 0 takes the likeliest token.
-        top_k: draw from that many likeliest tokens; 0: from all.
-    """
-    ids, key = list(prompt), jax.random.key(seed)
-    for i in range(tokens):
-        recent = ids[-config.sequence :]
-        window = np.zeros((1, config.sequence), np.int32)
-        window[0, : len(recent)] = recent
-        drawn = _next(params, window, np.int32(len(recent)), config, temperature, top_k, jax.random.fold_in(key, i))
-        ids.append(int(drawn))
-    return ids[len(prompt) :]
-
-
-def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
-    """Parameters (on this process's first device), configuration and tokenizer of a training run.
-
-    Raises:
-        UserError: the directory holds no run with a good checkpoint, or no tokenizer.
-    """
-    directory = pathlib.Path(directory)
-    home = directory / CHECKPOINTS
-    config = from_dict(checkpoint.read_meta(home, step)["config"])
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), transformer.shapes(config.model)
-    )
-    params, _ = checkpoint.restore_params(home, abstract, architecture(config.model), step)
-    path = directory / TOKENIZER
-    if not path.exists():
-        raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")
-    return params, config, load_tokenizer(path)
-
-
-def sample(
-    directory: str | pathlib.Path, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0, seed: int = 0,
-    step: int | None = None,
-) -> str:  # fmt: skip
-    """Text that continues a prompt, from the newest good checkpoint of a run or the one of `step`."""
-    params, config, tokenizer = load(directory, step)
-    ids = tokenizer.encode(prompt).ids
-    if not ids:
-        raise UserError(f"--prompt must hold at least one token, got {prompt!r}")
-    config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")
-    if max(ids) >= config.model.vocab_size:
-        raise UserError(
-            f"the tokenizer beside the checkpoint gives id {max(ids)}, but the model has {config.model.vocab_size}; "
-            "put the training data's tokenizer.json there"
-        )
-    drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    return tokenizer.decode(drawn)
+HINT = "give the prompt with --prompt="
 
 
 def define_flags() -> None:
@@ -125,15 +24,15 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the prompt and what continues it."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; give the prompt with --prompt=")
     f = flags.FLAGS
     if not math.isfinite(f.temperature):
         raise UserError(f"--temperature must be a number such as 0.8, got {f.temperature}")
-    text = sample(f.checkpoint, f.prompt, f.tokens, temperature=f.temperature, top_k=f.top_k, seed=f.seed, step=f.step)
+    text = sampling.sample(
+        f.checkpoint, f.prompt, f.tokens, temperature=f.temperature, top_k=f.top_k, seed=f.seed, step=f.step
+    )
     print(f.prompt + text)
 
 
 if __name__ == "__main__":
     define_flags()
-    run(main)
+    run(main, hint=HINT)

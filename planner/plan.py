@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from absl import flags
-from ml_collections import config_flags
 from tqdm import tqdm
 
+from paxtrain import flags as shared_flags
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError, run
 from planner.cluster import cluster as clusters
@@ -21,12 +21,12 @@ from planner.planning import flags as search_flags
 from planner.planning.recommend import Planner, predicted
 from planner.report import page, text
 
+HINT = "overrides are written --model.section.key=value"
+
 
 def main(argv: Sequence[str]) -> None:
     """Reads model and cluster, searches, reports."""
     f = flags.FLAGS
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --model.section.key=value")
     model, pipeline, batch, compress = search_flags.sections(f.model.to_dict())
     if not f.cluster:
         raise UserError("--cluster is missing; name a file such as configs/clusters/a100_16x8.json")
@@ -86,9 +86,7 @@ def _compiles(wanted: str, cluster: clusters.Cluster) -> bool:
 
 def define_flags() -> None:
     """Defines this main's flags."""
-    config_flags.DEFINE_config_file("model", "configs/gpt_8b.py", "The configuration whose model is planned for.")
-    # A file that could not be loaded raises when it is first used: here, while flags are parsed.
-    flags.register_validator("model", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
+    shared_flags.define_config("model", "gpt_8b", "The configuration whose model is planned for.", unknown_keys=False)
     flags.DEFINE_string("cluster", None, "The cluster's file, see planner/cluster/cluster.py.")
     flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
     flags.DEFINE_string("constants", None, "Constants fitted to measured runs: constants.json of planner.validate.")
@@ -101,4 +99,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

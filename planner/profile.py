@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 
+from paxtrain import flags as shared_flags
+from paxtrain import tables
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError, run
+from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed
-from paxtrain.run import report
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
@@ -24,6 +24,8 @@ from planner.measure import measure_cluster, measure_compute
 from planner.measure.measure_cluster import MIB, Options
 from planner.measure.process_group import Meeting
 from planner.start import rendezvous
+
+HINT = OVERRIDES
 
 
 def _describe(cluster: Cluster) -> list[tuple[str, str]]:
@@ -33,7 +35,7 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
     for name, where in ways.items():
         if where.any() and (name != "inside hosts" or cluster.devices_per_host > 1):
             b, a = cluster.bandwidth[where], cluster.alpha[where]
-            said.append((name, f"{report.size(b.min(), 'B/s')} to {report.size(b.max(), 'B/s')}, "
+            said.append((name, f"{tables.size(b.min(), 'B/s')} to {tables.size(b.max(), 'B/s')}, "
                                f"{a.min() * 1e6:.0f} to {a.max() * 1e6:.0f} us"))  # fmt: skip
     for row in cluster.compute:
         kinds = (kind for kind in (*measure_compute.KINDS, *compute.PARTS) if kind in row)
@@ -61,11 +63,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
     distributed.define_flags()
-    # Unknown keys are let through: from_dict says which there are.
-    config_flags.DEFINE_config_file(
-        "config", "configs/tiny.py", "The model to measure.", lock_config=False, accept_new_attributes=True
-    )
-    flags.register_validator("config", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
+    shared_flags.define_config("config", "tiny", "The model to measure: a file, or the name of one in configs/.")
 
 
 def _positive(flag: str, values: Sequence[str]) -> tuple[int, ...]:
@@ -91,8 +89,6 @@ def _sizes(values: Sequence[str]) -> tuple[int, ...]:
 
 def main(argv: Sequence[str]) -> None:
     """Joins the other processes, measures, and writes the file."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     f = flags.FLAGS
     options = Options(
         sizes=_sizes(f.sizes),
@@ -123,9 +119,9 @@ def main(argv: Sequence[str]) -> None:
         cluster, said = measure_cluster.profile(meeting, machines, config, options, f.name)
         if meeting.process == 0:
             clusters.save(cluster, out)
-            print(report.table([*_describe(cluster), *said, ("written", str(out))]), flush=True)
+            print(tables.table([*_describe(cluster), *said, ("written", str(out))]), flush=True)
         meeting.gather(None)
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

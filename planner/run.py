@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 
-from paxtrain import train
+from paxtrain import flags as shared_flags
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
-from paxtrain.errors import UserError, run
+from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed, supervised
+from paxtrain.run import training
 from planner.measure import measure_cluster
 from planner.measure.measure_cluster import Machines
 from planner.measure.process_group import Meeting
@@ -31,6 +31,7 @@ from planner.planning import flags as search_flags
 from planner.start import allocation, auto_plan, environment, rendezvous
 from planner.start.auto_plan import Decision, Request
 
+HINT = OVERRIDES
 AUTO = "auto"
 FINISHED = "finished"
 # Where a launcher tells a process its number, also where it started one alone.
@@ -112,8 +113,6 @@ def _record(decision: Decision, machines: Machines, config: Config, processes: i
 
 def main(argv: Sequence[str]) -> None:
     """Joins the other processes, plans, trains."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     f = flags.FLAGS
     values = f.config.to_dict()
     if f.out:
@@ -150,7 +149,7 @@ def main(argv: Sequence[str]) -> None:
         if meeting.process == 0:
             finished.unlink(missing_ok=True)
         names = [machines.hosts[host] for host in machines.of_process]
-        if train.train(config, decision.plan, names, progress) and meeting.process == 0:
+        if training.train_together(config, decision.plan, names, progress).finished and meeting.process == 0:
             finished.write_text(json.dumps({"steps": config.run.steps}) + "\n")
 
 
@@ -168,12 +167,8 @@ def define_flags() -> None:
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
     distributed.define_flags()
     search_flags.define_flags()
-    # Unknown keys are let through: from_dict says which there are.
-    config_flags.DEFINE_config_file(
-        "config", "configs/tiny.py", "The configuration file.", lock_config=False, accept_new_attributes=True
-    )
-    flags.register_validator("config", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
+    shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

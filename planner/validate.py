@@ -34,6 +34,8 @@ from planner.fit import accuracy, calibrate, trial_model, trials
 from planner.fit.accuracy import Scores, Split
 from planner.fit.trials import Trial
 
+HINT = "name the table with --trials=trials.csv"
+
 
 class Repetition(NamedTuple):
     """What came of one seed: predicted seconds and role [trials], constants, and scores by what they are of."""
@@ -107,8 +109,6 @@ def _at_bounds(calibration: calibrate.Calibration) -> list[str]:
 def main(argv: Sequence[str]) -> None:
     """Fits, predicts, scores and writes."""
     f = flags.FLAGS
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; name the table with --trials=trials.csv")
     if f.folds is not None and f.fit is not None:
         raise UserError(
             "--folds fits all rows but those of a fold, so it does not go with --fit; leave one of them out"
@@ -155,4 +155,4 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run(main)
+    run(main, hint=HINT)

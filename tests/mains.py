@@ -1,5 +1,6 @@
 """Mains that run inside this process: where nothing is compiled, a process of its own would be most of the time."""
 
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -9,6 +10,15 @@ from absl import flags
 from paxtrain import errors
 
 
+def load(name: str) -> ModuleType:
+    """Return a main's module without binding it in its package, where a function may have the same name."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object) -> int | str | None:
     """The exit code of a module's main, given these arguments."""
     # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
@@ -16,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     before = set(flags.FLAGS)
     try:
-        errors.run(module.main, module.define_flags)
+        errors.run(module.main, module.define_flags, getattr(module, "HINT", None))
         return 0
     except SystemExit as end:
         return end.code

@@ -57,7 +57,7 @@ def room(path):
 
 def trespasses(sources):
     """Return the imports between rooms that the table does not allow; mains may import all."""
-    shared = {"paxtrain/errors.py", "compress/__init__.py", "paxtrain/__init__.py", "planner/__init__.py"}
+    shared = {f"{package}/__init__.py" for package in PRODUCT} | {"paxtrain/errors.py", "paxtrain/tables.py"}
     found = [
         (path, other) for path, source in sources.items() for other in source.imports - shared if not source.is_main
     ]

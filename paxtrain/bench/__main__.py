@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
-from ml_collections import config_flags
 
+from paxtrain import flags as shared_flags
+from paxtrain import tables
 from paxtrain.config import SPLIT, BatchConfig, Config, MeshConfig, from_dict
 from paxtrain.errors import UserError, run
 from paxtrain.model import transformer
@@ -36,9 +37,10 @@ from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process.distributed import initialize
-from paxtrain.run import metrics, report
+from paxtrain.run import metrics
 
 SECTIONS = ("memory", "throughput", "bubble")
+HINT = f"choose with --sections={','.join(SECTIONS)}"
 # glibc gives a step's big buffers back to the system and faults them in again page by page in the next one, which costs
 # time that grows with the rings. A GPU's allocator keeps its memory; so these settings make glibc.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
@@ -89,7 +91,7 @@ def memory() -> None:
 
         few, many = temporary(8), temporary(32)
         print(
-            f"  {schedule:<18}{save:<14}{report.size(few, 'B'):>10}{report.size(many, 'B'):>10}{many / few:>8.3f}",
+            f"  {schedule:<18}{save:<14}{tables.size(few, 'B'):>10}{tables.size(many, 'B'):>10}{many / few:>8.3f}",
             flush=True,
         )
 
@@ -193,7 +195,7 @@ def throughput(repeats: int, config: Config) -> None:
         figures = f"{speed:>10,.0f} tokens/s{ratio:>8.3f} of plain"
         if peak:
             figures += f"{metrics.mfu(speed, c.model, 1, peak):>8.1%} MFU"
-        print(f"  {name:<22}{figures}{report.size(steps[name].bytes, 'B'):>10}   loss {steps[name].loss:.6f}")
+        print(f"  {name:<22}{figures}{tables.size(steps[name].bytes, 'B'):>10}   loss {steps[name].loss:.6f}")
 
 
 def two_processes(module: str, repeats: int) -> Any:
@@ -261,8 +263,6 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Runs the sections."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; choose with --sections={','.join(SECTIONS)}")
     f = flags.FLAGS
     if f.worker is not None:
         _worker(f.worker, f.coordinator, f.repeats)
@@ -284,13 +284,7 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Defines this main's flags."""
     flags.DEFINE_list("sections", list(SECTIONS), "What to measure.")
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "For throughput: a file with model, micro-batch and optimizer.",
-        lock_config=False,
-        accept_new_attributes=True,
-    )
+    shared_flags.define_config("config", None, "For throughput: a file with model, micro-batch and optimizer.")
     # A file that could not be loaded raises when it is first used: here, while flags are parsed.
     flags.register_validator(
         "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"
@@ -301,4 +295,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

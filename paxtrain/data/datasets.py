@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.data import token_files
 from paxtrain.data.mixture import Mixture
 from paxtrain.data.token_files import TokenFile
 from paxtrain.data.tokenizer import FILE as TOKENIZER
 from paxtrain.errors import UserError
-from paxtrain.run import report
 
 
 def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
@@ -123,6 +123,6 @@ class DataSets:
             share = self._weights[name] / sum(self._weights.values())
             samples = share * c.run.steps * c.batch.global_batch
             epochs = samples / token_files.samples_per_epoch(len(file), c.model.sequence)
-            size = report.size(len(file), "tokens")
+            size = tables.size(len(file), "tokens")
             rows.append((f"train on {name}", f"{share:.4g} of all samples, {epochs:.3g} epochs of {size}"))
         return rows

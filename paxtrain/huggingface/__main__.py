@@ -21,16 +21,15 @@ import safetensors
 import safetensors.flax
 from absl import flags
 from huggingface_hub import split_state_dict_into_shards_factory
-from ml_collections import config_flags
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from paxtrain import sample
+from paxtrain import flags as shared_flags
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.data.tokenizer import END_OF_TEXT, load
 from paxtrain.errors import UserError, run
 from paxtrain.huggingface import architectures
-from paxtrain.run import checkpoint
+from paxtrain.run import checkpoint, sampling
 
 CONFIG, ONE_FILE = "config.json", "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
@@ -87,13 +86,13 @@ def export(directory: str, step: int | None, out: str, dtype: str) -> None:
     folder = pathlib.Path(out)
     if (folder / CONFIG).exists() or (folder / ONE_FILE).exists():
         raise UserError(f"--out={out} holds a model already; name another folder, or empty it")
-    checkpoint.read_meta(pathlib.Path(directory) / sample.CHECKPOINTS, step)
+    checkpoint.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
     checkpoint.ensure_writable(folder)
-    params, config, tokenizer = sample.load(directory, step)
+    params, config, tokenizer = sampling.load(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
     settings = _settings(pathlib.Path(directory), tokenizer) | {"model_max_length": config.model.sequence}
     begin, end = (_special(settings, name, tokenizer) for name in ("bos_token", "eos_token"))
-    tokenizer.save(str(folder / sample.TOKENIZER))
+    tokenizer.save(str(folder / sampling.TOKENIZER))
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     values = architectures.to_config(config.model, dtype, begin=begin, end=end)
     # Last, so that a folder with it is whole.
@@ -161,7 +160,7 @@ class _Arrays:
 
 
 def _check_architecture(config: Config, fields: dict[str, Any], folder: pathlib.Path) -> None:
-    mine, theirs = dict(sample.architecture(config.model)), dict(fields)
+    mine, theirs = dict(sampling.architecture(config.model)), dict(fields)
     for name, zero in (("kv_heads", theirs["heads"]), ("intermediate", 4 * theirs["hidden"])):
         theirs[name] = theirs[name] or zero
     different = {name: value for name, value in theirs.items() if mine[name] != value}
@@ -181,14 +180,14 @@ def import_model(source: str, config: Config) -> pathlib.Path:
             missing or of other shapes, or a run that has checkpoints.
     """
     folder, out = pathlib.Path(source), pathlib.Path(config.run.out)
-    home = out / sample.CHECKPOINTS
+    home = out / sampling.CHECKPOINTS
     values = _read_json(folder / CONFIG)
     fields = architectures.from_config(values, str(folder / CONFIG))
     _check_architecture(config, fields, folder)
     if home.exists() and any(home.iterdir()):
         raise UserError(f"{home} holds checkpoints already; name another folder with --config.run.out")
     arrays = _Arrays(folder)
-    settings = _imported_settings(folder, values) if (folder / sample.TOKENIZER).exists() else None
+    settings = _imported_settings(folder, values) if (folder / sampling.TOKENIZER).exists() else None
     made = not out.exists()
     checkpoint.ensure_writable(out)
     try:
@@ -201,7 +200,7 @@ def import_model(source: str, config: Config) -> pathlib.Path:
     meta = {
         "step": 0,
         "samples": 0,
-        "model": sample.architecture(config.model),
+        "model": sampling.architecture(config.model),
         "data": None,
         "config": to_dict(config),
         "jax": jax.__version__,
@@ -209,7 +208,7 @@ def import_model(source: str, config: Config) -> pathlib.Path:
     with checkpoint.Checkpoints(home, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, meta)
     if settings is not None:
-        shutil.copyfile(folder / sample.TOKENIZER, out / sample.TOKENIZER)
+        shutil.copyfile(folder / sampling.TOKENIZER, out / sampling.TOKENIZER)
         (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     return out
 
@@ -217,7 +216,7 @@ def import_model(source: str, config: Config) -> pathlib.Path:
 def _imported_settings(folder: pathlib.Path, values: dict[str, Any]) -> dict[str, Any]:
     """A model's tokenizer_config.json, with the tokens that its config.json knows by their ids alone."""
     settings = _read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
-    tokenizer = load(folder / sample.TOKENIZER)
+    tokenizer = load(folder / sampling.TOKENIZER)
     for name in ("bos_token", "eos_token"):
         number = values.get(f"{name}_id")
         text = tokenizer.id_to_token(number) if isinstance(number, int) else None
@@ -239,9 +238,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "export: folder to write.")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "export: of the arrays.")
     flags.DEFINE_string("model", None, "import: folder of a model in Hugging Face's layout.")
-    config_flags.DEFINE_config_file(
-        "config", None, "import: the configuration to train with.", lock_config=False, accept_new_attributes=True
-    )
+    shared_flags.define_config("config", None, "import: the configuration to train with.")
     # A file that could not be loaded raises when it is first used: here, while flags are parsed.
     flags.register_validator(
         "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"
@@ -267,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
         return
     out = import_model(f.model, from_dict(f.config))
     print(
-        f"wrote step 0 to {out / sample.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it"
+        f"wrote step 0 to {out / sampling.CHECKPOINTS}; python -m paxtrain.train with the same --config goes on from it"
     )
 
 

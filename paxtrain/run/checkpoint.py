@@ -7,13 +7,11 @@ fingerprint does, on any mesh.
 
 import contextlib
 import json
-import logging as python_logging
 import math
 import pathlib
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -37,30 +35,6 @@ Wanted = Callable[[Meta, dict[str, str], str], set[str]]
 _SET_ASIDE = "set_aside"
 _VISIBLE = 90.0  # seconds after which a network's folder shows what another host has made: NFS keeps names for 60
 _UNFINISHED = ".orbax-checkpoint-tmp"
-
-
-def _quieten_orbax() -> None:
-    """Hides what orbax and tensorstore say besides raising.
-
-    Orbax narrates every save in some thirty lines, through the logger that this program uses too. When one read of a
-    damaged checkpoint fails, it closes its event loop under the reads still in flight, each of which then complains
-    where no caller can catch it, now or at some later garbage collection.
-    """
-    say = sys.unraisablehook
-
-    def unraisable(event: Any) -> None:
-        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(event.exc_traceback)]
-        if str(event.exc_value) != "Event loop is closed" and not any("/orbax/" in file for file in files):
-            say(event)
-
-    sys.unraisablehook = unraisable
-    python_logging.getLogger("absl").addFilter(
-        lambda record: record.levelno >= python_logging.ERROR or "/orbax/" not in record.pathname
-    )
-    python_logging.getLogger("asyncio").addFilter(lambda record: "tensorstore" not in record.getMessage())
-
-
-_quieten_orbax()
 
 
 def ensure_writable(path: str | pathlib.Path) -> None:

@@ -8,14 +8,7 @@ import jax
 from paxtrain.parallel.selective import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
-
-
-def size(count: float, unit: str = "") -> str:
-    """12,345,678 -> "12.3 M"."""
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {prefix}{unit}"
-    return f"{count:.3g} {unit}"
+from paxtrain.tables import size
 
 
 def parameters_per_device(trainer: Trainer) -> int:
@@ -76,12 +69,6 @@ def stage_times(times: StageTimes, chosen: tuple[int, ...], source: str) -> list
         ("reduction over data", f"{row(times.dense)} s dense, {row(times.compressed)} s compressed"),
         ("compressed over data", "stages " + ", ".join(map(str, chosen)) if chosen else "no stage"),
     ]
-
-
-def table(rows: list[tuple[str, str]]) -> str:
-    """Two aligned columns."""
-    width = max(len(what) for what, _ in rows)
-    return "\n".join(f"  {what:<{width}}  {figure}" for what, figure in rows)
 
 
 def losses(what: str, values: dict[str, float]) -> list[tuple[str, str]]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 from absl import flags
-from ml_collections import config_flags
 from tqdm import tqdm
 
+from paxtrain import flags as shared_flags
 from paxtrain.config import Config, MeshConfig, from_dict
 from paxtrain.data.datasets import DataSets
-from paxtrain.errors import UserError, run
+from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.ranks import Ranks, StageRanks
@@ -33,6 +33,7 @@ from paxtrain.run import checkpoint
 from paxtrain.study import plots, probe, report
 from paxtrain.study.report import Outcome
 
+HINT = OVERRIDES
 _PROBES = 20  # times per run that the messages between the stages are looked at
 
 
@@ -251,17 +252,12 @@ def define_flags() -> None:
     flags.DEFINE_list("ranks", ["4", "8", "16"], "Ranks of compressed backpropagation to compare.")
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
     flags.DEFINE_integer("workers", 2, "Runs at a time; one with --real_mesh.", lower_bound=1)
-    config_flags.DEFINE_config_file(
-        "config", "configs/study.py", "The configuration file.", lock_config=False, accept_new_attributes=True
-    )
-    flags.register_validator("config", lambda config: hasattr(config, "items"), "get_config() must return a ConfigDict")
+    shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
 
 def main(argv: Sequence[str]) -> None:
     """Reads the configuration, trains all runs, writes the page."""
     f = flags.FLAGS
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; overrides are written --config.section.key=value")
     if not all(rank.isdecimal() for rank in f.ranks):
         raise UserError(f"--ranks must be numbers joined by commas, got {','.join(f.ranks)}")
     # scipy's OpenBLAS, which factorises the small matrices on CPUs, would spend its time on waking its threads.
@@ -281,4 +277,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main, define_flags)
+    run(main, define_flags, hint=HINT)

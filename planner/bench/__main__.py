@@ -36,6 +36,7 @@ from planner.measure import measure_cluster, measure_compute
 from planner.measure.process_group import Meeting
 
 SECTIONS = ("executor", "placement", "speed")
+HINT = f"choose with --sections={','.join(SECTIONS)}"
 # Schedule, chunks and save. Small residuals where they can be: in schedules that skip idle ops XLA for CPUs moves F
 # ahead of B, and so must copy their ring.
 EXECUTED = (
@@ -193,8 +194,6 @@ def placement() -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Runs the sections."""
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; choose with --sections={','.join(SECTIONS)}")
     f = flags.FLAGS
     if f.worker is not None:
         _worker(f.worker, f.coordinator, f.repeats)
@@ -216,4 +215,4 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run(main)
+    run(main, hint=HINT)

@@ -17,10 +17,10 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
+from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
-from paxtrain.run import report
 from planner.cluster import link_fit
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
@@ -308,7 +308,7 @@ def _all_reduces(
             seconds = measure_links.all_reduce(machines.devices, machines.per_host, axis, size)
         seconds = meeting.gather(seconds, max)
         links = 2 * (ring - 1) * (alpha + size / ring * per_byte)
-        rows.append((f"all-reduce {name}", f"{report.size(size, 'B')} in {seconds:.4g} s; a ring in order would take "
+        rows.append((f"all-reduce {name}", f"{tables.size(size, 'B')} in {seconds:.4g} s; a ring in order would take "
                                            f"{links:.4g} s by these links"))  # fmt: skip
     return rows
 

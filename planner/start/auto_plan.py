@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from paxtrain import tables
 from paxtrain.config import Config, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
-from paxtrain.run import report as words
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.measure import measure_cluster
@@ -255,7 +255,7 @@ def describe(decision: Decision, machines: Machines) -> str:
         for name in ("slowest", "fastest"):
             if name in links:
                 a, b, rate, alpha = links[name]
-                rows.append((name, f"{a} to {b}: {words.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
+                rows.append((name, f"{a} to {b}: {tables.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
     mesh, pipeline, batch, compress = plan.mesh, plan.pipeline, plan.batch, plan.compress
     how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
     how += ", sequence parallel" if mesh.sequence_parallel else ""
@@ -268,11 +268,11 @@ def describe(decision: Decision, machines: Machines) -> str:
     parts = [between] * (compress.backward != "none") + [over] * (compress.data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))
     if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:
-        used, limit = (words.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))
+        used, limit = (tables.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))
         rows.append(("memory", f"{used} of {limit} per device ({told['memory_source']})"))
     took = f"decided in {decision.seconds:.1f} s"
     if told.keys() >= {"step_seconds", "host_order_seconds"}:
         step, order = told["step_seconds"], told["host_order_seconds"]
         took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
     rows.append(("step", took))
-    return words.table(rows)
+    return tables.table(rows)

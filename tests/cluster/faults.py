@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paxtrain import sample
-from paxtrain.run import metrics
+from paxtrain.run import metrics, sampling
 from paxtrain.run.checkpoint import read_meta
 from tests.cluster.hosts import Cluster, why_not
 from tests.cluster.supervised_run import (
@@ -134,7 +133,7 @@ def slow_host(lab: Lab) -> Figures:
 def full_disk(lab: Lab) -> Figures:
     """The disk fills up while training saves checkpoints; space is made and it goes on."""
     _go_on(lab, EVERY + 1)
-    run, filler = lab.running, lab.out / sample.CHECKPOINTS / "filler"
+    run, filler = lab.running, lab.out / sampling.CHECKPOINTS / "filler"
     broken = time.monotonic()
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
@@ -150,7 +149,7 @@ def corrupted_checkpoint(lab: Lab) -> Figures:
     _go_on(lab, EVERY + 1)
     lab.running.stop()
     *_, older, newest = checkpoints(lab.out)
-    files = [path for path in (lab.out / sample.CHECKPOINTS / str(newest)).rglob("*") if path.is_file()]
+    files = [path for path in (lab.out / sampling.CHECKPOINTS / str(newest)).rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     damaged = bytearray(largest.read_bytes())
     damaged[len(damaged) // 2] ^= 0xFF
@@ -171,16 +170,17 @@ def _children(process: int) -> list[int]:
 
 # The command itself, but that it believes to have consumed one more batch than it has.
 _SHIFTED = """
-from paxtrain import errors, train
+import runpy
+from paxtrain.run import training
 
-class Shifted(train.Run):
+class Shifted(training.Run):
     def start(self, checkpoints):
         state = super().start(checkpoints)
         self.samples += self.config.batch.global_batch
         return state
 
-train.Run = Shifted
-errors.run(train.main, train.define_flags)
+training.Run = Shifted
+runpy.run_module("paxtrain.train", run_name="__main__")
 """
 
 
@@ -210,12 +210,12 @@ def whole_curve(lab: Lab) -> Figures:
     """Ends the run and compares all of it with one to which nothing happened, and that one with itself a batch late."""
     lab.running.stop()
     here, newest = losses(lab.out), max(checkpoints(lab.out))
-    consumed = read_meta(lab.out / sample.CHECKPOINTS, newest)["samples"]
+    consumed = read_meta(lab.out / sampling.CHECKPOINTS, newest)["samples"]
     require(consumed == newest * BATCH, f"{consumed} samples after {newest} steps of {BATCH}")
     quiet = alone(lab, newest, lab.home / "alone")
     late = shutil.copytree(quiet, lab.home / "late")
     for step in [step for step in checkpoints(late) if step > newest - EVERY]:
-        shutil.rmtree(late / sample.CHECKPOINTS / str(step))
+        shutil.rmtree(late / sampling.CHECKPOINTS / str(step))
     alone(lab, newest, late, ("-c", _SHIFTED))
     figures = {"fault": "all of these, one after another", "steps": newest, "samples": consumed}
     figures |= {"loss": here[newest], "difference": difference(losses(quiet), here)}

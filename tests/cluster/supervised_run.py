@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paxtrain import sample
 from paxtrain.prepare import prepare
-from paxtrain.run import metrics
+from paxtrain.run import metrics, sampling
 from planner.supervision.side_channel import PORT
 from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster.hosts import Cluster
@@ -115,7 +114,7 @@ class Running:
 
 def checkpoints(out: pathlib.Path) -> list[int]:
     """Steps of a run's finished checkpoints, ascending."""
-    return sorted(int(path.name) for path in (out / sample.CHECKPOINTS).iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in (out / sampling.CHECKPOINTS).iterdir() if path.name.isdecimal())
 
 
 class Lab:
@@ -141,18 +140,18 @@ class Lab:
         home.mkdir(parents=True, exist_ok=True)
         (home / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
         prepare([str(home / "corpus.txt")], home / "data")
-        (home / "run" / sample.CHECKPOINTS).mkdir(parents=True)
+        (home / "run" / sampling.CHECKPOINTS).mkdir(parents=True)
         self.out = home.absolute() / "run"
         self._hold_disk()
 
     def _hold_disk(self) -> None:
         """A small disk for the checkpoints, which is gone with the process that holds it."""
-        place = self.out / sample.CHECKPOINTS
+        place = self.out / sampling.CHECKPOINTS
         script = 'mount -t tmpfs -o size="$1"m none "$2" && touch "$2/held" && exec sleep infinity'
         holder = self.cluster.start(0, ["/bin/sh", "-c", script, "sh", str(DISK), str(place)])
         # As its mounts show it, to all hosts and to this process.
         self.out = pathlib.Path(f"/proc/{holder.pid}/root{self.out}")
-        held, until = self.out / sample.CHECKPOINTS / "held", time.monotonic() + 10
+        held, until = self.out / sampling.CHECKPOINTS / "held", time.monotonic() + 10
         while not held.exists():
             require(time.monotonic() < until and holder.poll() is None, "no disk could be mounted")
             time.sleep(0.02)

@@ -3,9 +3,10 @@
 Otherwise four processes would compile all there is four times, and again at each start.
 """
 
-from paxtrain import errors, train
+import runpy
+
 from tests.cluster.programs import share_programs
 
 if __name__ == "__main__":
     share_programs()
-    errors.run(train.main, train.define_flags)
+    runpy.run_module("paxtrain.train", run_name="__main__")

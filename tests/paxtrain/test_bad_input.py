@@ -12,7 +12,6 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from paxtrain import compare, prepare, sample, train
 from paxtrain.config import (
     BatchConfig,
     CheckpointConfig,
@@ -25,9 +24,10 @@ from paxtrain.config import (
 from paxtrain.data import token_files
 from paxtrain.huggingface import __main__ as huggingface
 from paxtrain.parallel.step import Trainer
-from paxtrain.run import checkpoint, metrics
+from paxtrain.run import checkpoint, metrics, sampling
 from tests import mains
 
+compare, prepare, sample, train = (mains.load(f"paxtrain.{name}") for name in ("compare", "prepare", "sample", "train"))
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny.py"
 
@@ -294,8 +294,8 @@ def test_configuration_files_without_overrides(home, run_main):
 
 
 def test_a_checkpoint_of_another_architecture_is_left_alone(home, tmp_path, run_main):
-    architecture = sample.architecture(ModelConfig(hidden=64, layers=6))
-    with checkpoint.Checkpoints(tmp_path / sample.CHECKPOINTS, CheckpointConfig()) as checkpoints:
+    architecture = sampling.architecture(ModelConfig(hidden=64, layers=6))
+    with checkpoint.Checkpoints(tmp_path / sampling.CHECKPOINTS, CheckpointConfig()) as checkpoints:
         checkpoints.save(7, {"params": {"w": jnp.arange(8.0)}}, {"model": architecture, "step": 7})
     before = files(tmp_path)
     said = run_main(train, *training(home, tmp_path))

@@ -19,14 +19,13 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain import sample
 from paxtrain.config import plan
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.run import metrics
+from paxtrain.run import metrics, sampling
 from paxtrain.run.checkpoint import Checkpoints
-from paxtrain.train import Run
+from paxtrain.run.run import Run
 from tests.paxtrain.training import (
     EVERY,
     STEPS,
@@ -44,12 +43,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The command itself, with a record of what it read, saved and ran on.
 RECORDER = """
 import json, pathlib, sys
-from paxtrain import errors, train
+import runpy
 from paxtrain.data import token_files as data
+from paxtrain.run import training
 
 path, reads, saves, devices = pathlib.Path(sys.argv.pop(1)), [], [], []
 
-class Recorded(train.Run):
+class Recorded(training.Run):
     def save(self, checkpoints, state, step):
         saves.append(step)
         devices[:] = [device.id for device in self.trainer.mesh.devices.flat]
@@ -61,9 +61,9 @@ def read(self, start, stop, read=data.TokenFile.read):
         reads.append(ids.tolist())
     return ids
 
-train.Run, data.TokenFile.read = Recorded, read
+training.Run, data.TokenFile.read = Recorded, read
 try:
-    errors.run(train.main, train.define_flags)
+    runpy.run_module("paxtrain.train", run_name="__main__")
 finally:
     path.write_text(json.dumps({"reads": reads, "saves": saves, "devices": devices}))
 """
@@ -129,14 +129,14 @@ def losses(out):
 
 
 def checkpoints_in(out):
-    return sorted(int(path.name) for path in (out / sample.CHECKPOINTS).iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in (out / sampling.CHECKPOINTS).iterdir() if path.name.isdecimal())
 
 
 def final_state(config):
     """The newest checkpoint's (arrays, metadata)."""
     trainer = Trainer(config, make_mesh(config.mesh))
-    found = Checkpoints(pathlib.Path(config.run.out) / sample.CHECKPOINTS, config.checkpoint).restore(
-        trainer.abstract_canonical(), sample.architecture(config.model)
+    found = Checkpoints(pathlib.Path(config.run.out) / sampling.CHECKPOINTS, config.checkpoint).restore(
+        trainer.abstract_canonical(), sampling.architecture(config.model)
     )
     return jax.device_get(found[0]), found[1]
 
@@ -164,7 +164,7 @@ def reference(finished):
 def past(reference, tmp_path):
     """A copy of the reference run's folder as it was after step STEPS - EVERY, but for the metrics of later steps."""
     out = shutil.copytree(reference, tmp_path / "past")
-    shutil.rmtree(out / sample.CHECKPOINTS / str(STEPS))
+    shutil.rmtree(out / sampling.CHECKPOINTS / str(STEPS))
     assert checkpoints_in(out)[-1] == STEPS - EVERY
     return out
 
@@ -185,7 +185,7 @@ def test_the_end_tells_everything(finished):
         assert re.search(rf"{what} +{re.escape(str(out / name))}\n", stdout)
         assert (out / name).exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert stdout.split("a sample:\n")[1] == sample.sample(out, "\n", 20, seed=0) + "\n"
+    assert stdout.split("a sample:\n")[1] == sampling.sample(out, "\n", 20, seed=0) + "\n"
     assert f"step {STEPS}/{STEPS}: loss " in stderr
     assert losses(out)[STEPS] < losses(out)[1] - 1
     assert [r["step"] for r in curve(out) if "validation_loss" in r] == [0, 50, 100, STEPS]
@@ -209,7 +209,7 @@ def test_sampling_from_the_run(reference):
     command = [sys.executable, "-m", "paxtrain.sample", f"--checkpoint={reference}", "--tokens=6", "--temperature=0"]
     done = subprocess.run([*command, "--prompt=100 101 "], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "100 101 " + sample.sample(reference, "100 101 ", 6, temperature=0) + "\n"
+    assert done.stdout == "100 101 " + sampling.sample(reference, "100 101 ", 6, temperature=0) + "\n"
 
 
 def test_checkpoints_that_are_kept(reference):
@@ -255,7 +255,7 @@ def unfinished(directory):
 )
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_path, capsys, damage, message):
     out = shutil.copytree(reference, tmp_path / "out")
-    damage(out / sample.CHECKPOINTS)
+    damage(out / sampling.CHECKPOINTS)
     started(configuration(home, out)).train()
     stdout = capsys.readouterr().out
     assert re.search(f"checkpoint {STEPS} in .* {message}", stdout)

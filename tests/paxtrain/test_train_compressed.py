@@ -17,7 +17,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.prepare import prepare
 from paxtrain.run import metrics
-from paxtrain.train import Run
+from paxtrain.run.run import Run
 from paxtrain.xla import hlo
 
 pytestmark = pytest.mark.once

@@ -12,15 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain import sample
 from paxtrain.config import from_dict
 from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.prepare import prepare
-from paxtrain.run import metrics
+from paxtrain.run import metrics, sampling
 from paxtrain.run.checkpoint import Checkpoints
-from paxtrain.train import Run
+from paxtrain.run.run import Run
 
 STEPS, EVERY, BATCH, SEQUENCE = 12, 6, 8, 32
 
@@ -89,13 +88,13 @@ def curve(out):
 
 
 def checkpoints(config):
-    return Checkpoints(pathlib.Path(config.run.out) / sample.CHECKPOINTS, config.checkpoint)
+    return Checkpoints(pathlib.Path(config.run.out) / sampling.CHECKPOINTS, config.checkpoint)
 
 
 def newest(config):
     """The newest checkpoint's arrays."""
     run = started(config)
-    found = checkpoints(config).restore(run.trainer.abstract_canonical(), sample.architecture(config.model))
+    found = checkpoints(config).restore(run.trainer.abstract_canonical(), sampling.architecture(config.model))
     return jax.device_get(found[0])
 
 
@@ -109,14 +108,14 @@ def test_data_of_another_tokenizer_is_not_gone_on_with(home, reference, tmp_path
     """Its ids would be taken for the model's, and its tokenizer would replace the run's."""
     out, _ = reference
     shutil.copytree(out, tmp_path / "run")
-    kept = (tmp_path / "run" / sample.TOKENIZER).read_text()
+    kept = (tmp_path / "run" / sampling.TOKENIZER).read_text()
     other = tmp_path / "other"
     prepare([str(home / "web.jsonl")], other, tokenizer="bpe", vocab_size=257)
     data = {"train": str(other / "train"), "weights": "", "validation": str(other / "validation")}
     config = configuration(home, tmp_path / "run", data=data, model={"separator": 0}, run={"steps": STEPS + 1})
     with pytest.raises(UserError, match=r"are different tokenizers; prepare the data with --tokenizer=.*run/tokenizer"):
         started(config)
-    assert (tmp_path / "run" / sample.TOKENIZER).read_text() == kept
+    assert (tmp_path / "run" / sampling.TOKENIZER).read_text() == kept
     started(configuration(home, tmp_path / "anew", data=data, model={"separator": 0}))
 
 
@@ -132,7 +131,7 @@ def reference(home):
 def past(reference, tmp_path):
     """A copy of the reference run's folder as it was half way, but for the metrics of later steps."""
     out = shutil.copytree(reference[0], tmp_path / "past")
-    shutil.rmtree(out / sample.CHECKPOINTS / str(STEPS))
+    shutil.rmtree(out / sampling.CHECKPOINTS / str(STEPS))
     return out
 
 

@@ -8,7 +8,7 @@ from paxtrain.data import token_files
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.prepare import prepare
 from paxtrain.run import metrics
-from paxtrain.train import Run
+from paxtrain.run.run import Run
 
 STEPS, EVERY = 120, 20
 SETTINGS = {

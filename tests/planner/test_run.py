@@ -42,17 +42,18 @@ errors.run(run.main, run.define_flags)
 """
 # The same, but that it trains nothing and says which host is where in the mesh; more than two steps it does not finish.
 MESH = """
-from paxtrain import train
+import types
+from paxtrain.run import training
 from planner import run
 
 class Run:
-    def __init__(self, config, mesh, progress):
+    def __init__(self, config, mesh, progress, quiet):
         self.mesh, self.done = mesh, config.run.steps <= 2
     def train(self):
         print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
-        return self.done
+        return types.SimpleNamespace(finished=self.done)
 
-train.Run = Run
+training.Run = Run
 """
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paxtrain.run import report
+from paxtrain import tables
 from planner.planning.decision import device_order
 from tests.cluster.experiments import joint
 from tests.cluster.laboratory import Lab
@@ -34,4 +34,4 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
                 )
             )
         lab.say(f"{scene.name}: {scene.what}")
-        print(report.table(rows), flush=True)
+        print(tables.table(rows), flush=True)

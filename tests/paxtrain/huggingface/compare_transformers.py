@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import transformers
 
-from paxtrain import sample
 from paxtrain.config import Config, from_dict
 from paxtrain.data import tokenizer
 from paxtrain.huggingface import __main__ as huggingface
 from paxtrain.model import transformer
+from paxtrain.run import sampling
 
 TOLERANCE, SEQUENCE, VOCABULARY = 1e-4, 48, 300
 
@@ -64,12 +64,12 @@ def difference(family: str, tied: bool, folder: pathlib.Path) -> tuple[float, fl
     """Largest differences of logits: imported, and exported again and loaded by AutoModelForCausalLM."""
     made = theirs(family, tied)
     made.save_pretrained(folder / "theirs")
-    tokenizer.bytes_tokenizer().save(str(folder / "theirs" / sample.TOKENIZER))
+    tokenizer.bytes_tokenizer().save(str(folder / "theirs" / sampling.TOKENIZER))
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (4, SEQUENCE))
     with torch.no_grad():
         right = made(torch.from_numpy(ids)).logits.numpy()
     huggingface.import_model(str(folder / "theirs"), ours(family, tied, folder / "run"))
-    params, config, _ = sample.load(folder / "run")
+    params, config, _ = sampling.load(folder / "run")
     mine = np.asarray(jax.jit(transformer.logits, static_argnums=2)(params, ids, config.model))
 
     huggingface.export(str(folder / "run"), None, str(folder / "back"), "float32")

@@ -11,7 +11,6 @@ import safetensors.numpy
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from paxtrain import sample
 from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
 from paxtrain.data import token_files, tokenizer
 from paxtrain.errors import UserError
@@ -20,8 +19,9 @@ from paxtrain.huggingface import architectures
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.process.supervised import Progress
+from paxtrain.run import sampling
 from paxtrain.run.checkpoint import Checkpoints
-from paxtrain.train import Run
+from paxtrain.run.run import Run
 
 HERE = pathlib.Path(__file__).parent
 TOLERANCE = 1e-4
@@ -70,10 +70,10 @@ def random_params(config: ModelConfig) -> transformer.Params:
 def saved(params: transformer.Params, config: Config) -> None:
     """A run with a checkpoint of these parameters."""
     out = pathlib.Path(config.run.out)
-    meta = {"step": 7, "model": sample.architecture(config.model), "config": to_dict(config)}
-    with Checkpoints(out / sample.CHECKPOINTS, CheckpointConfig()) as checkpoints:
+    meta = {"step": 7, "model": sampling.architecture(config.model), "config": to_dict(config)}
+    with Checkpoints(out / sampling.CHECKPOINTS, CheckpointConfig()) as checkpoints:
         checkpoints.save(7, {"params": jax.tree.map(jax.numpy.asarray, params)}, meta)
-    tokenizer.bytes_tokenizer().save(str(out / sample.TOKENIZER))
+    tokenizer.bytes_tokenizer().save(str(out / sampling.TOKENIZER))
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama untied"])
@@ -81,7 +81,7 @@ def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shap
     weights, results = theirs(shape)
     config = run_config(shape, tmp_path / "run")
     huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
-    params, loaded, _ = sample.load(tmp_path / "run")
+    params, loaded, _ = sampling.load(tmp_path / "run")
     assert loaded == config
     np.testing.assert_allclose(
         transformer.logits(params, results["ids"], config.model), results["logits"], atol=TOLERANCE
@@ -130,7 +130,7 @@ def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
 
     again = run_config(shape, tmp_path / "again")
     huggingface.import_model(str(tmp_path / "model"), again)
-    found, loaded, encoder = sample.load(tmp_path / "again", 0)
+    found, loaded, encoder = sampling.load(tmp_path / "again", 0)
     assert loaded == again and encoder.encode("ab").ids == [97, 98]
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
@@ -145,7 +145,7 @@ def test_bfloat16_takes_half_and_rounds(tmp_path):
         sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
     assert sizes["bfloat16"] < 0.6 * sizes["float32"]
     huggingface.import_model(str(tmp_path / "bfloat16"), run_config("llama untied", tmp_path / "again"))
-    found, *_ = sample.load(tmp_path / "again")
+    found, *_ = sampling.load(tmp_path / "again")
     rounded = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x, "bfloat16"), np.float32), params)
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
@@ -165,7 +165,7 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
         data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
     )
     huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
-    assert Run(config, make_mesh(config.mesh), Progress({})).train()
+    assert Run(config, make_mesh(config.mesh), Progress({})).train().finished
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     params = architectures.params(weights.__getitem__, config.model)
     validation = token_files.load(config.data.validation, vocab_size=101, sequence=24)

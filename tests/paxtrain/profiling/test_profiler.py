@@ -11,7 +11,6 @@ import pytest
 from jax.profiler import ProfileData
 from matplotlib.image import imread
 
-from paxtrain import train
 from paxtrain.config import from_dict, to_dict
 from paxtrain.data import token_files
 from paxtrain.errors import UserError
@@ -21,6 +20,7 @@ from paxtrain.profiling.profiler import GROUPS, PICTURE, TABLE, TIMELINE, Profil
 from paxtrain.profiling.timeline import COLORS, joined
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import metrics
+from paxtrain.run.run import Run
 
 STEPS, PROFILED, PAUSE = 6, (3, 4, 5), 0.5
 
@@ -49,7 +49,7 @@ def config(home, out, profile="", mesh=(2, 2, 2), **run):
     })  # fmt: skip
 
 
-class Slow(train.Run):
+class Slow(Run):
     """A run that gets its batches late while it is profiled."""
 
     def batches(self, name, start_sample=0, part=""):
@@ -59,7 +59,7 @@ class Slow(train.Run):
             yield batch
 
 
-def started(config, run=train.Run):
+def started(config, run=Run):
     return run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
 
 

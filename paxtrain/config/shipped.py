@@ -1,0 +1,47 @@
+"""Files that come with the project, found by name from any folder: configurations and clusters."""
+
+import difflib
+import importlib.util
+import pathlib
+
+from paxtrain.errors import UserError
+
+
+def folder() -> pathlib.Path:
+    """Return the folder `configs`, of this checkout or of the installed package."""
+    found = importlib.util.find_spec("configs")
+    if found is None or not found.submodule_search_locations:
+        raise UserError("the package configs is not installed beside paxtrain; name a file by its path")
+    return pathlib.Path(next(iter(found.submodule_search_locations)))
+
+
+def names(kind: str, suffix: str) -> list[str]:
+    """Return the names of the shipped files of a kind.
+
+    Args:
+        kind: folder in `configs`; "" for the configurations themselves.
+        suffix: ".py" or ".json".
+    """
+    return sorted(path.stem for path in (folder() / kind).glob(f"*{suffix}") if path.stem not in ("base", "__init__"))
+
+
+def find(name: str, kind: str = "", suffix: str = ".py") -> str:
+    """Return the path of a shipped file by its bare name; a path comes back unchanged.
+
+    Args:
+        name: "gpt_8b", or any path: what has a folder or a suffix, or exists.
+        kind: folder in `configs`; "" for the configurations themselves.
+        suffix: ".py" or ".json".
+
+    Raises:
+        UserError: no shipped file has this name.
+    """
+    path = pathlib.Path(name)
+    if not name or path.suffix or len(path.parts) > 1 or path.exists():
+        return name
+    known = names(kind, suffix)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        first = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UserError(f"there is no shipped file {name!r}; {first}there are {', '.join(known)}, or name a path")
+    return str(folder() / kind / f"{name}{suffix}")

@@ -1,0 +1,51 @@
+"""Settings of the whole process. Mains make them, and no import does."""
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+
+def use_one_blas_thread() -> None:
+    """Let LAPACK compute on one thread, unless the environment says otherwise.
+
+    Virtual CPU devices call LAPACK side by side, and threads of its own spin against each other: a step that compresses
+    over data took 3 to 30 times as long on two cores. LAPACK reads the variable when it is loaded, at its first use.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Hide what orbax and tensorstore say besides raising, while the block runs.
+
+    Orbax narrates every save in some thirty lines, through the logger that this program uses too. When one read of a
+    damaged checkpoint fails, it closes its event loop under the reads still in flight. Each of them then complains at a
+    place where no caller can catch it, at once or at a later garbage collection.
+    """
+    say = sys.unraisablehook
+
+    def unraisable(event: Any) -> None:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(event.exc_traceback)]
+        if str(event.exc_value) != "Event loop is closed" and not any("/orbax/" in file for file in files):
+            say(event)
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "/orbax/" not in record.pathname
+
+    def is_not_tensorstore(record: logging.LogRecord) -> bool:
+        return "tensorstore" not in record.getMessage()
+
+    filters = {"absl": is_ours, "asyncio": is_not_tensorstore}
+    sys.unraisablehook = unraisable
+    for name, keep in filters.items():
+        logging.getLogger(name).addFilter(keep)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = say
+        for name, keep in filters.items():
+            logging.getLogger(name).removeFilter(keep)

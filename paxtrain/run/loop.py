@@ -1,0 +1,131 @@
+"""The training loop: steps, and what happens between them."""
+
+import time
+
+import jax
+
+from paxtrain.parallel.step import TrainState
+from paxtrain.profiling.profiler import Profiler
+from paxtrain.run import checkpoint, metrics
+from paxtrain.run.prepared import PreparedRun
+
+Figures = dict[str, jax.Array]
+
+
+class Loop:
+    """The steps of a run.
+
+    The figures of step n - 1 are read while step n runs, so that the host never keeps the devices waiting.
+    """
+
+    def __init__(
+        self,
+        run: PreparedRun,
+        first: int,
+        checkpoints: checkpoint.Checkpoints,
+        writer: metrics.Metrics,
+        profiler: Profiler,
+    ) -> None:
+        """Prepare the loop.
+
+        Args:
+            run: run whose steps these are.
+            first: steps that were done before.
+            checkpoints: open checkpoints of the run.
+            writer: open metrics of the run.
+            profiler: profiler of some of the steps.
+        """
+        self._run, self.first, self.checkpoints, self.writer, self.profiler = run, first, checkpoints, writer, profiler
+        self.progress = metrics.Progress(run.config.run.steps, first, run.talks)
+        self._pending: tuple[int, Figures] | None = None
+        self._last = self._started = time.perf_counter()
+        self._paused = 0.0  # seconds in which the loop did something other than steps
+
+    def run(self, state: TrainState) -> tuple[TrainState, float]:
+        """Run all steps that are left, or those before SIGTERM.
+
+        Returns:
+            The last state, and tokens per second without what happened between steps.
+        """
+        run, profiler = self._run, self.profiler
+        batches = run.batches("train", run.samples)
+        self._last = self._started = time.perf_counter()
+        number = self.first
+        with self.progress:
+            profiler.resume(self.first)
+            for number in range(self.first + 1, run.config.run.steps + 1):
+                self.checkpoints.check()
+                if number == run.ranks.start + 1 and number > 1:
+                    self.progress.say(f"step {number}: compression over data starts, ranks by stage {self._ranks()}")
+                with profiler.reading():
+                    batch = next(batches)
+                with profiler.step(number):
+                    state, figures = run.step_of(number)(state, batch)
+                run.samples += run.config.batch.global_batch
+                self._report_pending()
+                self._pending = (number, figures)
+                if self._between(number, state, figures):
+                    break
+            self._report_pending()
+        seconds = time.perf_counter() - self._started - self._paused
+        return state, (number - self.first) * run.tokens_per_step / seconds
+
+    def _ranks(self) -> str:
+        return ", ".join(map(str, self._run.ranks.current))
+
+    def _between(self, number: int, state: TrainState, figures: Figures) -> bool:
+        """Do what is due after a step: profile, adapt ranks, validate, save. Return whether to stop."""
+        run, profiler, c = self._run, self.profiler, self._run.config
+        validate = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
+        save = c.checkpoint.every and number % c.checkpoint.every == 0
+        stop, adapt = run.stop.now(), run.ranks.due(number)
+        if not (validate or save or stop or adapt or profiler.turns(number)):
+            return False
+        profiler.pause(figures)
+        self._report_pending()
+        began = time.perf_counter()
+        if number == profiler.last:
+            with run.progress.doing("reading the profile"):
+                self.writer.write(number, profiler.finish(run.step_of(number), self.progress.say))
+        if adapt and run.ranks.adapt():
+            self.progress.say(f"step {number}: ranks of the stages' gradients over data are now {self._ranks()}")
+        if validate:
+            self.writer.write(number, run.validate(state))
+        if save:
+            run.save(self.checkpoints, state, number)
+        profiler.resume(number)
+        self._last = time.perf_counter()
+        self._paused += self._last - began
+        return stop
+
+    def _report_pending(self) -> None:
+        if self._pending:
+            self._report(*self._pending)
+        self._pending = None
+
+    def _report(self, number: int, figures: Figures) -> None:
+        """Write a finished step's figures to the metrics, the supervisor, and the progress line."""
+        run, c = self._run, self._run.config
+        values = jax.device_get(figures)
+        run.progress.finished(number)
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        speed = run.tokens_per_step / seconds
+        record = {
+            "loss": values["loss"],
+            "grad_norm": values["grad_norm"],
+            "learning_rate": values["learning_rate"],
+            "skipped": not values["finite"],
+            "step_seconds": seconds,
+            "tokens_per_second": speed,
+        }
+        if run.peak:
+            record["mfu"] = metrics.mfu(speed, c.model, c.mesh.devices, run.peak)
+        if "left_out" in values and values["finite"]:
+            run.ranks.observe(values["left_out"])
+            record |= {f"left_out_stage_{s}": x for s, x in enumerate(values["left_out"])}
+        if number % c.run.log_every == 0 or not values["finite"]:
+            self.writer.write(number, record)
+        if not values["finite"]:
+            self.progress.say(f"step {number}: gradients are not finite, nothing was changed")
+        self.progress.update(number, float(values["loss"]), speed, seconds)

@@ -1,0 +1,220 @@
+"""A training run before and between its steps: its files, its data, its state from checkpoint to checkpoint."""
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from paxtrain.config import Config, to_dict
+from paxtrain.data import tokenizer
+from paxtrain.data.datasets import DataSets
+from paxtrain.errors import UserError
+from paxtrain.parallel import selective
+from paxtrain.parallel.mesh import from_process_rows, place, process_rows
+from paxtrain.parallel.ranks import Ranks, StageRanks
+from paxtrain.parallel.step import Trainer, TrainState
+from paxtrain.process import distributed, supervised
+from paxtrain.process.stopping import Stop
+from paxtrain.run import checkpoint, metrics, report, sampling
+from paxtrain.tables import table
+
+
+class PreparedRun:
+    """A training run before and between its steps: its files, its data, its state.
+
+    Everything that can be wrong with the input is found while this is made, before anything is compiled.
+    """
+
+    def __init__(
+        self, config: Config, mesh: Mesh, progress: supervised.Progress | None = None, quiet: bool = False
+    ) -> None:
+        """Check everything that can be wrong with the input.
+
+        Args:
+            config: configuration of the run.
+            mesh: devices, see `make_mesh`.
+            progress: told of steps and of what happens between them; None for nobody.
+            quiet: print nothing.
+
+        Raises:
+            UserError: the data, the tokenizer or the folder does not fit.
+        """
+        self.config = config
+        self.quiet = quiet
+        self.progress = progress or supervised.Progress({})
+        self.out = pathlib.Path(config.run.out)
+        self.primary = jax.process_index() == 0
+        self.talks = self.primary and not quiet
+        self.trainer = Trainer(config, mesh)
+        self.progress.placed(place(mesh))
+        self.data = DataSets(config)
+        self.trainer.compression.check()  # settles attention and kernels, too
+        self._check_tokenizer()
+        checkpoint.ensure_writable(self.out)
+        self.ranks: StageRanks | None = None
+        self._reset = ""  # why the state of the compression is not the checkpoint's
+        self._steps: dict[Ranks, jax.stages.Compiled] = {}
+        self.shape = (config.batch.global_batch, config.model.sequence + 1)
+        self.rows = process_rows(self.trainer.batch_sharding, self.shape)
+        self.tokens_per_step = config.batch.global_batch * config.model.sequence
+        self.samples = 0
+        self.stop = Stop()
+
+    @property
+    def _tokenizer(self) -> pathlib.Path:
+        return self.out / sampling.TOKENIZER
+
+    def _check_tokenizer(self) -> None:
+        """Demands that the data's ids mean what they did where the checkpoints are from."""
+        resumes = self.config.checkpoint.resume and checkpoint.finished_steps(self.out / sampling.CHECKPOINTS)
+        paths = (self._tokenizer, self.data.tokenizer)
+        if self.data.tokenizer.exists():
+            tokenizer.load(self.data.tokenizer)  # else a damaged one would show when all is trained, by the sample
+        if resumes and all(path.exists() for path in paths) and not tokenizer.alike(*paths):
+            raise UserError(
+                f"{paths[0]}, which goes with the checkpoints there, and {paths[1]} are different tokenizers; prepare "
+                f"the data with --tokenizer={paths[0]}, or name another run.out"
+            )
+
+    def _keep_tokenizer(self) -> None:
+        """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
+        source = self.data.tokenizer
+        target = self._tokenizer
+        if self.primary and source.exists() and source.resolve() != target.resolve():
+            shutil.copyfile(source, target)
+
+    # --- Data ---------------------------------------------------------------------------------------------------------
+
+    def batches(self, name: str, start_sample: int = 0, part: str = "") -> Iterator[jax.Array]:
+        """Global batches to train on ("train") or of one part of "validation", without end."""
+        training = name == "train"
+        local = self.data.training(self.rows, start_sample) if training else self.data.validating(part, self.rows)
+        for rows in local:
+            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
+
+    def _validate(self, state: TrainState, part: str) -> float:
+        some = zip(range(self.config.run.eval_batches), self.batches("validation", part=part))
+        with self.progress.doing("evaluating"):  # each set by itself: their number is no reason to take one for stuck
+            return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+
+    def validate(self, state: TrainState) -> dict[str, float]:
+        """Mean loss over the first eval_batches global batches of each validation set, named as in the metrics."""
+        return {metrics.validation_loss(part): self._validate(state, part) for part in self.data.validation}
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    def start(self, checkpoints: checkpoint.Checkpoints) -> TrainState:
+        """The state of the newest good checkpoint, or a fresh one."""
+        if self.config.checkpoint.resume:
+            abstract = self.trainer.abstract_canonical()
+            with self.progress.doing("restoring a checkpoint"):
+                restored = checkpoints.restore(
+                    abstract, sampling.architecture(self.config.model), self._wanted(abstract)
+                )
+            for problem in checkpoints.problems:
+                self.say(problem)
+            if restored is not None:
+                tree, meta = restored
+                step, steps = meta["step"], self.config.run.steps
+                if step > steps:
+                    raise UserError(
+                        f"{self.out} has a checkpoint of step {step}, but run.steps is {steps}; "
+                        "ask for more steps, or name another run.out"
+                    )
+                self.samples = meta["samples"]
+                self.say(f"resumed from step {step}, {self.samples} samples consumed")
+                if meta["data"] and meta["data"] != self.data.identity():
+                    self.say(f"the data order is another one than before ({meta['data']})")
+                if self._reset:
+                    self.say(self._reset)
+                compression = meta.get("compression", {})
+                if compression.get("ranks") and not self._reset and self.config.compress.data != "none":
+                    if compression["rule"] == self._rank_rule:
+                        self.ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
+                        self.ranks.resume(compression["ranks"])
+                        self.say(f"ranks over data, by stage: {', '.join(map(str, self.ranks.current))}")
+                    else:
+                        self.say("ranks over data start anew: what decides them is configured differently now")
+                return self.trainer.from_canonical(tree)
+        return self.trainer.init(self.config.run.seed)
+
+    @property
+    def _rank_rule(self) -> dict[str, Any]:
+        """What decides the ranks over data."""
+        names = ("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every")
+        names += ("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds")
+        return {name: getattr(self.config.compress, name) for name in names}
+
+    def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
+        """All that a checkpoint has, but for a state of the compression that is not continued."""
+        mine = checkpoint.kinds({"codec": abstract["codec"]})
+
+        def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
+            if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
+                return {"params"}
+            saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
+            self._reset = self.trainer.compression.why_reset(meta.get("compression", {}), saved, mine, where)
+            return set(abstract) - {"codec"} if self._reset else set(abstract)
+
+        return wanted
+
+    def choose_ranks(self, state: TrainState) -> None:
+        """Settles which stages compress over data, where the checkpoint has not."""
+        if self.ranks is None:
+            chosen = self.trainer.compression.stages
+            if self.config.compress.data == "selective":
+                times, source = selective.choose(self.trainer, state)
+                stages = times.chosen()
+                chosen = tuple(self.config.compress.data_rank if s in stages else 0 for s in range(len(chosen)))
+                self.say(table(report.stage_times(times, stages, source)))
+            self.ranks = StageRanks.of(self.config, chosen)
+
+    def _check_profile(self, steps: range) -> None:
+        """Demands that the profiled steps are of one program, whose parts the trace is sorted by."""
+        changes = [n + 1 for n in steps[:-1] if self.ranks.at(n) != self.ranks.at(n + 1) or self.ranks.due(n)]
+        if changes:
+            raise UserError(
+                f"profile={self.config.profile} goes across step {changes[0]}, from which on gradients over data may "
+                "have other ranks; name steps before it, or from it on"
+            )
+
+    def step_of(self, number: int) -> jax.stages.Compiled:
+        """The compiled train step of that number."""
+        ranks = self.ranks.at(number)
+        if ranks not in self._steps:
+            with self.progress.doing("compiling"):
+                self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
+                distributed.wait_for_all(f"step {number} is compiled")
+        return self._steps[ranks]
+
+    def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
+        meta = {
+            "step": step,
+            "samples": self.samples,
+            "model": sampling.architecture(self.config.model),
+            "data": self.data.identity(),
+            "config": to_dict(self.config),
+            "compression": {
+                "identity": self.trainer.compression.identity(),
+                "link_ranks": self.trainer.compression.link_ranks(),
+                "ranks": self.ranks.to_json(),
+                "rule": self._rank_rule,
+            },
+            "jax": jax.__version__,
+        }
+        with self.progress.doing("saving a checkpoint"):
+            checkpoints.save(step, self.trainer.canonical(state), meta)
+
+    def say(self, text: str) -> None:
+        """Print a text on the first process."""
+        if self.talks:
+            print(text, flush=True)
+
+    @property
+    def peak(self) -> float | None:
+        return self.config.run.peak_flops or metrics.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)

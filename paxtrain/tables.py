@@ -1,0 +1,17 @@
+"""Figures and tables as text, for what a program prints."""
+
+from collections.abc import Sequence
+
+
+def size(count: float, unit: str = "") -> str:
+    """Return a count with three digits and a prefix: 12,345,678 -> "12.3 M"."""
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {prefix}{unit}"
+    return f"{count:.3g} {unit}"
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return rows of (what, figure) as two aligned columns."""
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"  {what:<{width}}  {figure}" for what, figure in rows)
