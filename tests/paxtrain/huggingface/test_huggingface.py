@@ -23,7 +23,7 @@ from paxtrain.run import sampling
 from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.run.run import Run
 
-HERE = pathlib.Path(__file__).parent
+REFERENCES = pathlib.Path(__file__).parents[1] / "model"
 TOLERANCE = 1e-4
 COMMON = {"vocab_size": 101, "layers": 3, "hidden": 32, "heads": 4, "sequence": 24, "dtype": "float32"}
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 56, "tied_head": False}
@@ -44,7 +44,7 @@ def run_config(shape: str, out: pathlib.Path, **sections) -> Config:
 
 def theirs(shape: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(weights by transformers' names, what it computed with them)."""
-    with np.load(HERE / f"{shape.split()[0]}_reference.npz") as file:
+    with np.load(REFERENCES / f"{shape.split()[0]}_reference.npz") as file:
         arrays = dict(file)
     return arrays, {name: arrays.pop(name) for name in ("ids", "logits", "loss")}
 

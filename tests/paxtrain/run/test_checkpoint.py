@@ -289,7 +289,7 @@ def test_fingerprint_sees_bits_and_places_but_not_the_mesh(dtype):
 # Of the functions above, in two processes.
 HERE = """
 import os
-from tests.paxtrain.test_checkpoint import *
+from tests.paxtrain.run.test_checkpoint import *
 
 directory = pathlib.Path(sys.argv[1])
 """
