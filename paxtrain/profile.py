@@ -12,7 +12,7 @@ import jax
 from absl import flags
 from jax.sharding import Mesh
 
-from paxtrain import flags as shared
+from paxtrain import training_flags
 from paxtrain.config import Config
 from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.parallel import selective
@@ -47,15 +47,15 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
 
 def define_flags() -> None:
     """Defines this main's flags."""
-    shared.define_training()
+    training_flags.define_flags()
     flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
 
 
 def main(argv: Sequence[str]) -> None:
     """Reads the configuration, joins the other processes, measures and prints."""
     f = flags.FLAGS
-    config, chosen = shared.configured()
-    shared.join()
+    config, chosen = training_flags.configured()
+    training_flags.join()
     mesh, problem = None, None
     try:
         devices = host_major(chosen.hosts, distributed.host_names()) if chosen and chosen.hosts else None

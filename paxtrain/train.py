@@ -3,20 +3,20 @@
 import os
 from collections.abc import Sequence
 
-from paxtrain import flags
+from paxtrain import training_flags
 from paxtrain.errors import OVERRIDES, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run.training import train_together
 
 HINT = OVERRIDES
-define_flags = flags.define_training
+define_flags = training_flags.define_flags
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the configuration, join the other processes, train."""
-    config, chosen = flags.configured()
+    config, chosen = training_flags.configured()
     with supervised.Progress(os.environ) as progress:
-        flags.join()
+        training_flags.join()
         train_together(config, chosen, distributed.host_names() if chosen and chosen.hosts else [], progress)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.config import plan as plans
+from tests import mains
 from tests.planner.examples import cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -76,12 +77,13 @@ def test_one_stage_has_no_copies_of_the_embedding_to_synchronise(cluster_file, t
         assert plans.load(out / "plan.json").compress.embedding == embedding
 
 
-def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, monkeypatch, capfd):
     broken = tmp_path / "broken.json"
     values = json.loads(cluster_file.read_text())
     values["links"]["bandwidth"][0][0][1] = -1
     broken.write_text(json.dumps(values))
-    cluster_flag = f"--cluster={cluster_file}"
+    cluster_flag, plan = f"--cluster={cluster_file}", mains.load("planner.plan")
     cases = {
         "--cluster is missing": [],
         "from host0 to host1 must be above 0, got -1": [f"--cluster={broken}"],
@@ -108,8 +110,9 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path):
         "all 2 hosts are left out": [cluster_flag, "--without=host0,host1"],
     }
     for sentence, arguments in cases.items():
-        run = planned(*MODEL, f"--out={tmp_path / 'plan'}", *arguments)
-        assert run.returncode == 2, (sentence, run.stderr)
-        assert sentence in run.stderr
-        assert run.stderr.startswith("error: ") and len(run.stderr.strip().splitlines()) == 1
+        code = mains.run(monkeypatch, plan, *MODEL, f"--out={tmp_path / 'plan'}", *arguments)
+        said = capfd.readouterr().err
+        assert code == 2, (sentence, said)
+        assert sentence in said
+        assert said.startswith("error: ") and len(said.strip().splitlines()) == 1
         assert not (tmp_path / "plan" / "plan.json").exists()
