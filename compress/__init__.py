@@ -1,1 +1,48 @@
-"""compress: codecs for what crosses slow links."""
+"""compress: codecs for what crosses slow links. It imports neither paxtrain nor planner.
+
+    codec.py                                the interface of a codec; codec_error, wire_bytes
+    lowrank.py                              the codec LowRank: messages between pipeline stages
+    collectives.py                          mean_lowrank: gradients over data (PowerSGD); packed collectives
+    policy.py                               what to compress, from when on, to which rank
+    kernels.py triton.py                    passes over whole matrices: public op and jnp reference, Pallas kernels
+    kernel_times.py bench.py                benchmark of the kernels, and its main
+    subspace.py                             subspace iteration on thin factors
+    recorder.py                             a record of a link's messages, for studies
+
+    error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors
+
+Importing this package imports no jax; the names below do so when they are first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compress.codec import Codec as Codec
+    from compress.codec import Identity as Identity
+    from compress.codec import codec_error as codec_error
+    from compress.codec import wire_bytes as wire_bytes
+    from compress.collectives import init_power as init_power
+    from compress.collectives import mean_lowrank as mean_lowrank
+    from compress.lowrank import LowRank as LowRank
+
+_EXPORTS = {
+    "Codec": "compress.codec",
+    "Identity": "compress.codec",
+    "LowRank": "compress.lowrank",
+    "codec_error": "compress.codec",
+    "init_power": "compress.collectives",
+    "mean_lowrank": "compress.collectives",
+    "wire_bytes": "compress.codec",
+}
+__all__ = [*_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'compress' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

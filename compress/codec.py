@@ -1,254 +1,198 @@
-"""Codecs: what stands between a value and the link that it crosses.
+"""The interface of a codec, and the codec that changes nothing.
 
-A codec is a triple of pure functions over explicit state, one state per directed link:
+A codec stands between a value and the link that it crosses. It is three pure functions over explicit state, like an
+optimizer of optax. Each directed link between two pipeline stages has its own state:
 
-    init(shape, dtype) -> state
-    encode(state, x, active) -> (wire, state)      wire: a pytree of arrays, all that crosses the link
-    decode(wire, like) -> x
+    state = codec.init(shape, dtype)                    before the first message
+    wire, state = codec.encode(state, x, active)        on the sender
+    x = codec.decode(wire, like)                        on the receiver
 
-Sender and receiver see the same wire, so both can form the same decoded x. All stages run one program, so who has
-nothing to send encodes too: `active` False leaves the state as it was, bit for bit, and makes the wire scrap.
+The wire is a pytree of arrays, and is all that crosses the link. Sender and receiver see the same wire, so both can
+form the same decoded bits. This top-k codec with error feedback is complete; `paxtrain.train(config, codec=TopK(64))`
+trains with it:
+
+    @dataclasses.dataclass(frozen=True)
+    class TopK:
+        k: int
+
+        def init(self, shape, dtype):
+            return jnp.zeros(shape, dtype)  # what earlier messages left out
+
+        def encode(self, state, x, active=True):
+            m = (x + state).reshape(-1)
+            _, where = jax.lax.top_k(jnp.abs(m), self.k)
+            wire = m[where], where.astype(jnp.int32)
+            left = m.at[where].set(0).reshape(x.shape)
+            return wire, jnp.where(active, left, state)
+
+        def decode(self, wire, like):
+            values, where = wire
+            flat = jnp.zeros(math.prod(like.shape), like.dtype)
+            return flat.at[where].set(values).reshape(like.shape)
 """
 
-import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-
-from compress import kernels, subspace
+from jax.typing import DTypeLike
 
 Like = jax.Array | jax.ShapeDtypeStruct
-FORMS = {"solve": subspace.precondition, "qr": subspace.orthonormal}
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a message seen as a matrix."""
-    return math.prod(shape[:-1]), shape[-1]
-
-
+@runtime_checkable
 class Codec(Protocol):
-    """What the pipeline asks of a codec."""
+    """Three functions that encode and decode the messages of a link.
 
-    def init(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The state before the first message of this shape and dtype."""
+    The functions are traced by jax.jit, so shapes and dtypes of the state and the wire must depend on the message's
+    shape and dtype alone. A message is [B, S, H]: micro-batch, sequence (or a device's part of it) and hidden size, in
+    the model's compute dtype. A codec has to be hashable; a frozen dataclass is. Its `repr` identifies it in logs and
+    checkpoints, so every setting belongs into it.
+    """
+
+    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return the state before the first message.
+
+        Args:
+            shape: shape of every message of the link.
+            dtype: dtype of every message of the link.
+
+        Returns:
+            A pytree of arrays; () if the codec keeps no state. Checkpoints contain it.
+        """
 
     def encode(self, state: Any, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Any]:
-        """What crosses the link for x, and the next state."""
+        """Return what crosses the link for a message, and the next state.
+
+        Args:
+            state: state that `init` or the previous `encode` returned.
+            x: the message.
+            active: whether this stage sends in this step, bool []. All stages run one program, so stages that send
+                nothing call `encode` as well. If it is False, the returned state must equal `state` bit for bit, and
+                nobody uses the wire.
+
+        Returns:
+            The wire, a pytree of arrays, and the next state, of the same structure, shapes and dtypes as `state`. If x
+            is not finite, the decoded wire must not be finite either: that is how the trainer finds a step to skip.
+        """
 
     def decode(self, wire: Any, like: Like) -> jax.Array:
-        """What the receiver makes of it, of like's shape and dtype."""
+        """Return the message that a wire encodes.
 
-    def residual(self, state: Any, like: Like) -> jax.Array:
-        """What the messages so far lost and the next one will bring, of like's shape and dtype."""
-
-    def wire_bytes(self, shape: tuple[int, ...], dtype: Any) -> int:
-        """Bytes that one message puts on the link."""
+        Args:
+            wire: what `encode` returned, possibly on another device.
+            like: array or shape whose shape and dtype the result has.
+        """
 
 
 class Identity(NamedTuple):
-    """Sends x as it is and keeps no state."""
+    """Codec that sends messages as they are and keeps no state."""
 
-    def init(self, shape: tuple[int, ...], dtype: Any) -> tuple[()]:
+    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[()]:
+        """Return the empty state."""
         return ()
 
     def encode(self, state: tuple[()], x: jax.Array, active: jax.Array | bool = True) -> tuple[jax.Array, tuple[()]]:
+        """Return the message itself, and the empty state."""
         return x, state
 
     def decode(self, wire: jax.Array, like: Like) -> jax.Array:
+        """Return the wire."""
         return wire
 
     def residual(self, state: tuple[()], like: Like) -> jax.Array:
+        """Return zeros: no message loses anything."""
         return jnp.zeros(like.shape, like.dtype)
 
-    def wire_bytes(self, shape: tuple[int, ...], dtype: Any) -> int:
-        return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+def codec_name(codec: Codec) -> str:
+    """Return what identifies a codec in logs and checkpoints: its repr, or its class if the repr is an address."""
+    kind = type(codec)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)
 
 
-class LowRankState(NamedTuple):
-    """State of a LowRank codec.
+def wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Return the bytes that one message puts on a link, counted from the arrays that `encode` returns.
 
-    Attributes:
-        q: [k, r] for the next message.
-        first: [k, r] the first q; what rank a link has is in its zero columns.
-        error: what the previous message lost, as the kernels take it.
+    Nothing is computed: the codec is traced on shapes.
+
+    Args:
+        codec: the codec.
+        shape: shape of the message.
+        dtype: dtype of the message.
     """
-
-    q: jax.Array
-    first: jax.Array
-    error: kernels.Error
+    _, wire, _ = _first_message(codec, jax.ShapeDtypeStruct(shape, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(wire))
 
 
-class LowRankWire(NamedTuple):
-    """The factors p [n, r] and w [k, r] of a message."""
+def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    """Check a codec's shapes and dtypes without computing anything.
 
-    p: subspace.Factor
-    w: subspace.Factor
+    Args:
+        codec: the codec.
+        shape: shape of the messages.
+        dtype: dtype of the messages.
+
+    Raises:
+        ValueError: `encode` returns a state of other shapes than `init`, or `decode` another shape or dtype than the
+            message's. Whatever the codec itself raises for this shape passes through.
+    """
+    message = jax.ShapeDtypeStruct(shape, dtype)
+    before, wire, after = _first_message(codec, message)
+    if (_shapes(before), jax.tree.structure(before)) != (_shapes(after), jax.tree.structure(after)):
+        raise ValueError(
+            f"{codec_name(codec)}.init returns a state of {_shapes(before)}, but encode returns one of "
+            f"{_shapes(after)}; both must have the same structure, shapes and dtypes"
+        )
+    decoded = jax.eval_shape(lambda wire: codec.decode(wire, message), wire)
+    if _shapes(decoded) != _shapes(message):
+        raise ValueError(
+            f"{codec_name(codec)}.decode returns {_shapes(decoded)} for a message of {_shapes(message)}; it must "
+            "return the shape and dtype of `like`"
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class LowRank:
-    """Sends x [*, k], seen as a matrix [n, k], as two factors, and adds what that lost to the next message.
+def codec_error(codec: Codec, x: jax.Array, steps: int = 1) -> jax.Array:
+    """Return how much of an array a codec loses, with its error feedback, when the array is sent again and again.
 
-    Attributes:
-        rank: columns of the factors.
-        error: "none" forgets what a message lost; "explicit" forms it at once; "lazy" keeps the message and its factors
-            and forms it when the next message is encoded, which moves fewer bytes. The last two decode alike.
-        factors: dtype on the wire, one of lowrank.FACTORS. "float32" is multiplied in full float32, the others as
-            bfloat16.
-        form: "solve" (r x r factorisations only) or "qr" (to check it against).
-        implementation: of the passes over whole matrices, see kernels.py.
-        seed: of the first q.
+    After t messages the receiver has the sum of t decoded arrays, which should be t x. Without error feedback the
+    error stays as it is. With error feedback it falls like 1/t, because each message brings what the last one left out.
+
+    Args:
+        codec: the codec.
+        x: the message, of any shape that the codec takes, in a floating-point dtype.
+        steps: number of messages.
+
+    Returns:
+        float32 [steps]: |t x - sum of the decoded messages| / |t x| after message t = 1 to steps, in Frobenius norms;
+        0 if x is zero and arrives as zero.
 
     References:
-        Vogels et al. 2019, PowerSGD: one step of subspace iteration with error feedback. Song et al. 2023, Optimus-CC:
-        the same for messages between pipeline stages.
+        Karimireddy et al. 2019, Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
     """
 
-    rank: int
-    error: str = "lazy"
-    factors: str = "bfloat16"
-    form: str = "solve"
-    implementation: str = "xla"
-    seed: int = 0
+    def send(carry: tuple[Any, jax.Array], step: jax.Array) -> tuple[tuple[Any, jax.Array], jax.Array]:
+        state, missing = carry
+        wire, state = codec.encode(state, x, True)
+        missing = missing + x.astype(jnp.float32) - codec.decode(wire, x).astype(jnp.float32)
+        return (state, missing), jnp.linalg.norm(missing.reshape(-1)) / step
 
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        for name, known in (("error", ("none", "explicit", "lazy")), ("factors", subspace.FACTORS), ("form", FORMS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(known)}")
-
-    def init(self, shape: tuple[int, ...], dtype: Any, rank: jax.Array | int | None = None) -> LowRankState:
-        """The state before the first message.
-
-        Args:
-            shape, dtype: of the messages.
-            rank: of this link, at most self.rank, may be traced.
-
-        Raises:
-            ValueError: self.rank is above the smaller side of a message.
-        """
-        n, k = _matrix(shape)
-        if self.rank > min(n, k):
-            raise ValueError(f"rank {self.rank} is above the full rank of a {n} x {k} message")
-        thin = subspace.thin_dtype(self.factors)
-        first = subspace.initial(k, self.rank, self.seed).astype(thin)
-        if rank is not None:
-            first = jnp.where(jnp.arange(self.rank) < rank, first, 0)
-        m = jnp.zeros((n, k), dtype)
-        error = None
-        if self.error == "explicit":
-            error = kernels.Explicit(m)
-        elif self.error == "lazy":
-            error = kernels.Lazy(m, jnp.zeros((n, self.rank), thin), jnp.zeros((k, self.rank), thin))
-        return LowRankState(first, first, error)
-
-    def encode(
-        self, state: LowRankState, x: jax.Array, active: jax.Array | bool = True
-    ) -> tuple[LowRankWire, LowRankState]:
-        """The factors of x plus what earlier messages lost, and the next state."""
-        keep = lambda new, old: jnp.where(active, new, old)  # noqa: E731
-        passes = {"implementation": self.implementation}
-        m, product = kernels.project(x.reshape(-1, x.shape[-1]), state.q, state.error, active, **passes)
-        wire_p = subspace.quantise(FORMS[self.form](product), self.factors)
-        p = subspace.dequantise(wire_p)
-        s, g = kernels.backproject(m, p, **passes)
-        fitted = subspace.solve(s, g) if self.form == "solve" else s
-        wire_w = subspace.quantise(fitted, self.factors)
-        w = subspace.dequantise(wire_w)
-        error = state.error
-        if isinstance(error, kernels.Lazy):
-            error = kernels.Lazy(m, keep(p, error.p), keep(w, error.w))
-        elif isinstance(error, kernels.Explicit):
-            error = kernels.Explicit(kernels.residual(m, p, w, active, **passes))
-        q = subspace.warm_start(fitted, state.first.astype(jnp.float32)).astype(state.q.dtype)
-        return LowRankWire(wire_p, wire_w), LowRankState(keep(q, state.q), state.first, error)
-
-    def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
-        """p w^T: the same bits at the sender and at the receiver."""
-        p, w = map(subspace.dequantise, wire)
-        return kernels.decode(p, w, like.dtype, implementation=self.implementation).reshape(like.shape)
-
-    def residual(self, state: LowRankState, like: Like) -> jax.Array:
-        """What the messages so far lost and the next one will bring; zeros without error feedback."""
-        match state.error:
-            case kernels.Lazy():
-                return kernels.residual(*state.error, implementation=self.implementation).reshape(like.shape)
-            case kernels.Explicit(e):
-                return e.reshape(like.shape)
-        return jnp.zeros(like.shape, like.dtype)
-
-    def narrow(self, wire: LowRankWire, rank: int) -> LowRankWire:
-        """The first `rank` columns of the factors: all that a link of that rank has to carry."""
-        return jax.tree.map(lambda leaf: leaf[..., :rank], wire)
-
-    def widen(self, wire: LowRankWire) -> LowRankWire:
-        """A narrow wire with zero columns up to self.rank: decodes to the same bits as before `narrow`."""
-        return jax.tree.map(
-            lambda leaf: jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, self.rank - leaf.shape[-1])]), wire
-        )
-
-    def wire_bytes(self, shape: tuple[int, ...], dtype: Any, rank: int | None = None) -> int:
-        """Bytes of a message's factors and scales on a link of `rank` (default: self.rank)."""
-        column = sum(_matrix(shape)) * jnp.dtype(self.factors).itemsize + (8 if self.factors == "int8" else 0)
-        return column * (self.rank if rank is None else rank)
+    x = jnp.asarray(x)
+    start = codec.init(x.shape, x.dtype), jnp.zeros(x.shape, jnp.float32)
+    _, missing = jax.lax.scan(send, start, jnp.arange(1, steps + 1, dtype=jnp.float32))
+    norm = jnp.linalg.norm(x.astype(jnp.float32).reshape(-1))
+    return missing / jnp.where(norm == 0, 1, norm)
 
 
-class Record(NamedTuple):
-    """State of a Recorder: message i is at i % capacity.
-
-    Attributes:
-        inner: state of the recorded codec.
-        count: active messages so far, int32 [].
-        given, decoded: [capacity, ...] messages as the sender gave them and as the receiver decodes them.
-        residual: [capacity, ...] the inner codec's residual after each.
-    """
-
-    inner: Any
-    count: jax.Array
-    given: jax.Array
-    decoded: jax.Array
-    residual: jax.Array
+def _first_message(codec: Codec, message: jax.ShapeDtypeStruct) -> tuple[Any, Any, Any]:
+    """Return the shapes of the first state, of the first message's wire, and of the state after it."""
+    before = jax.eval_shape(lambda: codec.init(message.shape, message.dtype))
+    wire, after = jax.eval_shape(codec.encode, before, message, jax.ShapeDtypeStruct((), jnp.bool_))
+    return before, wire, after
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorder:
-    """Another codec, and a record of its last `capacity` messages, for studies."""
-
-    codec: Any
-    capacity: int
-
-    def init(self, shape: tuple[int, ...], dtype: Any, *rank: jax.Array | int) -> Record:
-        """The inner codec's state (which takes `rank` where it is given) and an empty record."""
-        empty = jnp.zeros((self.capacity, *shape), dtype)
-        return Record(self.codec.init(shape, dtype, *rank), jnp.int32(0), empty, empty, empty)
-
-    def encode(self, state: Record, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Record]:
-        """The inner codec's wire; active messages enter the record."""
-        wire, inner = self.codec.encode(state.inner, x, active)
-        slot = state.count % self.capacity
-        write = lambda ring, value: ring.at[slot].set(jnp.where(active, value, ring[slot]))  # noqa: E731
-        return wire, Record(
-            inner,
-            state.count + jnp.asarray(active, jnp.int32),
-            write(state.given, x),
-            write(state.decoded, self.codec.decode(wire, x)),
-            write(state.residual, self.codec.residual(inner, x)),
-        )
-
-    def decode(self, wire: Any, like: Like) -> jax.Array:
-        return self.codec.decode(wire, like)
-
-    def residual(self, state: Record, like: Like) -> jax.Array:
-        return self.codec.residual(state.inner, like)
-
-    def narrow(self, wire: Any, rank: int) -> Any:
-        return self.codec.narrow(wire, rank)
-
-    def widen(self, wire: Any) -> Any:
-        return self.codec.widen(wire)
-
-    def wire_bytes(self, shape: tuple[int, ...], dtype: Any, *rank: int) -> int:
-        return self.codec.wire_bytes(shape, dtype, *rank)
+def _shapes(tree: Any) -> str:
+    """Return the shapes and dtypes of a tree of array shapes as text: "float32[2,3], int32[4]"."""
+    leaves = jax.tree.leaves(tree)
+    return ", ".join(f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]" for leaf in leaves) or "nothing"

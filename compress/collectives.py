@@ -15,17 +15,16 @@ import numpy as np
 from jax import lax
 
 from compress import kernels, subspace
-from compress.codec import FORMS
 
 Factors = tuple[jax.Array, jax.Array]
 
 
 class PowerState(NamedTuple):
-    """What PowerSGD carries from step to step, for each matrix [n, k].
+    """State of PowerSGD between steps, an array for each matrix [n, k].
 
     Attributes:
-        error: [n, k] float32, what this data rank has not sent yet.
-        q: [k, at most r_max] float32, right factors to start from, the same bits on all data ranks.
+        error: [n, k] float32 parts of the gradients that this data rank has not sent yet.
+        q: [k, at most r_max] float32 right factors to start from, the same bits on all data ranks.
     """
 
     error: list[jax.Array]
@@ -33,11 +32,13 @@ class PowerState(NamedTuple):
 
 
 class PowerStats(NamedTuple):
-    """Squared norms over all of a data rank's matrices, float32 []: the relative residual is sqrt(left / total).
+    """Squared Frobenius norms over all matrices of a data rank, float32 [].
+
+    The relative residual is sqrt(left / total).
 
     Attributes:
-        left: of the errors left by this step.
-        total: of what was to be sent, gradients plus the errors before.
+        left: squared norm of the errors that this step leaves.
+        total: squared norm of what was to be sent, gradients plus the previous errors.
     """
 
     left: jax.Array
@@ -45,7 +46,15 @@ class PowerStats(NamedTuple):
 
 
 def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> PowerState:
-    """No error, and right factors for ranks up to `rank` or the matrix's own: equal shapes start from equal ones."""
+    """Return the state before the first step: no error, and random right factors.
+
+    Matrices of equal shapes start from equal factors.
+
+    Args:
+        shapes: shape (n, k) of each matrix.
+        rank: highest rank of the run; a matrix's factors have at most min(n, k) columns.
+        seed: seed of the right factors, the same on all data ranks.
+    """
     ranks = [min(rank, n, k) for n, k in shapes]
     first = {(k, r): subspace.initial(k, r, seed) for (_, k), r in zip(shapes, ranks)}
     return PowerState(
@@ -55,11 +64,11 @@ def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> Power
 
 
 def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """[reduce(x) for x in arrays], with one call on all of them flattened into one [size].
+    """Return [reduce(x) for x in arrays], with one call on all arrays flattened into one [size].
 
     Args:
-        reduce: an elementwise reduction such as lax.pmean over an axis.
-        arrays: of one dtype, any shapes.
+        reduce: elementwise reduction, such as lax.pmean over an axis.
+        arrays: arrays of one dtype, of any shapes.
     """
     if not arrays:
         return []
@@ -68,12 +77,12 @@ def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 
 
 def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
-    """lax.psum_scatter (tiled) of each array over its own dim, with one collective for all of them.
+    """Return lax.psum_scatter (tiled) of each array over its dim, with one collective for all arrays.
 
     Args:
-        arrays: of one dtype, any shapes.
-        dims: the dim that each is scattered over; its size is a multiple of the axis's.
-        axis: of the mesh.
+        arrays: arrays of one dtype, of any shapes.
+        dims: dim of each array that is scattered; its size is a multiple of the axis's.
+        axis: name of the mesh axis.
     """
     if not arrays:
         return []
@@ -89,12 +98,12 @@ def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) 
 
 
 def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
-    """lax.all_gather (tiled) of each array along its own dim, with one collective for all of them.
+    """Return lax.all_gather (tiled) of each array along its dim, with one collective for all arrays.
 
     Args:
-        arrays: shards of one dtype, any shapes.
-        dims: the dim that each is gathered along.
-        axis: of the mesh.
+        arrays: shards of one dtype, of any shapes.
+        dims: dim of each array that is gathered.
+        axis: name of the mesh axis.
     """
     if not arrays:
         return []
@@ -108,15 +117,16 @@ def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -
 
 
 def _split(x: jax.Array, sizes: list[int], dim: int) -> list[jax.Array]:
+    """Return the parts of those sizes that x consists of along a dim."""
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
 
 
 def _by_shape(function: Callable[..., jax.Array], *columns: Sequence[jax.Array]) -> list[jax.Array]:
-    """[function(*row) for row in zip(*columns)], with one batched call for all rows of the same shapes."""
+    """Return [function(*row) for row in zip(*columns)], with one batched call for all rows of the same shapes."""
     groups: dict[tuple, list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
         groups.setdefault(tuple(x.shape for x in row), []).append(i)
-    results = {}
+    results: dict[int, jax.Array] = {}
     for group in groups.values():
         batch = function(*(jnp.stack([column[i] for i in group]) for column in columns))
         results |= dict(zip(group, batch))
@@ -132,51 +142,68 @@ def mean_lowrank(
     form: str = "solve",
     keep: bool = False,
 ) -> tuple[list[Factors], PowerState, PowerStats]:
-    """Factors of the mean over data ranks of many matrices, in two all-reduces for all of them.
+    """Return factors of the mean over data ranks of many matrices, in two all-reduces for all of them.
 
-    With g_w a rank's gradient and e_w its error: M_w = g_w + e_w; P = mean M_w Q, its columns then made
-    well-conditioned; W_w = M_w^T P (P^T P)^-1, so that P W_w^T is M_w projected onto what P spans; W = mean W_w. The
-    mean is P W^T, and each rank keeps what is missing of its own, e_w = M_w - P W_w^T. What is sent and what is kept
-    add up over ranks and time: the sum of all P W^T plus the last mean e_w is that of all mean g_w plus the first mean
-    e_w. That holds however P came about, and W_w is taken from it before the mean: no rank's solve has to be exact.
+    With g_w the gradient of a rank w and e_w its error:
 
-    Memory: the new errors take the place of the old where the state is donated; each M_w is held from one all-reduce to
-    the next, in the place of its gradient if that is not used elsewhere.
+        M_w = g_w + e_w
+        P   = precondition(mean M_w Q)          all-reduce of [n, r]
+        W_w = M_w^T P (P^T P)^-1                so that P W_w^T projects M_w onto the span of P
+        W   = mean W_w                          all-reduce of [k, r]
+        e_w = M_w - P W_w^T                     kept for the next step
+
+    The result stands for the mean P W^T. What is sent and what is kept add up over ranks and time: the sum of all
+    P W^T plus the last mean e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P, and W_w is
+    subtracted before the mean, so no rank's solve has to be exact.
+
+    Memory: the new errors take the place of the old ones if the state is donated. Each M_w is held from one all-reduce
+    to the next, in the place of its gradient if that is not used elsewhere.
 
     Args:
         matrices: [n, k] float32 gradients of this data rank.
-        state: of the same matrices, in the same order.
-        rank: of the factors, at most as many columns as state.q have; a lower one leaves q's last columns as they are.
-        axis: of the data ranks; None: there is only this one, and no collective.
-        implementation: "xla" or "triton", see compress.kernels.
-        form: "solve", or "qr" with P orthonormalised, the same product at more cost.
-        keep: the old errors are needed later as well, by whoever may drop the step; this spares a copy of them.
+        state: state of the same matrices, in the same order.
+        rank: rank r of the factors, at most as many columns as state.q has; a lower one leaves q's last columns as
+            they are.
+        axis: name of the data axis; None if there is one data rank only, which needs no collective.
+        implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
+        form: "solve", or "qr" with an orthonormal P: the same product at a higher cost.
+        keep: whether the old errors are needed later as well, for a step that may be dropped; it saves a copy of them.
 
     Returns:
-        (p [n, r], w [k, r]) of the mean of each matrix p w^T, the same bits on all ranks (p as far as equal devices
-        compute equal bits of equal input); the new state; and statistics of this rank, free where they are not used.
+        (p [n, r], w [k, r]) of each matrix, float32, whose product p w^T is the mean. All ranks have the same bits of
+        w, and of p if equal devices compute equal bits of equal input.
+        The new state.
+        Statistics of this rank, which cost nothing if they are not used.
+
+    References:
+        Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
+        orthogonalisation.
     """
-    mean = (lambda x: x) if axis is None else (lambda x: lax.pmean(x, axis))
-    passes = {"implementation": implementation}
+
+    def mean(x: jax.Array) -> jax.Array:
+        return x if axis is None else lax.pmean(x, axis)
+
     projected = [
-        kernels.project(g, q[:, :rank], kernels.Explicit(e), keep=keep, **passes)
+        kernels.project(g, q[:, :rank], kernels.Explicit(e), keep=keep, implementation=implementation)
         for g, q, e in zip(matrices, state.q, state.error, strict=True)
     ]
     ms = [m for m, _ in projected]
-    ps = _by_shape(FORMS[form], packed(mean, [product for _, product in projected]))
-    backprojected = [kernels.backproject(m, p, **passes) for m, p in zip(ms, ps)]
+    ps = _by_shape(subspace.FORMS[form], packed(mean, [product for _, product in projected]))
+    backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(ms, ps)]
     own = [s for s, _ in backprojected] if form == "qr" else _by_shape(subspace.solve, *zip(*backprojected))
     ws = packed(mean, own)
-    errors = [kernels.residual(m, p, w, **passes) for m, p, w in zip(ms, ps, own)]
+    errors = [kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(ms, ps, own)]
     qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(state.q, _by_shape(_warm_start, ws))]
     return list(zip(ps, ws)), PowerState(errors, qs), PowerStats(_squares(errors), _squares(ms))
 
 
 def _warm_start(w: jax.Array) -> jax.Array:
-    # Cheaper made anew than kept: only the shape decides, and it need not be orthonormal.
+    """Return the q [k, r] of the next step after a step with right factor w [k, r]."""
+    # The first q is cheaper made anew than kept: it depends on the shape alone, and need not be orthonormal.
     k, r = w.shape[-2:]
     return subspace.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)
 
 
 def _squares(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return the sum of all squares, float32 []."""
     return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.float32(0))

@@ -1,16 +1,21 @@
-"""The passes over whole matrices that low-rank compression needs.
+"""The passes over whole matrices that low-rank compression needs: public ops and their jnp reference.
+
+    project      m = x + error and m q      first pass of an encoder
+    backproject  m^T p and p^T p            second pass of an encoder
+    residual     m - p w^T                  what a message loses
+    decode       p w^T                      what the receiver forms
 
 Everything else in compress/ works on thin factors. Shapes: a message x or matrix m [*, n, k], factors p [*, n, r] and
 q, w [*, k, r], any leading dims. Products accumulate in float32. A thin factor's dtype decides the precision: float32
 factors are multiplied in full float32, bfloat16 ones as the tensor cores do it (m is rounded to bfloat16 for that).
 
 `implementation` is "xla" (plain jnp), "triton" (compress/triton.py's kernels for NVIDIA GPUs), or "interpret": the same
-kernels run by Pallas's interpreter on any device, too slow for anything but a test of them. Sender and receiver of a
-message, and a `Lazy` error, must use the same one: the last bits of p w^T depend on it.
+kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a `Lazy` error, must use
+the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their speed.
 
-Where `active` (a traced scalar) is False, the state that a pass updates comes back as it was, bit for bit: of an error
-its first array, of `residual` its m. With "triton" that state is updated in place wherever XLA sees no later use of it,
-and an inactive pass moves no matrix at all.
+If `active` (a traced scalar) is False, the state that a pass updates comes back as it was, bit for bit: an error's
+first array, or the m of `residual`. "triton" updates that state in place if XLA sees no later use of it, and an
+inactive pass moves no matrix at all.
 """
 
 from typing import NamedTuple
@@ -21,18 +26,28 @@ from jax import lax
 
 from compress import triton
 
-LARGEST_RANK = triton.LARGEST_RANK  # of "triton" and "interpret"
+LARGEST_RANK = triton.LARGEST_RANK  # that "triton" and "interpret" take
 IMPLEMENTATIONS = ("xla", "triton", "interpret")
 
 
 class Explicit(NamedTuple):
-    """The error that the previous message left: e [*, n, k]."""
+    """The error that the previous message left.
+
+    Attributes:
+        e: the error [*, n, k].
+    """
 
     e: jax.Array
 
 
 class Lazy(NamedTuple):
-    """The same error as m - decode(p, w), not yet formed: m [*, n, k], p [*, n, r], w [*, k, r]."""
+    """The same error, not yet formed: m - decode(p, w).
+
+    Attributes:
+        m: what was to be sent [*, n, k].
+        p: left factor of the message [*, n, r].
+        w: right factor of the message [*, k, r].
+    """
 
     m: jax.Array
     p: jax.Array
@@ -43,14 +58,14 @@ Error = Explicit | Lazy | None
 
 
 def _kernels(implementation: str) -> bool:
-    """Whether it takes compress/triton.py's kernels."""
+    """Return whether an implementation uses compress/triton.py's kernels."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; known are {', '.join(IMPLEMENTATIONS)}")
     return implementation != "xla"
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Batched product of a and b over one of their last two dims each (-1 or -2), in float32."""
+    """Return the batched product of a and b over one of their last two dims each (-1 or -2), in float32."""
     batch = tuple(range(a.ndim - 2))
     dims = ((a.ndim + contract[0],), (b.ndim + contract[1],)), (batch, batch)
     thin = b.dtype
@@ -59,12 +74,19 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a + b, added in float32, in a's dtype."""
+    """Return a + b, added in float32, in a's dtype."""
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
 def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str = "xla") -> jax.Array:
-    """p w^T in `dtype`, really rounded to it: the sender's error and the receiver's value see the same bits."""
+    """Return p w^T [*, n, k], rounded to `dtype`: the sender's error and the receiver's value see the same bits.
+
+    Args:
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        dtype: dtype of the result.
+        implementation: one of IMPLEMENTATIONS.
+    """
     if _kernels(implementation):
         return triton.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
@@ -77,7 +99,15 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
 def residual(
     m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, implementation: str = "xla"
 ) -> jax.Array:
-    """m - decode(p, w), in m's dtype: the error update; inactive, m."""
+    """Return what the factors lose of m: m - decode(p, w), in m's dtype.
+
+    Args:
+        m: matrix [*, n, k].
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        active: if it is False, m is returned, bit for bit.
+        implementation: one of IMPLEMENTATIONS.
+    """
     if _kernels(implementation):
         return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
@@ -93,15 +123,22 @@ def project(
     keep: bool = False,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
-    """First pass: m = x + error in x's dtype, and m q [*, n, r] in float32.
+    """Return what is to be sent and its product with q: m = x + error [*, n, k] in x's dtype, m q [*, n, r] in float32.
 
-    `keep` says that the error's first array is needed later as well (not with `active`): m then takes another place,
-    which spares a copy. Inactive, m is the error's first array (Explicit.e or Lazy.m; without an error it is x), and
-    m q is scrap.
+    Args:
+        x: message [*, n, k].
+        q: right factor [*, k, r].
+        error: what earlier messages lost, [*, n, k]; None without error feedback.
+        active: if it is False, m is the error's first array (Explicit.e or Lazy.m, or x without an error), and m q is
+            meaningless.
+        keep: whether the error's first array is needed later as well (not together with `active`); m then takes other
+            memory, which saves a copy.
+        implementation: one of IMPLEMENTATIONS.
     """
     if _kernels(implementation):
         interpret = implementation == "interpret"
-        return triton.project(x, q, *(error or ()), active=active, keep=keep, interpret=interpret)
+        parts: tuple[jax.Array, ...] = error or ()
+        return triton.project(x, q, *parts, active=active, keep=keep, interpret=interpret)
     m = x
     if error is not None:
         m = _add(x, residual(*error) if isinstance(error, Lazy) else error.e)
@@ -110,9 +147,15 @@ def project(
 
 
 def backproject(m: jax.Array, p: jax.Array, *, implementation: str = "xla") -> tuple[jax.Array, jax.Array]:
-    """Second pass: m^T p [*, k, r] and p^T p [*, r, r], both in float32."""
+    """Return the products of the least-squares fit: m^T p [*, k, r] and p^T p [*, r, r], both in float32.
+
+    Args:
+        m: matrix [*, n, k].
+        p: left factor [*, n, r].
+        implementation: one of IMPLEMENTATIONS.
+    """
     if _kernels(implementation):
         return triton.backproject(m, p, interpret=implementation == "interpret")
-    # Kept apart: XLA would make one product of both, for which it copies all of m beside p.
+    # The barrier keeps the products apart: XLA would join them, and copy all of m beside p for that.
     own = lax.optimization_barrier(p)
     return _dot(m, p, (-2, -2)), _dot(own, own, (-2, -2))

@@ -1,18 +1,19 @@
-"""Thin-factor mathematics of low-rank compression: what happens between the passes over whole matrices.
+"""Subspace iteration on thin factors: what low-rank compression computes between its passes over whole matrices.
 
 A message M [n, k] travels as P W^T, by one step of subspace iteration per message (PowerSGD, Vogels et al. 2019):
 
-    P = precondition(M Q)  or  orthonormal(M Q)
-    W = solve(M^T P, P^T P)
-    Q = warm_start(W, first Q)      for the next message
+    P = precondition(M Q)  or  orthonormal(M Q)         [n, r]
+    W = solve(M^T P, P^T P)                             [k, r]
+    Q = warm_start(W, first Q)                          [k, r], for the next message
 
-W is the least-squares fit of M by the columns of P, which therefore need not be orthonormal, only well-conditioned:
-then neither quantising the factors nor float32 sums lose more than they must. Everything here batches over leading
-dims, computes in float32 and takes r x r factorisations only, besides `orthonormal`.
+W is the least-squares fit of M by the columns of P. P therefore need not be orthonormal, only well-conditioned: then
+neither quantised factors nor float32 sums lose more than they must. Every function batches over leading dims, computes
+in float32 and factorises r x r matrices only, except `orthonormal`.
 
-A column that is zero stays exactly zero everywhere, so a rank below the number of columns is made by zero columns.
+A zero column stays exactly zero in every function, so zero columns make a rank below the number of columns.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,51 +22,57 @@ from jax import lax
 
 FACTORS = ("float32", "bfloat16", "int8")
 
-# Of the first Q in every later one. With none, messages that are zero or of low rank for a while would leave a Q from
-# which no later message recovers; this much adds less than 0.3 % to the error of a constant message.
+# Share of the first Q in every later one. Without it, messages that are zero or of low rank for a while would leave a Q
+# from which no later message recovers. This share adds less than 0.3 % to the error of a constant message.
 _MIX = 0.03
 _RIDGE = 1e-6
 
 
 class Factor(NamedTuple):
-    """A thin factor as it crosses a link: values [*, n, r]; of int8 values also the columns' scales [*, r], float32."""
+    """A thin factor as it crosses a link.
+
+    Attributes:
+        values: [*, n, r] in a dtype of FACTORS.
+        scale: [*, r] float32 scales of int8 columns; None for other dtypes.
+    """
 
     values: jax.Array
     scale: jax.Array | None = None
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """Largest magnitude of every column, [*, 1, r]; 1 for zero columns."""
+    """Return the largest magnitude of every column, [*, 1, r]; 1 for zero columns."""
     largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
     return jnp.where(largest == 0, 1, largest)  # nan stays: what is not finite must not look like a number
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """x with columns of unit length; zero ones stay. No square leaves float32's range, however small or large x is."""
+    """Return x with columns of unit length; zero columns stay zero."""
+    # Scaled first, so that no square leaves float32's range, however small or large x is.
     x = x / _largest(x)
     return x * lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-2, keepdims=True), 1))
 
 
 def _cholesky(g: jax.Array, ridge: float) -> jax.Array:
-    """Lower Cholesky factor of g + ridge I."""
+    """Return the lower Cholesky factor of g + ridge I."""
     return lax.linalg.cholesky(g + ridge * jnp.eye(g.shape[-1]), symmetrize_input=False)
 
 
 def _divide(x: jax.Array, lower: jax.Array, transpose: bool) -> jax.Array:
-    """x lower^-T (transpose) or x lower^-1."""
+    """Return x lower^-T if `transpose`, else x lower^-1."""
     return lax.linalg.triangular_solve(lower, x, left_side=False, lower=True, transpose_a=transpose)
 
 
 def initial(k: int, rank: int, seed: int) -> jax.Array:
-    """The first Q: `rank` random orthonormal columns, [k, rank] float32, the same for the same seed."""
+    """Return the first Q: random orthonormal columns, [k, rank] float32, the same for the same seed."""
     return jax.random.orthogonal(jax.random.key(seed), k, m=rank, dtype=jnp.float32)
 
 
 def precondition(p: jax.Array) -> jax.Array:
-    """Columns spanning the same space as p's [*, n, r], orthonormal as far as p's have full rank.
+    """Return well-conditioned columns that span the same space as p's [*, n, r].
 
-    One round of shifted Cholesky QR on unit columns. Where columns depend on others, what is left of them is short, not
-    of unit length, and need not be orthogonal: `solve` accounts for it.
+    The columns are orthonormal as far as p has full rank, by one round of shifted Cholesky QR on unit columns. If
+    columns depend on others, what is left of them is short and need not be orthogonal; `solve` accounts for that.
 
     References:
         Fukaya et al. 2020, Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices.
@@ -73,23 +80,27 @@ def precondition(p: jax.Array) -> jax.Array:
     p = _unit(p)
     gram = jnp.matmul(p.mT, p, precision=lax.Precision.HIGHEST)
     # The rounding errors of the Gram matrix of r equal columns must not make it indefinite.
-    return _divide(p, _cholesky(gram, 4 * p.shape[-1] * jnp.finfo(jnp.float32).eps), transpose=True)
+    return _divide(p, _cholesky(gram, 4 * p.shape[-1] * float(jnp.finfo(jnp.float32).eps)), transpose=True)
 
 
 def orthonormal(p: jax.Array) -> jax.Array:
-    """Orthonormal columns whose span holds p's [*, n, r], by Householder QR: slower, to check `precondition` against.
+    """Return orthonormal columns whose span holds p's [*, n, r], by Householder QR.
 
-    Zero columns, which have to be the last ones, stay zero.
+    It is slower than `precondition` and serves to check it. Zero columns must be the last ones; they stay zero.
     """
     p = _unit(p)
     return jnp.where(jnp.any(p != 0, axis=-2, keepdims=True), jnp.linalg.qr(p)[0], 0)
 
 
 def solve(s: jax.Array, g: jax.Array) -> jax.Array:
-    """W [*, k, r] that brings P W^T closest to M, from s = M^T P and g = P^T P for the P of `precondition`.
+    """Return the W [*, k, r] for which P W^T is closest to M.
 
     W = s (g + ridge I)^-1, by Cholesky. The ridge is 1e-6 of the largest element of g's diagonal; so is the relative
-    error that it leaves where P could represent M exactly.
+    error that it leaves if P could represent M exactly.
+
+    Args:
+        s: M^T P [*, k, r], float32.
+        g: P^T P [*, r, r], float32, with the P of `precondition`.
     """
     largest = jnp.max(jnp.diagonal(g, axis1=-2, axis2=-1), axis=-1)[..., None, None]
     largest = jnp.where(largest == 0, 1, largest)
@@ -98,12 +109,22 @@ def solve(s: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def warm_start(w: jax.Array, first: jax.Array) -> jax.Array:
-    """Q of the next message: this message's W [*, k, r] with columns of unit length, and a little of the first Q."""
+    """Return the Q of the next message: this message's W with columns of unit length, and a little of the first Q.
+
+    Args:
+        w: right factor [*, k, r] of this message, float32.
+        first: right factor [*, k, r] of the first message, float32.
+    """
     return _unit(w) + _MIX * first
 
 
 def quantise(x: jax.Array, factors: str) -> Factor:
-    """x [*, n, r] in float32 as what crosses the link: one of FACTORS, int8 with a scale per column."""
+    """Return a factor as it crosses the link.
+
+    Args:
+        x: factor [*, n, r], float32.
+        factors: dtype on the wire, one of FACTORS; int8 has a scale per column.
+    """
     if factors != "int8":
         return Factor(x.astype(factors))
     scale = _largest(x) / 127
@@ -111,12 +132,12 @@ def quantise(x: jax.Array, factors: str) -> Factor:
 
 
 def thin_dtype(factors: str) -> jnp.dtype:
-    """The dtype in which factors are multiplied: bfloat16 also holds dequantised int8."""
+    """Return the dtype in which factors are multiplied: bfloat16 also holds dequantised int8."""
     return jnp.dtype("float32" if factors == "float32" else "bfloat16")
 
 
 def dequantise(factor: Factor) -> jax.Array:
-    """The factor as sender and receiver multiply it, in `thin_dtype`."""
+    """Return the factor [*, n, r] as sender and receiver multiply it, in `thin_dtype`."""
     values, scale = factor
     # A flat array has one layout only: whatever made or received the values, products of them add up in the same order.
     values = lax.optimization_barrier(values.reshape(-1)).reshape(values.shape)
@@ -125,3 +146,6 @@ def dequantise(factor: Factor) -> jax.Array:
     # XLA may drop a conversion to bfloat16 and back; reduce_precision stays.
     product = lax.reduce_precision(values.astype(jnp.float32) * scale[..., None, :], exponent_bits=8, mantissa_bits=7)
     return product.astype(jnp.bfloat16)
+
+
+FORMS: dict[str, Callable[[jax.Array], jax.Array]] = {"solve": precondition, "qr": orthonormal}

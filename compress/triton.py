@@ -1,11 +1,11 @@
 """The passes of kernels.py for NVIDIA GPUs: Pallas kernels on its Triton backend.
 
-Two kernels do all of it. The row kernel goes along the rows of a matrix, forms each tile in registers (of x, an error
-and a product p w^T, what a pass adds up), writes it and multiplies it by q. The column kernel goes down the columns and
-accumulates m^T p; further programs of it do the same with p in place of m, for p^T p.
+Two kernels suffice. The row kernel goes along the rows of a matrix and forms each tile in registers: the sum of those
+of x, an error and a product p w^T that the pass needs. It writes the tile and multiplies it by q. The column kernel
+goes down the columns and accumulates m^T p; further programs of it do the same with p in place of m, for p^T p.
 
-Long sums are split among programs that write their own partial sums, which XLA then adds up: without atomics the order
-of summation is fixed, so that equal inputs give equal bits. docs/gpu.md has the reasons for the block sizes.
+Long sums are split among programs that write separate partial sums, which XLA then adds up. Without atomics the order
+of summation is fixed, so equal inputs give equal bits. docs/gpu.md has the reasons for the block sizes.
 """
 
 import functools
@@ -17,17 +17,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pt
+from jax.typing import DTypeLike
+
+# A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
+Ref = Any
+Index = int | jax.Array
 
 
 class Blocks(NamedTuple):
-    """How a kernel cuts a matrix up.
+    """Tiles and programs of a kernel.
 
     Attributes:
-        rows: of a tile.
-        columns: of a tile.
-        warps: of a program.
-        stages: of Triton's software pipeline, tiles in flight.
-        programs: how many to aim at by splitting rows or columns: as many as the multiprocessors hold at once.
+        rows: rows of a tile.
+        columns: columns of a tile.
+        warps: warps of a program.
+        stages: tiles in flight, the stages of Triton's software pipeline.
+        programs: number of programs to aim at by splitting rows or columns: what the multiprocessors hold at once.
     """
 
     rows: int
@@ -38,9 +43,9 @@ class Blocks(NamedTuple):
 
 
 LARGEST_RANK = 128
-_SMS = 132  # of an H100 or H200
-# By the columns of a thin factor's tile, at most, and the bytes of the larger of its and the matrix's numbers. These
-# alone decide the blocks of the row kernel, so that all its passes form the same bits of p w^T.
+_SMS = 132  # multiprocessors of an H100 or H200
+# Keys: the most columns of a thin factor's tile, and the item size of the wider dtype of factor and matrix. These alone
+# decide the blocks of the row kernel, so that all its passes form the same bits of p w^T.
 _ROW_BLOCKS = {
     (32, 2): Blocks(64, 64, warps=4, stages=3, programs=4 * _SMS),
     (64, 2): Blocks(128, 64, warps=8, stages=2, programs=2 * _SMS),
@@ -60,71 +65,135 @@ _COLUMN_BLOCKS = {
 
 
 def _thin(rank: int) -> int:
-    """Columns of a thin factor's tile: a power of two, and at least the 16 that a tensor core's instruction takes."""
+    """Return the columns of a thin factor's tile: a power of two, at least the 16 of a tensor core's instruction."""
     return max(16, pl.next_power_of_2(rank))
 
 
-def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: Any) -> Blocks:
-    """The table's entry for a thin factor and a matrix of dtype."""
+def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeLike) -> Blocks:
+    """Return the table's entry for a thin factor [*, n, r] and a matrix of a dtype.
+
+    Raises:
+        ValueError: the factor has more than LARGEST_RANK columns.
+    """
     if thin.shape[-1] > LARGEST_RANK:
-        raise ValueError(f"the kernels take ranks up to {LARGEST_RANK}, not {thin.shape[-1]}")
+        raise ValueError(
+            f"the kernels take ranks up to {LARGEST_RANK}, got {thin.shape[-1]}; implementation='xla' takes any"
+        )
     return table[max(32, _thin(thin.shape[-1])), 4 if jnp.float32 in (thin.dtype, dtype) else 2]
 
 
 def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:
-    """Splits the `tiles` tiles of each of `programs` programs into parts, for about `target` programs in all.
+    """Split the tiles of each program into parts, one program each.
+
+    Args:
+        programs: number of programs before the split.
+        tiles: number of tiles of each program.
+        target: number of programs to aim at in all.
+        most: the largest number of parts.
 
     Returns:
-        The number of parts, at most `most`, and the tiles of a part.
+        The number of parts, and the tiles of a part.
     """
     chunk = pl.cdiv(tiles, max(1, min(target // programs, most)))
     return pl.cdiv(tiles, chunk), chunk
 
 
 def _zero() -> jax.Array:
-    """0 that jax does not see through: it refuses slices that reach beyond an edge from a constant, masked or not."""
+    """Return a 0 that jax takes for a variable: it refuses a slice beyond an edge if its start is a constant."""
     return 0 * pl.program_id(0)
 
 
-def _mask(start: Any, block: int, size: int, dim: int) -> jax.Array | None:
-    """Which of `block` indices from `start` on lie within `size`, along `dim` of two; None where all always do."""
+def _mask(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
+    """Return which indices of a block lie within the matrix, bool [block, 1] or [1, block]; None if all always do.
+
+    Args:
+        start: first index of the block.
+        block: number of indices.
+        size: size of the matrix along the dim.
+        dim: 0 for rows, 1 for columns.
+    """
     return None if size % block == 0 else jnp.expand_dims(start + jnp.arange(block) < size, 1 - dim)
 
 
-def _tile(ref: Any, start: tuple[Any, Any], block: tuple[int, int]) -> tuple[Any, jax.Array | None]:
-    """A tile of ref [rows, columns], and the mask of what of it lies within."""
+def _tile(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
+    """Return a tile of ref [rows, columns], and the mask of its numbers that lie within ref, None if all do.
+
+    Args:
+        ref: the matrix.
+        start: first row and column of the tile.
+        block: rows and columns of the tile.
+    """
     rows, columns = (_mask(*bounds, dim) for dim, bounds in enumerate(zip(start, block, ref.shape)))
     mask = rows if columns is None else columns if rows is None else rows & columns
     return ref.at[tuple(pl.ds(*bounds) for bounds in zip(start, block))], mask
 
 
-def _load(ref: Any, start: tuple[Any, Any], block: tuple[int, int]) -> jax.Array:
-    """A tile of ref [rows, columns], zero beyond the edges."""
+def _load(ref: Ref, start: tuple[Index, Index], block: tuple[int, int]) -> jax.Array:
+    """Return a tile of ref [rows, columns], with zeros beyond the edges; the arguments are those of `_tile`."""
     tile, mask = _tile(ref, start, block)
     return pt.load(tile, mask=mask, other=None if mask is None else 0)
 
 
-def _store(ref: Any, start: tuple[Any, Any], value: jax.Array) -> None:
-    """Writes what of a tile lies within ref [rows, columns]."""
+def _store(ref: Ref, start: tuple[Index, Index], value: jax.Array) -> None:
+    """Write a tile to ref [rows, columns], except its numbers beyond the edges."""
     tile, mask = _tile(ref, start, value.shape)
     pt.store(tile, value.astype(ref.dtype), mask=mask)
 
 
 def _dot(a: jax.Array, b: jax.Array, interpret: bool, **transposed: bool) -> jax.Array:
-    """a b in float32; float32 operands as three products of their TF32 halves, which lose less than float32 sums do."""
+    """Return a b in float32.
+
+    float32 operands are multiplied as three products of their TF32 halves, which lose less than float32 sums do.
+
+    Args:
+        a: left operand, cast to b's dtype.
+        b: right operand.
+        interpret: whether Pallas's interpreter runs the kernel.
+        transposed: trans_a or trans_b of pallas.triton.dot.
+    """
     exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return pt.dot(a.astype(b.dtype), b, precision=exact if b.dtype == jnp.float32 else None, **transposed)
 
 
 def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a + b, added in float32, in a's dtype."""
+    """Return a + b, added in float32, in a's dtype."""
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
-def _row_kernel(active, x, m, p, w, q, out, y, *, size, blocks: Blocks, chunk: int, dtype, interpret: bool) -> None:
-    """out = x + (m - p w^T), of which only the operands that are not None count, and y = out q.
+def _row_kernel(
+    active: Ref | None,
+    x: Ref | None,
+    m: Ref | None,
+    p: Ref | None,
+    w: Ref | None,
+    q: Ref | None,
+    out: Ref | None,
+    y: Ref | None,
+    *,
+    size: tuple[int, int],
+    blocks: Blocks,
+    chunk: int,
+    dtype: DTypeLike,
+    interpret: bool,
+) -> None:
+    """Compute out = x + (m - p w^T), without the operands that are None, and y = out q.
 
-    Inactive, out stays as it is and y is zero.
+    If `active` is False, out stays as it is and y is zero.
+
+    Args:
+        active: flag [1].
+        x: message [n, k].
+        m: previous message [n, k].
+        p: left factor [n, r].
+        w: right factor [k, r].
+        q: right factor [k, r] of the product y.
+        out: result [n, k].
+        y: this program's part of the product [n, r], float32.
+        size: n and k.
+        blocks: tiles of the matrices.
+        chunk: number of column tiles of a program.
+        dtype: dtype to which p w^T is rounded.
+        interpret: whether Pallas's interpreter runs the kernel.
     """
     shape, zero = (blocks.rows, blocks.columns), _zero()
     row, first = pl.program_id(0) * blocks.rows, pl.program_id(1) * chunk
@@ -133,16 +202,17 @@ def _row_kernel(active, x, m, p, w, q, out, y, *, size, blocks: Blocks, chunk: i
         trips *= active[0].astype(jnp.int32)
     p_tile = None if p is None else _load(p, (row, zero), (blocks.rows, _thin(p.shape[1])))
 
-    def step(trip, total):
+    def step(trip: jax.Array, total: Any) -> Any:  # the sum [rows, r] of y, or None without q
         column = (first + trip) * blocks.columns
         value = None if m is None else _load(m, (row, column), shape)
-        if p is not None:
+        if p_tile is not None:
             w_tile = _load(w, (column, zero), (blocks.columns, p_tile.shape[1]))
             product = _dot(p_tile, w_tile, interpret, trans_b=True).astype(dtype)
             value = product if value is None else _add(value, -product)
         if x is not None:
             x_tile = _load(x, (row, column), shape)
             value = x_tile if value is None else _add(x_tile, value)
+        assert value is not None, "a pass has x, m or p"
         if out is not None:
             _store(out, (row, column), value)
         if q is not None:
@@ -156,14 +226,24 @@ def _row_kernel(active, x, m, p, w, q, out, y, *, size, blocks: Blocks, chunk: i
         _store(y, (row, zero), total)
 
 
-def _column_kernel(m, p, s, g, *, blocks: Blocks, chunk: int, interpret: bool) -> None:
-    """s = m^T p, and by the programs beyond m's last column g = p^T p."""
+def _column_kernel(m: Ref, p: Ref, s: Ref, g: Ref, *, blocks: Blocks, chunk: int, interpret: bool) -> None:
+    """Compute s = m^T p and, in the programs beyond m's last column, g = p^T p.
+
+    Args:
+        m: matrix [n, k].
+        p: left factor [n, r].
+        s: this program's part of the product [k, r], float32.
+        g: this program's part of the product [r, r], float32.
+        blocks: tiles of the matrix.
+        chunk: number of row tiles of a program.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
     block, first = pl.program_id(0), pl.program_id(1) * chunk
     trips = jnp.minimum(chunk, pl.cdiv(m.shape[0], blocks.rows) - first)
     zero, thin, last = _zero(), _thin(p.shape[1]), pl.cdiv(m.shape[1], blocks.columns)
 
-    def accumulate(a, column, width, out):
-        def step(trip, total):
+    def accumulate(a: Ref, column: Index, width: int, out: Ref) -> None:
+        def step(trip: jax.Array, total: jax.Array) -> jax.Array:
             row = (first + trip) * blocks.rows
             a_tile = _load(a, (row, column), (blocks.rows, width))
             return total + _dot(a_tile, _load(p, (row, zero), (blocks.rows, thin)), interpret, trans_a=True)
@@ -177,14 +257,19 @@ def _column_kernel(m, p, s, g, *, blocks: Blocks, chunk: int, interpret: bool) -
 def _call(
     kernel: Any, name: str, blocks: Blocks, grid: tuple[int, ...], ins: tuple, outs: tuple, **keywords: Any
 ) -> Any:
-    """Runs `kernel` over a grid (blocks, parts, batch) of programs, which get the whole matrices of their batch index.
+    """Run a kernel over a grid of programs, each of which gets the whole matrices of its batch index.
 
     Args:
+        kernel: function of the references to `ins` and `outs`.
+        name: name of the kernel in profiles.
+        blocks: warps and stages of a program.
+        grid: numbers of (blocks, parts, batch).
         ins: arrays [b, n, k], flags [1], or None.
         outs: shapes [b, n, k], of partial sums [b, parts, n, k], or None.
+        keywords: further arguments of pallas_call.
     """
 
-    def spec(array):
+    def spec(array: jax.Array | jax.ShapeDtypeStruct | None) -> pl.BlockSpec | None:
         if array is None:
             return None
         shape = array.shape
@@ -207,35 +292,51 @@ def _call(
 
 
 def _matrices(array: jax.Array | None) -> jax.Array | None:
-    """array [*, n, k] as [b, n, k]."""
+    """Return an array [*, n, k] as [b, n, k]."""
     return None if array is None else array.reshape(-1, *array.shape[-2:])
 
 
-def _most(length: int, dtype: Any, rank: int) -> int:
-    """Into how many parts sums over `length` numbers split: partial sums have at most half the bytes of the matrix."""
+def _most(length: int, dtype: DTypeLike, rank: int) -> int:
+    """Return the most parts of a sum over `length` numbers: partial sums have at most half the bytes of the matrix."""
     return length * jnp.dtype(dtype).itemsize // (8 * rank)
 
 
 def _rows(
     name: str,
     size: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
-    active=True,
-    x=None,
-    m=None,
-    p=None,
-    w=None,
-    q=None,
-    keep=False,
-    interpret,
-):
-    """A pass of the row kernel over matrices of `size` [*, n, k] and `dtype`: out and y, or None.
+    active: jax.Array | bool = True,
+    x: jax.Array | None = None,
+    m: jax.Array | None = None,
+    p: jax.Array | None = None,
+    w: jax.Array | None = None,
+    q: jax.Array | None = None,
+    keep: bool = False,
+    interpret: bool,
+) -> tuple[Any, Any]:
+    """Run a pass of the row kernel over matrices.
 
-    out takes the place of m, unless `keep`.
+    Args:
+        name: name of the kernel in profiles.
+        size: shape [*, n, k] of the matrices.
+        dtype: dtype of the matrices.
+        active: if it is False, the result is m, bit for bit.
+        x: message [*, n, k].
+        m: previous message [*, n, k].
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        q: right factor [*, k, r] of the product.
+        keep: whether m is needed later; if not, the result takes its place.
+        interpret: whether Pallas's interpreter runs the kernel.
+
+    Returns:
+        x + (m - p w^T) [*, n, k], or None if neither m nor p is given.
+        Its product with q [*, n, r], float32, or None without q.
     """
     *lead, n, k = size
     batch, thin = math.prod(lead), q if p is None else p
+    assert thin is not None, "a pass has p, q or both"
     blocks = _blocks(_ROW_BLOCKS, thin, dtype)
     across, along = pl.cdiv(n, blocks.rows), pl.cdiv(k, blocks.columns)
     # Without sums there are no parts to add up, so more programs cost nothing.
@@ -257,8 +358,8 @@ def _rows(
     return None if out is None else out.reshape(size), None if y is None else y.sum(1).reshape(*lead, n, -1)
 
 
-def decode(p: jax.Array, w: jax.Array, dtype: Any, *, interpret: bool = False) -> jax.Array:
-    """As kernels.decode."""
+def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
+    """Return p w^T, as kernels.decode does."""
     size = (*p.shape[:-1], w.shape[-2])
     return _rows("lowrank_decode", size, dtype, p=p, w=w, interpret=interpret)[0]
 
@@ -266,7 +367,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: Any, *, interpret: bool = False) -
 def residual(
     m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, interpret: bool = False
 ) -> jax.Array:
-    """As kernels.residual, in place of m."""
+    """Return m - p w^T, as kernels.residual does, in the place of m."""
     return _rows("lowrank_residual", m.shape, m.dtype, active=active, m=m, p=p, w=w, interpret=interpret)[0]
 
 
@@ -276,19 +377,31 @@ def project(
     m: jax.Array | None = None,
     p: jax.Array | None = None,
     w: jax.Array | None = None,
-    active: jax.Array | bool = True,
     *,
+    active: jax.Array | bool = True,
     keep: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """As kernels.project, in place of m unless `keep`; the error is m - decode(p, w), or m alone, or none."""
-    given = {"x": x, "m": m, "p": p, "w": w, "q": q}
-    out, y = _rows("lowrank_project", x.shape, x.dtype, active=active, keep=keep, interpret=interpret, **given)
+    """Return x plus an error and its product with q, as kernels.project does, in the place of m unless `keep`.
+
+    Args:
+        x: message [*, n, k].
+        q: right factor [*, k, r].
+        m: the error, or with p and w what m - p w^T gives; None without an error.
+        p: left factor [*, n, r] of the previous message.
+        w: right factor [*, k, r] of the previous message.
+        active: see kernels.project.
+        keep: see kernels.project.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    out, y = _rows(
+        "lowrank_project", x.shape, x.dtype, active=active, x=x, m=m, p=p, w=w, q=q, keep=keep, interpret=interpret
+    )
     return x if out is None else out, y
 
 
 def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """As kernels.backproject."""
+    """Return m^T p and p^T p, as kernels.backproject does."""
     *lead, n, k = m.shape
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
     across = pl.cdiv(k, blocks.columns)

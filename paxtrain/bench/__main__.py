@@ -31,6 +31,7 @@ from absl import flags
 from paxtrain import flags as shared_flags
 from paxtrain import tables
 from paxtrain.config import SPLIT, BatchConfig, Config, MeshConfig, from_dict
+from paxtrain.devices import datasheets
 from paxtrain.errors import UserError, run
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
@@ -179,7 +180,7 @@ def throughput(repeats: int, config: Config) -> None:
     """
     c = _of_one_device(config)
     count, device = c.batch.global_batch * c.model.sequence, jax.devices()[0]
-    peak = c.run.peak_flops or metrics.peak_flops(device.device_kind)
+    peak = c.run.peak_flops or datasheets.peak_flops(device.device_kind)
     steps = {"plain jit": _Plain(c)}
     for save in ("residuals", "dots"):
         changed = dataclasses.replace(c, pipeline=dataclasses.replace(c.pipeline, save=save))

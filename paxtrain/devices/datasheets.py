@@ -1,4 +1,4 @@
-"""What vendors' datasheets say of device kinds, old ones too, by any name that a log may have for them."""
+"""Peak rates of devices from their makers' data sheets, old devices too, by any name that a log or a driver uses."""
 
 import functools
 import re
@@ -8,12 +8,13 @@ from paxtrain.devices.gpus import GPUS
 
 
 class Datasheet(NamedTuple):
-    """Rates of one device.
+    """Peak rates of one device.
 
     Attributes:
-        half, single: dense operations/s on 16 and on 32 bits (TF32 where there is such), without sparsity.
-        memory: bytes/s of its own memory.
-        intra: bytes/s, each way, to another device of the host: NVLink and its like, else PCIe.
+        half: dense 16-bit operations per second, bfloat16 or, on older devices, float16.
+        single: dense 32-bit operations per second, TF32 if the device has it.
+        memory: bytes per second of the device's memory.
+        intra: bytes per second, each way, to another device of the host, over NVLink or the like, else PCIe.
     """
 
     half: float
@@ -23,14 +24,18 @@ class Datasheet(NamedTuple):
 
 
 def _gpu(name: str, single: float, intra: float) -> Datasheet:
+    """Return the sheet of a GPU of gpus.py, which has its other rates."""
     return Datasheet(GPUS[name].peak_flops, single, GPUS[name].bandwidth, intra)
 
 
-# Where a kind comes in several forms, the fastest: no share of its rates can be above 1.
+# Rates are NVIDIA's and AMD's, without sparsity; NVIDIA's sheets print twice as much "with sparsity" from Ampere on. A
+# key without a form, "H100", is that of the fastest form, so that no share of its rates can be above 1. A key with a
+# form, "H100 PCIE", is taken if the device's name has all its words.
 _DATASHEETS = {
     "K80": Datasheet(4.1e12, 4.1e12, 240e9, 12e9),
     "P100": Datasheet(19e12, 9.5e12, 732e9, 80e9),
     "V100": _gpu("v100", 15.7e12, 150e9),
+    "V100 PCIE": Datasheet(112e12, 14e12, 900e9, 12e9),
     "T4": Datasheet(65e12, 8.1e12, 300e9, 12e9),
     "RTX2080TI": Datasheet(54e12, 13.4e12, 616e9, 12e9),
     "RTX3090": Datasheet(71e12, 35.6e12, 936e9, 24e9),
@@ -38,18 +43,23 @@ _DATASHEETS = {
     "A10": Datasheet(125e12, 62e12, 600e9, 24e9),
     "A10G": Datasheet(70e12, 35e12, 600e9, 24e9),
     "A30": Datasheet(165e12, 82e12, 933e9, 100e9),
-    "A40": Datasheet(150e12, 75e12, 696e9, 24e9),
+    "A40": Datasheet(149.7e12, 74.8e12, 696e9, 24e9),
     "A6000": Datasheet(155e12, 77e12, 768e9, 24e9),
     "L4": Datasheet(121e12, 60e12, 300e9, 24e9),
     "L40": Datasheet(181e12, 90e12, 864e9, 24e9),
+    "L40S": Datasheet(362e12, 183e12, 864e9, 24e9),
     "A100": _gpu("a100-80gb", 156e12, 300e9),
     "A800": _gpu("a100-80gb", 156e12, 200e9),
-    "H100": _gpu("h100", 495e12, 450e9),
-    "H800": _gpu("h100", 495e12, 200e9),
+    "H100": _gpu("h100", 494.7e12, 450e9),
+    "H100 PCIE": Datasheet(756e12, 378e12, 2000e9, 300e9),
+    "H100 NVL": Datasheet(835.5e12, 417.5e12, 3900e9, 300e9),
+    "H800": _gpu("h100", 494.7e12, 200e9),
     "H20": Datasheet(148e12, 74e12, 4000e9, 450e9),
-    "H200": _gpu("h200", 495e12, 450e9),
-    "GH200": Datasheet(989e12, 495e12, 4000e9, 450e9),
+    "H200": _gpu("h200", 494.7e12, 450e9),
+    "H200 NVL": Datasheet(835.5e12, 417.5e12, 4800e9, 450e9),
+    "GH200": _gpu("h100", 494.7e12, 450e9)._replace(memory=4000e9),
     "B200": _gpu("b200", 1100e12, 900e9),
+    "GB200": Datasheet(2500e12, 1250e12, 8000e9, 900e9),
     "MI100": Datasheet(185e12, 46e12, 1229e9, 46e9),
     "MI250X": Datasheet(192e12, 48e12, 1638e9, 50e9),
     "MI300X": Datasheet(1307e12, 654e12, 5300e9, 64e9),
@@ -62,7 +72,22 @@ UNKNOWN_HOST = 100e9 / 8
 
 @functools.cache
 def datasheet(kind: str) -> Datasheet | None:
-    """Of a device kind by any of its names, as "NVIDIA A100-SXM4-80GB"; None: not known."""
+    """Return the data sheet of a device kind by any of its names, as "NVIDIA A100-SXM4-80GB", or None if unknown."""
     words = re.split(r"[^A-Z0-9]+", kind.upper())
-    joined = ["".join(words[i : i + n]) for n in (3, 2) for i in range(len(words) - n + 1)]
-    return next((_DATASHEETS[name] for name in joined + words if name in _DATASHEETS), None)
+    # "GeForce RTX 3090" is RTX3090.
+    names = {"".join(words[i : i + n]) for n in (1, 2, 3) for i in range(len(words) - n + 1)}
+    found = [key for key in _DATASHEETS if set(key.split()) <= names]
+    # The most specific of several keys: "H100 PCIE" says more than "H100".
+    return _DATASHEETS[max(found, key=lambda key: (len(key.split()), len(key)))] if found else None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return the peak dense 16-bit FLOP/s of one device, or None for a CPU, an unknown device or a MIG slice.
+
+    Args:
+        device_kind: jax.Device.device_kind, such as "NVIDIA H100 80GB HBM3".
+    """
+    if re.search(r"\bMIG\b", device_kind):
+        return None
+    sheet = datasheet(device_kind)
+    return sheet.half if sheet else None

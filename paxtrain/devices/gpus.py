@@ -1,26 +1,26 @@
-"""GPU models, as their makers' datasheets and drivers describe them."""
+"""GPUs for which programs can be compiled and plans made without having one, as data sheets and drivers say."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU model: what its maker's datasheet says, and what its driver reports to XLA.
+    """A GPU model: what its maker's data sheet says, and what its driver reports to XLA.
 
     Attributes:
-        name: as in `jax.Device.device_kind`.
-        memory: bytes, as the driver reports them; XLA takes part of it for itself.
-        bandwidth: of that memory, bytes/s.
-        peak_flops: dense bfloat16 matrix products, FLOP/s (float16 where there is no bfloat16).
-        capability: CUDA compute capability, (major, minor).
-        sms: streaming multiprocessors.
-        fpus: float32 units of one multiprocessor.
-        clock: boost clock of the multiprocessors, GHz.
-        memory_clock: GHz.
+        name: name in `jax.Device.device_kind`.
+        memory: bytes of memory that the driver reports; XLA takes part of it for itself.
+        bandwidth: bytes per second of the memory.
+        peak_flops: FLOP/s of dense bfloat16 matrix products (float16 if the GPU has no bfloat16).
+        capability: CUDA compute capability (major, minor).
+        sms: number of streaming multiprocessors.
+        fpus: number of float32 units of a multiprocessor.
+        clock: boost clock of the multiprocessors, in GHz.
+        memory_clock: clock of the memory, in GHz.
         l2: bytes of level-2 cache.
-        shared: bytes of shared memory of one multiprocessor.
-        shared_block: of these, what one thread block can have at most.
-        pcie: bytes/s to the host.
+        shared: bytes of shared memory of a multiprocessor.
+        shared_block: bytes of shared memory that one thread block can have at most.
+        pcie: bytes per second to the host.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Gpu:
     pcie: int
 
     def target_config(self) -> str:
-        """The GPU as XLA's compiler takes it: a stream_executor.GpuTargetConfigProto as text."""
+        """Return the GPU as XLA's compiler takes it: a stream_executor.GpuTargetConfigProto as text."""
         major, minor = self.capability
         # From Hopper on XLA compiles for the architecture's own features ("sm_90a"), as it does on the GPU itself.
         accelerated = major >= 9
@@ -92,8 +92,9 @@ class Gpu:
         """
 
 
-# Sources: NVIDIA's datasheets of the SXM modules (bandwidth of the compute units, peak FLOP/s without sparsity) and the
-# device descriptions that OpenXLA keeps of the same modules (xla/backends/gpu/target_config/specs).
+# Sources: for peak_flops, NVIDIA's data sheets of the SXM modules, without sparsity. Those of H100 and H200 print 1979
+# TFLOP/s "with sparsity"; the H100 architecture white paper has 989.4 without. For everything else, the descriptions
+# that OpenXLA keeps of the same modules (xla/backends/gpu/target_config/specs).
 _VOLTA = Gpu(
     name="Tesla V100-SXM2-16GB",
     memory=16_935_682_048,
@@ -128,7 +129,7 @@ _HOPPER = Gpu(
     name="NVIDIA H100 80GB HBM3",
     memory=84_942_979_072,
     bandwidth=3352.32e9,
-    peak_flops=989e12,
+    peak_flops=989.4e12,
     capability=(9, 0),
     sms=132,
     fpus=128,

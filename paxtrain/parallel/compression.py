@@ -1,25 +1,28 @@
-"""What one configuration compresses on one mesh: codecs and ranks of the links, matrices and ranks of the stages.
+"""What one configuration compresses on one mesh: codecs of the links, matrices and ranks of the stages.
 
-Two places compress. Between the stages: activation gradients (and, if asked for, activations), one codec state per
-directed link and chunk of layers. Over data: the gradients of the layers' kernels on chosen stages, one state per
-stage; norms, biases and the embedding always travel as they are.
+Two places compress. Between the stages: activation gradients and, if the configuration says so, activations. Each
+directed link and chunk of layers has one codec state. Over data: the gradients of the layers' kernels on chosen stages,
+with one state per stage; norms, biases and the embedding always travel as they are.
 
-Ranks over data are static in a compiled step, since they decide the size of what travels: `stages` of ranks, one per
-stage, 0 for dense. A run starts dense and changes them at logged steps.
+Ranks over data are static in a compiled step, since they decide the size of what travels: one rank per stage, 0 for
+dense. A run starts dense and changes the ranks at logged steps.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from compress import policy
-from compress.codec import Codec, Identity, LowRank, Recorder
+from compress.codec import Codec, Identity, check_codec, codec_name, wire_bytes
 from compress.collectives import init_power
 from compress.kernels import LARGEST_RANK
+from compress.lowrank import LowRank, restrict
+from compress.recorder import Record, RecordableCodec, Recorder
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.parallel.layout import Layout, tensor_dim
@@ -28,17 +31,23 @@ from paxtrain.pipeline.messages import Link
 from paxtrain.schedule.table import Schedule
 
 State = dict[str, Any]
+Path = tuple[str, str]
 
 
-def settle_implementation(config: Config, device: jax.Device) -> str:
-    """ "xla" or "triton", as the configuration and the device say.
+def settle_implementation(config: Config, device: jax.Device, codec: Codec | None = None) -> str:
+    """Return the implementation of the compression's kernels, "xla" or "triton", for a configuration and a device.
+
+    Args:
+        config: the configuration; its compress.implementation may be "auto".
+        device: any device of the mesh.
+        codec: codec of the gradients between stages, if it is not the configuration's.
 
     Raises:
-        UserError: "triton" is asked for where there is no NVIDIA GPU from Ampere on.
+        UserError: compress.implementation is "triton", and the device or a rank does not allow it.
     """
     c, asked = config.compress, config.compress.implementation
     ranks = [0]
-    ranks += c.link_ranks(config.links) if c.backward != "none" else ()
+    ranks += c.link_ranks(config.links) if c.backward != "none" and codec is None else ()
     ranks += [c.forward_rank] if c.forward != "none" else []
     ranks += [c.data_rank] if c.data != "none" else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
@@ -63,87 +72,130 @@ class Compression:
     """The settled compression of a run.
 
     Attributes:
-        layout: of the model on the mesh.
-        implementation: "xla" or "triton".
-        record: messages that every link keeps for a study; 0: none.
+        layout: layout of the model on the mesh.
+        implementation: implementation of the kernels, "xla" or "triton".
+        record: number of messages that every link keeps for a study; 0 keeps none.
+        codec: codec of the gradients between stages. compress.backward says which gradients it encodes, and "none"
+            stands for "all" then; backward_rank, error, factors and form do not apply to it. None: the LowRank codec
+            that the configuration describes.
     """
 
     layout: Layout
     implementation: str = "xla"
     record: int = 0
+    codec: Codec | None = None
 
     @property
     def config(self) -> Config:
+        """Configuration of the run."""
         return self.layout.config
 
     # --- Between the stages -------------------------------------------------------------------------------------------
 
     @property
+    def backward(self) -> str:
+        """Which gradients between stages are compressed: "none", "epilogue" or "all"."""
+        chosen = self.config.compress.backward
+        return "all" if chosen == "none" and self.codec is not None else chosen
+
+    @property
+    def between_stages(self) -> bool:
+        """Whether any message between stages is compressed."""
+        return self.backward != "none" or self.config.compress.forward != "none"
+
+    @property
     def message(self) -> jax.ShapeDtypeStruct:
-        """What crosses a link between stages, [B, S, H], or a device's part of the sequence."""
+        """Shape and dtype of what crosses a link between stages, [B, S, H], or a device's part of the sequence."""
         c = self.config
         parts = c.mesh.tensor if c.mesh.sequence_parallel else 1
         return jax.ShapeDtypeStruct((c.batch.micro_batch, c.model.sequence // parts, c.model.hidden), c.model.dtype)
 
     @property
     def _factors(self) -> str:
+        """dtype of the factors on the wire."""
         factors = self.config.compress.factors
         return self.config.model.dtype if factors == "auto" else factors
 
-    def _codec(self, rank: int) -> LowRank:
+    def _low_rank(self, rank: int) -> LowRank:
+        """Return the codec that the configuration describes, at a rank."""
         c = self.config.compress
         return LowRank(rank, error=c.error, factors=self._factors, form=c.form, implementation=self.implementation)
 
-    def _link(self, chosen: str, ranks: tuple[int, ...]) -> Link:
-        codec: Codec = Identity() if chosen == "none" else self._codec(max(ranks))
-        if self.record:
-            codec = Recorder(codec, self.record)
-        if chosen == "none":
-            return Link(codec)
-        # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
-        by_sender = ranks[-1:] + ranks[: self.layout.stages - 1] if len(set(ranks)) > 1 else ()
-        return Link(codec, by_sender)
+    def _recorded(self, codec: Codec) -> Codec:
+        """Return the codec, within a Recorder if the run records messages.
+
+        Raises:
+            UserError: the codec does not say what it still has to send.
+        """
+        if not self.record:
+            return codec
+        if not isinstance(codec, RecordableCodec):
+            raise UserError(
+                f"record={self.record} needs a codec with a method residual(state, like), which "
+                f"{codec_name(codec)} has not; use record=0 or add the method"
+            )
+        return Recorder(codec, self.record)
+
+    @property
+    def _backward_ranks(self) -> tuple[int, ...]:
+        """Rank of each link's gradients; empty if they are not compressed by the configuration's LowRank."""
+        c = self.config.compress
+        return c.link_ranks(self.config.links) if self.codec is None and c.backward != "none" else ()
 
     @functools.cached_property
     def links(self) -> Links:
-        """What messages between the stages go through."""
-        c = self.config.compress
-        ranks = c.link_ranks(self.config.links)
-        return Links(self._link(c.backward, ranks), self._link(c.forward, (c.forward_rank,)))
+        """Codecs and ranks of the messages between the stages."""
+        c, ranks = self.config.compress, self._backward_ranks
+        backward: Codec = Identity() if self.codec is None else self.codec
+        if ranks:
+            backward = self._low_rank(max(ranks))
+        forward: Codec = self._low_rank(c.forward_rank) if c.forward != "none" else Identity()
+        # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
+        by_sender = ranks[-1:] + ranks[: self.layout.stages - 1] if len(set(ranks)) > 1 else ()
+        return Links(Link(self._recorded(backward), by_sender), Link(self._recorded(forward)))
 
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
-        """The gradients that go through the backward link's codec, as (sending virtual stage, micro-batch)."""
-        chosen = self.config.compress.backward
-        if chosen == "epilogue":
+        """Return the gradients that go through the backward codec, as (sending virtual stage, micro-batch)."""
+        if self.backward == "epilogue":
             return schedule.epilogue()
-        return schedule.gradient_messages() if chosen == "all" or self.record else frozenset()
+        return schedule.gradient_messages() if self.backward == "all" or self.record else frozenset()
 
     # --- Over data ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def matrices(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """The layers' kernels as matrices (rows, columns) of one device, by path."""
+    def matrices(self) -> dict[Path, tuple[int, int]]:
+        """Shapes (rows, columns) of the layers' kernels on one device as matrices, by path."""
         mesh = self.config.mesh
         found = {}
         for name, entry in self.layout.shapes["layers"].items():
             if "kernel" in entry:
                 path = (name, "kernel")
                 shape = list(entry["kernel"].shape[1:])
-                shape[tensor_dim(path) - 1] //= mesh.tensor
+                dim = tensor_dim(path)
+                assert dim is not None, f"{name} is a kernel, which is split over tensor"
+                shape[dim - 1] //= mesh.tensor
                 found[path] = (shape[0], math.prod(shape[1:]))
         return found
 
-    def compressed_kernels(self, rank: int) -> tuple[tuple[str, str], ...]:
-        """The kernels that factors of `rank` make at least min_ratio times smaller."""
+    def compressed_kernels(self, rank: int) -> tuple[Path, ...]:
+        """Return the kernels that factors of `rank` make at least min_ratio times smaller."""
         return tuple(path for path, (n, k) in self.matrices.items() if rank <= self._largest_rank(n, k))
 
     def _largest_rank(self, n: int, k: int, dense: str = "float32", factors: str = "float32") -> int:
+        """Return the largest rank that makes an [n, k] matrix min_ratio times smaller, 0 if none does.
+
+        Args:
+            n: rows of the matrix.
+            k: columns of the matrix.
+            dense: dtype of the matrix.
+            factors: dtype of the factors on the wire.
+        """
         least = max(self.config.compress.min_ratio, 1e-9)  # 0 asks for no saving at all
         return policy.largest_rank(n, k, least, jnp.dtype(dense).itemsize, jnp.dtype(factors).itemsize)
 
     @functools.cached_property
-    def power_kernels(self) -> tuple[tuple[str, str], ...]:
-        """The kernels for which there is a state: those that the lowest rank of the run compresses."""
+    def power_kernels(self) -> tuple[Path, ...]:
+        """The kernels that have a PowerSGD state: those that the lowest rank of the run compresses."""
         c = self.config.compress
         if c.data == "none":
             return ()
@@ -159,17 +211,12 @@ class Compression:
     # --- State --------------------------------------------------------------------------------------------------------
 
     def init(self) -> State:
-        """The state of every codec of the mesh: leading dims [data, pipe, tensor], then the device's own shape.
+        """Return the first state of every codec of the mesh.
 
-        "backward", "forward": per chunk, a codec's state; "data": a PowerState, or () without compression over data.
+        Arrays have leading dims [data, pipe, tensor], and then the shape of one device's state. "backward" and
+        "forward" hold a codec's state per chunk; "data" holds a PowerState, or () without compression over data.
         """
         mesh, chunks = self.config.mesh, self.layout.chunks
-        message = self.message
-
-        def link(link: Link, sender: jax.Array) -> Any:
-            rank = jnp.asarray(link.ranks)[sender] if link.ranks else None
-            state = self._init_codec(link.codec, message, rank)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (chunks, *jnp.shape(x))), state)
 
         def stage(index: jax.Array) -> State:
             data: Any = ()
@@ -177,8 +224,8 @@ class Compression:
                 shapes = [self.matrices[path] for _ in range(chunks * self.layout.slots) for path in self.power_kernels]
                 data = init_power(shapes, self.config.compress.data_rank, seed=0)
             return {
-                "backward": link(self.links.backward, index),
-                "forward": link(self.links.forward, index),
+                "backward": self._init_link(self.links.backward, index),
+                "forward": self._init_link(self.links.forward, index),
                 "data": data,
             }
 
@@ -186,14 +233,24 @@ class Compression:
         every = (mesh.data, mesh.pipe, mesh.tensor)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[None, :, None], (*every, *x.shape[1:])), one)
 
-    @staticmethod
-    def _init_codec(codec: Codec, message: jax.ShapeDtypeStruct, rank: jax.Array | None) -> Any:
-        if rank is None:
-            return codec.init(message.shape, message.dtype)
-        return codec.init(message.shape, message.dtype, rank)
+    def _init_link(self, link: Link, sender: jax.Array) -> Any:
+        """Return the first state of a link's codec, [chunks, *shape].
+
+        Args:
+            link: codec and ranks of the direction.
+            sender: the sending stage, int [].
+        """
+        state = link.codec.init(self.message.shape, self.message.dtype)
+        if link.ranks:
+            rank = jnp.asarray(link.ranks)[sender]
+            if isinstance(state, Record):
+                state = state._replace(inner=restrict(state.inner, rank))
+            else:
+                state = restrict(state, rank)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.layout.chunks, *jnp.shape(x))), state)
 
     def identity(self) -> dict[str, Any]:
-        """What a saved state depends on, as JSON values: a state fits a run of the same identity."""
+        """Return what a saved state depends on, as JSON values; if it differs, the compression starts afresh."""
         config, mesh = self.config, self.config.mesh
         return {
             "mesh": [mesh.data, mesh.pipe, mesh.tensor],
@@ -202,21 +259,26 @@ class Compression:
             "message": list(self.message.shape),
         }
 
-    def link_ranks(self) -> dict[str, list[int]]:
-        """Ranks that a saved state has in its values and not in its shapes, as JSON values."""
-        c = self.config.compress
-        return {"backward_ranks": list(c.link_ranks(self.config.links)) if c.backward != "none" else []}
+    def link_settings(self) -> dict[str, Any]:
+        """Return settings of the links that the shapes of a saved state do not show, as JSON values.
+
+        They are the ranks of the links, and the repr of a codec that is not the configuration's.
+        """
+        given = {} if self.codec is None else {"codec": codec_name(self.codec)}
+        return {"backward_ranks": list(self._backward_ranks), **given}
 
     def why_reset(self, meta: dict[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
-        """Why a checkpoint's state of the compression is not continued, as a line for the log; "" where it is.
+        """Return why a checkpoint's state of the compression is not continued, as a line for the log; "" if it is.
 
         Args:
-            meta: what the saved run said of itself, {"identity", "link_ranks"}; empty if it knew no compression.
-            saved, mine: kinds of the arrays of the checkpoint's state and of this run's.
-            where: the checkpoint, for messages.
+            meta: {"identity", "link_ranks"} of the saved run, from `identity` and `link_settings`; empty if it knew no
+                compression.
+            saved: kinds of the arrays of the checkpoint's state, by path.
+            mine: kinds of the arrays of this run's state, by path.
+            where: name of the checkpoint, for messages.
 
         Raises:
-            UserError: on the same mesh, arrays of other shapes or links of other ranks.
+            UserError: on the same mesh, arrays of other shapes, links of other ranks, or another codec.
         """
         if not saved and not mine:
             return ""
@@ -226,33 +288,37 @@ class Compression:
             return f"the state of the compression in {where} is left out: this run compresses nothing that has one"
         if meta["identity"] != self.identity():
             return f"compression starts afresh: its state in {where} is of another mesh, micro-batch or split of layers"
-        there, here = saved | meta["link_ranks"], mine | self.link_ranks()
+        there, here = saved | meta["link_ranks"], mine | self.link_settings()
         if there == here:
             return ""
         if self.config.checkpoint.reset_codec:
-            return f"compression starts afresh, as asked for: its state in {where} is of other shapes or ranks"
-        path = min(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
+            return f"compression starts afresh, as asked for: its state in {where} is of another codec, shape or rank"
+        different = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
+        path = "codec" if "codec" in different else different[0]
         raise UserError(
             f"{where} holds another state of the compression: {path} is {there.get(path, 'absent')} there and "
-            f"{here.get(path, 'absent')} here; use the compress settings that it was saved with, "
+            f"{here.get(path, 'absent')} here; use the compress settings and the codec that it was saved with, "
             "or start compression afresh with --config.checkpoint.reset_codec=True"
         )
 
     # --- Checks and report --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Finds ranks that compress nothing, before anything is compiled.
+        """Find a codec that does not fit and ranks that compress nothing, before anything is compiled.
 
         Raises:
-            UserError: a rank above the largest useful one.
+            UserError: the codec has nothing to encode or returns wrong shapes, or a rank is above the largest useful
+                one.
         """
+        if self.codec is not None:
+            self._check_codec(self.codec)
         c, message = self.config.compress, self.message
         n, k = math.prod(message.shape[:-1]), message.shape[-1]
         largest = self._largest_rank(n, k, self.config.model.dtype, self._factors)
         directions = []
-        if c.backward != "none":
+        if self._backward_ranks:
             name = "backward_ranks" if c.backward_ranks else "backward_rank"
-            directions.append((name, max(c.link_ranks(self.config.links))))
+            directions.append((name, max(self._backward_ranks)))
         if c.forward != "none":
             directions.append(("forward_rank", c.forward_rank))
         for name, rank in directions:
@@ -267,19 +333,39 @@ class Compression:
                 what = f"the largest kernel of a layer on a device is {n} x {k}"
                 raise UserError(_too_large("compress.data_rank", rank, what, largest, c.min_ratio))
 
+    def _check_codec(self, codec: Codec) -> None:
+        """Check that a given codec has messages to encode, no ranks by link, and the right shapes.
+
+        Raises:
+            UserError: one of these does not hold.
+        """
+        if self.config.mesh.pipe == 1:
+            raise UserError(
+                f"the codec {codec_name(codec)} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 "
+                "or more, or codec=None"
+            )
+        ranks = self.config.compress.backward_ranks
+        if ranks:
+            raise UserError(
+                f"compress.backward_ranks={ranks} gives a rank to each link, which the codec {codec_name(codec)} does "
+                "not take; leave backward_ranks empty, or codec=None for the low-rank codec"
+            )
+        try:
+            check_codec(codec, self.message.shape, self.message.dtype)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
     def describe(self) -> list[tuple[str, str]]:
-        """Rows for the run's first table."""
-        c, message = self.config.compress, self.message
-        rows = []
-        n, k = math.prod(message.shape[:-1]), message.shape[-1]
-        ranks = {"backward": c.link_ranks(self.config.links), "forward": (c.forward_rank,)}
-        for direction, what in (("backward", "gradients between stages"), ("forward", "activations between stages")):
-            if getattr(c, direction) != "none":
-                codec, dense = getattr(self.links, direction).codec, Identity().wire_bytes(message.shape, message.dtype)
-                used = sorted(set(ranks[direction]))
-                ratios = [f"{dense / codec.wire_bytes(message.shape, message.dtype, r):.1f}" for r in used]
-                times, rank = " and ".join(ratios), " and ".join(map(str, used))
-                rows.append((what, f"{getattr(c, direction)}: rank {rank} of {n} x {k}, {times} times smaller"))
+        """Return rows (what, how it is compressed) for the run's first table."""
+        c, rows = self.config.compress, []
+        if self.codec is not None:
+            sent = f"{self._message_bytes(self.codec)} of {self._message_bytes(Identity())} bytes"
+            text = f"{self.backward}: {codec_name(self.codec)}, {sent}, {self._times_smaller([self.codec])}"
+            rows.append(("gradients between stages", text))
+        elif self.backward != "none":
+            rows.append(("gradients between stages", f"{self.backward}: {self._rank_text(self._backward_ranks)}"))
+        if c.forward != "none":
+            rows.append(("activations between stages", f"{c.forward}: {self._rank_text([c.forward_rank])}"))
         if c.data != "none":
             chosen = self.compressed_kernels(c.data_rank)
             left = [name for name, _ in self.matrices if (name, "kernel") not in chosen]
@@ -289,7 +375,32 @@ class Compression:
             rows.append(("gradients over data", f"{c.data}: rank {c.data_rank} of {names}{dense}{alone}"))
         return rows
 
+    def _message_bytes(self, codec: Codec) -> int:
+        """Return the bytes of a message between stages on the wire."""
+        return wire_bytes(codec, self.message.shape, self.message.dtype)
+
+    def _times_smaller(self, codecs: Sequence[Codec]) -> str:
+        """Return how many times smaller each codec makes a message, as text: "7.9 and 3.9 times smaller"."""
+        dense = self._message_bytes(Identity())
+        times = (dense / size if size else math.inf for size in map(self._message_bytes, codecs))
+        return f"{' and '.join(f'{ratio:.1f}' for ratio in times)} times smaller"
+
+    def _rank_text(self, ranks: Sequence[int]) -> str:
+        """Return the ranks of a direction's links and what they save, as text."""
+        used, n, k = sorted(set(ranks)), math.prod(self.message.shape[:-1]), self.message.shape[-1]
+        smaller = self._times_smaller([self._low_rank(rank) for rank in used])
+        return f"rank {' and '.join(map(str, used))} of {n} x {k}, {smaller}"
+
 
 def _too_large(name: str, rank: int, what: str, largest: int, min_ratio: float) -> str:
+    """Return the message of an error about a rank that saves too little.
+
+    Args:
+        name: name of the flag.
+        rank: its value.
+        what: the matrix that the rank is too large for, as a clause.
+        largest: the largest useful rank, 0 if no rank is useful.
+        min_ratio: times that a compressed matrix has to be smaller.
+    """
     would = f"the largest useful rank is {largest}" if largest else "no rank would"
     return f"{name}={rank} does not make anything {min_ratio:g} times smaller (compress.min_ratio): {what}; {would}"

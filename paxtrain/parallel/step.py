@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from compress import Codec
 from paxtrain.config import Config
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients, muon
@@ -73,6 +74,8 @@ class Trainer:
             compression has started.
         record: messages that each link between stages keeps in its state, for a study.
         virtual: all devices of config.mesh on the one device of `mesh`: the same values, no collectives.
+        codec: codec of the gradients between stages, in place of the LowRank that config.compress describes; see
+            compression.Compression.
     """
 
     config: Config
@@ -80,6 +83,7 @@ class Trainer:
     stage_ranks: tuple[int, ...] | None = None
     record: int = 0
     virtual: bool = False
+    codec: Codec | None = None
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -91,7 +95,8 @@ class Trainer:
     @functools.cached_property
     def compression(self) -> Compression:
         device = self.mesh.devices.flat[0]
-        return Compression(self.layout, settle_implementation(self.config, device), self.record)
+        implementation = settle_implementation(self.config, device, self.codec)
+        return Compression(self.layout, implementation, self.record, self.codec)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -361,9 +366,7 @@ class Trainer:
         """XLA's options for the train step on this mesh's platform."""
         if self.platform != "gpu":
             return {} if self.schedule.masked else CPU_OPTIONS
-        c = self.config.compress
-        between = c.backward != "none" or c.forward != "none"
-        return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if between else {})
+        return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if self.compression.between_stages else {})
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)

@@ -1,4 +1,4 @@
-"""How messages cross from stage to stage: encode, permute, decode."""
+"""Messages from stage to stage: encode, permute, decode."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,18 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from compress import lowrank
 from compress.codec import Codec, Identity
 from paxtrain.pipeline.virtual import permute
 from paxtrain.schedule.table import Pair
 
 
 class Link(NamedTuple):
-    """What one direction's messages go through.
+    """How the messages of one direction, forward or backward, cross the links between stages.
 
     Attributes:
-        codec: one for all stages; states are each stage's own.
-        ranks: by sending stage, where links differ in the rank of their factors; empty where they do not.
+        codec: codec of every link; each stage has a separate state.
+        ranks: rank of each link by its sending stage, if the links differ in rank; then the codec's wire is that of a
+            LowRank of the highest rank. Empty if all links carry the codec's wire as it is.
     """
 
     codec: Codec
@@ -29,35 +32,54 @@ PLAIN = Link(Identity())
 
 
 def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:
-    """Whether this stage is one of `stages`, bool []."""
+    """Return whether the stage `index` is one of `stages`, bool []."""
     return jnp.isin(index, jnp.array(stages))
 
 
 def _joined(leaves: list[jax.Array]) -> jax.Array:
-    """All of them in one array [size]; of several dtypes, such as codes and their scales, the bytes."""
+    """Return all arrays in one array [size]; if their dtypes differ, like codes and their scales, in one of bytes."""
     common = _common(leaves)
     return lax.concatenate([_cast(leaf, common).reshape(-1) for leaf in leaves], 0)
 
 
-def _common(leaves: list[jax.Array]) -> Any:
+def _common(leaves: list[jax.Array]) -> DTypeLike:
+    """Return the dtype in which the arrays are joined."""
     return leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else jnp.dtype("uint8")
 
 
-def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
-    return leaf if leaf.dtype == dtype else lax.bitcast_convert_type(leaf, dtype)
+def _cast(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the same bits as an array of another dtype."""
+    if leaf.dtype == dtype:
+        return leaf
+    if jnp.bool_ in (leaf.dtype, dtype):
+        return leaf.astype(dtype)  # a bool is a byte, 0 or 1, and the other dtype is uint8
+    return lax.bitcast_convert_type(leaf, dtype)
 
 
 def _parted(flat: jax.Array, like: list[jax.Array]) -> list[jax.Array]:
-    """What `_joined` has joined."""
+    """Return the arrays that `_joined` has joined.
+
+    Args:
+        flat: the joined array [size].
+        like: arrays whose shapes and dtypes the parts have.
+    """
     shapes = [jax.eval_shape(lambda leaf: _cast(leaf, flat.dtype), leaf).shape for leaf in like]
     parts = jnp.split(flat, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
     return [_cast(part.reshape(shape), leaf.dtype) for part, shape, leaf in zip(parts, shapes, like)]
 
 
 def _cross(wire: Any, axis: str, pairs: tuple[Pair, ...]) -> Any:
-    """A wire's arrays in one message, which XLA makes of them by itself on GPUs: each would wait for the latency."""
+    """Permute a wire's arrays in one message, because each message waits for the link's latency.
+
+    XLA for GPUs joins the permutes of several arrays; XLA for CPUs does not, so there the arrays are joined first.
+
+    Args:
+        wire: a pytree of arrays.
+        axis: name of the pipe axis.
+        pairs: (sender, receiver) stages.
+    """
     leaves, structure = jax.tree.flatten(wire)
-    if len(leaves) == 1:
+    if len(leaves) <= 1:
         return permute(wire, axis, pairs)
 
     def together(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -70,27 +92,33 @@ def _cross(wire: Any, axis: str, pairs: tuple[Pair, ...]) -> Any:
     def each(leaves: list[jax.Array]) -> list[jax.Array]:
         return permute(leaves, axis, pairs)
 
-    return structure.unflatten(lax.platform_dependent(leaves, cpu=together, default=each))
+    return jax.tree.unflatten(structure, lax.platform_dependent(leaves, cpu=together, default=each))
 
 
 def send(link: Link, state: Any, x: jax.Array, axis: str, index: jax.Array, pairs: tuple[Pair, ...]) -> tuple[Any, Any]:
-    """The wire that arrives at this stage over `pairs`, still encoded, and the codec's state, changed at senders only.
+    """Encode a message and send it over the links of `pairs`.
 
     Args:
-        state: of this stage's link.
-        x: what this stage has to send; scrap where it sends nothing.
-        axis, index: the pipe axis, and this stage on it.
-        pairs: (sender, receiver) stages. What a stage gets that is no receiver means nothing.
+        link: codec and ranks of the direction.
+        state: the codec's state of this stage's link.
+        x: message of this stage [B, S, H]; anything if the stage sends nothing.
+        axis: name of the pipe axis.
+        index: this stage's position on the pipe axis, int [].
+        pairs: (sender, receiver) stages.
+
+    Returns:
+        The wire that arrives at this stage, still encoded, and the codec's next state, changed at senders only. The
+        wire of a stage that receives nothing is meaningless.
     """
     with jax.named_scope("compression"), jax.named_scope("encode"):
         wire, state = link.codec.encode(state, x, among(index, tuple(sender for sender, _ in pairs)))
     if not link.ranks:
         return _cross(wire, axis, pairs), state
-    # A permute for each rank: a link of a lower rank carries no padding.
+    # One permute for each rank, so that a link of a lower rank carries no padding.
     arrived = None
     for rank in sorted({link.ranks[sender] for sender, _ in pairs}):
         some = tuple(pair for pair in pairs if link.ranks[pair[0]] == rank)
-        new = link.codec.widen(_cross(link.codec.narrow(wire, rank), axis, some))
+        new = lowrank.widen(_cross(lowrank.narrow(wire, rank), axis, some), max(link.ranks))
         mine = among(index, tuple(receiver for _, receiver in some))
         arrived = new if arrived is None else jax.tree.map(lambda n, o, m=mine: jnp.where(m, n, o), new, arrived)
     return arrived, state

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -17,37 +16,6 @@ from paxtrain.errors import UserError
 
 FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
-
-# Dense bfloat16 FLOP/s (float16 where there is no bfloat16: V100, T4) from NVIDIA's datasheets, which print twice as
-# much "with sparsity" from Ampere on. First match wins.
-_PEAK_FLOPS = (
-    (r"V100-SXM\d", 125e12),
-    (r"V100", 112e12),
-    (r"T4", 65e12),
-    (r"A100", 312e12),
-    (r"A30", 165e12),
-    (r"A40", 149.7e12),
-    (r"A10", 125e12),
-    (r"L4", 121e12),
-    (r"L40S", 362e12),
-    (r"H100.*PCIe", 756e12),
-    (r"(H100|H200).*NVL", 835.5e12),
-    (r"H100", 989.4e12),
-    (r"G?H200", 989.4e12),
-    (r"GB200", 2500e12),
-    (r"B200", 2250e12),
-)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bfloat16 FLOP/s of one device, or None for a CPU, an unknown GPU or a MIG slice.
-
-    Args:
-        device_kind: jax.Device.device_kind, such as "NVIDIA H100 80GB HBM3".
-    """
-    if re.search(r"\bMIG\b", device_kind):
-        return None
-    return next((peak for name, peak in _PEAK_FLOPS if re.search(rf"\b({name})\b", device_kind)), None)
 
 
 def flops_per_token(model: ModelConfig) -> float:

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from compress import Codec
 from paxtrain.config import Config, to_dict
 from paxtrain.data import tokenizer
 from paxtrain.data.datasets import DataSets
+from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
 from paxtrain.parallel import selective
 from paxtrain.parallel.mesh import from_process_rows, place, process_rows
@@ -31,7 +33,12 @@ class PreparedRun:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, progress: supervised.Progress | None = None, quiet: bool = False
+        self,
+        config: Config,
+        mesh: Mesh,
+        progress: supervised.Progress | None = None,
+        quiet: bool = False,
+        codec: Codec | None = None,
     ) -> None:
         """Check everything that can be wrong with the input.
 
@@ -40,6 +47,7 @@ class PreparedRun:
             mesh: devices, see `make_mesh`.
             progress: told of steps and of what happens between them; None for nobody.
             quiet: print nothing.
+            codec: codec of the gradients between stages, in place of the configuration's; see Trainer.
 
         Raises:
             UserError: the data, the tokenizer or the folder does not fit.
@@ -50,7 +58,7 @@ class PreparedRun:
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.talks = self.primary and not quiet
-        self.trainer = Trainer(config, mesh)
+        self.trainer = Trainer(config, mesh, codec=codec)
         self.progress.placed(place(mesh))
         self.data = DataSets(config)
         self.trainer.compression.check()  # settles attention and kernels, too
@@ -201,7 +209,7 @@ class PreparedRun:
             "config": to_dict(self.config),
             "compression": {
                 "identity": self.trainer.compression.identity(),
-                "link_ranks": self.trainer.compression.link_ranks(),
+                "link_ranks": self.trainer.compression.link_settings(),
                 "ranks": self.ranks.to_json(),
                 "rule": self._rank_rule,
             },
@@ -217,4 +225,4 @@ class PreparedRun:
 
     @property
     def peak(self) -> float | None:
-        return self.config.run.peak_flops or metrics.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)
+        return self.config.run.peak_flops or datasheets.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import jax
 
+from compress import Codec
 from paxtrain.config import Config, to_dict
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
@@ -27,6 +28,7 @@ def train_together(
     names: Sequence[str],
     progress: supervised.Progress | None = None,
     quiet: bool = False,
+    codec: Codec | None = None,
 ) -> TrainingResult:
     """Train with all processes, which have joined.
 
@@ -36,6 +38,7 @@ def train_together(
         names: host name of every process, for a plan that names hosts.
         progress: told of steps and of what happens between them; None for nobody.
         quiet: print nothing.
+        codec: codec of the gradients between stages, in place of the configuration's.
 
     Raises:
         UserError: on every process, if one of them has found bad input.
@@ -44,7 +47,7 @@ def train_together(
     try:
         devices = host_major(chosen.hosts, names) if chosen and chosen.hosts else None
         mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
-        run = Run(config, mesh, progress, quiet)
+        run = Run(config, mesh, progress, quiet, codec)
     except UserError as error:
         problem = error
     distributed.agree(problem)
@@ -52,7 +55,9 @@ def train_together(
     return run.train()
 
 
-def train(config: Config, plan: Plan | HasPlan | None = None, *, quiet: bool = False) -> TrainingResult:
+def train(
+    config: Config, plan: Plan | HasPlan | None = None, *, codec: Codec | None = None, quiet: bool = False
+) -> TrainingResult:
     """Train as `python -m paxtrain.train` does, and return its metrics.
 
     A process that stands alone, such as a notebook, gets as many virtual CPU devices as the mesh needs, if it has used
@@ -61,6 +66,8 @@ def train(config: Config, plan: Plan | HasPlan | None = None, *, quiet: bool = F
     Args:
         config: configuration; its `run.out` is the folder of checkpoints and metrics, from which training continues.
         plan: plan that overrides mesh, pipeline, batch and compression, or what `planner.plan` returned.
+        codec: codec of the gradients between stages, such as one of your own; `compress.Codec` says what it needs.
+            compress.backward says which gradients it encodes; its default "none" stands for "all" then.
         quiet: print nothing.
 
     Raises:
@@ -74,4 +81,4 @@ def train(config: Config, plan: Plan | HasPlan | None = None, *, quiet: bool = F
     names = distributed.host_names() if chosen and chosen.hosts else []
     setup.use_one_blas_thread()
     with setup.quiet_orbax():
-        return train_together(config, chosen, names, quiet=quiet)
+        return train_together(config, chosen, names, quiet=quiet, codec=codec)

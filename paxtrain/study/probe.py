@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from compress.codec import Record
+from compress.recorder import Record
 from paxtrain.config import MeshConfig, ModelConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params
@@ -117,7 +117,7 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
         numbers = [mb for mb in numbers if (stage, mb) in chosen]
     record: Record = jax.tree.map(lambda x: x[data, stage, 0, 0], codec[direction])
     # Schedules without virtual stages send in the order of the micro-batches.
-    slots = (int(record.count) - len(numbers) + np.arange(len(numbers))) % trainer.record
+    slots = (int(record.seen) - len(numbers) + np.arange(len(numbers))) % trainer.record
     given, decoded, residual = (
         ring[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
     )

@@ -234,7 +234,7 @@ def parameters(shape: Shape) -> tuple[Any, Any, Any]:
 
 
 def _codec_state(shape: Shape) -> Any:
-    """Bytes of the compression's states of one device, see compress.codec.LowRankState and collectives.PowerState."""
+    """Bytes of the compression's states of one device, see compress.lowrank.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k, total = shape.tokens // shape.parts, model.hidden, 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from compress import bench, kernels
-from compress.codec import LowRank
+from compress import kernel_times, kernels
+from compress.lowrank import LowRank
 from paxtrain.xla import aot
 
 
@@ -90,10 +90,13 @@ def test_encoding_takes_no_memory_but_for_thin_factors(mesh, error):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_the_benchmark_times_its_work_in_every_iteration(mesh, implementation):
     """None of it stands outside the loop, and no iteration copies a matrix."""
-    for case in (bench.Case("message", 1, 1024, 512, 16), bench.Case("gradient", 2, 512, 1024, 16)):
-        for work in (bench.compression, bench.decompression):
+    for case in (
+        kernel_times.Matrices("message", 1, 1024, 512, 16),
+        kernel_times.Matrices("gradient", 2, 512, 1024, 16),
+    ):
+        for work in (kernel_times.compression, kernel_times.decompression):
             _, step, carry, inputs, _ = work(case, implementation)
-            program = compiled(mesh, partial(bench._loop, step, 5), carry, inputs, donate=(0,))
+            program = compiled(mesh, partial(kernel_times._loop, step, 5), carry, inputs, donate=(0,))
             loop, outside = program.as_text().split("\nENTRY")
             products = re.compile("dot_general|__gpu.xla.gpu.triton")
             assert products.search(loop) and not products.search(outside)

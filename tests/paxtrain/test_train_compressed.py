@@ -19,6 +19,7 @@ from paxtrain.prepare import prepare
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from paxtrain.xla import hlo
+from tests.compress.topk import TopK
 
 pytestmark = pytest.mark.once
 STEPS, EVERY = 12, 4
@@ -36,7 +37,7 @@ def home(tmp_path_factory, cache):
     return path
 
 
-def finished(home, out, **changes) -> tuple[Run, dict]:
+def finished(home, out, codec=None, **changes) -> tuple[Run, dict]:
     """A run to its end, and its last state by path."""
     values = {
         "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "dtype": "float32"},
@@ -53,7 +54,7 @@ def finished(home, out, **changes) -> tuple[Run, dict]:
         values[section] = values[section] | {key: value}
     values["optimizer"] = values["optimizer"] | {"schedule": "constant"}  # the same program for any number of steps
     config = from_dict(values)
-    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
+    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]), codec=codec)
     states = []
     save = run.save
     run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))
@@ -141,9 +142,28 @@ def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
     assert len(losses(out)) == STEPS  # nothing was lost
 
 
+def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys):
+    """On all eight devices, with nothing said of ranks; another codec's state of the same shapes is refused."""
+    changes = {"mesh__pipe": 4, "model__layers": 4, "compress__backward": "none", "compress__data": "none"}
+    _, state = finished(home, tmp_path / "whole", codec=TopK(256), run__steps=8, **changes)
+    said = capsys.readouterr().out
+    assert "TopK(k=256, feedback=True), 2048 of 8192 bytes, 4.0 times smaller" in said
+    assert "rank" not in said.partition("gradients between stages")[2].partition("\n")[0]
+    finished(home, tmp_path / "run", codec=TopK(256), run__steps=4, **changes)
+    _, again = finished(home, tmp_path / "run", codec=TopK(256), run__steps=8, **changes)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert [path for path in state if not np.array_equal(state[path], again[path])] == []
+    errors = [value for path, value in state.items() if ".codec" in path]
+    assert [np.any(x[:, stage] != 0) for x in errors for stage in range(4)] == [False, True, True, True]
+    with pytest.raises(UserError, match=r"codec is TopK\(k=256, feedback=True\) there and TopK\(k=128, .* here"):
+        finished(home, tmp_path / "run", codec=TopK(128), run__steps=9, **changes)
+    with pytest.raises(UserError, match=r"codec is TopK\(k=256, feedback=True\) there and absent here"):
+        finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward": "all"})
+
+
 def test_other_link_ranks_are_refused_though_the_shapes_are_equal():
     """A link's rank is in the zero columns of its state, and its wire is cut to the rank that this run has."""
-    ranks = {name: compression(name).link_ranks() for name in ("4,2,4", "2,4,4")}
+    ranks = {name: compression(name).link_settings() for name in ("4,2,4", "2,4,4")}
     meta = {"identity": compression("4,2,4").identity(), "link_ranks": ranks["4,2,4"]}
     kinds = {"codec/backward/q": "float32[4]"}
     assert compression("4,2,4").why_reset(meta, kinds, kinds, "checkpoint 1") == ""

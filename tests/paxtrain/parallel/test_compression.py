@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from compress import wire_bytes
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import hlo
+from tests.compress.topk import TopK
 from tests.paxtrain.compressed import (
     FAST,
     FULL,
@@ -298,3 +300,54 @@ def test_triton_needs_a_gpu():
 def test_sections_default_to_no_compression():
     assert CompressConfig() == Config().compress
     assert (Config().compress.backward, Config().compress.data) == ("none", "none")
+
+
+# --- A codec that a stranger wrote ------------------------------------------------------------------------------------
+
+
+class Flat(TopK):
+    """A codec that forgets the message's shape."""
+
+    def decode(self, wire, like):
+        return super().decode(wire, like).reshape(-1)
+
+
+def topk(**changes) -> Trainer:
+    return dataclasses.replace(trainer(config(**changes)), codec=TopK(64))
+
+
+def test_a_given_codec_sends_its_bytes_and_nothing_else():
+    """No setting says backward or a rank: the codec alone stands for "all"; "epilogue" is kept."""
+    message = 64 * (4 + 4)
+    assert wire_bytes(TopK(64), (2, 16, 32), "float32") == message
+    forward = {(k, k + 1): 6 * DENSE for k in range(3)}
+    assert by_pair(topk()) == forward | {(k + 1, k): 6 * message for k in range(3)}
+    drained = {(k + 1, k): (3 - k) * message + (3 + k) * DENSE for k in range(3)}
+    assert by_pair(topk(backward="epilogue")) == forward | drained
+
+
+def test_a_given_codec_needs_no_settings_and_is_named():
+    c = config(backward_rank=999)  # which is not used
+    trained = dataclasses.replace(trainer(c), codec=TopK(64))
+    trained.compression.check()
+    [row] = trained.compression.describe()
+    assert row == ("gradients between stages", "all: TopK(k=64, feedback=True), 512 of 4096 bytes, 8.0 times smaller")
+    assert trained.compression.link_settings() == {"backward_ranks": [], "codec": "TopK(k=64, feedback=True)"}
+
+
+@pytest.mark.parametrize(
+    ("c", "given", "words"),
+    [
+        (config((8, 1, 1)), {}, ["TopK", "needs messages between stages", "mesh.pipe=1"]),
+        (config(backward="all", backward_ranks="2,2,2"), {}, ["compress.backward_ranks=2,2,2", "TopK", "codec=None"]),
+        (config(), {"record": 2}, ["record=2", "residual(state, like)", "TopK"]),
+        (config(), {"codec": Flat(64)}, ["float32[1024]", "float32[2,16,32]", "`like`"]),
+    ],
+    ids=["one stage", "ranks", "record", "shape"],
+)
+def test_a_given_codec_that_does_not_fit_is_refused(c, given, words):
+    trained = dataclasses.replace(trainer(c), **{"codec": TopK(64)} | given)
+    with pytest.raises(UserError) as error:
+        trained.compression.check()
+        _ = trained.compression.links
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, CompressConfig, PipelineConfig, from_dict
+from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, PipelineConfig, from_dict
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.pipeline.executor import Links
-from paxtrain.pipeline.messages import Link
 from paxtrain.xla import hlo
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
@@ -251,9 +249,7 @@ class Doubling(NamedTuple):
 
 def with_codec(c, codec) -> Trainer:
     """A trainer whose gradients between stages all pass the codec."""
-    trained = trainer(dataclasses.replace(c, compress=CompressConfig(backward="all", min_ratio=0.0)))
-    vars(trained.compression)["links"] = Links(backward=Link(codec))
-    return trained
+    return dataclasses.replace(trainer(c), codec=codec)
 
 
 @pytest.mark.parametrize(

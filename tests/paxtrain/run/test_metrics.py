@@ -126,33 +126,6 @@ def test_mfu_of_a_mesh():
     assert metrics.mfu(full / 4, model, devices=8, peak=peak) == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tera"),
-    [
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla V100-PCIE-32GB", 112),
-        ("Tesla T4", 65),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A4000", None),
-        ("cpu", None),
-    ],
-)
-def test_peak_flops_by_device_kind(kind, tera):
-    assert metrics.peak_flops(kind) == (None if tera is None else pytest.approx(tera * 1e12))
-
-
 def test_smoothing_keeps_a_line_and_calms_noise():
     assert plots.smooth(np.arange(20.0), 5)[:-2] == pytest.approx(np.arange(18.0))
     assert plots.smooth(np.append(np.zeros(30), 1.0), 5)[-1] == pytest.approx(1 / 3)  # not the last value alone

@@ -105,14 +105,6 @@ def test_the_slowest_pipeline_and_device_count():
     assert fast[1] < mixed[1] < slow[1]
 
 
-def test_device_kinds_by_any_name():
-    for name in ("NVIDIA A100-SXM4-80GB", "a100_40gb", "A100 PCIe", "Tesla-A100"):
-        assert datasheets.datasheet(name).half == 312e12
-    assert datasheets.datasheet("GeForce RTX 3090") == datasheets.datasheet("rtx3090") is not None
-    assert datasheets.datasheet("A10") != datasheets.datasheet("A100")
-    assert datasheets.datasheet("cpu") is None and datasheets.datasheet("") is None
-
-
 # --- The fit ----------------------------------------------------------------------------------------------------------
 
 
