@@ -20,8 +20,8 @@ from paxtrain.process import distributed
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.measure import measure_cluster, measure_compute
-from planner.measure.measure_cluster import MIB, Options
+from planner.measure import compute_timing, profile_cluster
+from planner.measure.profile_cluster import MIB, Options
 from planner.measure.process_group import Meeting
 from planner.start import rendezvous
 
@@ -38,7 +38,7 @@ def _describe(cluster: Cluster) -> list[tuple[str, str]]:
             said.append((name, f"{tables.size(b.min(), 'B/s')} to {tables.size(b.max(), 'B/s')}, "
                                f"{a.min() * 1e6:.0f} to {a.max() * 1e6:.0f} us"))  # fmt: skip
     for row in cluster.compute:
-        kinds = (kind for kind in (*measure_compute.KINDS, *compute.PARTS) if kind in row)
+        kinds = (kind for kind in (*compute_timing.KINDS, *compute.PARTS) if kind in row)
         times = ", ".join(f"{kind} {row[kind] * 1e3:.3g} ms" for kind in kinds)
         said.append((f"{row['kind']}, tensor={row['tensor']}, micro_batch={row['micro_batch']}",
                      f"{times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter"))  # fmt: skip
@@ -57,7 +57,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("rounds", default.rounds, "Rounds of pairs of hosts; beyond, a sample.", lower_bound=1)
     flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
     flags.DEFINE_bool("links_only", False, "Leave the compute unmeasured: the planner then goes by the data sheet.")
-    measure_cluster.define_flags()
+    profile_cluster.define_flags()
     flags.DEFINE_list("tensor", [], "Tensor sizes; default: all that divide the devices of a host and the model.")
     flags.DEFINE_float("time_limit", None, "Seconds for all of it; what is measured by then is kept.", lower_bound=1)
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
@@ -115,8 +115,8 @@ def main(argv: Sequence[str]) -> None:
     distributed.initialize(*launched)
     meeting = Meeting(f.answer_timeout)
     with meeting.ends_together():
-        machines = measure_cluster.meet(meeting, f.rack)
-        cluster, said = measure_cluster.profile(meeting, machines, config, options, f.name)
+        machines = profile_cluster.meet(meeting, f.rack)
+        cluster, said = profile_cluster.profile(meeting, machines, config, options, f.name)
         if meeting.process == 0:
             clusters.save(cluster, out)
             print(tables.table([*_describe(cluster), *said, ("written", str(out))]), flush=True)

@@ -24,8 +24,8 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run import training
-from planner.measure import measure_cluster
-from planner.measure.measure_cluster import Machines
+from planner.measure import profile_cluster
+from planner.measure.profile_cluster import Machines
 from planner.measure.process_group import Meeting
 from planner.planning import flags as search_flags
 from planner.start import allocation, auto_plan, environment, rendezvous
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> None:
         with meeting.ends_together():
             if f.gpus is not None:
                 allocation.check_devices(meeting, f.gpus, f.host_name or socket.gethostname())
-            machines = measure_cluster.meet(meeting, f.rack, f.host_name)
+            machines = profile_cluster.meet(meeting, f.rack, f.host_name)
             allocation.check_shared(meeting, out)
             _check_data(meeting, neutral)
             request = Request(values, out, f.profile_seconds, f.profile_age, f.compute_hosts)
@@ -160,7 +160,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
     flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
     flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
-    measure_cluster.define_flags()
+    profile_cluster.define_flags()
     flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
     flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)

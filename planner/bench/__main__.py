@@ -32,7 +32,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import step_time
 from planner.cost.links import fabric
-from planner.measure import measure_cluster, measure_compute
+from planner.measure import compute_timing, profile_cluster
 from planner.measure.process_group import Meeting
 
 SECTIONS = ("executor", "placement", "speed")
@@ -94,17 +94,17 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     bench.enter(process, coordinator)
     meeting = Meeting(120)
     with meeting.ends_together():
-        machines = measure_cluster.meet(meeting, "", f"process{meeting.process}")
+        machines = profile_cluster.meet(meeting, "", f"process{meeting.process}")
         configs = {f"{case[0]} {case[2]}": _executed(*case) for case in EXECUTED}
         of_save = {config.pipeline.save: config for config in configs.values()}
         config = _executed(*EXECUTED[0])
-        links = measure_cluster.Options(
-            sizes=(measure_cluster.MIB, 4 * measure_cluster.MIB), repeats=repeats, micro_batches=()
+        links = profile_cluster.Options(
+            sizes=(profile_cluster.MIB, 4 * profile_cluster.MIB), repeats=repeats, micro_batches=()
         )
-        cluster, _ = measure_cluster.profile(meeting, machines, config, links, "two processes")
+        cluster, _ = profile_cluster.profile(meeting, machines, config, links, "two processes")
         micro_batch, devices = config.batch.micro_batch, jax.local_devices()
-        turns = {save: measure_compute.Turns(config, 1, micro_batch, devices) for save, config in of_save.items()}
-        optimizer = measure_compute.Optimizer(config, 1, devices)
+        turns = {save: compute_timing.Turns(config, 1, micro_batch, devices) for save, config in of_save.items()}
+        optimizer = compute_timing.Optimizer(config, 1, devices)
         for some in turns.values():
             some.settle(meeting.agree)
         samples: dict[str, list[dict[str, float]]] = {save: [] for save in of_save}
@@ -118,7 +118,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
         rows: list[dict[str, Any]] = []
         for save, config in of_save.items():
             compute = {kind: statistics.median(s[kind] for s in samples[save]) for kind in samples[save][0]}
-            rows += measure_cluster.compute_rows(machines, config, 1, micro_batch, meeting.gather(compute))
+            rows += profile_cluster.compute_rows(machines, config, 1, micro_batch, meeting.gather(compute))
         cluster = dataclasses.replace(cluster, compute=tuple(rows))
         if process == 0:
             figures = [[s, statistics.median(seconds[s]), predicted(cluster, c)] for s, c in configs.items()]
@@ -135,7 +135,7 @@ def executor(repeats: int) -> None:
     rows, figures = found
     print(f"\nexecutor, pipe=2 over two processes, one per core, m={MICRO_BATCHES}, median of {repeats} steps")
     for row in rows:
-        kinds = (kind for kind in (*measure_compute.KINDS, *costs.PARTS) if kind in row)
+        kinds = (kind for kind in (*compute_timing.KINDS, *costs.PARTS) if kind in row)
         times = ", ".join(f"{kind} {row[kind] * 1e3:.4g}" for kind in kinds)
         print(f"  profiled, {row['save']}, ms: {times}, optimizer {row['optimizer'] * 1e9:.3g} ns per parameter")
     print(f"  {'schedule, save':<30}{'measured':>10}{'predicted':>11}{'error':>8}")

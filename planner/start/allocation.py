@@ -15,7 +15,7 @@ from paxtrain.run import checkpoint
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.measure.measure_cluster import Machines
+from planner.measure.profile_cluster import Machines
 from planner.measure.process_group import Meeting
 
 _SHARED_WITHIN = 5.0  # seconds in which a file must be seen on all nodes: clients of NFS look again after some

@@ -23,8 +23,8 @@ from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
-from planner.measure import measure_cluster
-from planner.measure.measure_cluster import Machines
+from planner.measure import profile_cluster
+from planner.measure.profile_cluster import Machines
 from planner.measure.process_group import Meeting
 from planner.planning import flags
 from planner.planning.recommend import Planner, predicted
@@ -179,9 +179,9 @@ def _profile(meeting: Meeting, machines: Machines, config: Config, request: Requ
     """The cluster as measured, and which links there was no time for."""
     allowed = flags.integers("tensor")
     tensor = tuple(
-        t for t in measure_cluster.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
+        t for t in profile_cluster.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
     )
-    options = measure_cluster.Options(
+    options = profile_cluster.Options(
         sizes=(),
         repeats=_REPEATS,
         micro_batches=tuple(sorted(flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
@@ -191,7 +191,7 @@ def _profile(meeting: Meeting, machines: Machines, config: Config, request: Requ
         compute_hosts=request.compute_hosts,
         all_reduces=False,
     )
-    cluster, said = measure_cluster.profile(meeting, machines, config, options, "job")
+    cluster, said = profile_cluster.profile(meeting, machines, config, options, "job")
     # Training needs the memory of what was measured with.
     gc.collect()
     jax.clear_caches()

@@ -30,7 +30,7 @@ from paxtrain.process.distributed import initialize
 from paxtrain.profiling import breakdown
 from paxtrain.study import probe
 from planner.cluster import cluster as clusters
-from planner.measure import measure_cluster, measure_compute
+from planner.measure import compute_timing, profile_cluster
 from planner.measure.process_group import Meeting
 from tests.cluster import device
 from tests.cluster.programs import Programs, share_programs
@@ -105,23 +105,23 @@ class Worker:
     def __init__(self, limit: float, programs: Programs) -> None:
         self._compiled = programs
         self.meeting = Meeting(limit)
-        self.machines = measure_cluster.meet(self.meeting, "")
+        self.machines = profile_cluster.meet(self.meeting, "")
         self.programs: dict[str, Program] = {}
         mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
         spec = PartitionSpec("all")
         mapped = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
         self._ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=NamedSharding(mesh, spec))()
         self._barrier = jax.jit(mapped)
-        self._turns: measure_compute.Turns | None = None
+        self._turns: compute_timing.Turns | None = None
 
     def _together(self) -> None:
         jax.block_until_ready(self._barrier(self._ones))
 
     def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
         """The cluster's links and compute, written to `path`."""
-        options = measure_cluster.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+        options = profile_cluster.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
         began = time.perf_counter()
-        cluster, said = measure_cluster.profile(self.meeting, self.machines, from_dict(config), options, name)
+        cluster, said = profile_cluster.profile(self.meeting, self.machines, from_dict(config), options, name)
         if self.meeting.process == 0:
             clusters.save(cluster, pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}
@@ -200,9 +200,9 @@ class Worker:
         if self._turns is None:
             config = from_dict(config)
             tensor = config.mesh.tensor
-            self._turns = measure_compute.Turns(config, tensor, config.batch.micro_batch, jax.local_devices())
-            measure_compute.Optimizer(config, tensor, jax.local_devices()).sample()  # compiled for the profile to come
-            self._turns.counts = dict.fromkeys(measure_compute.KINDS, 0)
+            self._turns = compute_timing.Turns(config, tensor, config.batch.micro_batch, jax.local_devices())
+            compute_timing.Optimizer(config, tensor, jax.local_devices()).sample()  # compiled for the profile to come
+            self._turns.counts = dict.fromkeys(compute_timing.KINDS, 0)
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()

@@ -16,8 +16,8 @@ from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
 from planner.cost import compute
-from planner.measure import measure_cluster, measure_compute, measure_links
-from planner.measure.measure_cluster import MIB, Machines, Options
+from planner.measure import compute_timing, link_timing, profile_cluster
+from planner.measure.profile_cluster import MIB, Machines, Options
 from planner.measure.process_group import Meeting
 from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
@@ -29,9 +29,9 @@ MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60,
 @pytest.fixture(autouse=True, scope="module")
 def _short():
     """Short measurements: what is tested is not how exact they are."""
-    before, measure_compute._LEAST = measure_compute._LEAST, 0.004
+    before, compute_timing._LEAST = compute_timing._LEAST, 0.004
     yield
-    measure_compute._LEAST = before
+    compute_timing._LEAST = before
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def meeting():
 
 @pytest.fixture(scope="module")
 def machines(meeting):
-    found = measure_cluster.meet(meeting, "rack0")
+    found = profile_cluster.meet(meeting, "rack0")
     return dataclasses.replace(found, devices=found.devices[:2], per_host=2)
 
 
@@ -53,7 +53,7 @@ def config():
 @pytest.fixture(scope="module")
 def profiled(meeting, machines, config):
     options = Options(sizes=(MIB, 2 * MIB), repeats=2, micro_batches=(1, 2), tensor=(2,))
-    return measure_cluster.profile(meeting, machines, config, options, "mine")
+    return profile_cluster.profile(meeting, machines, config, options, "mine")
 
 
 def test_who_is_there(machines):
@@ -77,7 +77,7 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     expected = {"kind": "cpu", "tensor": 2, "save": "layer_inputs", "hidden": 16, "heads": 2, "sequence": 8}
     assert {key: row[key] for key in expected} == expected
     assert row["vocab"] == 128
-    assert all(row[kind] >= 0 for kind in (*measure_compute.KINDS, "optimizer"))
+    assert all(row[kind] >= 0 for kind in (*compute_timing.KINDS, "optimizer"))
     found = compute.layer(loaded, "cpu", config.model, 2, 1, "layer_inputs")
     assert found.backward == pytest.approx(loaded.compute[0]["backward"])
     assert found.backward > 0
@@ -86,7 +86,7 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
 
 def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, config):
     options = Options(sizes=(MIB,), repeats=50, micro_batches=(1, 2), tensor=(1,), time_limit=1e-3)
-    cluster, said = measure_cluster.profile(meeting, machines, config, options, "mine")
+    cluster, said = profile_cluster.profile(meeting, machines, config, options, "mine")
     assert cluster.compute == ()
     assert np.isfinite(cluster.bandwidth).all()
     left = [text for what, text in said if what == "left out"]
@@ -96,24 +96,24 @@ def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, co
 
 def test_a_single_device_has_no_links_and_a_profile_all_the_same(meeting, machines, config, tmp_path):
     alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1)
-    cluster, _ = measure_cluster.profile(meeting, alone, config, Options(micro_batches=()), "one")
+    cluster, _ = profile_cluster.profile(meeting, alone, config, Options(micro_batches=()), "one")
     clusters.save(cluster, tmp_path / "one.json")
     assert clusters.load(tmp_path / "one.json").devices == 1
 
 
 def test_tensor_sizes_are_those_that_divide_host_and_model(config):
-    assert measure_cluster.tensor_sizes(config, 8, ()) == (1, 2)
-    assert measure_cluster.tensor_sizes(config, 3, ()) == (1,)
+    assert profile_cluster.tensor_sizes(config, 8, ()) == (1, 2)
+    assert profile_cluster.tensor_sizes(config, 3, ()) == (1,)
     with pytest.raises(UserError, match=r"--tensor=4 must divide the 8 devices of a host and .* 1, 2 would$"):
-        measure_cluster.tensor_sizes(config, 8, (4,))
+        profile_cluster.tensor_sizes(config, 8, (4,))
 
 
 def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
     machines = Machines(("a", "b"), (0, 1, 0, 0), (), 2, ("cpu", "h100"), (1.0, 1.0), ("", ""))
     values = [{"forward": f} for f in (1.0, 7.0, 2.0, 9.0)]
-    rows = measure_cluster.compute_rows(machines, config, 1, 4, values)
+    rows = profile_cluster.compute_rows(machines, config, 1, 4, values)
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 2.0), ("h100", 7.0)]
-    rows = measure_cluster.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
+    rows = profile_cluster.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 1.0), ("h100", 7.0)]
 
 
@@ -124,24 +124,24 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
             [self.size] = sizes
 
         def __call__(self, number):
-            return measure_links.Times(1e-4, [self.size / rate], [self.size / rate])
+            return link_timing.Times(1e-4, [self.size / rate], [self.size / rate])
 
-    monkeypatch.setattr(measure_links, "Exchange", Exchange)
+    monkeypatch.setattr(link_timing, "Exchange", Exchange)
     hosts = tuple("abcdefgh")
     machines = Machines(hosts, (0,), (), 1, ("cpu",) * 8, (1.0,) * 8, ("",) * 8)
-    rounds, repeats, seconds = measure_links.plan(8, 1, 63), 3, 22.5
-    smaller, larger = measure_cluster._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
+    rounds, repeats, seconds = link_timing.plan(8, 1, 63), 3, 22.5
+    smaller, larger = profile_cluster._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
     assert (smaller, larger) == (size // 4, size)
-    messages = len(rounds) * repeats * 2 * measure_links.CALLS * measure_links.BACK_TO_BACK
+    messages = len(rounds) * repeats * 2 * link_timing.CALLS * link_timing.BACK_TO_BACK
     takes = lambda largest: messages * 1.25 * largest / rate  # noqa: E731
-    assert takes(size) < seconds / 2 or size == measure_cluster._PROBE
-    assert takes(4 * size) > seconds / 2 or size == measure_cluster._LARGEST
+    assert takes(size) < seconds / 2 or size == profile_cluster._PROBE
+    assert takes(4 * size) > seconds / 2 or size == profile_cluster._LARGEST
 
 
 def test_who_measures_nothing_takes_part_in_the_decisions(config):
     """However many turns process 0 wants, both ask each other as often: else they would wait for ever."""
-    turns = measure_compute.Bystander(config)
-    asked = iter(x * measure_compute._LEAST for x in (0.02, 0.4, 1.2, 4, 0.2, 1.1, 6))
+    turns = compute_timing.Bystander(config)
+    asked = iter(x * compute_timing._LEAST for x in (0.02, 0.4, 1.2, 4, 0.2, 1.1, 6))
     turns.settle(lambda mine: next(asked) + mine)
     assert next(asked, None) is None
     assert turns.counts["forward"] > turns.counts["backward"] == 1
@@ -152,10 +152,10 @@ def test_who_measures_nothing_takes_part_in_the_decisions(config):
 
 
 def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
-    turns = measure_compute.Turns(config, 1, 1, jax.devices()[:1])
+    turns = compute_timing.Turns(config, 1, 1, jax.devices()[:1])
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: 0.3 + {"forward": 2.0, "head": 0.5}.get(kind, 4) * count)
     turns.settle(lambda x: x)
-    turns.counts = dict.fromkeys(measure_compute.KINDS, 5)
+    turns.counts = dict.fromkeys(compute_timing.KINDS, 5)
     sample = turns.sample()
     assert sample["forward"] == pytest.approx(2.0 / turns.layers)
     assert sample["backward"] == pytest.approx(4.0 / turns.layers)
@@ -165,16 +165,16 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
 
 def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monkeypatch, config):
     dots = dataclasses.replace(config, pipeline=PipelineConfig(save="dots"))
-    turns = measure_compute.Turns(dots, 1, 1, jax.devices()[:1])
-    assert turns.kinds == measure_compute.Bystander(dots).kinds == (*measure_compute.KINDS, *compute.PARTS)
-    assert measure_compute.kinds(config) == measure_compute.KINDS
+    turns = compute_timing.Turns(dots, 1, 1, jax.devices()[:1])
+    assert turns.kinds == compute_timing.Bystander(dots).kinds == (*compute_timing.KINDS, *compute.PARTS)
+    assert compute_timing.kinds(config) == compute_timing.KINDS
     asked = dict(zip(turns.kinds, (2.0, 6.0, 1.0, 1.0, 5.0, 3.0)))
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: asked[kind] * count)
     turns.counts = dict.fromkeys(turns.kinds, 2)
     sample = turns.sample()
     assert [sample[part] for part in compute.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
     machines = Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",))
-    [row] = measure_cluster.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
+    [row] = profile_cluster.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
     some = cluster(1, 1, device="cpu", memory=1e9, compute=[row])
     found = compute.layer(some, "cpu", dots.model, 1, 1, "dots")
     assert (found.backward_input, found.backward_weights) == (5.0 / turns.layers, 3.0 / turns.layers)
@@ -184,7 +184,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
 def test_every_kind_takes_longer_with_more_turns():
     """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
-    turns = measure_compute.Turns(config, 1, 4, jax.devices()[:1])
+    turns = compute_timing.Turns(config, 1, 4, jax.devices()[:1])
     for kind in turns.kinds:
         few, many = (min(turns._seconds(kind, n) for _ in range(5)) for n in (8, 88))
         none = min(turns._seconds(kind, 0) for _ in range(5))
@@ -192,7 +192,7 @@ def test_every_kind_takes_longer_with_more_turns():
 
 
 def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
-    turns = measure_compute.Turns(config, 1, 1, jax.devices()[:1])
+    turns = compute_timing.Turns(config, 1, 1, jax.devices()[:1])
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: 1e-3 * count)
     asked = []
     turns.settle(lambda x: asked.append(x) or x)
@@ -201,7 +201,7 @@ def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
 
 
 def test_the_optimizers_parameters_are_the_devices(config):
-    optimizer = measure_compute.Optimizer(config, 2, jax.devices()[:2])
+    optimizer = compute_timing.Optimizer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
     held = 2 * compute.layer_parameters(config.model, 2) + compute.embedding_parameters(config.model, 2, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h

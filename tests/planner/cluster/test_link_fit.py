@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from planner.cluster.link_fit import fill, multiplicative
-from planner.measure.measure_links import sampled, tournament
+from planner.measure.link_timing import sampled, tournament
 
 
 def synthetic(hosts: int, racks: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,7 @@ from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineCon
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
-from planner.measure.measure_cluster import Machines
+from planner.measure.profile_cluster import Machines
 from planner.measure.process_group import Meeting
 from planner.start import allocation
 from tests.planner.examples import MODEL, cluster, reordered

@@ -14,8 +14,8 @@ from paxtrain.config import to_dict
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from planner.cluster import cluster as clusters
-from planner.measure import measure_cluster, measure_compute
-from planner.measure.measure_cluster import Machines
+from planner.measure import compute_timing, profile_cluster
+from planner.measure.profile_cluster import Machines
 from planner.measure.process_group import Meeting
 from planner.planning import flags as search_flags
 from planner.start import allocation, auto_plan
@@ -159,9 +159,9 @@ def test_bad_flags_and_sections_are_found_before_anything_is_measured():
 
 
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure_compute, "_LEAST", 0.002)
+    monkeypatch.setattr(compute_timing, "_LEAST", 0.002)
     meeting = Meeting(60)
-    here = measure_cluster.meet(meeting, "")
+    here = profile_cluster.meet(meeting, "")
     here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
     small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
     small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from planner.measure import measure_links
-from planner.measure.measure_links import Book, Exchange, Times, fit_line, plan, sampled, tournament
+from planner.measure import link_timing
+from planner.measure.link_timing import Book, Exchange, Times, fit_line, plan, sampled, tournament
 
 MIB = 1 << 20
 
@@ -66,7 +66,7 @@ def test_a_call_during_which_the_machine_was_busy_does_not_count(monkeypatch):
     took = iter([0.32, 9.0, 0.33] + [9.0, 4.2, 4.0] + [6.2, 6.0, 9.0])  # echoes; there; back
     exchange = Exchange(jax.devices(), plan(8, 1, 1), (MIB,))
     monkeypatch.setattr(exchange, "_echo", lambda number: None)
-    monkeypatch.setattr(measure_links, "_seconds", lambda run, branch: next(took))
+    monkeypatch.setattr(link_timing, "_seconds", lambda run, branch: next(took))
     assert exchange(0) == Times(0.01, [2.0], [3.0])
 
 
@@ -144,4 +144,4 @@ def test_rounds_that_were_left_out_are_not_made_up():
 
 @pytest.mark.parametrize("axis", ["host", "device"])
 def test_all_reduce_runs_over_its_axis(axis):
-    assert 0 < measure_links.all_reduce(jax.devices(), 2, axis, MIB, repeats=1) < 60
+    assert 0 < link_timing.all_reduce(jax.devices(), 2, axis, MIB, repeats=1) < 60

@@ -28,7 +28,7 @@ from paxtrain.pipeline.rings import read
 from paxtrain.pipeline.stage import Stage
 from paxtrain.run import report
 from planner.cost import compute
-from planner.measure.measure_links import CALLS
+from planner.measure.link_timing import CALLS
 
 KINDS = ("forward", "backward", "head", "embedding")
 _OF_LAYERS = ("forward", "backward", *compute.PARTS)

@@ -24,7 +24,7 @@ from paxtrain.errors import UserError
 from planner.cluster import link_fit
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.measure import measure_compute, measure_links
+from planner.measure import compute_timing, link_timing
 from planner.measure.process_group import Meeting, check_reachable
 
 MIB = 1 << 20
@@ -142,7 +142,7 @@ _LARGEST = 16 * MIB
 
 
 def _affordable(
-    meeting: Meeting, machines: Machines, rounds: list[measure_links.Round], repeats: int, until: float
+    meeting: Meeting, machines: Machines, rounds: list[link_timing.Round], repeats: int, until: float
 ) -> tuple[int, int]:
     """Two sizes of messages, one four times the other, as large as half of the time that is left allows.
 
@@ -150,13 +150,13 @@ def _affordable(
     """
     me = machines.hosts[machines.of_process[meeting.process]]
     with meeting.watch(me, "the other hosts in the first round of links"):
-        exchange = measure_links.Exchange(machines.devices, rounds, (_PROBE,))
+        exchange = link_timing.Exchange(machines.devices, rounds, (_PROBE,))
         times = [exchange(number) for number in range(len(rounds))]
 
     def verdict(values: list[list[list[Any]]]) -> int:
         # Of each round what its slowest pair takes, in both directions.
         slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
-        messages = repeats * measure_links.CALLS * measure_links.BACK_TO_BACK
+        messages = repeats * link_timing.CALLS * link_timing.BACK_TO_BACK
         seconds = sum(slowest) * messages / _PROBE  # per byte
         size = _PROBE
         while size < _LARGEST and 4 * size * 1.25 * seconds < (until - time.monotonic()) / 2:
@@ -169,19 +169,19 @@ def _affordable(
 
 def measure_all_links(
     meeting: Meeting, machines: Machines, options: Options, until: float
-) -> tuple[measure_links.Book, str]:
+) -> tuple[link_timing.Book, str]:
     """Runs the rounds, repeat after repeat, until all are done or the time is up; also what was left out."""
-    rounds = measure_links.plan(len(machines.hosts), machines.per_host, options.rounds)
+    rounds = link_timing.plan(len(machines.hosts), machines.per_host, options.rounds)
     sizes = options.sizes
     if rounds and not sizes:
         sizes = _affordable(meeting, machines, rounds, options.repeats, until)
-    book = measure_links.Book(rounds, len(machines.hosts), machines.per_host, sizes, options.repeats)
+    book = link_timing.Book(rounds, len(machines.hosts), machines.per_host, sizes, options.repeats)
     if not rounds:
         return book, ""
     mine = machines.of_process[meeting.process]
     me = machines.hosts[mine]
     with meeting.watch(me, "the other hosts while the links' programs were set up"):
-        exchange = measure_links.Exchange(machines.devices, rounds, sizes)
+        exchange = link_timing.Exchange(machines.devices, rounds, sizes)
     total = options.repeats * len(rounds)
     with tqdm(total=total, desc="links", unit="round", disable=meeting.process > 0) as progress:
         for done in range(total):
@@ -191,9 +191,9 @@ def measure_all_links(
                 times = exchange(number)
 
             def verdict(values: list[Any], repeat: int = repeat, number: int = number) -> bool:
-                seen: dict[int, list[measure_links.Times]] = {}
+                seen: dict[int, list[link_timing.Times]] = {}
                 for process, value in enumerate(values):
-                    seen.setdefault(machines.of_process[process], []).append(measure_links.Times(*value))
+                    seen.setdefault(machines.of_process[process], []).append(link_timing.Times(*value))
                 book.enter(repeat, number, seen)
                 return time.monotonic() < until
 
@@ -262,12 +262,12 @@ def measure_all_compute(
             turns, problem = None, ""
             try:
                 if not measures:
-                    turns = measure_compute.Bystander(config)
+                    turns = compute_timing.Bystander(config)
                 elif tensor not in optimizer:
-                    steps = measure_compute.Optimizer(config, tensor, devices)
+                    steps = compute_timing.Optimizer(config, tensor, devices)
                     steps.sample()
                     optimizer[tensor] = statistics.median(steps.sample() for _ in range(options.repeats))
-                turns = turns or measure_compute.Turns(config, tensor, micro_batch, devices)
+                turns = turns or compute_timing.Turns(config, tensor, micro_batch, devices)
             except jax.errors.JaxRuntimeError as error:
                 problem = str(error).splitlines()[0]
             problem = meeting.gather(problem, lambda values: next(filter(None, values), ""))
@@ -305,7 +305,7 @@ def _all_reduces(
     rows = []
     for name, axis, ring, per_byte, alpha in ways:
         with meeting.watch(machines.hosts[machines.of_process[meeting.process]], f"the others in an all-reduce {name}"):
-            seconds = measure_links.all_reduce(machines.devices, machines.per_host, axis, size)
+            seconds = link_timing.all_reduce(machines.devices, machines.per_host, axis, size)
         seconds = meeting.gather(seconds, max)
         links = 2 * (ring - 1) * (alpha + size / ring * per_byte)
         rows.append((f"all-reduce {name}", f"{tables.size(size, 'B')} in {seconds:.4g} s; a ring in order would take "
