@@ -24,9 +24,9 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run import training
-from planner.measure import profile_cluster
-from planner.measure.profile_cluster import Machines
-from planner.measure.process_group import Meeting
+from planner.measure import flags as measure_flags
+from planner.measure.machines import Machines, find_machines
+from planner.measure.process_group import ProcessGroup
 from planner.planning import flags as search_flags
 from planner.start import allocation, auto_plan, environment, rendezvous
 from planner.start.auto_plan import Decision, Request
@@ -55,7 +55,7 @@ def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int |
     return *given, f.coordinator_timeout
 
 
-def _check_data(meeting: Meeting, config: Config) -> None:
+def _check_data(group: ProcessGroup, config: Config) -> None:
     """Finds out on every process whether it can read the data, before anything is measured."""
     problem = ""
     try:
@@ -64,18 +64,18 @@ def _check_data(meeting: Meeting, config: Config) -> None:
         problem = str(error)
 
     def verdict(problems: list[str]) -> None:
-        for name, each in zip(meeting.names, problems):
+        for name, each in zip(group.names, problems):
             if each:
                 raise UserError(each if all(problems) else f"{name}: {each}")
 
-    meeting.gather(problem, verdict)
+    group.gather(problem, verdict)
 
 
-def _decide(meeting: Meeting, machines: Machines, request: Request, progress: supervised.Progress) -> Decision:
+def _decide(group: ProcessGroup, machines: Machines, request: Request, progress: supervised.Progress) -> Decision:
     """The plan that --plan and --replan ask for, the same on every process."""
     f, began = flags.FLAGS, time.monotonic()
     if f.plan == AUTO:
-        return auto_plan.decide(meeting, machines, request, "", progress)
+        return auto_plan.decide(group, machines, request, "", progress)
 
     def read(_: object) -> tuple[Any, str]:
         plan = plans.load(f.plan)
@@ -88,10 +88,10 @@ def _decide(meeting: Meeting, machines: Machines, request: Request, progress: su
             auto_plan.check(request.values)
         return plans.to_json(plan), reason
 
-    given, reason = meeting.gather(None, read)
+    given, reason = group.gather(None, read)
     if reason:
         why = f"{f.plan} is not for these nodes: {reason}"
-        return auto_plan.decide(meeting, machines, request, why, progress)
+        return auto_plan.decide(group, machines, request, why, progress)
     return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began, given=True)
 
 
@@ -129,27 +129,27 @@ def main(argv: Sequence[str]) -> None:
     with supervised.Progress(os.environ) as progress:
         rendezvous.call(*launched)
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
-        meeting = Meeting(f.answer_timeout)
-        with meeting.ends_together():
+        group = ProcessGroup(f.answer_timeout)
+        with group.ends_together():
             if f.gpus is not None:
-                allocation.check_devices(meeting, f.gpus, f.host_name or socket.gethostname())
-            machines = profile_cluster.meet(meeting, f.rack, f.host_name)
-            allocation.check_shared(meeting, out)
-            _check_data(meeting, neutral)
+                allocation.check_devices(group, f.gpus, f.host_name or socket.gethostname())
+            machines = find_machines(group, f.rack, f.host_name)
+            allocation.check_shared(group, out)
+            _check_data(group, neutral)
             request = Request(values, out, f.profile_seconds, f.profile_age, f.compute_hosts)
-            decision = _decide(meeting, machines, request, progress)
-            if meeting.process == 0:
+            decision = _decide(group, machines, request, progress)
+            if group.process == 0:
                 print(auto_plan.describe(decision, machines), flush=True)
             if not decision.given:
                 # A plan made anew may compress something else: its state then starts afresh, which is said.
                 values["checkpoint"] = {**values.get("checkpoint", {}), "reset_codec": True}
             config = decision.plan.apply(values)
-            meeting.gather(None, lambda _: _record(decision, machines, config, meeting.count))
+            group.gather(None, lambda _: _record(decision, machines, config, group.count))
         finished = out / FINISHED
-        if meeting.process == 0:
+        if group.process == 0:
             finished.unlink(missing_ok=True)
         names = [machines.hosts[host] for host in machines.of_process]
-        if training.train_together(config, decision.plan, names, progress).finished and meeting.process == 0:
+        if training.train_together(config, decision.plan, names, progress).finished and group.process == 0:
             finished.write_text(json.dumps({"steps": config.run.steps}) + "\n")
 
 
@@ -160,7 +160,7 @@ def define_flags() -> None:
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
     flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
     flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
-    profile_cluster.define_flags()
+    measure_flags.define_flags()
     flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
     flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)

@@ -32,8 +32,10 @@ from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import step_time
 from planner.cost.links import fabric
-from planner.measure import compute_timing, profile_cluster
-from planner.measure.process_group import Meeting
+from planner.measure import compute_timing, profile_cluster, profile_compute
+from planner.measure.machines import find_machines
+from planner.measure.options import MIB, ProfileOptions
+from planner.measure.process_group import ProcessGroup
 
 SECTIONS = ("executor", "placement", "speed")
 HINT = f"choose with --sections={','.join(SECTIONS)}"
@@ -92,21 +94,19 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
     Compute is profiled and steps are timed in turn, so that whatever slows the machine slows both.
     """
     bench.enter(process, coordinator)
-    meeting = Meeting(120)
-    with meeting.ends_together():
-        machines = profile_cluster.meet(meeting, "", f"process{meeting.process}")
+    group = ProcessGroup(120)
+    with group.ends_together():
+        machines = find_machines(group, "", f"process{group.process}")
         configs = {f"{case[0]} {case[2]}": _executed(*case) for case in EXECUTED}
         of_save = {config.pipeline.save: config for config in configs.values()}
         config = _executed(*EXECUTED[0])
-        links = profile_cluster.Options(
-            sizes=(profile_cluster.MIB, 4 * profile_cluster.MIB), repeats=repeats, micro_batches=()
-        )
-        cluster, _ = profile_cluster.profile(meeting, machines, config, links, "two processes")
+        links = ProfileOptions(sizes=(MIB, 4 * MIB), repeats=repeats, micro_batches=())
+        cluster, _ = profile_cluster.profile(group, machines, config, links, "two processes")
         micro_batch, devices = config.batch.micro_batch, jax.local_devices()
-        turns = {save: compute_timing.Turns(config, 1, micro_batch, devices) for save, config in of_save.items()}
-        optimizer = compute_timing.Optimizer(config, 1, devices)
+        turns = {save: compute_timing.LoopTimer(config, 1, micro_batch, devices) for save, config in of_save.items()}
+        optimizer = compute_timing.OptimizerTimer(config, 1, devices)
         for some in turns.values():
-            some.settle(meeting.agree)
+            some.settle(group.agree)
         samples: dict[str, list[dict[str, float]]] = {save: [] for save in of_save}
 
         def profile() -> None:
@@ -118,12 +118,12 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
         rows: list[dict[str, Any]] = []
         for save, config in of_save.items():
             compute = {kind: statistics.median(s[kind] for s in samples[save]) for kind in samples[save][0]}
-            rows += profile_cluster.compute_rows(machines, config, 1, micro_batch, meeting.gather(compute))
+            rows += profile_compute.compute_rows(machines, config, 1, micro_batch, group.gather(compute))
         cluster = dataclasses.replace(cluster, compute=tuple(rows))
         if process == 0:
             figures = [[s, statistics.median(seconds[s]), predicted(cluster, c)] for s, c in configs.items()]
             print(json.dumps([rows, figures]), flush=True)
-        meeting.gather(None)
+        group.gather(None)
 
 
 def executor(repeats: int) -> None:

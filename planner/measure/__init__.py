@@ -1,4 +1,4 @@
-"""Measuring a cluster: links and compute, by the processes that run on it.
+"""A cluster measured by its own processes: its hosts, links and compute.
 
 May import `cluster` and `cost`.
 """

@@ -1,10 +1,10 @@
-"""Timed compute: F and B of a layer, the head, the embedding and the optimizer, by the trainer's own functions.
+"""Timed compute: F and B of a layer, the head, the embedding and the optimizer, run by the trainer's own functions.
 
-B is timed whole and, with a save mode that lets schedules split it, in its two parts.
+B is timed whole and, if the save mode lets schedules split it, in its two parts.
 
-One program per tensor size and micro-batch runs each of them in a loop of its own, and how often is an argument: what a
-turn takes is the time of several turns less that of one, over their number, so that dispatch, casts and cleared
-accumulators do not count. The optimizer is a program of its own.
+One program per tensor-parallel size and micro-batch runs each of them in a separate loop, whose number of turns is an
+argument. The time of a turn is the time of several turns less that of one, over their difference in number, so that
+dispatch, casts and cleared accumulators do not count. The optimizer is a separate program.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ from planner.measure.link_timing import CALLS
 
 KINDS = ("forward", "backward", "head", "embedding")
 _OF_LAYERS = ("forward", "backward", *compute.PARTS)
-# Layers of the stage that is timed: enough that one does not find its weights in the cache where it left them.
+# Layers of the stage that is timed: enough that a layer does not find its weights still in the cache.
 LAYERS = 4
-_LEAST = 0.05  # seconds that the turns of one measurement take at least
+_LEAST = 0.05  # least seconds that the turns of one measurement take
 
 Agree = Callable[[float], float]  # process 0's figure, on all processes
 
 
 def kinds(config: Config) -> tuple[str, ...]:
-    """What is timed of a configuration."""
+    """Return the kinds of work that are timed for a configuration."""
     return (*KINDS, *(compute.PARTS if config.pipeline.save in SPLIT_SAVES else ()))
 
 
 def _turns(stage: Stage, counts: jax.Array) -> Any:
-    """Every kind counts[kind] times; all that it makes is returned, so that nothing of it is dead code."""
+    """Run every kind counts[kind] times, and return all results, so that none of the work is dead code."""
     x = stage.embed(jnp.int32(0))
     g = x * 1e-3
     grads = executor.zeros_like(stage.weights)
@@ -54,7 +54,7 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
         x, ring = carry
         return stage.forward(0, i % 2, x, ring, (i % 2,))
 
-    # Both slots are filled, whatever the count.
+    # Both slots are filled, whatever the count is.
     y, ring = lax.fori_loop(0, counts[0] + 2, forward, (x, stage.residuals(2)))
 
     def backward(i: jax.Array, carry: tuple) -> tuple:
@@ -62,7 +62,7 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
         return out, grads
 
     out, grads = lax.fori_loop(0, counts[1], backward, (g, grads))
-    inputs = jnp.stack([y, x])  # taken by turns: of one alone the logits would leave the loop
+    inputs = jnp.stack([y, x])  # used in turn: with one input XLA would hoist the logits out of the loop
 
     def head(i: jax.Array, carry: tuple) -> tuple:
         loss, _, embedding, final_norm = carry
@@ -83,7 +83,7 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
             _, grads, ring = carry
             return stage.input_gradient(0, ring, (i % 2,), g, grads)
 
-        # Both slots have what W reads, whatever the count.
+        # Both slots have what W reads, whatever the count is.
         out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))
 
         def backward_weights(i: jax.Array, grads: Any) -> Any:
@@ -94,19 +94,19 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
 
 
 def _tokens(trainer: Trainer) -> jax.Array:
-    """A random global batch on the trainer's mesh."""
+    """Return a random global batch on the trainer's mesh."""
     shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
     rows = process_rows(sharding, shape)
     values = np.random.default_rng(0).integers(0, trainer.config.model.vocab_size, (len(rows), shape[1]), np.int32)
     return from_process_rows(sharding, shape, rows, values)
 
 
-def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device], **sizes: int) -> Trainer:
-    """Groups of `tensor` devices with one stage each and two micro-batches; `sizes` are the model's."""
+def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device], layers: int) -> Trainer:
+    """Return a trainer for groups of `tensor` devices with one stage each and two micro-batches."""
     groups = len(devices) // tensor
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, **sizes),
+        model=dataclasses.replace(config.model, layers=layers),
         mesh=MeshConfig(data=groups, pipe=1, tensor=tensor, zero1=False),
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
@@ -123,15 +123,20 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-class Turns:
-    """The loops of one tensor size and micro-batch, compiled, with what they work on.
+class LoopTimer:
+    """The compiled loops of one tensor-parallel size and micro-batch, with their inputs.
 
     Devices work in groups of `tensor`, all at once.
+
+    Attributes:
+        kinds: kinds of work, each a loop.
+        layers: layers that a turn of F or B runs.
+        counts: turns of each loop that are timed, once settled.
     """
 
     def __init__(self, config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device]) -> None:
         self.layers = min(LAYERS, config.model.layers)
-        trainer = _trainer(config, tensor, micro_batch, devices, layers=self.layers)
+        trainer = _trainer(config, tensor, micro_batch, devices, self.layers)
         c = trainer.config.model
         key = jax.random.key_data(jax.random.key(0)) if c.embedding_dropout or c.residual_dropout else None
 
@@ -142,14 +147,23 @@ class Turns:
 
         specs, whole = trainer.layout.specs(), PartitionSpec()
         mapped = trainer.shard_map(local, (specs, PartitionSpec("data"), whole), PartitionSpec(AXES))
-        make = lambda key: trainer.layout.from_canonical(transformer.init(c, key))  # noqa: E731
+
+        def make(key: jax.Array) -> Any:
+            return trainer.layout.from_canonical(transformer.init(c, key))
+
         params = jax.jit(make, out_shardings=trainer.state_shardings.params)(jax.random.key(0))
         self._run = functools.partial(jax.jit(mapped), params, _tokens(trainer))
         self._seconds("forward", 1)
         self.counts: dict[str, int] = {}
 
     def settle(self, agree: Agree) -> None:
-        """Finds how often each kind must run to be timed: as often on all processes, since groups may span several."""
+        """Find how often each kind must run to be timed.
+
+        All processes agree on the counts, since a group of devices may span several.
+
+        Args:
+            agree: function that returns process 0's figure on all processes.
+        """
         self.counts = {kind: self._count(kind, agree) for kind in self.kinds}
 
     def _seconds(self, kind: str, count: int) -> float:
@@ -166,19 +180,19 @@ class Turns:
             count *= max(2, min(8, round(_LEAST / max(spent, 1e-9))))
 
     def sample(self) -> dict[str, float]:
-        """Seconds of one turn of every kind, F, B and its parts of one layer, measured once."""
+        """Measure once, and return the seconds of one turn of every kind; F, B and its parts are for one layer."""
         seconds = {}
         for kind, count in self.counts.items():
-            # The first turn also brings its buffers into memory. The quickest of a few counts, as of links: one turn on
-            # a host that is still busy with something else would make all others look short.
+            # The first turn also brings its buffers into memory. The quickest of a few counts, as for links: a turn
+            # on a busy host would make all others look short.
             one, some = (min(self._seconds(kind, n) for _ in range(CALLS)) for n in (1, 1 + count))
             layers = self.layers if kind in _OF_LAYERS else 1
             seconds[kind] = max(some - one, 0.0) / count / layers
         return seconds
 
 
-class Bystander(Turns):
-    """In place of Turns on a process that measures nothing: it takes part in the decisions, which are process 0's."""
+class Bystander(LoopTimer):
+    """A stand-in for LoopTimer on a process that measures nothing, so that it takes part in process 0's decisions."""
 
     def __init__(self, config: Config) -> None:
         self.kinds, self.layers, self.counts = kinds(config), 1, {}
@@ -187,25 +201,32 @@ class Bystander(Turns):
         return 0.0
 
 
-class Optimizer:
-    """The optimizer's part of a train step, by itself, on the group of `tensor` devices that has this process's first.
+class OptimizerTimer:
+    """The optimizer's part of a train step, on the group of `tensor` devices that holds this process's first device.
 
-    Of a group that it takes no part in, a process would time nothing but the call.
+    With a group that it takes no part in, a process would time only the call.
+
+    Attributes:
+        devices: the group.
+        parameters: parameters per device.
     """
 
     def __init__(self, config: Config, tensor: int, devices: Sequence[jax.Device]) -> None:
         own = next(i for i, device in enumerate(devices) if device.process_index == jax.process_index())
         first = own // tensor * tensor
         self.devices = devices[first : first + tensor]
-        trainer = _trainer(config, tensor, 1, self.devices, layers=min(LAYERS, config.model.layers))
+        trainer = _trainer(config, tensor, 1, self.devices, min(LAYERS, config.model.layers))
         self._state = trainer.init(0)
         self._grads = jax.tree.map(jnp.zeros_like, self._state.params)
-        update = lambda state, grads: trainer.update(state, jnp.float32(0), grads, state.codec)  # noqa: E731
+
+        def update(state: Any, grads: Any) -> Any:
+            return trainer.update(state, jnp.float32(0), grads, state.codec)
+
         self._update = jax.jit(update, donate_argnums=0)
         self.parameters = report.parameters_per_device(trainer)
 
     def sample(self) -> float:
-        """Seconds per parameter that a device holds, measured once."""
+        """Measure once, and return the seconds per parameter that a device holds."""
 
         def run() -> Any:
             self._state, metrics = self._update(self._state, self._grads)

@@ -1,21 +1,19 @@
-"""Timed messages between all pairs of hosts: who exchanges with whom in which round, and the programs that do it.
+"""Timed messages between all pairs of hosts: the rounds of pairs, the programs that send, and links from the times.
 
-Hosts meet in the rounds of a round-robin tournament (the circle method), so that disjoint pairs measure at once and
-every ordered pair has its turn. All rounds are branches of one compiled program per message size, since compiling takes
+Hosts are paired as in a round-robin tournament (the circle method), so that disjoint pairs measure at once and every
+ordered pair has its turn. All rounds are branches of one compiled program per message size, since compiling takes
 longer than measuring. Each process times its own part; a pair's time is that of the end that took longer.
 
-    latency     of tiny messages sent to and fro, half of a turn: the two directions cannot be told apart without
-                clocks that agree
-    bandwidth   of big messages sent back to back, each direction by itself
+    latency     half the round trip of tiny messages; only synchronized clocks could tell the two directions apart
+    bandwidth   large messages sent back to back, measured in each direction
 
-Each is timed a few times in a row, of which the quickest counts: a machine that was busy elsewhere says nothing of the
-link. Repeats are taken further apart, and differ as the link does.
+Each is timed a few times in a row, of which the quickest counts, because a machine that was busy with something else
+says nothing about the link. Repeats are further apart and differ as the link does.
 """
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +22,30 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Pairs = list[tuple[int, int]]
+Branch = Callable[[int], None]  # runs the branch of that number and waits for it
 
 _AXIS = "device"
 _TINY = 8  # bytes
-_ECHOES = 16  # tiny messages to and fro per measurement
-BACK_TO_BACK = 2  # big ones per measurement
+_ECHOES = 16  # round trips of tiny messages per measurement
+BACK_TO_BACK = 2  # large messages per measurement
 CALLS = 3  # measurements in a row, of which the quickest counts
 
 
 def tournament(count: int) -> list[Pairs]:
-    """Rounds of disjoint pairs in which each of `count` meets each other one once; with an odd count one rests."""
+    """Return rounds of disjoint pairs in which each of `count` meets each other one once; if odd, one rests."""
     seats = [*range(count), *[None] * (count % 2)]
     rounds = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]))
-        rounds.append([(min(p), max(p)) for p in pairs if None not in p])
+        rounds.append(
+            [(min(a, b), max(a, b)) for a, b in zip(seats[:half], reversed(seats[half:])) if None not in (a, b)]
+        )
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
 
 
 def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
-    """At most so many of the rounds, drawn at random: each of them has (almost) every host."""
+    """Return at most `most` of the rounds, drawn at random; each of them has (almost) every host."""
     if len(rounds) <= most:
         return rounds
     chosen = np.random.default_rng(seed).choice(len(rounds), most, replace=False)
@@ -58,7 +58,7 @@ class Round:
 
     Attributes:
         kind: "between" hosts, "inside" each host (two of its devices), or "crowd" (all devices of both hosts at once,
-            which says how many flows a host's NICs carry at full speed).
+            which shows how many flows a host's NICs carry at full speed).
         hosts: pairs of hosts; (h, h) inside.
         devices: pairs of devices, numbered host after host.
     """
@@ -68,8 +68,14 @@ class Round:
     devices: Pairs
 
 
-def plan(hosts: int, per_host: int, most: int) -> list[Round]:
-    """The rounds of one repeat; of more than `most` between hosts a random choice."""
+def plan_rounds(hosts: int, per_host: int, most: int) -> list[Round]:
+    """Return the rounds of one repeat.
+
+    Args:
+        hosts: number of hosts.
+        per_host: devices per host.
+        most: rounds between hosts at most; if there are more, a random sample is taken.
+    """
     between = sampled(tournament(hosts), most) if hosts > 1 else []
     rounds = []
     if per_host > 1:
@@ -82,17 +88,22 @@ def plan(hosts: int, per_host: int, most: int) -> list[Round]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Times:
-    """What one process saw of a round, in seconds of one message.
+class MessageTimes:
+    """Times of one round on one process, in seconds per message.
 
     Attributes:
-        echo: half a turn of a tiny message.
-        there, back: per size.
+        echo: half the round trip of a tiny message.
+        there: seconds per message size, from the first host of the pair to the second.
+        back: seconds per message size in the other direction.
     """
 
     echo: float
     there: list[float]
     back: list[float]
+
+
+def _flipped(pairs: Pairs) -> Pairs:
+    return [(b, a) for a, b in pairs]
 
 
 class Exchange:
@@ -101,17 +112,19 @@ class Exchange:
     def __init__(self, devices: Sequence[jax.Device], rounds: list[Round], sizes: Sequence[int]) -> None:
         self.rounds, self.sizes = rounds, tuple(sizes)
         mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-        flip = lambda pairs: [(b, a) for a, b in pairs]  # noqa: E731
         pairs = [r.devices for r in rounds]
-        self._echo = _program(mesh, [(p, flip(p)) for p in pairs], _ECHOES, _TINY)
-        both = [(p,) for p in pairs] + [(flip(p),) for p in pairs]
+        self._echo = _program(mesh, [(p, _flipped(p)) for p in pairs], _ECHOES, _TINY)
+        both = [(p,) for p in pairs] + [(_flipped(p),) for p in pairs]
         self._send = [_program(mesh, both, BACK_TO_BACK, size) for size in self.sizes]
 
-    def __call__(self, number: int) -> Times:
-        """Runs one round. Before each timed call the pairs exchange tiny messages, so that both ends start together."""
+    def __call__(self, number: int) -> MessageTimes:
+        """Run one round.
+
+        Before each timed call the pairs exchange tiny messages, so that both ends start together.
+        """
         echo = min(_seconds(self._echo, number) for _ in range(CALLS)) / (2 * _ECHOES)
 
-        def call(send: Any, branch: int) -> float:
+        def call(send: Branch, branch: int) -> float:
             self._echo(number)
             return _seconds(send, branch) / BACK_TO_BACK
 
@@ -119,19 +132,19 @@ class Exchange:
             [min(call(send, number + offset) for _ in range(CALLS)) for send in self._send]
             for offset in (0, len(self.rounds))
         )
-        return Times(echo, there, back)
+        return MessageTimes(echo, there, back)
 
 
-def _seconds(run: Any, branch: int) -> float:
+def _seconds(run: Branch, branch: int) -> float:
     began = time.perf_counter()
     run(branch)
     return time.perf_counter() - began
 
 
-def _program(mesh: Mesh, branches: list[tuple[Pairs, ...]], turns: int, size: int) -> Any:
-    """Branch number -> its permutes in turn, `turns` times over, of `size` bytes per device; compiled, waited for."""
+def _program(mesh: Mesh, branches: Sequence[tuple[Pairs, ...]], turns: int, size: int) -> Branch:
+    """Compile a program that runs the permutes of one branch in order, `turns` times, on `size` bytes per device."""
 
-    def branch(permutes: tuple[Pairs, ...]) -> Any:
+    def branch(permutes: tuple[Pairs, ...]) -> Callable[[jax.Array], jax.Array]:
         def turn(_: int, x: jax.Array) -> jax.Array:
             for pairs in permutes:
                 x = lax.ppermute(x, _AXIS, pairs)
@@ -157,7 +170,15 @@ def _program(mesh: Mesh, branches: list[tuple[Pairs, ...]], turns: int, size: in
 
 
 def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5) -> float:
-    """Median seconds of an all-reduce of `size` bytes per device over one axis of all devices, "host" or "device"."""
+    """Return the median seconds of an all-reduce.
+
+    Args:
+        devices: all devices, host after host.
+        per_host: devices per host.
+        axis: "host" to reduce over the hosts, "device" to reduce over the devices of each host.
+        size: bytes per device.
+        repeats: number of timed calls.
+    """
     grid = np.array(devices).reshape(-1, per_host)
     mesh = Mesh(grid, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
     spec = PartitionSpec(("host", "device"))
@@ -173,7 +194,7 @@ def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: in
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and seconds per byte of messages: least squares of relative errors, both at least zero.
+    """Fit the latency and seconds per byte of messages: least squares of relative errors, both at least zero.
 
     Args:
         sizes: [K] bytes.
@@ -183,7 +204,7 @@ def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.nda
         [...] seconds and [...] seconds per byte, the latter above zero.
     """
     sizes = np.asarray(sizes, float)
-    # (a + b s) / t = 1, of which the normal equations are two by two.
+    # (a + b s) / t = 1, whose normal equations are two by two.
     u, v = 1 / seconds, sizes / seconds
     uu, uv, vv, u1, v1 = (x.sum(-1) for x in (u * u, u * v, v * v, u, v))
     determinant = uu * vv - uv * uv
@@ -196,23 +217,31 @@ def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.nda
     return np.where(bent, 0.0, latency), np.where(bent, through_zero, slope)
 
 
-class Book:
-    """The times of all rounds as process 0 collects them.
+class LinkTimes:
+    """The times of all rounds, as process 0 collects them.
 
     Attributes:
-        echo: [R, H, H] seconds, NaN where nothing was measured; on the diagonal inside a host.
+        rounds: the rounds of one repeat.
+        sizes: [K] bytes of the messages.
+        per_host: devices per host.
+        echo: [R, H, H] seconds of a tiny message, NaN where nothing was measured; the diagonal is inside hosts.
         sends: [R, H, H, K] seconds of one message per size.
-        crowd: ratios of one flow's bandwidth beside others to its bandwidth alone, times devices per host.
     """
 
     def __init__(self, rounds: list[Round], hosts: int, per_host: int, sizes: Sequence[int], repeats: int) -> None:
         self.rounds, self.sizes, self.per_host = rounds, np.array(sizes, float), per_host
         self.echo = np.full((repeats, hosts, hosts), np.nan)
         self.sends = np.full((repeats, hosts, hosts, len(sizes)), np.nan)
-        self._crowded: list[tuple[int, int, int, np.ndarray]] = []
+        self._crowded: list[tuple[int, int, int, np.ndarray]] = []  # repeat, sender, receiver, seconds per size
 
-    def enter(self, repeat: int, number: int, times: dict[int, list[Times]]) -> None:
-        """Enters a round; times: by host, of its processes."""
+    def enter(self, repeat: int, number: int, times: dict[int, list[MessageTimes]]) -> None:
+        """Enter the times of one round.
+
+        Args:
+            repeat: index of the repeat.
+            number: index of the round in `rounds`.
+            times: times of each host's processes, by host.
+        """
         worst = {
             host: [np.max([getattr(t, name) for t in seen], axis=0) for name in ("echo", "there", "back")]
             for host, seen in times.items()
@@ -223,13 +252,13 @@ class Book:
             if kind == "crowd":
                 self._crowded += [(repeat, a, b, there), (repeat, b, a, back)]
                 continue
+            if kind == "inside":
+                there = back = (there + back) / 2
             self.echo[repeat, a, b] = self.echo[repeat, b, a] = echo
-            self.sends[repeat, a, b], self.sends[repeat, b, a] = (
-                (there, back) if kind == "between" else 2 * ((there + back) / 2,)
-            )
+            self.sends[repeat, a, b], self.sends[repeat, b, a] = there, back
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """alpha [H, H] seconds and samples [R, H, H] bytes/s; NaN where nothing was measured."""
+        """Return latency [H, H] in seconds and bandwidth samples [R, H, H] in bytes/s, NaN where not measured."""
         known = ~np.isnan(self.echo)
         alpha, samples = np.full(self.echo.shape[1:], np.nan), np.full(self.echo.shape, np.nan)
         samples[known] = 1 / fit_line(self.sizes, self.sends[known])[1]
@@ -238,7 +267,7 @@ class Book:
         return alpha, samples
 
     def nics(self) -> int:
-        """Flows that a host sends at full speed: what all of its devices together reach over what one does."""
+        """Return the flows that a host sends at full speed: the bandwidth of all its devices over that of one."""
         _, samples = self.links()
         ratios = [
             self.per_host / (fit_line(self.sizes, seconds)[1] * samples[repeat, a, b])

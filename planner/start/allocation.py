@@ -15,8 +15,8 @@ from paxtrain.run import checkpoint
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.measure.profile_cluster import Machines
-from planner.measure.process_group import Meeting
+from planner.measure.machines import Machines
+from planner.measure.process_group import ProcessGroup
 
 _SHARED_WITHIN = 5.0  # seconds in which a file must be seen on all nodes: clients of NFS look again after some
 _PAUSE = 0.2
@@ -47,7 +47,7 @@ def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
     )
 
 
-def check_devices(meeting: Meeting, gpus: int, host: str) -> None:
+def check_devices(group: ProcessGroup, gpus: int, host: str) -> None:
     """Ends this process, and so the others, where its devices are not what it is to have.
 
     It waits for nobody: where one process alone finds no GPU, jax's runtime holds up the others, who wait for its GPUs.
@@ -56,8 +56,8 @@ def check_devices(meeting: Meeting, gpus: int, host: str) -> None:
         UserError: if it is alone.
     """
     problem = wrong_devices(jax.local_devices(), gpus, host)
-    if problem and meeting.count > 1:
-        meeting.fail(problem)
+    if problem and group.count > 1:
+        group.fail(problem)
     if problem:
         raise UserError(problem)
 
@@ -79,7 +79,7 @@ def _seen(token: pathlib.Path, within: float) -> bool:
         time.sleep(_PAUSE)
 
 
-def check_shared(meeting: Meeting, out: pathlib.Path, within: float = _SHARED_WITHIN) -> None:
+def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED_WITHIN) -> None:
     """Makes the folder and proves that all processes see the same one.
 
     Raises:
@@ -96,18 +96,18 @@ def check_shared(meeting: Meeting, out: pathlib.Path, within: float = _SHARED_WI
         return token.name
 
     def verdict(values: list[bool]) -> None:
-        blind = [name for name, seen in zip(meeting.names, values) if not seen]
+        blind = [name for name, seen in zip(group.names, values) if not seen]
         if blind:
             raise UserError(
-                f"--out={out} is not the same folder on all nodes: what {meeting.names[0]} writes there is not seen on "
+                f"--out={out} is not the same folder on all nodes: what {group.names[0]} writes there is not seen on "
                 f"{', '.join(blind)}; name a folder on a file system that they share"
             )
 
-    token = out / meeting.gather(None, write)
+    token = out / group.gather(None, write)
     try:
-        meeting.gather(_seen(token, within), verdict)
+        group.gather(_seen(token, within), verdict)
     finally:
-        if meeting.process == 0:
+        if group.process == 0:
             token.unlink(missing_ok=True)
 
 

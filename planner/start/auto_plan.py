@@ -23,9 +23,10 @@ from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
-from planner.measure import profile_cluster
-from planner.measure.profile_cluster import Machines
-from planner.measure.process_group import Meeting
+from planner.measure import profile_cluster, profile_compute
+from planner.measure.machines import Machines
+from planner.measure.options import ProfileOptions
+from planner.measure.process_group import ProcessGroup
 from planner.planning import flags
 from planner.planning.recommend import Planner, predicted
 from planner.report import page
@@ -43,7 +44,7 @@ class Request:
     Attributes:
         values: the whole configuration, nested.
         seconds: that profiling may take. age: seconds after which a kept profile is measured again.
-        compute_hosts: as measure_cluster.Options has it.
+        compute_hosts: as ProfileOptions has it.
     """
 
     values: dict[str, Any]
@@ -90,7 +91,9 @@ def measurable(values: dict[str, Any]) -> Config:
     return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}})
 
 
-def decide(meeting: Meeting, machines: Machines, request: Request, why: str, progress: supervised.Progress) -> Decision:
+def decide(
+    group: ProcessGroup, machines: Machines, request: Request, why: str, progress: supervised.Progress
+) -> Decision:
     """The plan, the same on every process.
 
     Args:
@@ -108,13 +111,13 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
         kept.extend([found] if found else [])
         return plan and plans.to_json(plan), _source(plan is not None, reason, why), bool(kept)
 
-    former, reason, profiled = meeting.gather(None, look)
+    former, reason, profiled = group.gather(None, look)
     if former:
         return Decision(plans.from_json(former), reason, time.monotonic() - began)
     cluster, missing = None, ""
     if not profiled:
         with progress.doing("measuring the nodes' links and compute"):
-            cluster, missing = _profile(meeting, machines, config, request)
+            cluster, missing = _profile(group, machines, config, request)
     seconds = time.monotonic() - began
 
     def search(_: object) -> Any:
@@ -128,7 +131,7 @@ def decide(meeting: Meeting, machines: Machines, request: Request, why: str, pro
         return _search(cluster, request, links)
 
     with progress.doing("planning"):
-        plan = plans.from_json(meeting.gather(None, _told(search, request.out)))
+        plan = plans.from_json(group.gather(None, _told(search, request.out)))
     return Decision(plan, reason, time.monotonic() - began)
 
 
@@ -175,13 +178,13 @@ def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
     return plan, f"{path} again: same nodes, configuration and search flags"
 
 
-def _profile(meeting: Meeting, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
+def _profile(group: ProcessGroup, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
     """The cluster as measured, and which links there was no time for."""
     allowed = flags.integers("tensor")
     tensor = tuple(
-        t for t in profile_cluster.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
+        t for t in profile_compute.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
     )
-    options = profile_cluster.Options(
+    options = ProfileOptions(
         sizes=(),
         repeats=_REPEATS,
         micro_batches=tuple(sorted(flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
@@ -191,7 +194,7 @@ def _profile(meeting: Meeting, machines: Machines, config: Config, request: Requ
         compute_hosts=request.compute_hosts,
         all_reduces=False,
     )
-    cluster, said = profile_cluster.profile(meeting, machines, config, options, "job")
+    cluster, said = profile_cluster.profile(group, machines, config, options, "job")
     # Training needs the memory of what was measured with.
     gc.collect()
     jax.clear_caches()

@@ -28,7 +28,7 @@ _CASCADE = re.compile(
     re.IGNORECASE,
 )
 # A sentence for the user, whose own paths may have any of these words in them. Those about another process, as of who
-# waits for one before training (rollcall, meeting), are known by their advice; one of them quotes the runtime.
+# waits for one before training (rendezvous, process_group), are known by their advice; one of them quotes the runtime.
 _SENTENCE = re.compile(r"(error|UserError): ")
 _UNMET = re.compile(r"see whether (its|that) (host|network) is up")
 _OTHERS = re.compile(rf"its own output says what|did not find each other|{_UNMET.pattern}")

@@ -31,7 +31,9 @@ from paxtrain.profiling import breakdown
 from paxtrain.study import probe
 from planner.cluster import cluster as clusters
 from planner.measure import compute_timing, profile_cluster
-from planner.measure.process_group import Meeting
+from planner.measure.machines import find_machines
+from planner.measure.options import ProfileOptions
+from planner.measure.process_group import ProcessGroup
 from tests.cluster import device
 from tests.cluster.programs import Programs, share_programs
 
@@ -104,25 +106,25 @@ class Worker:
 
     def __init__(self, limit: float, programs: Programs) -> None:
         self._compiled = programs
-        self.meeting = Meeting(limit)
-        self.machines = profile_cluster.meet(self.meeting, "")
+        self.group = ProcessGroup(limit)
+        self.machines = find_machines(self.group, "")
         self.programs: dict[str, Program] = {}
         mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
         spec = PartitionSpec("all")
         mapped = jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
         self._ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=NamedSharding(mesh, spec))()
         self._barrier = jax.jit(mapped)
-        self._turns: compute_timing.Turns | None = None
+        self._turns: compute_timing.LoopTimer | None = None
 
     def _together(self) -> None:
         jax.block_until_ready(self._barrier(self._ones))
 
     def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
         """The cluster's links and compute, written to `path`."""
-        options = profile_cluster.Options(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+        options = ProfileOptions(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
         began = time.perf_counter()
-        cluster, said = profile_cluster.profile(self.meeting, self.machines, from_dict(config), options, name)
-        if self.meeting.process == 0:
+        cluster, said = profile_cluster.profile(self.group, self.machines, from_dict(config), options, name)
+        if self.group.process == 0:
             clusters.save(cluster, pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}
 
@@ -200,8 +202,8 @@ class Worker:
         if self._turns is None:
             config = from_dict(config)
             tensor = config.mesh.tensor
-            self._turns = compute_timing.Turns(config, tensor, config.batch.micro_batch, jax.local_devices())
-            compute_timing.Optimizer(config, tensor, jax.local_devices()).sample()  # compiled for the profile to come
+            self._turns = compute_timing.LoopTimer(config, tensor, config.batch.micro_batch, jax.local_devices())
+            compute_timing.OptimizerTimer(config, tensor, jax.local_devices()).sample()  # compiled for the profile
             self._turns.counts = dict.fromkeys(compute_timing.KINDS, 0)
         seconds = []
         for _ in range(repeats):

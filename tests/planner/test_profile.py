@@ -16,9 +16,10 @@ from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
 from planner.cost import compute
-from planner.measure import compute_timing, link_timing, profile_cluster
-from planner.measure.profile_cluster import MIB, Machines, Options
-from planner.measure.process_group import Meeting
+from planner.measure import compute_timing, link_timing, profile_cluster, profile_compute, profile_links
+from planner.measure.machines import Machines, find_machines
+from planner.measure.options import MIB, ProfileOptions
+from planner.measure.process_group import ProcessGroup
 from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
 
@@ -35,13 +36,13 @@ def _short():
 
 
 @pytest.fixture(scope="module")
-def meeting():
-    return Meeting(30)
+def group():
+    return ProcessGroup(30)
 
 
 @pytest.fixture(scope="module")
-def machines(meeting):
-    found = profile_cluster.meet(meeting, "rack0")
+def machines(group):
+    found = find_machines(group, "rack0")
     return dataclasses.replace(found, devices=found.devices[:2], per_host=2)
 
 
@@ -51,9 +52,9 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def profiled(meeting, machines, config):
-    options = Options(sizes=(MIB, 2 * MIB), repeats=2, micro_batches=(1, 2), tensor=(2,))
-    return profile_cluster.profile(meeting, machines, config, options, "mine")
+def profiled(group, machines, config):
+    options = ProfileOptions(sizes=(MIB, 2 * MIB), repeats=2, micro_batches=(1, 2), tensor=(2,))
+    return profile_cluster.profile(group, machines, config, options, "mine")
 
 
 def test_who_is_there(machines):
@@ -84,9 +85,9 @@ def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     assert any(what == "all-reduce inside a host" for what, _ in said)
 
 
-def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, config):
-    options = Options(sizes=(MIB,), repeats=50, micro_batches=(1, 2), tensor=(1,), time_limit=1e-3)
-    cluster, said = profile_cluster.profile(meeting, machines, config, options, "mine")
+def test_when_the_time_is_up_the_rest_is_left_out_and_said(group, machines, config):
+    options = ProfileOptions(sizes=(MIB,), repeats=50, micro_batches=(1, 2), tensor=(1,), time_limit=1e-3)
+    cluster, said = profile_cluster.profile(group, machines, config, options, "mine")
     assert cluster.compute == ()
     assert np.isfinite(cluster.bandwidth).all()
     left = [text for what, text in said if what == "left out"]
@@ -94,48 +95,51 @@ def test_when_the_time_is_up_the_rest_is_left_out_and_said(meeting, machines, co
     assert left[1:] == [f"compute of tensor=1, micro_batch={b}: the time limit came" for b in (1, 2)]
 
 
-def test_a_single_device_has_no_links_and_a_profile_all_the_same(meeting, machines, config, tmp_path):
+def test_a_single_device_has_no_links_and_a_profile_all_the_same(group, machines, config, tmp_path):
     alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1)
-    cluster, _ = profile_cluster.profile(meeting, alone, config, Options(micro_batches=()), "one")
+    cluster, _ = profile_cluster.profile(group, alone, config, ProfileOptions(micro_batches=()), "one")
     clusters.save(cluster, tmp_path / "one.json")
     assert clusters.load(tmp_path / "one.json").devices == 1
 
 
 def test_tensor_sizes_are_those_that_divide_host_and_model(config):
-    assert profile_cluster.tensor_sizes(config, 8, ()) == (1, 2)
-    assert profile_cluster.tensor_sizes(config, 3, ()) == (1,)
+    assert profile_compute.tensor_sizes(config, 8, ()) == (1, 2)
+    assert profile_compute.tensor_sizes(config, 3, ()) == (1,)
     with pytest.raises(UserError, match=r"--tensor=4 must divide the 8 devices of a host and .* 1, 2 would$"):
-        profile_cluster.tensor_sizes(config, 8, (4,))
+        profile_compute.tensor_sizes(config, 8, (4,))
 
 
 def test_one_row_per_device_kind_is_the_median_of_its_processes(config):
     machines = Machines(("a", "b"), (0, 1, 0, 0), (), 2, ("cpu", "h100"), (1.0, 1.0), ("", ""))
     values = [{"forward": f} for f in (1.0, 7.0, 2.0, 9.0)]
-    rows = profile_cluster.compute_rows(machines, config, 1, 4, values)
+    rows = profile_compute.compute_rows(machines, config, 1, 4, values)
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 2.0), ("h100", 7.0)]
-    rows = profile_cluster.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
+    rows = profile_compute.compute_rows(machines, config, 1, 4, [*values[:2], None, None])  # two of them measured
     assert [(row["kind"], row["forward"]) for row in rows] == [("cpu", 1.0), ("h100", 7.0)]
 
 
 @pytest.mark.parametrize(("rate", "size"), [(2.5e6, 64 * 1024), (25e9, 16 * MIB), (1e4, 16 * 1024)])
-def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeypatch, meeting, rate, size):
+def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeypatch, group, rate, size):
     class Exchange:
         def __init__(self, devices, rounds, sizes):
             [self.size] = sizes
 
         def __call__(self, number):
-            return link_timing.Times(1e-4, [self.size / rate], [self.size / rate])
+            return link_timing.MessageTimes(1e-4, [self.size / rate], [self.size / rate])
 
     monkeypatch.setattr(link_timing, "Exchange", Exchange)
     hosts = tuple("abcdefgh")
     machines = Machines(hosts, (0,), (), 1, ("cpu",) * 8, (1.0,) * 8, ("",) * 8)
-    rounds, repeats, seconds = link_timing.plan(8, 1, 63), 3, 22.5
-    smaller, larger = profile_cluster._affordable(meeting, machines, rounds, repeats, time.monotonic() + seconds)
+    rounds, repeats, seconds = link_timing.plan_rounds(8, 1, 63), 3, 22.5
+    smaller, larger = profile_links._affordable(group, machines, rounds, repeats, time.monotonic() + seconds)
     assert (smaller, larger) == (size // 4, size)
     messages = len(rounds) * repeats * 2 * link_timing.CALLS * link_timing.BACK_TO_BACK
-    takes = lambda largest: messages * 1.25 * largest / rate  # noqa: E731
-    assert takes(size) < seconds / 2 or size == profile_cluster._PROBE
-    assert takes(4 * size) > seconds / 2 or size == profile_cluster._LARGEST
+
+    def takes(largest: float) -> float:
+        return messages * 1.25 * largest / rate
+
+    assert takes(size) < seconds / 2 or size == profile_links._PROBE
+    assert takes(4 * size) > seconds / 2 or size == profile_links._LARGEST
 
 
 def test_who_measures_nothing_takes_part_in_the_decisions(config):
@@ -152,7 +156,7 @@ def test_who_measures_nothing_takes_part_in_the_decisions(config):
 
 
 def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
-    turns = compute_timing.Turns(config, 1, 1, jax.devices()[:1])
+    turns = compute_timing.LoopTimer(config, 1, 1, jax.devices()[:1])
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: 0.3 + {"forward": 2.0, "head": 0.5}.get(kind, 4) * count)
     turns.settle(lambda x: x)
     turns.counts = dict.fromkeys(compute_timing.KINDS, 5)
@@ -165,7 +169,7 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
 
 def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monkeypatch, config):
     dots = dataclasses.replace(config, pipeline=PipelineConfig(save="dots"))
-    turns = compute_timing.Turns(dots, 1, 1, jax.devices()[:1])
+    turns = compute_timing.LoopTimer(dots, 1, 1, jax.devices()[:1])
     assert turns.kinds == compute_timing.Bystander(dots).kinds == (*compute_timing.KINDS, *compute.PARTS)
     assert compute_timing.kinds(config) == compute_timing.KINDS
     asked = dict(zip(turns.kinds, (2.0, 6.0, 1.0, 1.0, 5.0, 3.0)))
@@ -174,7 +178,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
     sample = turns.sample()
     assert [sample[part] for part in compute.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
     machines = Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",))
-    [row] = profile_cluster.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
+    [row] = profile_compute.compute_rows(machines, dots, 1, 1, [sample | {"optimizer": 1e-9}])
     some = cluster(1, 1, device="cpu", memory=1e9, compute=[row])
     found = compute.layer(some, "cpu", dots.model, 1, 1, "dots")
     assert (found.backward_input, found.backward_weights) == (5.0 / turns.layers, 3.0 / turns.layers)
@@ -184,7 +188,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
 def test_every_kind_takes_longer_with_more_turns():
     """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
-    turns = compute_timing.Turns(config, 1, 4, jax.devices()[:1])
+    turns = compute_timing.LoopTimer(config, 1, 4, jax.devices()[:1])
     for kind in turns.kinds:
         few, many = (min(turns._seconds(kind, n) for _ in range(5)) for n in (8, 88))
         none = min(turns._seconds(kind, 0) for _ in range(5))
@@ -192,7 +196,7 @@ def test_every_kind_takes_longer_with_more_turns():
 
 
 def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
-    turns = compute_timing.Turns(config, 1, 1, jax.devices()[:1])
+    turns = compute_timing.LoopTimer(config, 1, 1, jax.devices()[:1])
     monkeypatch.setattr(turns, "_seconds", lambda kind, count: 1e-3 * count)
     asked = []
     turns.settle(lambda x: asked.append(x) or x)
@@ -201,7 +205,7 @@ def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
 
 
 def test_the_optimizers_parameters_are_the_devices(config):
-    optimizer = compute_timing.Optimizer(config, 2, jax.devices()[:2])
+    optimizer = compute_timing.OptimizerTimer(config, 2, jax.devices()[:2])
     h = MODEL["hidden"]
     held = 2 * compute.layer_parameters(config.model, 2) + compute.embedding_parameters(config.model, 2, 2)
     assert optimizer.parameters == held + MODEL["sequence"] * h + 2 * h
@@ -211,9 +215,9 @@ def test_the_optimizers_parameters_are_the_devices(config):
 OPTIMIZERS = """
 import json
 from paxtrain.config import from_dict
-from planner.measure.measure_compute import Optimizer
+from planner.measure.compute_timing import OptimizerTimer
 
-made = [Optimizer(from_dict({"model": json.loads(sys.argv[1])}), tensor, jax.devices()) for tensor in (1, 2, 8)]
+made = [OptimizerTimer(from_dict({"model": json.loads(sys.argv[1])}), tensor, jax.devices()) for tensor in (1, 2, 8)]
 assert all(optimizer.sample() > 0 for optimizer in made)
 print(json.dumps([[device.id for device in optimizer.devices] for optimizer in made]))
 """
@@ -241,7 +245,7 @@ def run(*arguments):
     [
         (["--sizes=0"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '0'"),
         (["--sizes=1,x"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '1,x'"),
-        (["--out=/nowhere/at/all/cluster.json"], "which is no folder; make it first"),
+        (["--out=/nowhere/at/all/cluster.json"], "is no folder; make it first"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, words):

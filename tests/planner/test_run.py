@@ -36,8 +36,8 @@ SETTINGS = {
 MAIN = """
 from paxtrain import errors
 from planner import run
-from planner.measure import measure_compute
-measure_compute._LEAST = 0.002
+from planner.measure import compute_timing
+compute_timing._LEAST = 0.002
 errors.run(run.main, run.define_flags)
 """
 # The same, but that it trains nothing and says which host is where in the mesh; more than two steps it does not finish.

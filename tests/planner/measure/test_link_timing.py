@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from planner.measure import link_timing
-from planner.measure.link_timing import Book, Exchange, Times, fit_line, plan, sampled, tournament
+from planner.measure.link_timing import Exchange, LinkTimes, MessageTimes, fit_line, plan_rounds, sampled, tournament
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ def test_a_sample_of_the_rounds_still_has_every_host():
 
 
 def test_rounds_use_the_first_device_of_a_host_and_for_the_nics_all():
-    rounds = plan(hosts=3, per_host=4, most=63)
+    rounds = plan_rounds(hosts=3, per_host=4, most=63)
     between = [r for r in rounds if r.kind == "between"]
     assert [r.devices for r in between] == [[(4 * a, 4 * b) for a, b in r.hosts] for r in between]
     [inside] = [r for r in rounds if r.kind == "inside"]
@@ -39,14 +39,14 @@ def test_rounds_use_the_first_device_of_a_host_and_for_the_nics_all():
     [crowd] = [r for r in rounds if r.kind == "crowd"]
     [(a, b)] = crowd.hosts
     assert crowd.devices == [(4 * a + i, 4 * b + i) for i in range(4)]
-    assert plan(1, 1, 63) == []
+    assert plan_rounds(1, 1, 63) == []
 
 
 def test_all_rounds_are_branches_of_one_program_per_size(monkeypatch):
     compiled = []
     real = jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, *a: compiled.append(real(self, *a)) or compiled[-1])
-    rounds = plan(hosts=4, per_host=2, most=63)
+    rounds = plan_rounds(hosts=4, per_host=2, most=63)
     exchange = Exchange(jax.devices(), rounds, (MIB, 2 * MIB))
     assert len(compiled) == 3  # echoes, and two sizes
     text = compiled[1].as_text()
@@ -64,17 +64,17 @@ def test_all_rounds_are_branches_of_one_program_per_size(monkeypatch):
 
 def test_a_call_during_which_the_machine_was_busy_does_not_count(monkeypatch):
     took = iter([0.32, 9.0, 0.33] + [9.0, 4.2, 4.0] + [6.2, 6.0, 9.0])  # echoes; there; back
-    exchange = Exchange(jax.devices(), plan(8, 1, 1), (MIB,))
+    exchange = Exchange(jax.devices(), plan_rounds(8, 1, 1), (MIB,))
     monkeypatch.setattr(exchange, "_echo", lambda number: None)
     monkeypatch.setattr(link_timing, "_seconds", lambda run, branch: next(took))
-    assert exchange(0) == Times(0.01, [2.0], [3.0])
+    assert exchange(0) == MessageTimes(0.01, [2.0], [3.0])
 
 
 def test_messages_are_as_big_and_as_many_as_said(monkeypatch):
     texts = []
     real = jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, *a: texts.append(self.as_text()) or real(self, *a))
-    Exchange(jax.devices(), plan(8, 1, 1), (2 * MIB,))
+    Exchange(jax.devices(), plan_rounds(8, 1, 1), (2 * MIB,))
     assert "collective_permute" in texts[1]
     assert f"tensor<1x{2 * MIB // 4}xf32>" in texts[1]
 
@@ -97,21 +97,21 @@ def test_a_line_is_never_negative():
 
 def _enter(book, repeat, number, speeds, echo=1e-4, ratio=1.0):
     """Enters a round of 3 hosts, in which host 2 has two processes of which one took no part."""
-    times: dict[int, list[Times]] = {}
+    times: dict[int, list[MessageTimes]] = {}
     for a, b in book.rounds[number].hosts:
         there, back = (list(book.sizes / speed * ratio) for speed in (speeds[a, b], speeds[b, a]))
         # Who sends may be done sooner than who receives.
-        times.setdefault(a, []).append(Times(echo, [0.5 * t for t in there], back))
-        times.setdefault(b, []).append(Times(0.9 * echo, there, [0.5 * t for t in back]))
+        times.setdefault(a, []).append(MessageTimes(echo, [0.5 * t for t in there], back))
+        times.setdefault(b, []).append(MessageTimes(0.9 * echo, there, [0.5 * t for t in back]))
     for host in range(3):
-        times.setdefault(host, []).append(Times(1e-6, [1e-6] * len(book.sizes), [1e-6] * len(book.sizes)))
+        times.setdefault(host, []).append(MessageTimes(1e-6, [1e-6] * len(book.sizes), [1e-6] * len(book.sizes)))
     book.enter(repeat, number, times)
 
 
 def test_a_pair_takes_as_long_as_its_slower_end_and_directions_are_kept_apart():
     speeds = np.array([[5e9, 1e8, 2e8], [3e8, 5e9, 4e8], [5e8, 6e8, 5e9]])
-    rounds = plan(3, 2, 63)
-    book = Book(rounds, 3, 2, (MIB, 4 * MIB), repeats=2)
+    rounds = plan_rounds(3, 2, 63)
+    book = LinkTimes(rounds, 3, 2, (MIB, 4 * MIB), repeats=2)
     for number, r in enumerate(rounds):
         _enter(book, 0, number, speeds, ratio=1.5 if r.kind == "crowd" else 1.0)
     alpha, samples = book.links()
@@ -122,16 +122,16 @@ def test_a_pair_takes_as_long_as_its_slower_end_and_directions_are_kept_apart():
 
 @pytest.mark.parametrize(("ratio", "nics"), [(1.0, 2), (1.9, 1), (0.7, 2)])
 def test_nics_are_told_from_all_devices_sending_at_once(ratio, nics):
-    rounds = plan(3, 2, 63)
-    book = Book(rounds, 3, 2, (MIB,), repeats=1)
+    rounds = plan_rounds(3, 2, 63)
+    book = LinkTimes(rounds, 3, 2, (MIB,), repeats=1)
     for number, r in enumerate(rounds):
         _enter(book, 0, number, np.full((3, 3), 1e9), ratio=ratio if r.kind == "crowd" else 1.0)
     assert book.nics() == nics
 
 
 def test_rounds_that_were_left_out_are_not_made_up():
-    rounds = plan(3, 1, 63)
-    book = Book(rounds, 3, 1, (MIB,), repeats=1)
+    rounds = plan_rounds(3, 1, 63)
+    book = LinkTimes(rounds, 3, 1, (MIB,), repeats=1)
     _enter(book, 0, 0, np.full((3, 3), 1e9))
     alpha, samples = book.links()
     [(a, b)] = rounds[0].hosts

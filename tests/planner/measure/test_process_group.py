@@ -6,8 +6,9 @@ import socket
 import pytest
 
 from paxtrain.errors import UserError
-from planner.measure import process_group as meetings
-from planner.measure.process_group import Meeting, check_reachable, unreachable
+from planner.measure import process_group, reachability
+from planner.measure.process_group import ProcessGroup
+from planner.measure.reachability import check_reachable, unreachable
 from planner.supervision import first_cause
 
 
@@ -31,24 +32,24 @@ class Store:
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Three processes' meetings over one store."""
+    """The process groups of three processes, over one store."""
     store, made = Store(), []
-    monkeypatch.setattr(meetings.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(meetings.jax_private, "coordination_client", lambda: store)
+    monkeypatch.setattr(process_group.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(process_group.jax_private, "coordination_client", lambda: store)
     for i in range(3):
-        monkeypatch.setattr(meetings.jax, "process_index", lambda i=i: i)
-        made.append(Meeting(1.0))
+        monkeypatch.setattr(process_group.jax, "process_index", lambda i=i: i)
+        made.append(ProcessGroup(1.0))
         made[-1].names = ["n0", "n1", "n2"]
     return store, made
 
 
 def answer(store, turn, process, value):
-    store.key_value_set(f"paxtrain/meeting/{turn}/{process}", json.dumps(value))
+    store.key_value_set(f"paxtrain/group/{turn}/{process}", json.dumps(value))
 
 
 def test_alone_the_verdict_is_ones_own():
-    assert Meeting(1.0).gather(3, lambda values: values[0] + 1) == 4
-    assert Meeting(1.0).agree(2.5) == 2.5
+    assert ProcessGroup(1.0).gather(3, lambda values: values[0] + 1) == 4
+    assert ProcessGroup(1.0).agree(2.5) == 2.5
 
 
 def test_process_0_decides_and_all_read_it(processes):
@@ -60,7 +61,7 @@ def test_process_0_decides_and_all_read_it(processes):
     for i in (1, 2):
         answer(store, 2, i, 0)
     first.gather(0)
-    assert not any(key.startswith("paxtrain/meeting/1/") for key in store.values)  # the store does not grow
+    assert not any(key.startswith("paxtrain/group/1/") for key in store.values)  # the store does not grow
 
 
 def test_a_lost_process_is_named_on_all(processes):
@@ -89,7 +90,7 @@ def test_a_verdict_that_fails_fails_on_all(processes):
 def test_who_waits_too_long_inside_the_runtime_says_for_whom_and_the_others_learn_it(processes, monkeypatch, capsys):
     _, (first, second, third) = processes
     ended = []
-    monkeypatch.setattr(meetings.os, "_exit", ended.append)
+    monkeypatch.setattr(process_group.os, "_exit", ended.append)
     with second.watch("n1", "n2"):
         pass
     assert ended == []
@@ -118,7 +119,7 @@ def test_the_host_that_most_failures_share_is_named(failures, words):
 
 def test_hosts_are_really_called(processes, monkeypatch):
     store, (first, *_) = processes
-    monkeypatch.setattr(meetings, "own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(reachability, "own_address", lambda: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
         addresses = [["127.0.0.1", s.getsockname()[1]] for s in (up, down)]
         for i in (1, 2):
@@ -136,21 +137,21 @@ def test_hosts_are_really_called(processes, monkeypatch):
 def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
     """Where the coordinator's own name stands for 127.0.1.1, it takes its address on the way to another process."""
     store, (first, second, _) = processes
-    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(meetings.jax_private, "coordinator_address", lambda: "127.0.0.1:1234")
-    assert meetings.own_address() == "127.0.0.1"
+    monkeypatch.setattr(process_group.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(process_group.jax_private, "coordinator_address", lambda: "127.0.0.1:1234")
+    assert reachability.own_address() == "127.0.0.1"
     ways = []
-    monkeypatch.setattr(meetings, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
+    monkeypatch.setattr(reachability, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
     mixed = [["127.0.1.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
     for i in (1, 2):
         answer(store, 1, i, mixed[i])
-    assert meetings._beyond_loopback(first, mixed) == [["10.0.0.1", 1], *mixed[1:]]
-    assert meetings._beyond_loopback(second, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert reachability._beyond_loopback(first, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert reachability._beyond_loopback(second, mixed) == [["10.0.0.1", 1], *mixed[1:]]
     assert ways == [("10.0.0.2", 2)]
     for usual in ([["127.0.0.1", i] for i in range(3)], [[f"10.0.0.{i}", i] for i in range(3)]):
-        assert meetings._beyond_loopback(first, usual) == usual
-    monkeypatch.setattr(meetings.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
-    assert meetings._beyond_loopback(first, mixed) == mixed
+        assert reachability._beyond_loopback(first, usual) == usual
+    monkeypatch.setattr(process_group.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
+    assert reachability._beyond_loopback(first, mixed) == mixed
 
 
 def test_a_name_that_stands_for_loopback_is_bad_input():
@@ -163,7 +164,7 @@ def test_a_name_that_stands_for_loopback_is_bad_input():
 def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypatch, capsys):
     _, (first, second, _) = processes
     ended = []
-    monkeypatch.setattr(meetings.os, "_exit", ended.append)
+    monkeypatch.setattr(process_group.os, "_exit", ended.append)
     with second.watch("n1", "n2"):
         raise ValueError("UNKNOWN: Gloo collective permute failed:\n Connection closed by peer")
     assert ended == [2]
@@ -175,5 +176,5 @@ def test_a_lost_connection_is_a_sentence_with_the_hosts_name(processes, monkeypa
 
 
 def test_alone_an_error_of_the_runtime_stays_what_it_is():
-    with pytest.raises(ValueError, match="broken"), Meeting(1.0).watch("n0", "n0"):
+    with pytest.raises(ValueError, match="broken"), ProcessGroup(1.0).watch("n0", "n0"):
         raise ValueError("broken")

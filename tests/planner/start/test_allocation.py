@@ -12,8 +12,8 @@ from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineCon
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
-from planner.measure.profile_cluster import Machines
-from planner.measure.process_group import Meeting
+from planner.measure.machines import Machines
+from planner.measure.process_group import ProcessGroup
 from planner.start import allocation
 from tests.planner.examples import MODEL, cluster, reordered
 
@@ -149,11 +149,11 @@ def test_a_profile_that_is_kept_is_found_again(tmp_path, monkeypatch):
 
 def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path):
     assert jax.process_count() == 1
-    allocation.check_shared(Meeting(5), tmp_path / "some" / "where")
+    allocation.check_shared(ProcessGroup(5), tmp_path / "some" / "where")
     assert list((tmp_path / "some" / "where").iterdir()) == []
 
 
-class Two(Meeting):
+class Two(ProcessGroup):
     """This process and another one, which sees another folder."""
 
     def gather(self, value, verdict=lambda values: values):
@@ -161,10 +161,10 @@ class Two(Meeting):
 
 
 def test_who_does_not_see_the_folder_is_named(tmp_path):
-    meeting = Two(5)
-    meeting.names = ["a", "b"]
+    group = Two(5)
+    group.names = ["a", "b"]
     with pytest.raises(UserError, match=r"is not the same folder on all nodes: what a writes there is not seen on b; "):
-        allocation.check_shared(meeting, tmp_path)
+        allocation.check_shared(group, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,4 +175,4 @@ def test_a_file_that_never_comes_is_not_waited_for_longer(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to .*file/run"):
-        allocation.check_shared(Meeting(5), tmp_path / "file" / "run")
+        allocation.check_shared(ProcessGroup(5), tmp_path / "file" / "run")

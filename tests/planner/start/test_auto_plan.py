@@ -14,9 +14,9 @@ from paxtrain.config import to_dict
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from planner.cluster import cluster as clusters
-from planner.measure import compute_timing, profile_cluster
-from planner.measure.profile_cluster import Machines
-from planner.measure.process_group import Meeting
+from planner.measure import compute_timing
+from planner.measure.machines import Machines, find_machines
+from planner.measure.process_group import ProcessGroup
 from planner.planning import flags as search_flags
 from planner.start import allocation, auto_plan
 from planner.start.auto_plan import PLAN, PROFILES, REPORT, Request
@@ -53,7 +53,7 @@ def machines(*hosts: str) -> Machines:
 
 
 def decide(request: Request, *hosts: str, why: str = ""):
-    return auto_plan.decide(Meeting(30), machines(*hosts), request, why, supervised.Progress({}))
+    return auto_plan.decide(ProcessGroup(30), machines(*hosts), request, why, supervised.Progress({}))
 
 
 @pytest.fixture
@@ -160,17 +160,17 @@ def test_bad_flags_and_sections_are_found_before_anything_is_measured():
 
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(compute_timing, "_LEAST", 0.002)
-    meeting = Meeting(60)
-    here = profile_cluster.meet(meeting, "")
+    group = ProcessGroup(60)
+    here = find_machines(group, "")
     here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
     small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
     small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case
-    found = auto_plan.decide(meeting, here, small, "", supervised.Progress({}))
+    found = auto_plan.decide(group, here, small, "", supervised.Progress({}))
     assert found.plan.mesh.devices == 2 and jax.process_count() == 1
     [kept] = (tmp_path / PROFILES).glob("*.json")
     row = json.loads(kept.read_text())["compute"][0]
     assert (row["kind"], row["hidden"]) == ("cpu", 16)
     assert found.plan.predicted["links"]["source"].startswith("measured in ")
-    again = auto_plan.decide(meeting, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
+    again = auto_plan.decide(group, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
     assert " again: " in again.source
     assert list((tmp_path / PROFILES).glob("*.json")) == [kept]

@@ -1,0 +1,14 @@
+"""Flags shared by the mains that measure a cluster."""
+
+import os
+
+from absl import flags
+
+
+def define_flags() -> None:
+    """Define --compute_hosts and --rack."""
+    flags.DEFINE_integer(
+        "compute_hosts", 0, "Hosts of each device kind whose compute is measured; 0: all.", lower_bound=0
+    )
+    rack = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+    flags.DEFINE_string("rack", rack, "This host's rack.")

@@ -1,0 +1,129 @@
+"""Links between all pairs of hosts and inside hosts, measured by timed messages until the time is up."""
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from paxtrain import tables
+from planner.cluster import link_fit
+from planner.measure import link_timing
+from planner.measure.machines import Machines
+from planner.measure.options import MIB, ProfileOptions
+from planner.measure.process_group import ProcessGroup
+
+_PROBE = 16 * 1024  # bytes
+_LARGEST = 16 * MIB
+
+
+def _affordable(
+    group: ProcessGroup, machines: Machines, rounds: list[link_timing.Round], repeats: int, until: float
+) -> tuple[int, int]:
+    """Return two message sizes, one four times the other, as large as half of the remaining time allows.
+
+    Every pair sends a small message first, which shows how slow the links are.
+    """
+    me = machines.hosts[machines.of_process[group.process]]
+    with group.watch(me, "the other hosts in the first round of links"):
+        exchange = link_timing.Exchange(machines.devices, rounds, (_PROBE,))
+        times = [exchange(number) for number in range(len(rounds))]
+
+    def verdict(values: list[list[list[Any]]]) -> int:
+        # The slowest pair of each round, in both directions.
+        slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
+        messages = repeats * link_timing.CALLS * link_timing.BACK_TO_BACK
+        seconds = sum(slowest) * messages / _PROBE  # per byte
+        size = _PROBE
+        while size < _LARGEST and 4 * size * 1.25 * seconds < (until - time.monotonic()) / 2:
+            size *= 4
+        return size
+
+    size = group.gather([dataclasses.astuple(t) for t in times], verdict)
+    return size // 4, size
+
+
+def profile_links(
+    group: ProcessGroup, machines: Machines, options: ProfileOptions, until: float
+) -> tuple[link_timing.LinkTimes, str]:
+    """Run all rounds, repeat after repeat, until they are done or the time is up.
+
+    Args:
+        group: the processes of the run.
+        machines: their hosts and devices.
+        options: message sizes, repeats and rounds.
+        until: time.monotonic() at which to stop; process 0's clock counts.
+
+    Returns:
+        The times, complete on process 0 only, and a sentence on what was left out, or an empty one.
+    """
+    rounds = link_timing.plan_rounds(len(machines.hosts), machines.per_host, options.rounds)
+    sizes = options.sizes
+    if rounds and not sizes:
+        sizes = _affordable(group, machines, rounds, options.repeats, until)
+    collected = link_timing.LinkTimes(rounds, len(machines.hosts), machines.per_host, sizes, options.repeats)
+    if not rounds:
+        return collected, ""
+    mine = machines.of_process[group.process]
+    me = machines.hosts[mine]
+    with group.watch(me, "the other hosts while the link programs were compiled"):
+        exchange = link_timing.Exchange(machines.devices, rounds, sizes)
+    total = options.repeats * len(rounds)
+    with tqdm(total=total, desc="links", unit="round", disable=group.process > 0) as progress:
+        for done in range(total):
+            repeat, number = divmod(done, len(rounds))
+            partner = next((b if a == mine else a for a, b in rounds[number].hosts if mine in (a, b)), mine)
+            with group.watch(me, machines.hosts[partner]):
+                times = exchange(number)
+
+            def verdict(values: list[Any], repeat: int = repeat, number: int = number) -> bool:
+                seen: dict[int, list[link_timing.MessageTimes]] = {}
+                for process, value in enumerate(values):
+                    seen.setdefault(machines.of_process[process], []).append(link_timing.MessageTimes(*value))
+                collected.enter(repeat, number, seen)
+                return time.monotonic() < until
+
+            go_on = group.gather(dataclasses.astuple(times), verdict)
+            progress.update()
+            if not go_on and done + 1 < total:
+                return collected, f"{total - done - 1} of {total} rounds of links: the time limit came"
+    return collected, ""
+
+
+def time_all_reduces(
+    group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, size: int
+) -> list[tuple[str, str]]:
+    """Time all-reduces over the hosts and inside them, and compare them with rings over the measured links.
+
+    Args:
+        group: the processes of the run.
+        machines: their hosts and devices.
+        filled: the measured links.
+        nics: NICs per host.
+        size: bytes per device to reduce.
+
+    Returns:
+        (name, sentence) of each kind of all-reduce.
+    """
+    count = len(machines.hosts)
+    slowness = 1 / np.median(filled.samples, axis=0)
+    here = np.arange(count)
+    there = np.roll(here, -1)
+    rings = []
+    if count > 1:
+        # Collective libraries send in host order, in either direction around the ring.
+        per_byte = min(slowness[here, there].max(), slowness[there, here].max())
+        alpha = filled.alpha[here, there].max()
+        rings.append(("over the hosts", "host", count, per_byte * max(machines.per_host / nics, 1.0), alpha))
+    if machines.per_host > 1:
+        rings.append(("inside a host", "device", machines.per_host, slowness.diagonal().max(), filled.alpha[0, 0]))
+    rows = []
+    for name, axis, ring, per_byte, alpha in rings:
+        with group.watch(machines.hosts[machines.of_process[group.process]], f"the others in an all-reduce {name}"):
+            seconds = link_timing.all_reduce(machines.devices, machines.per_host, axis, size)
+        seconds = group.gather(seconds, max)
+        links = 2 * (ring - 1) * (alpha + size / ring * per_byte)
+        took = f"{tables.size(size, 'B')} in {seconds:.4g} s"
+        rows.append((f"all-reduce {name}", f"{took}; these links predict {links:.4g} s for a ring in host order"))
+    return rows
