@@ -1,1 +1,43 @@
-"""Plans training runs: measures a cluster, predicts time and memory, places the ranks, chooses the plan."""
+"""planner: measures a cluster, predicts time and memory of training on it, places the ranks, and chooses the plan.
+
+Mains lie directly in this package (`python -m planner.plan`); everything else lives in rooms. The names below are the
+interface for programs that import planner; each is loaded when it is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.cluster.cluster import Cluster
+    from planner.cost.step_time import Candidate
+    from planner.planning.options import PlanOptions
+    from planner.planning.planning import Plans, RankedPlan, plan
+
+# Module and name there of everything public.
+_EXPORTS = {
+    "Candidate": "planner.cost.step_time:Candidate",
+    "Cluster": "planner.cluster.cluster:Cluster",
+    "PlanOptions": "planner.planning.options:PlanOptions",
+    "Plans": "planner.planning.planning:Plans",
+    "RankedPlan": "planner.planning.planning:RankedPlan",
+    "plan": "planner.planning.planning:plan",
+}
+__all__ = [
+    "Candidate",
+    "Cluster",
+    "PlanOptions",
+    "Plans",
+    "RankedPlan",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _EXPORTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -27,9 +27,11 @@ from paxtrain.run import training
 from planner.measure import flags as measure_flags
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
-from planner.planning import flags as search_flags
-from planner.start import allocation, auto_plan, environment, rendezvous
-from planner.start.auto_plan import Decision, Request
+from planner.planning import flags as plan_flags
+from planner.planning.options import PlanOptions
+from planner.planning.planning import sections
+from planner.start import allocation, environment, job_plan, rendezvous
+from planner.start.job_plan import Decision, Request
 
 HINT = OVERRIDES
 AUTO = "auto"
@@ -75,7 +77,7 @@ def _decide(group: ProcessGroup, machines: Machines, request: Request, progress:
     """The plan that --plan and --replan ask for, the same on every process."""
     f, began = flags.FLAGS, time.monotonic()
     if f.plan == AUTO:
-        return auto_plan.decide(group, machines, request, "", progress)
+        return job_plan.decide(group, machines, request, "", progress)
 
     def read(_: object) -> tuple[Any, str]:
         plan = plans.load(f.plan)
@@ -85,13 +87,13 @@ def _decide(group: ProcessGroup, machines: Machines, request: Request, progress:
                 f"the plan {f.plan} is not for these nodes: {reason}; start on its nodes, or plan anew with --replan"
             )
         if reason:
-            auto_plan.check(request.values)
+            sections(request.values)
         return plans.to_json(plan), reason
 
     given, reason = group.gather(None, read)
     if reason:
         why = f"{f.plan} is not for these nodes: {reason}"
-        return auto_plan.decide(group, machines, request, why, progress)
+        return job_plan.decide(group, machines, request, why, progress)
     return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began, given=True)
 
 
@@ -120,9 +122,10 @@ def main(argv: Sequence[str]) -> None:
     for name in ("profile_seconds", "profile_age", "answer_timeout"):
         if not math.isfinite(getattr(f, name)):
             raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
+    options = plan_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
     if f.plan == AUTO:
-        auto_plan.check(values)
-    neutral = auto_plan.measurable(values)
+        sections(values)
+    neutral = job_plan.measurable(values)
     out = pathlib.Path(neutral.run.out)
     launched = _launch(os.environ)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
@@ -136,10 +139,10 @@ def main(argv: Sequence[str]) -> None:
             machines = find_machines(group, f.rack, f.host_name)
             allocation.check_shared(group, out)
             _check_data(group, neutral)
-            request = Request(values, out, f.profile_seconds, f.profile_age, f.compute_hosts)
+            request = Request(values, options, out, f.profile_seconds, f.profile_age, f.compute_hosts)
             decision = _decide(group, machines, request, progress)
             if group.process == 0:
-                print(auto_plan.describe(decision, machines), flush=True)
+                print(job_plan.describe(decision, machines), flush=True)
             if not decision.given:
                 # A plan made anew may compress something else: its state then starts afresh, which is said.
                 values["checkpoint"] = {**values.get("checkpoint", {}), "reset_codec": True}
@@ -166,7 +169,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
     distributed.define_flags()
-    search_flags.define_flags()
+    plan_flags.define_flags()
     shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 

@@ -36,6 +36,7 @@ import numpy as np
 
 from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
+from paxtrain.config.shipped import find
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 
@@ -104,6 +105,15 @@ class Cluster:
     named: bool = True
     shares: Shares = ASSUMED
     parts: "Cluster | None" = None
+
+    @staticmethod
+    def load(name: str | pathlib.Path) -> "Cluster":
+        """Return the cluster of a file, given by its path or by the name of a shipped one, such as "a100_16x8".
+
+        Raises:
+            UserError: the file cannot be read, or a link, host or device in it makes no sense.
+        """
+        return load(name)
 
     @property
     def devices(self) -> int:
@@ -207,13 +217,13 @@ def of_hosts(cluster: Cluster, names: Sequence[str]) -> Cluster:
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | pathlib.Path) -> Cluster:
-    """Reads a cluster file.
+def load(name: str | pathlib.Path) -> Cluster:
+    """Read a cluster file, given by its path or by the name of a shipped one, such as "a100_16x8".
 
     Raises:
         UserError: it cannot be read, or a link, host or device in it makes no sense.
     """
-    path = pathlib.Path(path)
+    path = pathlib.Path(find(str(name), "clusters", ".json"))
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

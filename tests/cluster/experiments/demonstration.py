@@ -3,7 +3,7 @@
 import numpy as np
 
 from paxtrain import tables
-from planner.planning.decision import device_order
+from planner.planning.to_plan import device_order
 from tests.cluster.experiments import joint
 from tests.cluster.laboratory import Lab
 from tests.cluster.scenario import Scenario

@@ -10,7 +10,7 @@ from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
 from planner.cluster.cluster import merged
 from planner.cost.step_time import Problem
-from planner.planning import decision
+from planner.planning import to_plan
 from planner.search import explain
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
@@ -117,7 +117,7 @@ def test_the_plan_is_the_candidate_on_its_hosts():
     found = one.run().ranked[0]
     step = Problem(some, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
     compress = CompressConfig(error="explicit", factors="float32")
-    plan = decision.decide(
+    plan = to_plan.decide(
         some, found.candidate, found.placement.hosts, step, MODEL.layers, 32, compress, {"step_seconds": found.seconds}
     )
     assert (plan.hosts, plan.devices_per_host) == (("d", "c", "b", "a"), 4)
@@ -137,7 +137,7 @@ def test_tensor_groups_may_span_hosts_and_the_plan_names_the_real_ones():
     one = search(merged(some, 2), choices=Choices(tensor=(4,), pipe=(2,)))
     found = one.run().ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
-    plan = decision.decide(
+    plan = to_plan.decide(
         one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {}
     )
     assert (plan.hosts, plan.devices_per_host) == (("a", "b", "c", "d"), 2)
@@ -149,7 +149,7 @@ def test_a_plan_survives_its_file(tmp_path):
     one = search()
     found = one.run().ranked[0]
     step = Problem(one.cluster, MODEL, found.candidate).step(one.fabric, found.placement.hosts[None])
-    plan = decision.decide(
+    plan = to_plan.decide(
         one.cluster, found.candidate, found.placement.hosts, step, MODEL.layers, 32, CompressConfig(), {"a": 1}
     )
     plans.save(plan, tmp_path / "plan.json")

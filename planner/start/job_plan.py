@@ -27,12 +27,11 @@ from planner.measure import profile_cluster, profile_compute
 from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
-from planner.planning import flags
-from planner.planning.recommend import Planner, predicted
-from planner.report import page
+from planner.planning.options import PlanOptions
+from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.start import allocation
 
-PLAN, REPORT, PROFILES = "plan.json", "report.html", "profile"
+PROFILES = "profile"
 # Measured at a job's start: two sizes, chosen by how slow the links are, and as much compute as there is time for.
 _REPEATS, _MICRO_BATCHES = 3, (1, 2, 4)
 
@@ -43,11 +42,15 @@ class Request:
 
     Attributes:
         values: the whole configuration, nested.
-        seconds: that profiling may take. age: seconds after which a kept profile is measured again.
+        options: what may be chosen.
+        out: folder of the run.
+        seconds: seconds that profiling may take.
+        age: seconds after which a kept profile is measured again.
         compute_hosts: as ProfileOptions has it.
     """
 
     values: dict[str, Any]
+    options: PlanOptions
     out: pathlib.Path
     seconds: float
     age: float
@@ -56,7 +59,7 @@ class Request:
     def asked(self) -> dict[str, Any]:
         """What a plan depends on besides the nodes, as JSON values."""
         sections = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
-        return json.loads(json.dumps({**sections, "search": flags.given()}))
+        return json.loads(json.dumps({**sections, "search": dataclasses.asdict(self.options)}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +75,6 @@ class Decision:
     source: str
     seconds: float
     given: bool = False
-
-
-def check(values: dict[str, Any]) -> None:
-    """Finds what is wrong with the configuration and the flags before anything is measured.
-
-    Raises:
-        UserError: what that is.
-    """
-    *_, compress = flags.sections(values)
-    flags.choices(compress.min_ratio)
-    flags.options()
 
 
 def measurable(values: dict[str, Any]) -> Config:
@@ -180,14 +172,14 @@ def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
 
 def _profile(group: ProcessGroup, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
     """The cluster as measured, and which links there was no time for."""
-    allowed = flags.integers("tensor")
+    allowed = request.options.tensor
     tensor = tuple(
         t for t in profile_compute.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
     )
     options = ProfileOptions(
         sizes=(),
         repeats=_REPEATS,
-        micro_batches=tuple(sorted(flags.integers("micro_batch"))[:3]) or _MICRO_BATCHES,
+        micro_batches=tuple(sorted(request.options.micro_batch)[:3]) or _MICRO_BATCHES,
         tensor=tensor,
         time_limit=request.seconds,
         least="cpu" in machines.kinds,  # of which there is no data sheet
@@ -221,20 +213,10 @@ def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Any:
     Args:
         links: where their figures are from.
     """
-    links = links | _ends(cluster)
-    model, pipeline, batch, compress = flags.sections(request.values)
-    if flags.tensor_hosts() > 1:
-        cluster = clusters.merged(cluster, flags.tensor_hosts())
-    search = flags.search(cluster, model, pipeline, compress, batch.global_batch)
-    planner = Planner(search, compress, request.values, batch.global_batch, lambda text: None)
-    outcome = search.run(progress=planner.say)
-    made = planner.tell(outcome, outcome.ranked[0], (), False)
-    plan = planner.plan(outcome.ranked[0], {**predicted(made), "links": links, "asked": request.asked()})
-    (request.out / REPORT).write_text(page.page(made))
-    beside = request.out / f".{PLAN}.new"
-    plans.save(plan, beside)
-    beside.replace(request.out / PLAN)
-    return plans.to_json(plan)
+    more = {"links": links | _ends(cluster), "asked": request.asked()}
+    found = plan_sections(request.values, cluster, request.options, predicted=more)
+    found.save(request.out)
+    return plans.to_json(found.plan)
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------

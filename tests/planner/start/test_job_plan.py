@@ -7,7 +7,6 @@ import time
 
 import jax
 import pytest
-from absl import flags
 
 from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
@@ -17,34 +16,24 @@ from planner.cluster import cluster as clusters
 from planner.measure import compute_timing
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
-from planner.planning import flags as search_flags
-from planner.start import allocation, auto_plan
-from planner.start.auto_plan import PLAN, PROFILES, REPORT, Request
+from planner.planning.options import PlanOptions
+from planner.planning.planning import PLAN, REPORT, sections
+from planner.start import allocation, job_plan
+from planner.start.job_plan import PROFILES, Request
 from tests.planner.examples import cluster
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
 HOSTS = ("a", "b", "c", "d")
-
-
-@pytest.fixture(autouse=True)
-def _flags():
-    """The search's flags, as planner.run defines them."""
-    before = set(flags.FLAGS)
-    search_flags.define_flags()
-    flags.FLAGS(["run", "--memory=analytic", "--compress=none", "--top=2", "--placed=1"])
-    yield
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
+OPTIONS = PlanOptions(memory="analytic", compress=(), top=2, placed=1, oracle="no")
 
 
 def values(**model) -> dict:
-    given = to_dict(auto_plan.measurable({"model": MODEL | model, "batch": {}}))
+    given = to_dict(job_plan.measurable({"model": MODEL | model, "batch": {}}))
     return given | {"batch": {"global_batch": 16, "micro_batch": 1}}
 
 
-def request(out, age: float = 100.0, **model) -> Request:
-    return Request(values(**model), out, 20.0, age)
+def request(out, age: float = 100.0, options: PlanOptions = OPTIONS, **model) -> Request:
+    return Request(values(**model), options, out, 20.0, age)
 
 
 def machines(*hosts: str) -> Machines:
@@ -53,7 +42,7 @@ def machines(*hosts: str) -> Machines:
 
 
 def decide(request: Request, *hosts: str, why: str = ""):
-    return auto_plan.decide(ProcessGroup(30), machines(*hosts), request, why, supervised.Progress({}))
+    return job_plan.decide(ProcessGroup(30), machines(*hosts), request, why, supervised.Progress({}))
 
 
 @pytest.fixture
@@ -84,7 +73,7 @@ def test_fewer_nodes_are_planned_for_from_the_profile_of_all(out):
     assert fewer.source == "made anew: the former one is for other nodes: a, c of it are not here"
     assert fewer.plan.hosts == ("d", "b") and fewer.plan.mesh.devices == 4
     assert fewer.plan.predicted["links"]["source"].endswith(", which is of 4 hosts")
-    [row] = [line for line in auto_plan.describe(fewer, machines("d", "b")).splitlines() if "links" in line]
+    [row] = [line for line in job_plan.describe(fewer, machines("d", "b")).splitlines() if "links" in line]
     assert "1 min ago" in row or "just now" in row
 
 
@@ -92,8 +81,7 @@ def test_what_changed_is_said_and_planned_for(out):
     first = decide(request(out), *HOSTS)
     assert decide(request(out, layers=6), *HOSTS).source.startswith("made anew: configuration or search flags")
     decide(request(out), *HOSTS)
-    flags.FLAGS.pipe = ["4"]
-    found = decide(request(out), *HOSTS)
+    found = decide(request(out, options=dataclasses.replace(OPTIONS, pipe=(4,))), *HOSTS)
     assert found.source.startswith("made anew: configuration or search flags")
     assert found.plan.mesh.pipe == 4
     assert found.plan.predicted["asked"] != first.plan.predicted["asked"]
@@ -116,7 +104,7 @@ def test_a_plan_that_cannot_be_read_is_made_anew_and_one_that_was_given_is_said(
 
 
 def test_the_decision_is_told_in_ten_lines(out):
-    lines = auto_plan.describe(decide(request(out), *HOSTS), machines(*HOSTS)).splitlines()
+    lines = job_plan.describe(decide(request(out), *HOSTS), machines(*HOSTS)).splitlines()
     heads = [line.split()[0] for line in lines]
     assert heads == [
         "nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]  # fmt: skip
@@ -132,7 +120,7 @@ def test_the_decision_is_told_in_ten_lines(out):
 def test_of_a_plan_without_figures_the_rest_is_told(out):
     found = decide(request(out), *HOSTS)
     bare = dataclasses.replace(found, plan=dataclasses.replace(found.plan, predicted={"step_seconds": 1.0}))
-    heads = [line.split()[0] for line in auto_plan.describe(bare, machines(*HOSTS)).splitlines()]
+    heads = [line.split()[0] for line in job_plan.describe(bare, machines(*HOSTS)).splitlines()]
     assert heads == ["nodes", "plan", "mesh", "schedule", "compressed", "step"]
 
 
@@ -143,19 +131,17 @@ def test_a_folder_in_the_way_is_one_sentence(out):
 
 
 def test_nothing_that_fits_is_one_sentence(out):
-    flags.FLAGS.pipe = ["7"]
     with pytest.raises(UserError):
-        decide(request(out), *HOSTS)
+        decide(request(out, options=dataclasses.replace(OPTIONS, pipe=(7,))), *HOSTS)
     assert not (out / PLAN).exists()
 
 
 def test_bad_flags_and_sections_are_found_before_anything_is_measured():
-    auto_plan.check(values())
+    sections(values())
     with pytest.raises(UserError, match=r"compress.forward=all is not planned for"):
-        auto_plan.check(values() | {"compress": {"forward": "all", "backward": "all"}})
-    flags.FLAGS.schedules = ["zigzag"]
+        sections(values() | {"compress": {"forward": "all", "backward": "all"}})
     with pytest.raises(UserError, match="--schedules must be some of"):
-        auto_plan.check(values())
+        PlanOptions(schedules=("zigzag",))
 
 
 def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
@@ -165,12 +151,12 @@ def test_nodes_without_a_profile_are_measured(tmp_path, monkeypatch):
     here = dataclasses.replace(here, devices=here.devices[:2], per_host=2)
     small = request(tmp_path, layers=2, hidden=16, heads=2, sequence=8, vocab_size=60)
     small = dataclasses.replace(small, seconds=1.0)  # compute is measured once in any case
-    found = auto_plan.decide(group, here, small, "", supervised.Progress({}))
+    found = job_plan.decide(group, here, small, "", supervised.Progress({}))
     assert found.plan.mesh.devices == 2 and jax.process_count() == 1
     [kept] = (tmp_path / PROFILES).glob("*.json")
     row = json.loads(kept.read_text())["compute"][0]
     assert (row["kind"], row["hidden"]) == ("cpu", 16)
     assert found.plan.predicted["links"]["source"].startswith("measured in ")
-    again = auto_plan.decide(group, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
+    again = job_plan.decide(group, here, dataclasses.replace(small, age=1e6), "", supervised.Progress({}))
     assert " again: " in again.source
     assert list((tmp_path / PROFILES).glob("*.json")) == [kept]

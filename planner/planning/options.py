@@ -1,0 +1,145 @@
+"""Options of a plan: what may be chosen, and how the choice is searched for."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
+from paxtrain.errors import UserError
+from planner.memory import closed_form
+from planner.search.budget import Budget
+from planner.search.search import Options
+from planner.search.space import BACKWARD, TRIED, Choices
+
+KINDS = ("epilogue", "all", "data")
+SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
+MEMORY = ("learned", "analytic")
+ORACLE = ("auto", "yes", "no")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """Options of `planner.plan`; the flags of the mains have the same names.
+
+    Attributes:
+        compress: what may be compressed: some of "epilogue", "all" (gradients between stages) and "data".
+        backward_ranks: ranks allowed for gradients between stages.
+        data_ranks: ranks allowed for gradients over data.
+        gain: share of the step that each kind of compression must gain at least, since it changes what is trained.
+        tensor: sizes of the tensor axis to try; empty for all that divide.
+        pipe: sizes of the pipe axis to try; empty for all that divide.
+        micro_batch: sequences of a micro-batch to try; empty for all that divide.
+        virtual_stages: chunks per stage to try with interleaved schedules.
+        sequence_parallel: "no", "yes" or "both": split the sequence wherever tensor is above 1.
+        schedules: schedules to try.
+        saves: what a forward may keep for its backward.
+        uneven: also split layers unevenly over the stages.
+        tensor_hosts: hosts in a row that each tensor group spans.
+        usable_memory: share of a device's memory to use, 0.05 to 1.
+        memory: memory estimate to search by.
+        quantile: quantile of the link samples for which placements are optimized, 0 to 1.
+        top: plans to rank.
+        placed: plans to place at most.
+        seed: seed of the annealing.
+        oracle: compile the best plans to check their memory: "auto" if jax has its CUDA plugin, "yes" or "no".
+
+    Raises:
+        UserError: a value is not one of those above.
+    """
+
+    compress: tuple[str, ...] = ("epilogue", "data")
+    backward_ranks: tuple[int, ...] = (16,)
+    data_ranks: tuple[int, ...] = (128,)
+    gain: float = 0.01
+    tensor: tuple[int, ...] = ()
+    pipe: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    virtual_stages: tuple[int, ...] = (2, 4)
+    sequence_parallel: str = "no"
+    schedules: tuple[str, ...] = tuple(TRIED)
+    saves: tuple[str, ...] = SAVE_MODES
+    uneven: bool = True
+    tensor_hosts: int = 1
+    usable_memory: float = closed_form.USABLE
+    memory: str = "learned"
+    quantile: float = 0.5
+    top: int = 10
+    placed: int = 4
+    seed: int = 0
+    oracle: str = "auto"
+
+    def __post_init__(self) -> None:
+        for kind in self.compress:
+            if kind not in KINDS:
+                raise UserError(f"--compress must be none or some of {', '.join(KINDS)}, got {kind!r}")
+        _check_known("schedules", self.schedules, SCHEDULES)
+        _check_known("saves", self.saves, SAVE_MODES)
+        if set(self.schedules) <= set(SPLIT) and not set(self.saves) & set(SPLIT_SAVES):
+            known = " or ".join(SPLIT_SAVES)
+            raise UserError(f"--schedules={','.join(self.schedules)} needs --saves={known}, got {','.join(self.saves)}")
+        for name in ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages"):
+            values = getattr(self, name)
+            if not all(type(value) is int and value > 0 for value in values):
+                given = ",".join(map(str, values))
+                raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
+        for name, choices in (("sequence_parallel", SEQUENCE), ("memory", MEMORY), ("oracle", ORACLE)):
+            if getattr(self, name) not in choices:
+                raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        bounds = {"gain": (0.0, math.inf), "usable_memory": (0.05, 1.0), "quantile": (0.0, 1.0)}
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise UserError(f"--{name} must be a number, got {value}")
+            if not low <= value <= high:
+                raise UserError(f"--{name} must be {low:g} to {high:g}, got {value:g}")
+        for name, least in (("top", 1), ("placed", 1), ("seed", 0), ("tensor_hosts", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+
+    def choices(self, min_ratio: float) -> Choices:
+        """Return what may be chosen.
+
+        Args:
+            min_ratio: least ratio of compression, see CompressConfig.
+        """
+        return Choices(
+            tensor=self.tensor,
+            pipe=self.pipe,
+            micro_batch=self.micro_batch,
+            virtual_stages=self.virtual_stages,
+            sequence_parallel=SEQUENCE[self.sequence_parallel],
+            schedules=self.schedules,
+            saves=self.saves,
+            backward=tuple(kind for kind in self.compress if kind in BACKWARD),
+            backward_ranks=self.backward_ranks,
+            data_ranks=self.data_ranks if "data" in self.compress else (),
+            min_ratio=min_ratio,
+        )
+
+    def search(self) -> Options:
+        """Return how to search."""
+        return Options(
+            top=self.top,
+            placed=self.placed,
+            quantile=self.quantile,
+            seed=self.seed,
+            uneven=self.uneven,
+            gain=self.gain,
+        )
+
+    def budget(self, error: str, scan_layers: str) -> Budget:
+        """Return the memory that a plan may use.
+
+        Args:
+            error: how compressed messages keep their errors, see CompressConfig.
+            scan_layers: see PipelineConfig.
+        """
+        return Budget(self.usable_memory, error, scan_layers, learned=self.memory == "learned")
+
+
+def _check_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:
+    if not values:
+        raise UserError(f"--{name} must be some of {', '.join(known)}, got none")
+    for value in values:
+        if value not in known:
+            raise UserError(f"--{name} must be some of {', '.join(known)}, got {value!r}")

@@ -1,0 +1,366 @@
+"""From a configuration and a cluster to a plan: the search, the compiler's check of memory, the report."""
+
+import dataclasses
+import pathlib
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import BatchConfig, CompressConfig, Config, ModelConfig, PipelineConfig, read_section, to_dict
+from paxtrain.config import plan as plans
+from paxtrain.errors import UserError
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
+from planner.cost import compute
+from planner.cost.step_time import Candidate, Problem, host_order
+from planner.memory import closed_form
+from planner.placement import place
+from planner.planning import to_plan
+from planner.planning.options import PlanOptions
+from planner.report import page, text
+from planner.search import baselines, budget, explain
+from planner.search.search import Found, Outcome, Search
+
+PLAN, REPORT = "plan.json", "report.html"
+# Iterations of the placements on half of the samples: enough to tell a gain from noise, half of what a plan gets.
+_HALVES = 150
+_SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankedPlan:
+    """A plan that the search ranked, with its prediction.
+
+    Attributes:
+        candidate: mesh, micro-batches, schedule, layers of each virtual stage, save mode, compression.
+        hosts: int [data, pipe], host of each tensor group.
+        seconds: predicted seconds of a step.
+        bound: lower bound of that over all placements of the candidate.
+        host_order_seconds: predicted seconds on the devices in order, as a run without a plan has them.
+        memory_bytes: bytes per device.
+    """
+
+    candidate: Candidate
+    hosts: np.ndarray
+    seconds: float
+    bound: float
+    host_order_seconds: float
+    memory_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plans:
+    """What planning found.
+
+    Attributes:
+        plan: the recommended plan, as `paxtrain.train` takes it.
+        ranked: the best plans, quickest first.
+        report: everything that the text and the page say.
+    """
+
+    plan: plans.Plan
+    ranked: tuple[RankedPlan, ...]
+    report: text.Report
+
+    @property
+    def step_seconds(self) -> np.ndarray:
+        """Predicted seconds of a step, float [ranked]."""
+        return np.array([found.seconds for found in self.ranked])
+
+    @property
+    def memory_bytes(self) -> np.ndarray:
+        """Bytes per device, float [ranked]."""
+        return np.array([found.memory_bytes for found in self.ranked])
+
+    def text(self) -> str:
+        """Return the table of the ranked plans and what there is to say of the recommended one."""
+        return text.text(self.report)
+
+    def html(self) -> str:
+        """Return the report with its figures as a page."""
+        return page.page(self.report)
+
+    def explain(self) -> tuple[str, ...]:
+        """Return, for each neighbour of the plan, why it is not the recommended one; empty if that was not asked."""
+        return self.report.explained
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Write plan.json, which `paxtrain.train --plan` takes, and report.html.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        out = pathlib.Path(folder)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / REPORT).write_text(self.html())
+            beside = out / f".{PLAN}.new"
+            plans.save(self.plan, beside)
+            beside.replace(out / PLAN)
+        except OSError as error:
+            raise UserError(f"cannot write the plan to {out} ({error}); name a folder that can be written") from error
+
+
+def plan(
+    config: Config,
+    cluster: Cluster,
+    options: PlanOptions | None = None,
+    *,
+    explained: bool = False,
+    say: Callable[[str], None] = _silent,
+) -> Plans:
+    """Rank the plans for training a configuration on a cluster, and recommend one.
+
+    Args:
+        config: configuration; its model, global batch, and what it says of compression besides ranks count.
+        cluster: cluster, see `Cluster.load`.
+        options: what may be chosen, and how it is searched for; the defaults if None.
+        explained: also say of each neighbour of the plan why it is not the recommended one.
+        say: told what is being done.
+
+    Raises:
+        UserError: the configuration asks for what the planner does not know, or no plan fits.
+    """
+    return plan_sections(to_dict(config), cluster, options or PlanOptions(), explained=explained, say=say)
+
+
+def plan_sections(
+    values: Mapping[str, Any],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    global_batch: int = 0,
+    explained: bool = False,
+    predicted: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = _silent,
+) -> Plans:
+    """Plan for a configuration whose mesh need not fit the cluster; see `plan`.
+
+    Args:
+        values: sections of the configuration, nested; mesh and schedule do not count.
+        cluster: cluster to plan for.
+        options: what may be chosen, and how it is searched for.
+        global_batch: sequences of a step; 0 for the configuration's.
+        explained: also say why each neighbour of the plan is not the recommended one.
+        predicted: more figures to keep in the plan, as JSON values.
+        say: told what is being done.
+
+    Raises:
+        UserError: the configuration asks for what the planner does not know, or no plan fits.
+    """
+    model, pipeline, batch, compress = sections(values)
+    if options.tensor_hosts > 1:
+        cluster = clusters.merged(cluster, options.tensor_hosts)
+    batch_size = global_batch or batch.global_batch
+    choices, limits = options.choices(compress.min_ratio), options.budget(compress.error, pipeline.scan_layers)
+    search = Search(cluster, model, batch_size, choices, limits, options.search())
+    planning = _Planning(search, compress, values, batch_size, say)
+    outcome = search.run(progress=say)
+    chosen, rows = outcome.ranked[0], ()
+    if _compiles(options.oracle, cluster):
+        chosen, rows = planning.recheck(outcome)
+        ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]
+        outcome = dataclasses.replace(outcome, ranked=ranked)
+    say("comparing")
+    made = planning.report(outcome, chosen, rows, explained)
+    return Plans(
+        plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
+        ranked=tuple(map(_ranked, outcome.ranked)),
+        report=made,
+    )
+
+
+def _ranked(found: Found) -> RankedPlan:
+    placement = found.placement
+    return RankedPlan(found.candidate, placement.hosts, found.seconds, placement.bound, found.plain, found.memory)
+
+
+def _compiles(wanted: str, cluster: Cluster) -> bool:
+    """Return whether the best plans are compiled to check their memory.
+
+    Raises:
+        UserError: that is demanded and impossible.
+    """
+    if wanted == "no" or "cpu" in cluster.kinds:
+        return False
+    from planner.memory import compiled  # jax: only who can compile waits for it
+
+    if compiled.cuda():
+        return True
+    if wanted == "yes":
+        raise UserError("--oracle=yes needs jax's CUDA plugin; pip install -r requirements-gpu.txt, or --oracle=auto")
+    return False
+
+
+def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
+    """Return the sections of a configuration that the planner reads.
+
+    Raises:
+        UserError: a section is missing or wrong, or asks for a compression or an optimizer that the planner does not
+            know.
+    """
+    for name in _SECTIONS:
+        if name not in values:
+            raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
+    found = tuple(read_section(kind, values[name], name) for name, kind in _SECTIONS.items())
+    compress = found[-1]
+    for name, value, known in (
+        ("forward", compress.forward, ("none",)),
+        ("embedding", compress.embedding, ("auto", "fused")),
+        ("factors", compress.factors, ("auto",)),
+    ):
+        if value not in known:
+            raise UserError(
+                f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
+            )
+    if compress.embedding == "fused" and not found[0].tied_head:
+        raise UserError(
+            "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
+        )
+    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
+        raise UserError(
+            f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "
+            "plan with adamw, and train with --plan=plan.json and the other"
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planning:
+    """One search, and what is made of what it finds.
+
+    Attributes:
+        search: the search.
+        compress: what the configuration says of compression besides what the planner decides.
+        values: the whole configuration, nested.
+        global_batch: sequences of a step.
+        say: told what is being done.
+    """
+
+    search: Search
+    compress: CompressConfig
+    values: Mapping[str, Any]
+    global_batch: int
+    say: Callable[[str], None]
+
+    def plan(self, found: Found, predicted: Mapping[str, Any] | None = None) -> plans.Plan:
+        """Return a found candidate as the trainer takes it."""
+        search = self.search
+        problem = Problem(search.cluster, search.model, found.candidate)
+        step = problem.step(search.fabric, found.placement.hosts[None])
+        return to_plan.decide(
+            search.cluster,
+            found.candidate,
+            found.placement.hosts,
+            step,
+            search.model.layers,
+            self.global_batch,
+            self.compress,
+            dict(predicted or {}),
+            search.budget.scan_layers,
+        )
+
+    def recheck(self, outcome: Outcome) -> tuple[Found, tuple[text.OracleRow, ...]]:
+        """Return the best plan that the compiler says fits, and what it was asked.
+
+        Raises:
+            UserError: it refuses all of the ranked ones.
+        """
+        from planner.memory import compiled  # jax: only who can compile waits for it
+
+        cluster, rows = self.search.cluster.parts or self.search.cluster, []
+        kind = cluster.kinds[int(np.argmin(cluster.memory))]
+        for found in outcome.ranked:
+            name = f"{text.mesh(found.candidate)}, {found.candidate.schedule}, {found.candidate.save}"
+            self.say(f"compiling {name} for {kind} to check its memory")
+            config = self.plan(found).apply(self.values)
+            answer = compiled.oracle(config, kind, len(cluster.hosts), cluster.devices_per_host)
+            rows.append(text.OracleRow(name, answer.total, answer.compile_seconds, answer.source))
+            if answer.total <= self.search.limit:
+                return dataclasses.replace(found, memory=float(answer.total)), tuple(rows)
+        raise UserError(
+            f"none of the {len(rows)} best plans fits into {self.search.limit / 1e9:.1f} GB per device once compiled; "
+            f"the least needs {min(row.bytes for row in rows) / 1e9:.1f} GB; a larger --top would try more"
+        )
+
+    def report(self, outcome: Outcome, chosen: Found, rows: tuple[text.OracleRow, ...], reasons: bool) -> text.Report:
+        """Return the report on the chosen plan."""
+        search = self.search
+        config = self.plan(chosen).apply(self.values)
+        stages = closed_form.per_stage(config, budget.capability(search.cluster))
+        estimate = search.budget.source(search.cluster, search.model)
+        return text.Report(
+            cluster=search.cluster,
+            model=search.model,
+            global_batch=self.global_batch,
+            outcome=outcome,
+            chosen=chosen,
+            fabric=search.fabric,
+            comparisons=baselines.comparisons(search, chosen),
+            memory={field.name: getattr(stages, field.name) for field in dataclasses.fields(stages)},
+            limit=search.limit,
+            memory_source=rows[-1].source if rows else estimate,
+            sources=self.sources(rows),
+            noise=self.noise(chosen),
+            oracle=rows,
+            explained=tuple(explain.neighbours(search, chosen, self.global_batch)) if reasons else (),
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+        )
+
+    def sources(self, rows: tuple[text.OracleRow, ...]) -> dict[str, str]:
+        """Where each kind of figure comes from."""
+        search, cluster = self.search, self.search.cluster
+        measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
+        return {
+            "step times": "event simulation of the schedule's table",
+            "compute": compute.source(cluster),
+            "links": f"{cluster.source or 'the cluster file'}; {measured}",
+            "memory of the ranked plans": search.budget.source(search.cluster, search.model),
+            "memory of the chosen plan": rows[-1].source
+            if rows
+            else search.budget.source(search.cluster, search.model),
+            "memory by stage": "closed form",
+        }
+
+    def noise(self, chosen: Found) -> text.Noise | None:
+        """The placement's gain over host order, and how well it repeats from sample to sample of the links."""
+        cluster = self.search.cluster
+        if len(cluster.samples) < 2:
+            return None
+        problem = Problem(cluster, self.search.model, chosen.candidate)
+        order = host_order(chosen.candidate, cluster.devices_per_host)[0]
+        seed = self.search.options.seed
+        found = place.gain(problem, cluster, chosen.placement.hosts, order, seed=seed, iterations=_HALVES)
+        return text.Noise(found.mean, found.std, found.words)
+
+
+def figures(made: text.Report) -> dict[str, Any]:
+    """Return the plan's figures with their sources, as JSON values."""
+    step, chosen = made.step, made.chosen
+
+    def row(x: np.ndarray) -> list[float]:
+        return [float(v) for v in x[0]]
+
+    return {
+        "step_seconds": chosen.seconds,
+        "step_seconds_source": f"{made.sources['step times']}; compute: {made.sources['compute']}",
+        "lower_bound_seconds": chosen.placement.bound,
+        "host_order_seconds": chosen.plain,
+        "memory_bytes": chosen.memory,
+        "memory_limit_bytes": made.limit,
+        "memory_source": made.memory_source,
+        "stages": {
+            "gather_seconds": row(step.gather),
+            "finish_seconds": row(step.finish),
+            "reduce_seconds": row(step.reduce),
+        },
+        "optimizer_seconds": float(step.optimizer[0]),
+        "command": made.command,
+    }
