@@ -159,7 +159,7 @@ class Gain:
             return "the links were measured once, so its noise is not known"
         mean, std = (100 * x for x in self.held_out)
         return (
-            f"placed on half of the {self.samples} samples and seen on the other half it is {mean:.2f} ± {std:.2f} %, "
+            f"placed on half of the {self.samples} samples and seen on the other half it is {mean:.2f} ± {std:.2f}%, "
             f"so it is {'within the noise' if self.within_noise else 'more than the noise'}"
         )
 

@@ -20,7 +20,7 @@ from planner.memory import closed_form
 from planner.placement import place
 from planner.planning import to_plan
 from planner.planning.options import PlanOptions
-from planner.report import page, text
+from planner.report import contents, page, text
 from planner.search import baselines, budget, explain
 from planner.search.search import Found, Outcome, Search
 
@@ -67,7 +67,7 @@ class Plans:
 
     plan: plans.Plan
     ranked: tuple[RankedPlan, ...]
-    report: text.Report
+    report: contents.Report
 
     @property
     def step_seconds(self) -> np.ndarray:
@@ -267,7 +267,7 @@ class _Planning:
             search.budget.scan_layers,
         )
 
-    def recheck(self, outcome: Outcome) -> tuple[Found, tuple[text.OracleRow, ...]]:
+    def recheck(self, outcome: Outcome) -> tuple[Found, tuple[contents.OracleRow, ...]]:
         """Return the best plan that the compiler says fits, and what it was asked.
 
         Raises:
@@ -282,7 +282,7 @@ class _Planning:
             self.say(f"compiling {name} for {kind} to check its memory")
             config = self.plan(found).apply(self.values)
             answer = compiled.oracle(config, kind, len(cluster.hosts), cluster.devices_per_host)
-            rows.append(text.OracleRow(name, answer.total, answer.compile_seconds, answer.source))
+            rows.append(contents.OracleRow(name, answer.total, answer.compile_seconds, answer.source))
             if answer.total <= self.search.limit:
                 return dataclasses.replace(found, memory=float(answer.total)), tuple(rows)
         raise UserError(
@@ -290,13 +290,15 @@ class _Planning:
             f"the least needs {min(row.bytes for row in rows) / 1e9:.1f} GB; a larger --top would try more"
         )
 
-    def report(self, outcome: Outcome, chosen: Found, rows: tuple[text.OracleRow, ...], reasons: bool) -> text.Report:
+    def report(
+        self, outcome: Outcome, chosen: Found, rows: tuple[contents.OracleRow, ...], reasons: bool
+    ) -> contents.Report:
         """Return the report on the chosen plan."""
         search = self.search
         config = self.plan(chosen).apply(self.values)
         stages = closed_form.per_stage(config, budget.capability(search.cluster))
         estimate = search.budget.source(search.cluster, search.model)
-        return text.Report(
+        return contents.Report(
             cluster=search.cluster,
             model=search.model,
             global_batch=self.global_batch,
@@ -314,7 +316,7 @@ class _Planning:
             command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
 
-    def sources(self, rows: tuple[text.OracleRow, ...]) -> dict[str, str]:
+    def sources(self, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:
         """Where each kind of figure comes from."""
         search, cluster = self.search, self.search.cluster
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
@@ -329,7 +331,7 @@ class _Planning:
             "memory by stage": "closed form",
         }
 
-    def noise(self, chosen: Found) -> text.Noise | None:
+    def noise(self, chosen: Found) -> contents.Noise | None:
         """The placement's gain over host order, and how well it repeats from sample to sample of the links."""
         cluster = self.search.cluster
         if len(cluster.samples) < 2:
@@ -338,10 +340,10 @@ class _Planning:
         order = host_order(chosen.candidate, cluster.devices_per_host)[0]
         seed = self.search.options.seed
         found = place.gain(problem, cluster, chosen.placement.hosts, order, seed=seed, iterations=_HALVES)
-        return text.Noise(found.mean, found.std, found.words)
+        return contents.Noise(found.mean, found.std, found.words)
 
 
-def figures(made: text.Report) -> dict[str, Any]:
+def figures(made: contents.Report) -> dict[str, Any]:
     """Return the plan's figures with their sources, as JSON values."""
     step, chosen = made.step, made.chosen
 

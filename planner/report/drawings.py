@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: gains, links before and after the placement, memory, time against memory."""
+"""Figures of a report as inline SVG: gains, links before and after placement, memory, step time against memory."""
 
 import itertools
 import math
@@ -8,35 +8,39 @@ import numpy as np
 from planner.cluster.cluster import between
 from planner.cost.links import ring_order
 from planner.cost.step_time import host_order
+from planner.report.contents import Report, slower
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, box, duration, png, ramp, ticks, unit, width_of
-from planner.report.text import Report, percent, slower
+from planner.report.text import percent
 
 Array = np.ndarray
 
 _ACCENT, _MAIN, _PALE = "#d55e00", "#2f6f9f", "#9cc3e0"
-# After Okabe and Ito, told apart by the colour-blind, too.
+# After Okabe and Ito; color-blind readers can tell them apart.
 _KINDS = ("#2f6f9f", "#9cc3e0", "#5c6670", "#e69f00", "#3c9d8f", "#cc79a7", "#f0d35b", "#aab4bc")
 _FAST_TO_SLOW = ["#f4f7fa", "#c3d8e8", "#7fb0d3", "#3b7fb0", "#1c4f7c", "#0d2c4c"]
-_MOST_CELLS = 256  # a side, of a heat map
-_NAMED = 32  # hosts at most, for their names to be written
+_MOST_CELLS = 256  # cells per side of a heat map
+_NAMED = 32  # most hosts whose names are written
 
 
 # --- Gains ------------------------------------------------------------------------------------------------------------
 
 
 def gains(report: Report, width: float = 1080) -> str:
-    """How much longer a step takes with other ways to plan."""
+    """Draw how much longer a step takes with other ways to plan."""
     others, noise = report.comparisons, report.noise
     pitch, left, right = 40, 400, 190
-    svg = Svg(width, pitch * len(others) + 34, "Step time of other ways to plan over the chosen plan's")
+    svg = Svg(width, pitch * len(others) + 34, "Step time of other ways to plan, relative to the chosen plan")
     values = [100 * slower(report, other) for other in others]
     spread = [100 * (noise.gain + noise.std), 100 * (noise.gain - noise.std)] if noise else []
     low, high = min(0.0, *values, *spread), max(0.0, *values, *spread, 0.1)
-    at = lambda value: left + (value - low) / (high - low) * (width - left - right)  # noqa: E731
+
+    def at(value: float) -> float:
+        return left + (value - low) / (high - low) * (width - left - right)
+
     bottom = pitch * len(others) + 4
     for tick in ticks(low, high, 6):
         svg.line(at(tick), 0, at(tick), bottom, GRID if tick else SOFT)
-        svg.text(at(tick), bottom + 15, f"{tick:+g} %" if tick else "chosen plan", 11, "middle")
+        svg.text(at(tick), bottom + 15, f"{tick:+g}%" if tick else "chosen plan", 11, "middle")
     for i, (other, value) in enumerate(zip(others, values)):
         y, end = i * pitch + 6, at(value)
         svg.text(left - 14, y + 13, other.name, 13, "end", INK, font_weight=600)
@@ -60,13 +64,14 @@ def gains(report: Report, width: float = 1080) -> str:
 
 
 def used_links(hosts: Array, wraps: bool) -> dict[str, Array]:
-    """Ordered pairs of hosts [n, 2], different ones, between which a placement int [D, P] sends.
+    """Return the links between different hosts that a placement uses.
 
     Args:
-        wraps: the last stage sends activations to the first, as interleaved schedules do.
+        hosts: int [D, P], the host of each data rank and stage.
+        wraps: whether the last stage sends activations to the first, as interleaved schedules do.
 
     Returns:
-        "hops" between stages, in both directions, and "rings" of the stages' data ranks.
+        Ordered pairs of hosts [n, 2]: "hops" between stages, in both directions, and "rings" of the data ranks.
     """
     there = np.roll(hosts, -1, axis=1)
     last = hosts.shape[1] - (not wraps)
@@ -78,13 +83,13 @@ def used_links(hosts: Array, wraps: bool) -> dict[str, Array]:
 
 
 def placed_order(hosts: Array) -> Array:
-    """The hosts of a placement int [D, P], pipeline after pipeline, each in the place where it first comes."""
+    """Return the hosts of a placement int [D, P], pipeline after pipeline, each at its first occurrence."""
     _, first = np.unique(hosts, return_index=True)
     return hosts.ravel()[np.sort(first)]
 
 
 def _cells(values: Array, block: int) -> Array:
-    """Means over blocks of a square matrix with nan on the diagonal; a block of nan alone stays nan."""
+    """Return the means over blocks of a square matrix without its NaNs; a block of only NaNs stays NaN."""
     size = -(-len(values) // block) * block
     padded = np.full((size, size), np.nan)
     padded[: len(values), : len(values)] = values
@@ -95,7 +100,11 @@ def _cells(values: Array, block: int) -> Array:
 
 
 def links(report: Report, width: float = 1080) -> tuple[str, str]:
-    """Bandwidth from host to host, two or more, in the file's order and in the placement's, with the links in use.
+    """Draw the bandwidth between hosts in host order and in the placement's order, with the links in use.
+
+    Args:
+        report: a report on two hosts or more.
+        width: pixels.
 
     Returns:
         The drawing and its caption.
@@ -110,12 +119,12 @@ def links(report: Report, width: float = 1080) -> tuple[str, str]:
     margin = min(margin, 110)
     side = (width - 2 * margin - 110) / 2
     top = 42 + (margin if named else 0)
-    svg = Svg(width, top + side + 30, "Bandwidth between hosts before and after the placement")
+    svg = Svg(width, top + side + 30, "Bandwidth between hosts before and after placement")
     palette = np.concatenate([ramp(_FAST_TO_SLOW, 255), [[226, 221, 211]]]).astype(np.uint8)
     before, after = host_order(c, cluster.devices_per_host)[0], report.chosen.placement.hosts
     panels = (
         ("Host order", np.arange(count), before, margin),
-        ("The placement, pipeline after pipeline", placed_order(after), after, 2 * margin + side + 26),
+        ("Placement, pipeline after pipeline", placed_order(after), after, 2 * margin + side + 26),
     )
     for title, order, hosts, x in panels:
         used = used_links(hosts, c.chunks > 1)
@@ -131,14 +140,14 @@ def links(report: Report, width: float = 1080) -> tuple[str, str]:
             _names(svg, [cluster.hosts[host] for host in order], x, top, side, margin)
     _scale(svg, width - 58, top, side, palette[:255], low, high)
     _links_legend(svg, margin, top + side + 22)
-    words = "From the host of a row to the host of a column."
+    words = "Bandwidth from the host of each row to the host of each column."
     if block > 1:
         words += f" Each cell is the mean over {block} x {block} pairs of hosts."
     return str(svg), words
 
 
 def _names(svg: Svg, names: list[str], x: float, y: float, side: float, margin: float) -> None:
-    """Hosts at the left and on top."""
+    """Write the host names at the left and at the top."""
     cell = side / len(names)
     for i, name in enumerate(names):
         while width_of(name, 10) > margin - 6:
@@ -161,22 +170,22 @@ def _links_legend(svg: Svg, x: float, y: float) -> None:
 
 
 def _slowest(used: dict[str, Array], bandwidth: Array) -> str:
-    """Of the links in use, the slowest."""
+    """Return the bandwidth of the slowest link in use, per kind."""
     parts = [
         f"{name} {bandwidth[pairs[:, 0], pairs[:, 1]].min() / 1e9:.2f} GB/s"
         for name, pairs in used.items()
         if len(pairs)
     ]
-    return f"slowest in use: {', '.join(parts)}" if parts else "no link between hosts is used"
+    return f"slowest in use: {', '.join(parts)}" if parts else "no link between hosts in use"
 
 
 def _dot(x: float, y: float, r: float) -> str:
-    r = round(r, 1)  # so that the diameter below is twice what is written
+    r = round(r, 1)  # so that the diameter below is exactly twice the written radius
     return f"M{x - r:.1f} {y:.1f}a{r:.1f} {r:.1f} 0 1 0 {2 * r:.1f} 0a{r:.1f} {r:.1f} 0 1 0 {-2 * r:.1f} 0"
 
 
 def _mark(svg: Svg, used: dict[str, Array], order: Array, grid: tuple[float, float, float], block: int) -> None:
-    """Hops as squares, rings as dots, on a grid at (x, y) with cells of so many pixels."""
+    """Mark hops as squares and rings as dots, on a grid (x, y, pixels per cell)."""
     x, y, cell = grid
     place = np.argsort(order)
     at = {name: np.unique(place[pairs] // block, axis=0) for name, pairs in used.items()}
@@ -205,13 +214,16 @@ def _scale(svg: Svg, x: float, y: float, height: float, palette: Array, low: flo
 
 
 def memory(report: Report, width: float = 1080) -> str:
-    """Bytes on a device of each stage by what they are for, and the limit."""
+    """Draw the memory of a device of each stage by purpose, and the limit."""
     kinds = {name: np.asarray(x, float) for name, x in report.memory.items() if np.any(np.asarray(x) > 0)}
-    total, held = sum(kinds.values()), report.chosen.memory
+    total, held = np.sum(list(kinds.values()), axis=0), report.chosen.memory
     stages, left, right, top, height = len(total), 44, 232, 26, 240
     high = max(float(total.max()), held, report.limit) * 1.04
     svg = Svg(width, top + height + 36, "Memory of each stage")
-    y = lambda size: top + height - size / high * height  # noqa: E731
+
+    def y(size: float) -> float:
+        return top + height - size / high * height
+
     for tick in ticks(0, high / 1e9, 6):
         svg.line(left, y(tick * 1e9), width - right, y(tick * 1e9), GRID)
         svg.text(left - 8, y(tick * 1e9) + 4, f"{tick:g}", 11, "end")
@@ -237,7 +249,7 @@ def memory(report: Report, width: float = 1080) -> str:
         svg.text(width - 8, top + 12 + 21 * i, f"{sizes[worst] / 1e9:.2f}", 12, "end", INK)
     lines = [(report.limit, _ACCENT, f"limit {report.limit / 1e9:.1f} GB")]
     if held > 1.01 * total.max():
-        lines.append((held, INK, f"counted on every stage, {held / 1e9:.1f} GB"))
+        lines.append((held, INK, f"allocated on every stage, {held / 1e9:.1f} GB"))
     for size, color, words in lines:
         svg.line(left, y(size), width - right, y(size), color, stroke_width="1.5", stroke_dasharray="6 4")
         svg.text(width - right, y(size) - 6, words, 12, "end", color, **HALO)
@@ -248,14 +260,14 @@ def memory(report: Report, width: float = 1080) -> str:
 
 
 def pareto(points: Array) -> Array:
-    """Of points [n, 2] those that no other one beats in a column without losing in the other, by rising column 0."""
+    """Return the Pareto front of points [n, 2], smaller being better in both columns, by rising column 0."""
     order = points[np.lexsort((points[:, 1], points[:, 0]))]
     least = np.minimum.accumulate(order[:, 1])
     return order[np.concatenate([[True], order[1:, 1] < least[:-1]])]
 
 
 def trade(report: Report, width: float = 1080) -> str:
-    """Step time against memory of all simulated candidates, their Pareto front, and the ranked plans."""
+    """Draw step time against memory of all simulated candidates, their Pareto front, and the ranked plans."""
     ranked = np.array([(f.seconds, f.memory) for f in report.outcome.ranked])
     points = np.concatenate([report.outcome.points.reshape(-1, 2), ranked])
     left, right, top, height = 56, 16, 34, 330
@@ -266,12 +278,18 @@ def trade(report: Report, width: float = 1080) -> str:
     margin = 0.06 * low if logarithmic else max(0.04 * (high - low), 0.01 * low)
     low, high = low - margin, high + margin
     most = max(report.limit, float(points[:, 1].max())) * 1.08
-    x = lambda s: left + (scaled(s) - scaled(low)) / (scaled(high) - scaled(low)) * (width - left - right)  # noqa: E731
-    y = lambda m: top + height - m / most * height  # noqa: E731
+
+    def x(s: Array | float) -> Array:
+        return left + (scaled(s) - scaled(low)) / (scaled(high) - scaled(low)) * (width - left - right)
+
+    def y(m: Array | float) -> Array:
+        return np.asarray(top + height - m / most * height)
+
     svg = Svg(width, top + height + 40, "Step time against memory of the simulated candidates")
     for tick in ticks(0, most / 1e9, 7):
-        svg.line(left, y(tick * 1e9), width - right, y(tick * 1e9), GRID)
-        svg.text(left - 8, y(tick * 1e9) + 4, f"{tick:g}", 11, "end")
+        at = float(y(tick * 1e9))
+        svg.line(left, at, width - right, at, GRID)
+        svg.text(left - 8, at + 4, f"{tick:g}", 11, "end")
     svg.text(left - 8, top - 10, "GB", 11, "end")
     factor, name = unit(low)
     for tick in _log_ticks(low * factor, high * factor) if logarithmic else ticks(low * factor, high * factor, 9):
@@ -279,8 +297,9 @@ def trade(report: Report, width: float = 1080) -> str:
         svg.line(at, top, at, top + height, GRID)
         svg.text(at, top + height + 16, f"{tick:.6g}", 11, "middle")
     svg.text(width - right, top + height + 34, f"step time, {name}", 11, "end")
-    svg.line(left, y(report.limit), width - right, y(report.limit), _ACCENT, stroke_width="1.5", stroke_dasharray="6 4")
-    svg.text(width - right, y(report.limit) - 6, f"limit {report.limit / 1e9:.1f} GB", 12, "end", _ACCENT)
+    at = float(y(report.limit))
+    svg.line(left, at, width - right, at, _ACCENT, stroke_width="1.5", stroke_dasharray="6 4")
+    svg.text(width - right, at - 6, f"limit {report.limit / 1e9:.1f} GB", 12, "end", _ACCENT)
     # Points within half a pixel of each other are drawn once.
     drawn = np.unique(np.round(2 * np.stack([x(points[:, 0]), y(points[:, 1])], 1)).astype(int), axis=0) / 2
     dots = "".join(f"M{a:g} {b:g}h0" for a, b in drawn.tolist())

@@ -1,7 +1,8 @@
-"""The chosen plan's step as a Gantt chart: a row for each stage, transfers that compute does not hide marked."""
+"""The chosen plan's step as a Gantt chart: a row per stage, with transfers that compute does not hide."""
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ from paxtrain.schedule.table import IDLE
 from planner.cost import simulator
 from planner.cost.links import paths
 from planner.cost.rows import Table
+from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit
-from planner.report.text import Report, share
+from planner.report.text import share
 
 Array = np.ndarray
 
@@ -29,21 +31,29 @@ COLORS = {
 NAMES = {
     "F": "forward",
     "B": "backward",
-    "W": "weights' gradients",
+    "W": "weight gradients",
     "H": "loss",
     "exposed": "exposed transfer",
-    "scrap": "idle, on scrap",
-    "collective": "weights gathered, gradients reduced over data",
+    "scrap": "idle, computing scrap",
+    "collective": "data-parallel collectives",
     "optimizer": "optimizer",
 }
 _IDLE = "#f1f3f5"
 _COMPUTE = ("F", "B", "W", "H")
-_MOST_OPS = 16_000  # that are simulated one by one
-_MOST_ROWS = 32  # of stages drawn
+_MOST_OPS = 16_000  # ops that are simulated one by one
+_MOST_ROWS = 32  # stages that are drawn
 
 
-class Span(NamedTuple):
-    """What a stage does from `begin` to `end`, seconds: a key of NAMES; micro_batch: of F, B, W and H, else -1."""
+class Bar(NamedTuple):
+    """A stretch of time in which a stage does one thing.
+
+    Attributes:
+        what: a key of NAMES.
+        stage: index of the stage.
+        begin: seconds since the step began.
+        end: seconds since the step began.
+        micro_batch: index of the micro-batch of F, B, W and H; -1 for anything else.
+    """
 
     what: str
     stage: int
@@ -57,12 +67,13 @@ class Activity:
     """One pipeline's step.
 
     Attributes:
-        spans: all that stages do; what lies between them is idle. total: seconds of the step.
-        rank: data rank whose pipeline it is.
-        left_out: seconds of the steady middle that are not among the spans: later ones come so much too early.
+        bars: what the stages do; the time between bars is idle.
+        total: seconds of the step.
+        rank: data rank of the pipeline.
+        left_out: seconds of the steady middle that have no bars; later bars are earlier by that much.
     """
 
-    spans: list[Span]
+    bars: list[Bar]
     total: float
     rank: int
     left_out: float = 0.0
@@ -71,14 +82,19 @@ class Activity:
 # --- What happens -----------------------------------------------------------------------------------------------------
 
 
-def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Span]:
-    """F, B, W, loss, scrap and exposed transfers of one pipeline.
+def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Bar]:
+    """Return the F, B, W, loss, scrap and exposed transfers of one pipeline.
 
     A transfer is exposed while one of its ends computes nothing.
+
+    Args:
+        table: the schedule.
+        seconds: durations of its ops and hops for one data rank.
+        overlap: whether transfers run beside compute.
     """
     events = simulator.timeline(table, seconds, overlap)
     order = _micro_batches(table)
-    spans: list[Span] = []
+    bars: list[Bar] = []
     busy: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
     sent: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
     for event in events:
@@ -89,17 +105,17 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Sp
             continue
         micro_batch = next(order[event.what, event.stage])
         what = "scrap" if micro_batch == IDLE else event.what
-        spans.append(Span(what, event.stage, event.begin, event.end, micro_batch))
+        bars.append(Bar(what, event.stage, event.begin, event.end, micro_batch))
         busy[event.stage].append((event.begin, event.end))
     for stage in range(table.stages):
-        spans += [Span("exposed", stage, *part) for part in outside(sent[stage], busy[stage])]
-    return spans
+        bars += [Bar("exposed", stage, *part) for part in outside(sent[stage], busy[stage])]
+    return bars
 
 
-def _micro_batches(table: Table) -> dict:
-    """By phase and stage, micro-batches in the order in which the replay comes to them; IDLE: scrap."""
+def _micro_batches(table: Table) -> dict[tuple[str, int], Iterator[int]]:
+    """Return, by phase and stage, the micro-batches in the order of the replay; IDLE stands for scrap."""
     plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
-    order = {}
+    order: dict[tuple[str, int], Iterator[int]] = {}
     for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
         replayed = ops[(ops != IDLE).any(axis=1)]
         for stage in range(table.stages):
@@ -111,10 +127,14 @@ def _micro_batches(table: Table) -> dict:
 
 
 def outside(parts: list[tuple[float, float]], busy: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What of the intervals `parts` lies in none of `busy`, as intervals that do not overlap."""
-    points = [(at, kind, change) for kind, some in enumerate((parts, busy)) for b, e in some if e > b
-              for at, change in ((b, 1), (e, -1))]  # fmt: skip
-    depth, found, last = [0, 0], [], -math.inf
+    """Return the parts of the intervals `parts` that lie in none of `busy`, as disjoint intervals."""
+    points = []  # time, index into depth, change of depth
+    for kind, intervals in enumerate((parts, busy)):
+        for begin, end in intervals:
+            if end > begin:
+                points += [(begin, kind, 1), (end, kind, -1)]
+    depth, last = [0, 0], -math.inf
+    found: list[tuple[float, float]] = []
     for at, kind, change in sorted(points):
         if depth[0] and not depth[1] and at > last:  # something is sent and nothing runs
             joins = found and found[-1][1] == last
@@ -125,9 +145,9 @@ def outside(parts: list[tuple[float, float]], busy: list[tuple[float, float]]) -
 
 
 def activity(report: Report) -> Activity:
-    """The step of the slowest data rank's pipeline, collectives and the optimizer with it.
+    """Return the step of the slowest data rank's pipeline, with its collectives and the optimizer.
 
-    Very many ops are not replayed one by one: the steady middle is left out, by as much as it takes.
+    If there are too many ops to replay one by one, part of the steady middle is left out.
     """
     problem, step, hosts = report.problem, report.step, report.chosen.placement.hosts[None]
     c, table = problem.candidate, problem.table
@@ -141,31 +161,38 @@ def activity(report: Report) -> Activity:
     if table.micro_batches > few + c.pipe:
         shorter = dataclasses.replace(table, micro_batches=few + (table.micro_batches - few) % c.pipe)
         left_out = float(ends[rank].max() - simulator.pipeline(shorter, one, problem.overlap).max())
-    spans = pipeline(shorter, one, problem.overlap)
+    bars = pipeline(shorter, one, problem.overlap)
     if left_out:
         skipped, half = table.micro_batches - shorter.micro_batches, shorter.micro_batches // 2
-        spans = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in spans]
+        bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]
     total = float(step.total[0])
     for stage in range(c.pipe):
         gathered = float(step.gather[0, stage])
         reduced = float(step.finish[0, stage]), float(step.finish[0, stage] + step.reduce[0, stage])
-        spans += [Span("collective", stage, 0.0, gathered)] * (gathered > 0)
-        spans += [Span("collective", stage, *(x - left_out for x in reduced))] * (reduced[1] > reduced[0])
-        spans.append(Span("optimizer", stage, total - float(step.optimizer[0]) - left_out, total - left_out))
-    return Activity(spans, total, rank, left_out)
+        bars += [Bar("collective", stage, 0.0, gathered)] * (gathered > 0)
+        bars += [Bar("collective", stage, reduced[0] - left_out, reduced[1] - left_out)] * (reduced[1] > reduced[0])
+        bars.append(Bar("optimizer", stage, total - float(step.optimizer[0]) - left_out, total - left_out))
+    return Activity(bars, total, rank, left_out)
 
 
 def window(activity: Activity, period: float) -> tuple[float, float]:
-    """What of a long step is drawn: up to the first figure and from the second one on (seconds, nothing left out).
+    """Return the part of a long step that is drawn: until the first time, and again from the second.
 
-    The beginning holds the pipeline's filling and the end its draining, with a few micro-batches more of each; `period`
-    is the seconds that a micro-batch takes in the steady middle. Where nothing is worth cutting both are the end.
+    The first part holds the pipeline's filling and the second its draining, with a few more micro-batches each. If
+    cutting saves too little, both times are the end.
+
+    Args:
+        activity: the step.
+        period: seconds that a micro-batch takes in the steady middle.
+
+    Returns:
+        Two times in seconds on the axis of the bars.
     """
-    end, last = activity.total - activity.left_out, max(s.stage for s in activity.spans)
-    on = {stage: [s for s in activity.spans if s.stage == stage and s.what in ("F", "B")] for stage in (0, last)}
+    end, last = activity.total - activity.left_out, max(s.stage for s in activity.bars)
+    on = {stage: [s for s in activity.bars if s.stage == stage and s.what in ("F", "B")] for stage in (0, last)}
     begins = {key: min(s.begin for s in on[key[0]] if s.what == key[1]) for key in ((0, "F"), (last, "F"), (0, "B"))}
     ends = {key: max(s.end for s in on[key[0]] if s.what == key[1]) for key in ((0, "F"), (last, "B"), (0, "B"))}
-    # GPipe's first backward comes after all forwards: then a few times the filling will do; likewise at the end.
+    # GPipe's first backward comes after all forwards. A few times the filling is then enough, and so at the end.
     filling, draining = begins[last, "F"] - begins[0, "F"], ends[0, "B"] - ends[last, "B"]
     first = min(begins[0, "B"], begins[0, "F"] + 4 * filling) + 3 * period
     since = max(ends[0, "F"], ends[0, "B"] - 4 * draining) - 3 * period
@@ -179,7 +206,15 @@ def window(activity: Activity, period: float) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Panel:
-    """A stretch of time that is drawn without a break: seconds low to high, from x on; later: cut out before it."""
+    """A stretch of time that is drawn without a break.
+
+    Attributes:
+        low: seconds at its left end.
+        high: seconds at its right end.
+        x: pixel of its left end.
+        later: seconds that were left out before it.
+        scale: pixels per second.
+    """
 
     low: float
     high: float
@@ -188,12 +223,12 @@ class _Panel:
     scale: float
 
     def at(self, seconds: float) -> float:
-        """The x of a time, nothing left out."""
+        """Return the x of a time on the axis of the bars."""
         return self.x + (min(max(seconds, self.low), self.high) - self.low) * self.scale
 
 
 def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
-    """The chart and its caption."""
+    """Return the chart, `width` pixels wide, and its caption."""
     work, c, problem = activity(report), report.chosen.candidate, report.problem
     period = float(problem.work.max(axis=0).reshape(c.chunks, c.pipe).sum(axis=0).max())
     first, since = window(work, period)
@@ -207,7 +242,7 @@ def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
     panels = [_Panel(0.0, first, left, 0.0, scale)]
     if since > first:
         panels.append(_Panel(since, end, left + first * scale + gap, work.left_out, scale))
-    present = {span.what for span in work.spans}
+    present = {bar.what for bar in work.bars}
     svg.legend(left, 14, [(COLORS[key], NAMES[key]) for key in NAMES if key in present] + [(_IDLE, "idle")])
     y = {stage: top + i * pitch for i, stage in enumerate(stages)}
     for stage in stages:
@@ -215,7 +250,7 @@ def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
     factor, name = unit(work.total)
     for panel in panels:
         _axis(svg, panel, 95 / scale * factor, factor, top, bottom)
-        _spans(svg, [s for s in work.spans if s.end > panel.low and s.begin < panel.high], panel, y, row)
+        _bars(svg, [s for s in work.bars if s.end > panel.low and s.begin < panel.high], panel, y, row)
     svg.text(width - right, bottom + 30, f"{name} since the step began", 11, "end")
     if since > first:
         _break(svg, left + first * scale, gap, top, bottom, since - first + work.left_out)
@@ -223,7 +258,7 @@ def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
 
 
 def _axis(svg: Svg, panel: _Panel, apart: float, factor: float, top: float, bottom: float) -> None:
-    """Times at the bottom, at least `apart` of the unit apart."""
+    """Draw the time axis, with ticks at least `apart` units apart."""
     step = ticks(0, 10 * apart, 10)[1]
     low, high = ((x + panel.later) * factor for x in (panel.low, panel.high))
     for i in range(math.ceil(low / step), math.floor(high / step) + 1):
@@ -232,29 +267,29 @@ def _axis(svg: Svg, panel: _Panel, apart: float, factor: float, top: float, bott
         svg.text(x, bottom + 14, f"{i * step:.6g}", 11, "middle")
 
 
-def _spans(svg: Svg, spans: list[Span], panel: _Panel, y: dict[int, float], row: float) -> None:
-    """One shape per color; numbers of micro-batches where they fit."""
+def _bars(svg: Svg, bars: list[Bar], panel: _Panel, y: Mapping[int, float], row: float) -> None:
+    """Draw the bars, one shape per color, with micro-batch numbers if they fit."""
     shapes: dict[str, list[str]] = {}
-    numbers: list[tuple[float, Span]] = []
+    numbers: list[tuple[float, Bar]] = []
     for stage in y:
         svg.rect(panel.x, y[stage], panel.at(panel.high) - panel.x, row, _IDLE)
-    for span in spans:
-        if span.stage not in y:
+    for bar in bars:
+        if bar.stage not in y:
             continue
-        begin, end = panel.at(span.begin), panel.at(span.end)
-        # A hair between neighbours, as far as they are wide enough.
-        hair = 0.7 if span.what in _COMPUTE and end - begin > 4 else 0.0
-        shapes.setdefault(span.what, []).append(box(begin, y[span.stage], max(end - begin - hair, 0.3), row))
-        if span.what in ("F", "B", "W") and end - begin > 4 + 6.2 * len(str(span.micro_batch)) and row >= 15:
-            numbers.append(((begin + end) / 2, span))
+        begin, end = panel.at(bar.begin), panel.at(bar.end)
+        # A hairline between neighbors that are wide enough.
+        hair = 0.7 if bar.what in _COMPUTE and end - begin > 4 else 0.0
+        shapes.setdefault(bar.what, []).append(box(begin, y[bar.stage], max(end - begin - hair, 0.3), row))
+        if bar.what in ("F", "B", "W") and end - begin > 4 + 6.2 * len(str(bar.micro_batch)) and row >= 15:
+            numbers.append(((begin + end) / 2, bar))
     svg.shapes([(COLORS[what], "".join(shapes[what])) for what in NAMES if what in shapes])
-    for x, span in numbers:
-        color = INK if span.what == "F" else "#ffffff"
-        svg.text(x, y[span.stage] + row / 2 + 3.5, str(span.micro_batch), 10, "middle", color)
+    for x, bar in numbers:
+        color = INK if bar.what == "F" else "#ffffff"
+        svg.text(x, y[bar.stage] + row / 2 + 3.5, str(bar.micro_batch), 10, "middle", color)
 
 
 def _break(svg: Svg, x: float, gap: float, top: float, bottom: float, seconds: float) -> None:
-    """A torn strip for what is not drawn."""
+    """Draw a torn strip in place of the time that is left out."""
     zig = [f"{4 if i % 2 else -4} 6" for i in range(int(bottom - top) // 6)]
     for at in (x + 5, x + gap - 1):
         svg.path(f"M{at:.1f} {top}" + "".join(f"l{z}" for z in zig), stroke=SOFT, fill="none")
@@ -265,22 +300,22 @@ def _break(svg: Svg, x: float, gap: float, top: float, bottom: float, seconds: f
 def _caption(report: Report, work: Activity, rows: int, cut: bool) -> str:
     c = report.chosen.candidate
     parts = [
-        f"The pipeline of data rank {work.rank}, which ends last: {c.micro_batches} micro-batches, by their numbers."
+        f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.micro_batches} micro-batches."
     ]
     if cut:
-        parts.append("The steady middle, where all rows are alike, is cut out; the time axis goes on behind the break.")
+        parts.append("The steady middle is cut out; the time axis continues after the break.")
     if rows < c.pipe:
         parts.append(f"{rows} of the {c.pipe} stages are drawn.")
     if c.pipe > 1 and not work.left_out:
         waits = np.zeros(c.pipe)
-        for span in work.spans:
-            if span.what == "exposed":
-                waits[span.stage] += span.end - span.begin
+        for bar in work.bars:
+            if bar.what == "exposed":
+                waits[bar.stage] += bar.end - bar.begin
         worst = int(np.argmax(waits))
         parts.append(
-            f"Exposed transfers make stage {worst} wait longest, {duration(waits[worst])} "
+            f"Stage {worst} waits longest for exposed transfers: {duration(waits[worst])} "
             f"({share(waits[worst] / work.total)} of the step)."
             if waits[worst] > 0
-            else "No transfer is exposed: all lie under compute."
+            else "No transfer is exposed: compute hides them all."
         )
     return " ".join(parts)

@@ -1,4 +1,4 @@
-"""report.html: a page without scripts and without anything to fetch, for screen and paper."""
+"""report.html: a page for screen and paper that has no scripts and fetches nothing."""
 
 import html
 import itertools
@@ -6,13 +6,12 @@ import itertools
 import numpy as np
 
 from planner.report import drawings, gantt
+from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
     WORDS,
-    Report,
     compression_words,
-    gap,
     memory_words,
     mesh,
     noise_words,
@@ -68,20 +67,20 @@ code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monosp
 
 
 def page(report: Report) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
-    title = f"A plan for {model.parameter_count() / 1e9:.3g} B parameters on {cluster.devices:,} devices"
+    title = f"A plan for {model.parameter_count() / 1e9:.3g}B parameters on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
     sections = [
         ("What the plan gains", _gains_words(report), drawings.gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
-        ("Links, before and after the placement", links_words, links_chart),
-        ("One step on the schedule", schedule_words, schedule_chart),
+        ("Links before and after placement", links_words, links_chart),
+        ("One training step", schedule_words, schedule_chart),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
         ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", drawings.memory(report) + _oracle(report)),
-        ("Time against memory", _TRADE_WORDS, drawings.trade(report)),
-        ("Why not another plan", "", _explained(report)),
+        ("Step time against memory", _TRADE_WORDS, drawings.trade(report)),
+        ("Why not another plan?", "", _explained(report)),
         ("Where the figures come from", "", _sources(report)),
     ]
     body = "\n".join(
@@ -91,8 +90,8 @@ def page(report: Report) -> str:
     )
     where = (
         f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
-        f"{cluster.name}. {model.layers} layers of {model.hidden}, sequence {model.sequence}, {model.dtype}, "
-        f"global batch {report.global_batch:,}."
+        f"{cluster.name}. {model.layers} layers, hidden size {model.hidden}, sequence length {model.sequence}, "
+        f"{model.dtype}, global batch {report.global_batch:,}."
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -106,17 +105,17 @@ def _head(report: Report) -> str:
     tiles = [
         (duration(found.seconds), "predicted step time"),
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
-        (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilisation"),
-        (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g}; {report.memory_source}"),
-        (f"≤ {share(gap(found))}" if np.isfinite(gap(found)) else "", "above the best placement there could be"),
+        (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilization (MFU)"),
+        (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g} GB; {report.memory_source}"),
+        (f"≤ {share(gap(found))}" if np.isfinite(gap(found)) else "", "slower than the best possible placement"),
     ]
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
     )
-    how = "ZeRO-1" if c.zero1 else "optimizer replicated over data"
+    how = "ZeRO-1" if c.zero1 else "replicated optimizer state"
     how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
-        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of {c.micro_batch} on the "
+        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of size {c.micro_batch}, "
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
@@ -124,13 +123,13 @@ def _head(report: Report) -> str:
 
 def _gains_words(report: Report) -> str:
     noise = noise_words(report)
-    return f"How much longer a step would take, simulated on the same links. {noise[0].upper()}{noise[1:]}."
+    return f"Longer step time with other ways to plan, simulated on the same links. {noise[0].upper()}{noise[1:]}."
 
 
 def _search_words(report: Report) -> str:
     return (
-        f"{statistics(report)}. Ranked by step time, with a handicap for compression, which changes what is trained. "
-        "Gap: to a bound over all placements of the same plan."
+        f"{statistics(report)}. Plans are ranked by step time; compressed ones get a handicap, since compression "
+        "changes training. gap: distance to a lower bound over all placements of the same plan."
     )
 
 
@@ -149,21 +148,21 @@ def _ranked(report: Report) -> str:
 
 
 _STAGE_WORDS = (
-    "Forward and backward are of one micro-batch on the slowest data rank. Busy: the share of the step in which the "
-    "stage computes what the model needs."
+    "Forward and backward: one micro-batch on the slowest data rank. Busy: share of the step that the stage spends on "
+    "the model's own computation."
 )
 _MEMORY_WORDS = (
-    "Bars: what a stage has in use, in closed form. All stages run one program, so as much is allocated on each as the "
-    "fullest one needs."
+    "Bars: memory that each stage uses, from a closed-form model. All stages run the same program, so each device "
+    "allocates what the fullest stage needs."
 )
 _TRADE_WORDS = (
-    "All candidates whose bound did not rule them out, in plain layouts; ranked plans as placed. Below and left of the "
-    "front nothing was found."
+    "Every candidate that its lower bound did not rule out, in host order; ranked plans are on their own placements. "
+    "No plan was found below or left of the Pareto front."
 )
 
 
 def _stages(report: Report) -> str:
-    """A row for each stage; neighbours that compute the same together."""
+    """Return a table with a row per stage; neighboring stages with equal figures share one."""
     problem, step, c = report.problem, report.step, report.chosen.candidate
     kinds = problem.kind_of_host[report.chosen.placement.hosts]  # [D, P]
     stage = np.arange(c.pipe)
@@ -188,12 +187,12 @@ def _stages(report: Report) -> str:
             f'<tr>{_cells([name, *row[:4]], "td", ())}<td class="words">{bar}{row[4]}</td>'
             f"{_cells([*spans, row[5]], 'td', (2,))}</tr>"
         )
-    heads = ["stage", "layers", "forward", "backward", "loss", "busy", "pipeline ends", "gradients reduced in", ""]
+    heads = ["stage", "layers", "forward", "backward", "loss", "busy", "pipeline ends at", "gradient reduction", ""]
     return f'<div class="scroll"><table><tr>{_cells(heads, "th", (5,))}</tr>{"".join(drawn)}</table></div>'
 
 
 def _span(seconds: np.ndarray) -> str:
-    """From the least to the most of some times."""
+    """Return the least and the most of some times as words."""
     low, high = duration(float(seconds.min())), duration(float(seconds.max()))
     return low if low == high else f"{low} to {high}"
 
@@ -205,9 +204,9 @@ def _oracle(report: Report) -> str:
         [r.configuration, r.source, f"{r.bytes / 1e9:.2f} GB", f"{r.compile_seconds:.1f} s"] for r in report.oracle
     ]
     rows = "".join(f"<tr>{_cells(row, 'td', (0, 1))}</tr>" for row in cells)
-    heads = _cells(["plan", "compiled by", "per device", "compilation"], "th", (0, 1))
+    heads = _cells(["plan", "compiled by", "per device", "compile time"], "th", (0, 1))
     rejected = "".join(
-        f'<p class="note">Rank {n} was not taken: it does not fit once compiled.</p>'
+        f'<p class="note">Plan {n} was not chosen: it does not fit in memory once compiled.</p>'
         for n in range(1, len(report.rejected) + 1)
     )
     words = oracle_words(report)

@@ -1,4 +1,4 @@
-"""Small SVG drawings as text: shapes, an axis, a raster. They need no library and stay sharp on screen and paper."""
+"""SVG drawings as text: shapes, ticks and rasters. They need no library and stay sharp on screen and paper."""
 
 import base64
 import html
@@ -9,34 +9,36 @@ import zlib
 import numpy as np
 
 INK, SOFT, GRID = "#22272e", "#5c6670", "#e3e7ea"
-HALO = {"paint_order": "stroke", "stroke": "#ffffff", "stroke_width": "3"}  # round words that cross lines
+HALO = {"paint_order": "stroke", "stroke": "#ffffff", "stroke_width": "3"}  # a white outline for words that cross lines
 
 
 class Svg:
-    """A drawing of width x height pixels; x runs to the right, y down."""
+    """A drawing of width x height pixels, with x to the right and y down."""
 
     def __init__(self, width: float, height: float, label: str) -> None:
         self.width, self.height, self._label = width, height, label
         self._parts: list[str] = []
 
-    def _add(self, tag: str, inner: str = "", title: str = "", **attributes: object) -> None:
-        """An element; underscores in attributes' names stand for hyphens, and numbers are rounded to a tenth."""
+    def _add(self, tag: str, inner: str = "", title: str = "", **attributes: str | float) -> None:
+        """Add an element; underscores in attribute names become hyphens, and numbers are rounded to a tenth."""
         words = [f'{name.rstrip("_").replace("_", "-")}="{_value(x)}"' for name, x in attributes.items()]
         inner = (f"<title>{html.escape(title)}</title>" if title else "") + inner
         self._parts.append(f"<{' '.join([tag, *words])}>{inner}</{tag}>")
 
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, **attributes: object) -> None:
-        """A rectangle; `title` is what a pointer over it shows."""
-        self._add("rect", x=x, y=y, width=width, height=height, fill=fill, **attributes)
+    def rect(
+        self, x: float, y: float, width: float, height: float, fill: str, title: str = "", **attributes: str | float
+    ) -> None:
+        """Add a rectangle; `title` is shown by a pointer over it."""
+        self._add("rect", "", title, x=x, y=y, width=width, height=height, fill=fill, **attributes)
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = SOFT, **attributes: object) -> None:
-        """A straight line."""
-        self._add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
+    def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = SOFT, **attributes: str | float) -> None:
+        """Add a straight line."""
+        self._add("line", "", "", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
-    def path(self, d: str, **attributes: object) -> None:
-        """Any shape, as SVG's path commands."""
+    def path(self, d: str, **attributes: str | float) -> None:
+        """Add a shape given by SVG path commands; nothing if there are none."""
         if d:
-            self._add("path", d=d, **attributes)
+            self._add("path", "", "", d=d, **attributes)
 
     def text(
         self,
@@ -46,24 +48,24 @@ class Svg:
         size: float = 12,
         anchor: str = "start",
         fill: str = SOFT,
-        **attributes: object,
+        **attributes: str | float,
     ) -> None:
-        """Words on the baseline y; anchor is start, middle or end."""
-        self._add("text", html.escape(words), x=x, y=y, font_size=size, text_anchor=anchor, fill=fill, **attributes)
+        """Add words on the baseline y; `anchor` is start, middle or end."""
+        self._add("text", html.escape(words), "", x=x, y=y, font_size=size, text_anchor=anchor, fill=fill, **attributes)
 
     def shapes(self, filled: list[tuple[str, str]]) -> None:
-        """Paths by their color, (color, path commands)."""
+        """Add filled shapes, (color, path commands)."""
         for color, d in filled:
             self.path(d, fill=color)
 
     def image(self, x: float, y: float, width: float, height: float, png: bytes) -> None:
-        """A raster, each pixel of it a sharp cell."""
+        """Add a PNG whose pixels become sharp cells."""
         data = "data:image/png;base64," + base64.b64encode(png).decode()
         style = "image-rendering:pixelated"
         self._add("image", x=x, y=y, width=width, height=height, href=data, preserveAspectRatio="none", style=style)
 
     def legend(self, x: float, y: float, items: list[tuple[str, str]], size: float = 12) -> float:
-        """Swatches with words, (color, words), from x to the right; returns where they end."""
+        """Add swatches with words, (color, words), from x to the right; return the x of their end."""
         for color, words in items:
             self.rect(x, y - 9, 11, 11, color, rx=2)
             self.text(x + 16, y, words, size)
@@ -76,19 +78,19 @@ class Svg:
         return f'<svg {size} role="img" aria-label="{html.escape(self._label)}">{body}</svg>'
 
 
-def _value(x: object) -> str:
+def _value(x: str | float) -> str:
     if isinstance(x, str):
         return html.escape(x)
-    return f"{round(float(x), 1):g}" if abs(float(x)) < 1e5 else f"{float(x):.0f}"  # type: ignore[arg-type]
+    return f"{round(float(x), 1):g}" if abs(x) < 1e5 else f"{x:.0f}"
 
 
 def width_of(words: str, size: float) -> float:
-    """About the pixels that words take in a sans-serif of that size, rather more than less."""
+    """Estimate the pixels that words take in a sans-serif font of that size, rather too many than too few."""
     return sum(0.37 if c in "iljtfr.,:;|'()[] -" else 0.95 if c in "mwMW%" else 0.63 for c in words) * size
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle as path commands, to draw thousands of one color as one element."""
+    """Return a rectangle as path commands, so that thousands of one color can be one element."""
     return f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
 
 
@@ -96,7 +98,7 @@ def box(x: float, y: float, width: float, height: float) -> str:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from low to high: 1, 2 or 5 times a power of ten apart."""
+    """Return about `count` round numbers from low to high, which are 1, 2 or 5 times a power of ten apart."""
     if not high > low:
         return [low]
     raw = (high - low) / max(count, 1)
@@ -106,12 +108,12 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def unit(seconds: float) -> tuple[float, str]:
-    """(factor, name) of the unit in which so many seconds read well."""
+    """Return (factor, name) of the unit in which so many seconds read well."""
     return next(((f, name) for f, name in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))
 
 
 def duration(seconds: float) -> str:
-    """Seconds as words of four digits: "1.866 s", "12.4 ms"."""
+    """Return seconds as words with four digits: "1.866 s", "12.4 ms"."""
     factor, name = unit(seconds)
     return f"{seconds * factor:.4g} {name}" if seconds else "0"
 
@@ -120,14 +122,14 @@ def duration(seconds: float) -> str:
 
 
 def ramp(colors: list[str], steps: int) -> np.ndarray:
-    """[steps, 3] uint8, evenly between colors "#rrggbb"."""
+    """Return a palette [steps, 3] uint8 that runs evenly through colors "#rrggbb"."""
     known = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in colors], float)
     at = np.linspace(0, len(colors) - 1, steps)
     return np.stack([np.interp(at, np.arange(len(colors)), known[:, i]) for i in range(3)], 1).round().astype(np.uint8)
 
 
 def png(indices: np.ndarray, palette: np.ndarray) -> bytes:
-    """A PNG of palette indices, uint8 [rows, columns], with palette uint8 [n, 3].
+    """Encode palette indices, uint8 [rows, columns], with a palette, uint8 [n, 3], as PNG.
 
     References:
         W3C, Portable Network Graphics Specification, color type 3.

@@ -1,165 +1,62 @@
-"""What the planner found, in words: the table of the ranked plans and what there is to say of the chosen one.
+"""The report in words: the table of the ranked plans and sentences about the chosen one."""
 
-A Report joins what search, placement, comparison and the memory estimates made; text() prints it, and
-planner.report.page
-draws it.
-"""
-
-import dataclasses
-import functools
 import itertools
 import textwrap
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.config import ModelConfig
-from paxtrain.devices.gpus import GPUS
-from paxtrain.run.metrics import flops_per_token
-from planner.cluster.cluster import Cluster
-from planner.cost.links import Fabric
-from planner.cost.step_time import Candidate, Problem, Step
+from planner.cost.step_time import Candidate
+from planner.report.contents import Report, gap, slower
 from planner.report.svg import duration
-from planner.search.baselines import Comparison
-from planner.search.search import Found, Outcome
 
 WIDTH = 120  # columns of a terminal
-
-
-class Noise(NamedTuple):
-    """How sure the gain of the placement over host order is.
-
-    Attributes:
-        gain: mean over the link samples of host order's step time over the placement's, less 1.
-        std: of that over the samples. words: one sentence on how it was found.
-    """
-
-    gain: float
-    std: float
-    words: str
-
-
-class OracleRow(NamedTuple):
-    """One compilation of the memory oracle: what was compiled, bytes per device, and what it took."""
-
-    configuration: str
-    bytes: float
-    compile_seconds: float
-    source: str
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Report:
-    """All that there is to tell.
-
-    Attributes:
-        chosen: the recommended plan, one of outcome.ranked.
-        fabric: the links that the search went by.
-        memory: of the chosen plan by what it is for, bytes on a device of each stage [P].
-        limit: bytes that a device may hold. memory_source: which estimate `memory` and the table's figures are.
-        sources: where each kind of figure comes from, by its name.
-        noise: of the placement's gain; None: the links were measured once.
-        oracle: what was compiled to check the memory; empty: no oracle was at hand.
-        explained: a sentence for each plan that was not chosen, "what: why".
-        command: that made this.
-    """
-
-    cluster: Cluster
-    model: ModelConfig
-    global_batch: int
-    outcome: Outcome
-    chosen: Found
-    fabric: Fabric
-    comparisons: list[Comparison]
-    memory: dict[str, np.ndarray]
-    limit: float
-    memory_source: str
-    sources: dict[str, str]
-    noise: Noise | None = None
-    oracle: tuple[OracleRow, ...] = ()
-    explained: tuple[str, ...] = ()
-    command: str = ""
-
-    @functools.cached_property
-    def problem(self) -> Problem:
-        return Problem(self.cluster, self.model, self.chosen.candidate)
-
-    @functools.cached_property
-    def step(self) -> Step:
-        """The chosen plan's step on its placement, a batch of one."""
-        return self.problem.step(self.fabric, self.chosen.placement.hosts[None])
-
-    def tokens_per_second(self, seconds: float) -> float:
-        """Of the whole cluster, if a step takes so long."""
-        return self.global_batch * self.model.sequence / seconds
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation of the chosen plan, 0 to 1; None where a device has no data sheet."""
-        if not set(self.cluster.kinds) <= set(GPUS):
-            return None
-        peak = sum(GPUS[kind].peak_flops for kind in self.cluster.kinds) * self.cluster.devices_per_host
-        return self.tokens_per_second(self.chosen.seconds) * flops_per_token(self.model) / peak
-
-    @property
-    def rejected(self) -> list[Found]:
-        """Plans that rank before the chosen one and were not taken."""
-        return self.outcome.ranked[: self.outcome.ranked.index(self.chosen)]
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
 
 
-def gap(found: Found) -> float:
-    """How much longer the step is at most than on the plan's best placement, as a share; inf: no bound is known."""
-    bound = found.placement.bound
-    return max(found.seconds / bound - 1, 0.0) if bound > 0 else np.inf
-
-
-def slower(report: Report, comparison: Comparison) -> float:
-    """How much longer the comparison's step is than the chosen plan's, as a share."""
-    return comparison.seconds / report.chosen.seconds - 1
-
-
 def percent(share: float) -> str:
-    """A share as a signed percentage of two or three digits."""
-    return f"{100 * share:+.{2 if abs(share) < 0.0995 else 1}f} %"
+    """Return a share as a signed percentage with three digits: "+17.7%", "-1.00%"."""
+    return f"{100 * share:+.{2 if abs(share) < 0.0995 else 1}f}%"
 
 
 def share(value: float) -> str:
-    """A share as a percentage."""
-    return f"{100 * value:.1f} %"
+    """Return a share as a percentage: "40.5%"."""
+    return f"{100 * value:.1f}%"
 
 
 def tokens(per_second: float) -> str:
-    """Tokens/s in four digits or so: "281 k", "1.02 M"."""
-    for factor, prefix in ((1e6, " M"), (1e3, " k")):
+    """Return tokens/s with three digits: "281k", "1.02M"."""
+    for factor, prefix in ((1e6, "M"), (1e3, "k")):
         if per_second >= factor:
             return f"{per_second / factor:.3g}{prefix}"
     return f"{per_second:.3g}"
 
 
 def mesh(candidate: Candidate) -> str:
-    """ "32 x 4 x 1": data x pipe x tensor, with " seq" behind it where tensor also splits the sequence."""
+    """Return data x pipe x tensor, as "32 x 4 x 1"; " seq" follows if tensor also splits the sequence."""
     sequence = " seq" if candidate.sequence_parallel else ""
     return f"{candidate.data} x {candidate.pipe} x {candidate.tensor}{sequence}"
 
 
 def schedule(candidate: Candidate) -> str:
-    """The schedule with its virtual stages."""
+    """Return the schedule with its virtual stages."""
     return candidate.schedule if candidate.chunks == 1 else f"interleaved x{candidate.chunks}"
 
 
 def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
-    """Layers of each virtual stage, equal neighbours together, "5x4,4x2"; or if that is too wide the least and most."""
+    """Return the layers of each virtual stage with equal neighbors joined, "5x4,4x2".
+
+    If that is wider than `width` characters, return the least and the most, "4 to 5".
+    """
     runs = [(n, len(list(group))) for n, group in itertools.groupby(counts)]
     words = ",".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
     return words if len(words) <= width else f"{min(counts)} to {max(counts)}"
 
 
 def compression(candidate: Candidate) -> str:
-    """What travels compressed with the ranks of its factors: of the epilogue's or all gradients, and over data."""
+    """Return what is compressed, with the ranks of the factors, in short: "epi16+data128"."""
     c = candidate
     between = f"{c.backward[:3]}{c.backward_rank}" if c.backward != "none" else ""
     over = f"data{c.data_rank}" if c.data_rank else ""
@@ -167,25 +64,26 @@ def compression(candidate: Candidate) -> str:
 
 
 def compression_words(candidate: Candidate) -> str:
-    """The same in full."""
+    """Return what is compressed, with the ranks of the factors, in full."""
     c, parts = candidate, []
     if c.backward != "none":
-        which = "of the epilogue" if c.backward == "epilogue" else "all"
-        parts.append(f"gradients between stages ({which}) at rank {c.backward_rank}")
+        which = "in the epilogue" if c.backward == "epilogue" else "all"
+        parts.append(f"activation gradients between stages ({which}) compressed to rank {c.backward_rank}")
     if c.data_rank:
-        parts.append(f"gradients over data at rank {c.data_rank}, where they end the step")
-    return " and ".join(parts) or "nothing is compressed"
+        parts.append(f"data-parallel gradients on the critical path compressed to rank {c.data_rank}")
+    return " and ".join(parts) or "no compression"
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
 
 HEADS = ("", "d x p x t", "micro", "schedule", "save", "zero1", "layers", "compress", "step s", "tokens/s", "GB",
          "gap %", "placed")  # fmt: skip
-WORDS = (1, 3, 4, 6, 7, 12)  # columns of words
+_HANDICAP = "; compression changes training, so compressed plans are ranked with a handicap"
+WORDS = (1, 3, 4, 6, 7, 12)  # columns of words, which are left-aligned
 
 
 def table(report: Report) -> list[list[str]]:
-    """Rows of cells for the ranked plans, to go under HEADS."""
+    """Return rows of cells for the ranked plans, to go under HEADS."""
     rows = []
     for n, found in enumerate(report.outcome.ranked, 1):
         c = found.candidate
@@ -209,70 +107,70 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def headline(report: Report) -> str:
-    """The chosen plan and what is predicted of it, one sentence."""
+    """Return the chosen plan and its prediction in one sentence."""
     c, found = report.chosen.candidate, report.chosen
     speed = f"{duration(found.seconds)} a step, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
-    used = "" if report.mfu is None else f", {share(report.mfu)} of peak FLOP/s"
+    used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
     return f"{mesh(c)} (data x pipe x tensor), {schedule(c)}, micro-batch {c.micro_batch}: {speed}{used}"
 
 
 def gains(report: Report) -> list[str]:
-    """What the chosen plan saves against each comparison."""
-    return [f"{percent(slower(report, other))} {other.name}" for other in report.comparisons]
+    """Return how much slower each comparison is than the chosen plan."""
+    return [f"{other.name} {percent(slower(report, other))}" for other in report.comparisons]
 
 
 def noise_words(report: Report) -> str:
-    """Whether the placement gains more than the links' measurements repeat."""
+    """Return a sentence on whether the placement's gain exceeds the noise of the link measurements."""
     if report.noise is None:
-        return "links were measured once, so the noise of the placement's gain is not known"
+        return "the links were measured once, so the noise of the placement's gain is unknown"
     gain, std, words = report.noise
-    return f"placement gains {100 * gain:.2f} ± {100 * std:.2f} % over host order; {words}"
+    return f"the placement gains {100 * gain:.2f} ± {100 * std:.2f}% over host order; {words}"
 
 
 def memory_words(report: Report) -> str:
-    """Bytes of the chosen plan, against the limit, and who says so."""
+    """Return the chosen plan's memory, its limit, and the origin of the figure."""
     used, limit = report.chosen.memory, report.limit
-    return f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}), {report.memory_source}"
+    return f"{used / 1e9:.3g} of {limit / 1e9:.3g} GB per device ({share(used / limit)}; {report.memory_source})"
 
 
 def oracle_words(report: Report) -> str:
-    """What the oracle compiled, and how long that took."""
+    """Return a sentence on the plans that were compiled, and how long that took."""
     if not report.oracle:
         return "no plan was compiled to check its memory"
     total = sum(row.compile_seconds for row in report.oracle)
     plans = "one plan" if len(report.oracle) == 1 else f"{len(report.oracle)} plans"
-    return f"{plans} compiled to check the memory, in {total:.1f} s in all"
+    return f"{plans} compiled in {total:.1f} s to check the memory"
 
 
 def statistics(report: Report) -> str:
-    """How the search came to it."""
+    """Return how many candidates the search saw, and how long it took."""
     o = report.outcome
     return (
-        f"{o.enumerated:,} candidates, {o.fitting:,} fit, {o.simulated:,} simulated (the others' bounds are above), "
-        f"{o.placed} placed; {o.seconds:.1f} s"
+        f"{o.enumerated:,} candidates, of which {o.fitting:,} fit in memory, {o.simulated:,} were simulated "
+        f"(the others cannot be faster) and {o.placed} placed on the links; {o.seconds:.1f} s"
     )
 
 
 def text(report: Report) -> str:
-    """The report for a terminal of 120 columns."""
+    """Return the report for a terminal of 120 columns."""
     model, cluster = report.model, report.cluster
     kinds = ", ".join(dict.fromkeys(cluster.kinds))
     lines = [
-        f"{model.parameter_count() / 1e9:.3g} B parameters, batch {report.global_batch}, on {cluster.name}: "
+        f"{model.parameter_count() / 1e9:.3g}B parameters, global batch {report.global_batch}, on {cluster.name}: "
         f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} {kinds}",
         "",
         *_aligned([list(HEADS), *table(report)]),
         "",
         *_labelled("chosen", headline(report)),
-        *_labelled("others", "step time " + ", ".join(gains(report))) * bool(report.comparisons),
+        *_labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
         *_labelled("noise", noise_words(report)),
         *_labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
-        *_labelled("search", statistics(report)),
+        *_labelled("search", f"{statistics(report)}{_HANDICAP}"),
     ]
     return "\n".join(lines)
 
 
 def _labelled(label: str, words: str) -> list[str]:
-    """Words wrapped to the terminal, the label before the first line."""
+    """Return the words wrapped to the terminal, with the label before the first line."""
     wrapped = textwrap.wrap(words, WIDTH - 8)
     return [f"{label if i == 0 else '':8}{line}" for i, line in enumerate(wrapped)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.report import text
+from planner.report import contents
 from planner.search.baselines import Comparison
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
@@ -13,7 +13,9 @@ from planner.search.space import Choices
 from tests.planner.examples import MODEL, cluster
 
 
-def made_report(micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any) -> text.Report:
+def made_report(
+    micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any
+) -> contents.Report:
     """Four plans for four hosts of four devices, the first one placed; `changes` of the report's attributes."""
     some = changes.get("cluster") or cluster(4, 4)
     choices = Choices(
@@ -39,14 +41,14 @@ def made_report(micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int
         "limit": search.limit,
         "memory_source": "closed form",
         "sources": {"links": "made up"},
-        "noise": text.Noise(0.24, 0.01, "over 3 samples of the links"),
-        "oracle": (text.OracleRow("2 x 4 x 2", 7.5e9, 12.5, "XLA for a GPU"),),
+        "noise": contents.Noise(0.24, 0.01, "over 3 samples of the links"),
+        "oracle": (contents.OracleRow("2 x 4 x 2", 7.5e9, 12.5, "XLA for a GPU"),),
         "explained": ("data=4 pipe=2: does not fit, needs 99.0 GB per device",),
         "command": "python -m planner.plan --cluster=a.json",
     }
-    return text.Report(**{**values, **changes})
+    return contents.Report(**{**values, **changes})
 
 
-def other_choice(made: text.Report, n: int) -> text.Report:
+def other_choice(made: contents.Report, n: int) -> contents.Report:
     """The same report with another of the ranked plans chosen."""
     return dataclasses.replace(made, chosen=made.outcome.ranked[n])

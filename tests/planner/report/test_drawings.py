@@ -18,8 +18,8 @@ from tests.planner.reports import made_report
 EXAMPLE = Seconds(forward=np.full((1, 4), 1.0), backward=np.full((1, 4), 2.0), activation=0.5, gradient=0.5)
 
 
-def total(spans: list[gantt.Span], stage: int, *kinds: str) -> float:
-    return sum(s.end - s.begin for s in spans if s.stage == stage and s.what in kinds)
+def total(bars: list[gantt.Bar], stage: int, *kinds: str) -> float:
+    return sum(s.end - s.begin for s in bars if s.stage == stage and s.what in kinds)
 
 
 # --- Schedule ---------------------------------------------------------------------------------------------------------
@@ -40,26 +40,26 @@ def test_outside_is_what_a_fine_grid_says():
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["eager_1f1b", "gpipe", "1f1b", "zb_h1"])
 def test_micro_batches_pass_the_stages_in_order(name, overlap):
-    spans = gantt.pipeline(Table(name, 4, 7), dataclasses.replace(EXAMPLE, weights=1.0), overlap)
-    when = {(s.what, s.stage, s.micro_batch): s for s in spans if s.what in ("F", "B", "W", "H")}
+    bars = gantt.pipeline(Table(name, 4, 7), dataclasses.replace(EXAMPLE, weights=1.0), overlap)
+    when = {(s.what, s.stage, s.micro_batch): s for s in bars if s.what in ("F", "B", "W", "H")}
     phases = "FBW" if name == "zb_h1" else "FB"
     losses = {("H", 3, m) for m in range(7)}
     assert set(when) == losses | {(k, s, m) for k in phases for s in range(4) for m in range(7)}
-    for (what, stage, m), span in when.items():
+    for (what, stage, m), bar in when.items():
         before = {"F": ("F", stage - 1, m), "B": ("B", stage + 1, m), "W": ("B", stage, m), "H": ("F", 3, m)}[what]
         if stage == 3 and what == "B":
             before = ("H", 3, m)
         if before in when:
             hop = 0.5 if before[1] != stage else 0.0
-            assert span.begin >= when[before].end + hop - 1e-9
+            assert bar.begin >= when[before].end + hop - 1e-9
 
 
 def test_virtual_stages_run_every_micro_batch_once_each():
     seconds = Seconds(forward=np.ones((1, 6)), backward=np.ones((1, 6)))
-    spans = gantt.pipeline(Table("interleaved_1f1b", 3, 6, 2), seconds, True)
+    bars = gantt.pipeline(Table("interleaved_1f1b", 3, 6, 2), seconds, True)
     for stage in range(3):
         for what in "FB":
-            numbers = sorted(s.micro_batch for s in spans if s.stage == stage and s.what == what)
+            numbers = sorted(s.micro_batch for s in bars if s.stage == stage and s.what == what)
             assert numbers == sorted([*range(6)] * 2)
 
 
@@ -67,10 +67,10 @@ def test_exposed_transfers_are_those_that_1f1b_is_known_for():
     # Equal stages, F = 1, B = 2, hops of 0.5: 71 seconds instead of 57, but 60 where they lie under compute.
     plain, eager = (gantt.pipeline(Table(name, 4, 16), EXAMPLE, True) for name in ("1f1b", "eager_1f1b"))
     assert total(plain, 0, "exposed") > 10 > total(eager, 0, "exposed") > 0
-    for spans in (plain, eager):
-        assert total(spans, 2, "F", "B") == pytest.approx(48)
+    for bars in (plain, eager):
+        assert total(bars, 2, "F", "B") == pytest.approx(48)
         for stage in range(4):
-            mine = sorted((s.begin, s.end) for s in spans if s.stage == stage and s.what != "H")
+            mine = sorted((s.begin, s.end) for s in bars if s.stage == stage and s.what != "H")
             assert all(a[1] <= b[0] + 1e-9 for a, b in zip(mine, mine[1:])), "a stage does one thing at a time"
     free = dataclasses.replace(EXAMPLE, activation=0.0, gradient=0.0)
     assert not [s for s in gantt.pipeline(Table("1f1b", 4, 16), free, True) if s.what == "exposed"]
@@ -81,9 +81,9 @@ def test_a_slow_hop_is_exposed_at_its_two_ends_only(name):
     sender, ends = (0, (0, 1)) if name == "activation" else (3, (2, 3))
     hops = {"activation": 0.0, "gradient": 0.0} | {name: 3.0 * (np.arange(4) == sender)[None]}
     slow = dataclasses.replace(EXAMPLE, **hops)
-    spans = gantt.pipeline(Table("1f1b", 4, 9), slow, True)
+    bars = gantt.pipeline(Table("1f1b", 4, 9), slow, True)
     for stage in range(4):
-        assert (total(spans, stage, "exposed") > 1) == (stage in ends)
+        assert (total(bars, stage, "exposed") > 1) == (stage in ends)
 
 
 def test_scrap_is_not_taken_for_work():
@@ -100,14 +100,14 @@ def test_leaving_the_middle_out_changes_nothing_else(monkeypatch):
     assert whole.left_out == 0 < part.left_out
     assert part.total == whole.total == float(made.step.total[0])
     key = lambda s: (s.what, s.stage, s.micro_batch)  # noqa: E731
-    by_key = {key(s): s for s in whole.spans if s.what in ("F", "B", "H", "optimizer")}
+    by_key = {key(s): s for s in whole.bars if s.what in ("F", "B", "H", "optimizer")}
     shifts = []
-    for span in part.spans:
-        if span.what in ("F", "B", "H", "optimizer"):
-            other = by_key[key(span)]
-            assert span.end - span.begin == pytest.approx(other.end - other.begin)
-            shifts.append(other.begin - span.begin)
-    last = [max(s.end for s in work.spans if s.what == "collective") for work in (whole, part)]
+    for bar in part.bars:
+        if bar.what in ("F", "B", "H", "optimizer"):
+            other = by_key[key(bar)]
+            assert bar.end - bar.begin == pytest.approx(other.end - other.begin)
+            shifts.append(other.begin - bar.begin)
+    last = [max(s.end for s in work.bars if s.what == "collective") for work in (whole, part)]
     assert last[0] - last[1] == pytest.approx(part.left_out)
     early = np.isclose(shifts, 0, atol=1e-9)
     assert (early | np.isclose(shifts, part.left_out)).all() and 0 < early.sum() < len(shifts)
@@ -116,12 +116,12 @@ def test_leaving_the_middle_out_changes_nothing_else(monkeypatch):
 def test_the_step_ends_with_its_reduction_and_the_optimizer():
     made = made_report()
     work = gantt.activity(made)
-    assert max(s.end for s in work.spans) == pytest.approx(made.step.total[0])
+    assert max(s.end for s in work.bars) == pytest.approx(made.step.total[0])
     for stage in range(made.chosen.candidate.pipe):
-        ends = max(s.end for s in work.spans if s.what in ("B", "H", "F") and s.stage == stage)
+        ends = max(s.end for s in work.bars if s.what in ("B", "H", "F") and s.stage == stage)
         assert ends <= made.step.finish[0, stage] * (1 + 1e-9)
     last = float(made.step.optimizer[0])
-    reduced = max(s.end for s in work.spans if s.what == "collective")
+    reduced = max(s.end for s in work.bars if s.what == "collective")
     assert reduced == pytest.approx(made.step.total[0] - last)
 
 

@@ -1,0 +1,123 @@
+"""The contents of a planner's report, which planner.report.text prints and planner.report.page draws."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.devices.gpus import GPUS
+from paxtrain.run.metrics import flops_per_token
+from planner.cluster.cluster import Cluster
+from planner.cost.links import Fabric
+from planner.cost.step_time import Problem, Step
+from planner.search.baselines import Comparison
+from planner.search.search import Found, Outcome
+
+
+class Noise(NamedTuple):
+    """The gain of the placement over host order, and how well it repeats.
+
+    Attributes:
+        gain: mean over the link samples of host order's step time over the placement's, less 1.
+        std: standard deviation of the gain over the link samples.
+        words: one sentence on how the gain was checked.
+    """
+
+    gain: float
+    std: float
+    words: str
+
+
+class OracleRow(NamedTuple):
+    """One plan that was compiled to check its memory.
+
+    Attributes:
+        configuration: the plan in words.
+        bytes: memory per device.
+        compile_seconds: seconds that the compilation took.
+        source: the compiler that was asked.
+    """
+
+    configuration: str
+    bytes: float
+    compile_seconds: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Report:
+    """The contents of a report.
+
+    Attributes:
+        cluster: the cluster that was planned for.
+        model: the model that is trained.
+        global_batch: sequences per step.
+        outcome: the ranked plans and the statistics of the search.
+        chosen: the recommended plan, one of outcome.ranked.
+        fabric: the links that the search used.
+        comparisons: step times of other ways to plan.
+        memory: bytes of the chosen plan on a device of each stage [P], by purpose.
+        limit: bytes that a device may hold.
+        memory_source: origin of the ranked plans' memory.
+        sources: origin of each kind of figure, by its name.
+        noise: noise of the placement's gain; None: the links were measured once.
+        oracle: plans compiled to check their memory; empty: none was.
+        explained: a sentence "what: why" for each plan that was not chosen.
+        command: the command that made the report.
+    """
+
+    cluster: Cluster
+    model: ModelConfig
+    global_batch: int
+    outcome: Outcome
+    chosen: Found
+    fabric: Fabric
+    comparisons: list[Comparison]
+    memory: dict[str, np.ndarray]
+    limit: float
+    memory_source: str
+    sources: dict[str, str]
+    noise: Noise | None = None
+    oracle: tuple[OracleRow, ...] = ()
+    explained: tuple[str, ...] = ()
+    command: str = ""
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The chosen plan's costs on the cluster."""
+        return Problem(self.cluster, self.model, self.chosen.candidate)
+
+    @functools.cached_property
+    def step(self) -> Step:
+        """The chosen plan's step on its placement, with a leading axis of one."""
+        return self.problem.step(self.fabric, self.chosen.placement.hosts[None])
+
+    def tokens_per_second(self, seconds: float) -> float:
+        """Return the tokens/s of the whole cluster if a step takes `seconds`."""
+        return self.global_batch * self.model.sequence / seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization of the chosen plan, 0 to 1; None: a device has no data sheet."""
+        if not set(self.cluster.kinds) <= set(GPUS):
+            return None
+        peak = sum(GPUS[kind].peak_flops for kind in self.cluster.kinds) * self.cluster.devices_per_host
+        return self.tokens_per_second(self.chosen.seconds) * flops_per_token(self.model) / peak
+
+    @property
+    def rejected(self) -> list[Found]:
+        """Plans that rank before the chosen one but do not fit once compiled."""
+        return self.outcome.ranked[: self.outcome.ranked.index(self.chosen)]
+
+
+def gap(found: Found) -> float:
+    """Return how much longer the step is, at most, than on the plan's best placement, as a share; inf: no bound."""
+    bound = found.placement.bound
+    return max(found.seconds / bound - 1, 0.0) if bound > 0 else np.inf
+
+
+def slower(report: Report, comparison: Comparison) -> float:
+    """Return how much longer the comparison's step is than the chosen plan's, as a share."""
+    return comparison.seconds / report.chosen.seconds - 1
