@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from paxtrain.errors import UserError, run
-from planner.supervision.side_channel import PORT, SideChannel
+from planner.supervision.peer_connections import PORT, PeerConnections
 from planner.supervision.supervisor import STOPPED, Limits, Supervisor, environment
-from planner.supervision.worker_process import Worker
+from planner.supervision.worker_process import WorkerProcess
 
 # Where launchers tell a process its number.
 _NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
@@ -88,14 +88,14 @@ def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
 
 def _logged(
     command: Sequence[str], variables: Mapping[str, str], log: pathlib.Path, name: str
-) -> tuple[Worker, pathlib.Path | None]:
+) -> tuple[WorkerProcess, pathlib.Path | None]:
     """The worker of the host of this name, and its log, which it does without where the folder of logs is not there."""
     try:
-        return Worker(command, variables, log), log
+        return WorkerProcess(command, variables, log), log
     except UserError as error:
         # Without this supervisor all would wait for it; the run itself finds out who does not share its folder.
         print(f"note: {name} keeps no log ({error.__cause__})", file=sys.stderr, flush=True)
-        return Worker(command, variables, pathlib.Path(os.devnull)), None
+        return WorkerProcess(command, variables, pathlib.Path(os.devnull)), None
 
 
 async def _supervise(supervisor: Supervisor) -> int:
@@ -124,11 +124,11 @@ def main(argv: Sequence[str]) -> None:
     report = f.report or (f"{f.logs}/rank{me}.json" if f.logs else None)
     variables = environment(os.environ, limits)
     if f.log or not f.logs:
-        worker = Worker(command, variables, log)
+        worker = WorkerProcess(command, variables, log)
     else:
         worker, log = _logged(command, variables, log, f.name or names(found)[me])
     run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
-    channel = SideChannel(me, found, run_id)
+    channel = PeerConnections(me, found, run_id)
     machines = [host for host, _ in found] if f.per_host > 1 else names(found)
     report = pathlib.Path(report) if report else None
     supervisor = Supervisor(me, names(found), channel, worker, limits, report, machines)

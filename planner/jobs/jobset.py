@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from planner.jobs.job import GPU_VARIABLES, Job, shell
-from planner.supervision.side_channel import PORT
+from planner.supervision.peer_connections import PORT
 
 COORDINATOR = 9101  # port of process 0
 # Seconds in which all pods must have started: one node still pulls the image, or is only being bought. A pod that waits

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.supervision.worker_process import Status
+from planner.supervision.peer_connections import REFUSED
+from planner.supervision.worker_process import WorkerStatus
 
 # What other processes' ends make of one's own: collectives that lost a peer, and jax's coordination service.
 _CASCADE = re.compile(
@@ -42,11 +43,10 @@ _FULL = re.compile(r"no space left on device|enospc|disk quota exceeded|edquot",
 _MEMORY = re.compile(r"out of memory|resource_exhausted|bad_alloc|memoryerror|cannot allocate memory", re.IGNORECASE)
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGUSR1", "SIGUSR2")
 _MOMENT = 5.0  # seconds that a worker may do anything without others having to wait for it
-REFUSED = "refused"
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class HostReport:
     """What one host says of itself. Ages are seconds before the report was made.
 
     Attributes:
@@ -59,14 +59,14 @@ class Report:
     """
 
     name: str
-    worker: Status | None = None
+    worker: WorkerStatus | None = None
     hung: bool = False
     unreachable: Mapping[int, str] = dataclasses.field(default_factory=dict)
     silences: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
     slow: float = 0.0
     final: bool = False
 
-    def older(self, seconds: float) -> "Report":
+    def older(self, seconds: float) -> "HostReport":
         """The same, told so much later."""
         worker = self.worker and dataclasses.replace(
             self.worker, ended_age=self.worker.ended_age + seconds, told_age=self.worker.told_age + seconds
@@ -78,12 +78,12 @@ class Report:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Report":
+    def from_json(cls, values: Mapping[str, Any]) -> "HostReport":
         worker = values["worker"]
         return cls(
             **{
                 **values,
-                "worker": Status(**worker) if worker else None,
+                "worker": WorkerStatus(**worker) if worker else None,
                 "unreachable": {int(rank): why for rank, why in values["unreachable"].items()},
                 "silences": {int(rank): (span[0], span[1]) for rank, span in values["silences"].items()},
             }
@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cause:
+class FaultCause:
     """Why a run ended.
 
     Attributes:
@@ -113,7 +113,7 @@ class Cause:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _CauseCandidate:
     """What may have been the first cause; `order` is that of the rule above."""
 
     order: int
@@ -135,7 +135,7 @@ def _listed(names: Sequence[str]) -> str:
     return most[0] if len(most) == 1 else f"{', '.join(most[:-1])} and {most[-1]}"
 
 
-def is_cascade(worker: Status) -> bool:
+def is_cascade(worker: WorkerStatus) -> bool:
     """Whether the worker's end is what another one's end does to it."""
     error = worker.error
     if worker.signal in _FROM_OUTSIDE or _FULL.search(error) or _OWN.match(error):
@@ -145,13 +145,13 @@ def is_cascade(worker: Status) -> bool:
     return bool(_CASCADE.search(error))
 
 
-def _ended(rank: int, worker: Status) -> _Candidate | None:
+def _ended(rank: int, worker: WorkerStatus) -> _CauseCandidate | None:
     """Why a worker ended, or is about to."""
     if worker.good or (worker.state == "running" and not worker.failed):
         return None
 
-    def own(kind: str, what: str, detail: str = worker.error, order: int = 1, **more: Any) -> _Candidate:
-        return _Candidate(order, kind, (rank,), f"the worker {what}", worker.ended_age, detail, **more)
+    def own(kind: str, what: str, detail: str = worker.error, order: int = 1, **more: Any) -> _CauseCandidate:
+        return _CauseCandidate(order, kind, (rank,), f"the worker {what}", worker.ended_age, detail, **more)
 
     while_ = f" while {worker.doing}" if worker.failed and worker.doing not in ("", "starting") else ""
     if _UNMET.search(worker.error) and is_cascade(worker):
@@ -178,23 +178,23 @@ def _ended(rank: int, worker: Status) -> _Candidate | None:
     return own("collective", "is ending, and has not said why", order=5)
 
 
-def _left(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
+def _left(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
     """Workers that ended well while others had still to work with them."""
     for rank, report in reports.items():
         if report.worker and report.worker.good:
             what = "the worker ended with exit code 0 while others were at work"
-            yield _Candidate(5, "exit", (rank,), what, report.worker.ended_age)
+            yield _CauseCandidate(5, "exit", (rank,), what, report.worker.ended_age)
 
 
-def _silence(reports: Mapping[int, Report], rank: int) -> float:
+def _silence(reports: Mapping[int, HostReport], rank: int) -> float:
     """Seconds for which its neighbours have not heard a host."""
     spans = [report.silences[rank] for report in reports.values() if rank in report.silences]
     return max((seconds for seconds, ended in spans if not ended), default=0.0)
 
 
 def _lost(
-    reports: Mapping[int, Report], names: Sequence[str], joined: bool, machines: Sequence[str]
-) -> _Candidate | None:
+    reports: Mapping[int, HostReport], names: Sequence[str], joined: bool, machines: Sequence[str]
+) -> _CauseCandidate | None:
     """The hosts that have not reported."""
     gone = sorted(set(range(len(names))) - set(reports))
     if not gone:
@@ -218,10 +218,10 @@ def _lost(
         seconds = max(_silence(reports, i) for i in range(len(names)))
         what = f"{'have' if many else 'has'} not been heard by any other host for {_seconds(seconds)}"
         what += ": down, or without a network"
-    return _Candidate(2, "lost", tuple(gone), what, None, advice=advice, leave_out=tuple(gone))
+    return _CauseCandidate(2, "lost", tuple(gone), what, None, advice=advice, leave_out=tuple(gone))
 
 
-def _links(reports: Mapping[int, Report], names: Sequence[str], machines: Sequence[str]) -> _Candidate | None:
+def _links(reports: Mapping[int, HostReport], names: Sequence[str], machines: Sequence[str]) -> _CauseCandidate | None:
     """Links between hosts that have both reported and that carry nothing, or carried nothing for a while."""
     now: dict[tuple[int, int], float] = {}
     past: dict[tuple[int, int], tuple[float, float]] = {}
@@ -251,10 +251,10 @@ def _links(reports: Mapping[int, Report], names: Sequence[str], machines: Sequen
         seconds, ended = max(past.values())
         what += f" carried nothing for {_seconds(seconds)} until {_seconds(ended)} ago, longer than training can wait"
     advice = f"mend it or plan without one of the two (planner.plan --without={machines[worst]}), and start again"
-    return _Candidate(3, "link", tuple(sorted(counts)), what, None, advice=advice, leave_out=(worst,))
+    return _CauseCandidate(3, "link", tuple(sorted(counts)), what, None, advice=advice, leave_out=(worst,))
 
 
-def _standing(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
+def _standing(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
     """Workers for which the others wait."""
     workers = {i: r.worker for i, r in reports.items() if r.worker}
     running = {i: worker for i, worker in workers.items() if worker.state == "running" and not worker.failed}
@@ -262,14 +262,14 @@ def _standing(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
         waiting = any(other.doing != worker.doing or i not in running for i, other in workers.items())
         told, seconds = worker.told_age, _seconds(worker.told_age)
         if worker.frozen and told > _MOMENT:
-            yield _Candidate(4, "frozen", (rank,), f"the worker has been {worker.frozen} for {seconds}", told)
+            yield _CauseCandidate(4, "frozen", (rank,), f"the worker has been {worker.frozen} for {seconds}", told)
         elif worker.doing and told > _MOMENT and (waiting or reports[rank].hung):
             what = f"the worker has been {worker.doing} for {seconds}, and the others wait for it"
             advice = "give a larger --link_timeout if it needs so long, and start again"
-            yield _Candidate(4, "busy", (rank,), what, told, advice=advice)
+            yield _CauseCandidate(4, "busy", (rank,), what, told, advice=advice)
         elif reports[rank].slow:
             what = f"its CPU takes {reports[rank].slow:.1f} times as long as the others' for the same work"
-            yield _Candidate(4, "slow", (rank,), what, told)
+            yield _CauseCandidate(4, "slow", (rank,), what, told)
     steps = {rank: worker.step for rank, worker in running.items() if worker.step is not None}
     hung = [rank for rank in running if reports[rank].hung]
     if hung:
@@ -277,14 +277,14 @@ def _standing(reports: Mapping[int, Report]) -> Iterator[_Candidate]:
         told = max(running[rank].told_age for rank in hung)
         if len(behind) == 1:
             what = f"the worker has stood still for {_seconds(told)}, behind all others"
-            yield _Candidate(4, "stalled", (behind[0],), what, told)
+            yield _CauseCandidate(4, "stalled", (behind[0],), what, told)
         what = f"no worker has finished a step for {_seconds(told)}, though every host answers and every link carries"
-        yield _Candidate(6, "stalled", (), what, told)
+        yield _CauseCandidate(6, "stalled", (), what, told)
 
 
 def first(
-    reports: Mapping[int, Report], names: Sequence[str], joined: bool = True, machines: Sequence[str] = ()
-) -> Cause:
+    reports: Mapping[int, HostReport], names: Sequence[str], joined: bool = True, machines: Sequence[str] = ()
+) -> FaultCause:
     """The first cause.
 
     Args:
@@ -299,11 +299,11 @@ def first(
     candidates += [found for found in elsewhere if found]
     candidates += [*_left(reports), *_standing(reports)]
     if not candidates:
-        candidates = [_Candidate(7, "stalled", (), "a worker ended, and no host says why", None)]
+        candidates = [_CauseCandidate(7, "stalled", (), "a worker ended, and no host says why", None)]
     chosen = min(candidates, key=lambda c: (c.order, -(c.age or 0.0), c.ranks))
     steps = {rank: r.worker.step for rank, r in reports.items() if r.worker and r.worker.step is not None}
     step = max((steps[i] for i in chosen.ranks if i in steps), default=max(steps.values(), default=None))
-    return Cause(
+    return FaultCause(
         kind=chosen.kind,
         hosts=tuple(names[i] for i in chosen.ranks),
         step=step,
@@ -313,7 +313,7 @@ def first(
     )
 
 
-def _sentence(chosen: _Candidate, names: Sequence[str], step: int | None) -> str:
+def _sentence(chosen: _CauseCandidate, names: Sequence[str], step: int | None) -> str:
     hosts = _listed([names[i] for i in chosen.ranks]) if chosen.ranks else ""
     subject = {2: f"{hosts} ", 3: ""}.get(chosen.order, f"{hosts}: " if hosts else "")
     finished = "before the first step" if step is None else f"after step {step}"

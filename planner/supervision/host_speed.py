@@ -6,8 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from planner.supervision.side_channel import SideChannel
-from planner.supervision.worker_process import Worker
+from planner.supervision.peer_connections import PeerConnections
+from planner.supervision.worker_process import WorkerProcess
 
 SLOW = 3.0  # times as long as the median of the others: from here on a host is slow
 _SLOW_AGAIN = 2.0  # up to here it is slow no more
@@ -31,7 +31,7 @@ async def burst() -> float:
     return statistics.mean(samples)
 
 
-class Pace:
+class HostSpeed:
     """This host's pace, told to its neighbours and compared with theirs.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pace:
     """
 
     def __init__(
-        self, me: int, names: Sequence[str], channel: SideChannel, worker: Worker, say: Callable[[str], None]
+        self, me: int, names: Sequence[str], channel: PeerConnections, worker: WorkerProcess, say: Callable[[str], None]
     ) -> None:
         """Args:
         me: this host's number; names: what the hosts are called in messages.
@@ -68,9 +68,9 @@ class Pace:
             times = mine / statistics.median(others)
             slow = times if times > (_SLOW_AGAIN if self.slow else SLOW) else 0.0
             if bool(slow) != bool(self.slow):
-                self._channel.put(f"slow/{self._me}", slow)
+                self._channel.board.put(f"slow/{self._me}", slow)
             self.slow = slow
-        for rank in self._channel.numbers("slow/"):
+        for rank in self._channel.board.numbers("slow/"):
             entry = self._channel.board[f"slow/{rank}"]
             if self._me in (0, rank) and self._told.get(rank) != entry.version:
                 self._told[rank] = entry.version

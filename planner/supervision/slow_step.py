@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.supervision import host_speed
-from planner.supervision.worker_process import Status
+from planner.supervision.worker_process import WorkerStatus
 
 _STEPS = 5  # that tell how long one takes
 _LEAST = 2.0  # seconds: what takes less is not worth a line
@@ -21,7 +21,7 @@ _SLOWER = 4.0  # times: a link that carries less than this part of what it did
 _FAST = 5e8
 
 
-class Clock:
+class SlowStepClock:
     """Tells when a worker's step takes too long: once, until one has taken no longer than others do."""
 
     def __init__(self, times: float) -> None:
@@ -32,7 +32,7 @@ class Clock:
         self._known = False
         self.late = False  # this step takes too long
 
-    def look(self, status: Status) -> bool:
+    def look(self, status: WorkerStatus) -> bool:
         """Whether a step has become late since the last look, and those before were not."""
         if status.step != self._step:
             self._known = self._known and self.late
@@ -49,7 +49,7 @@ class Clock:
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
+class StepView:
     """What one host sees of a slow step.
 
     Attributes:
@@ -60,13 +60,13 @@ class View:
         links: by neighbour the bytes per second that get there now, and that did at the start.
     """
 
-    worker: Status
+    worker: WorkerStatus
     late: bool = False
     about: int = -1
     pace: float = 0.0
     links: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
-    def older(self, seconds: float) -> "View":
+    def older(self, seconds: float) -> "StepView":
         """The same, told so much later."""
         return dataclasses.replace(
             self, worker=dataclasses.replace(self.worker, told_age=self.worker.told_age + seconds)
@@ -76,13 +76,13 @@ class View:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "View":
+    def from_json(cls, values: Mapping[str, Any]) -> "StepView":
         links = {int(rank): (now, before) for rank, (now, before) in values["links"].items()}
-        return cls(**{**values, "worker": Status(**values["worker"]), "links": links})
+        return cls(**{**values, "worker": WorkerStatus(**values["worker"]), "links": links})
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class SlowCause:
     """What a slow step waits for: a text that continues a sentence, and the hosts it is about."""
 
     text: str
@@ -95,13 +95,13 @@ def _carries(rate: float) -> str:
     return f"{rate / 1e6:.3g} MB/s" if rate else "next to nothing"
 
 
-def _waited_for(hosts: Sequence[int], names: Sequence[str], why: str) -> Seen:
+def _waited_for(hosts: Sequence[int], names: Sequence[str], why: str) -> SlowCause:
     """`why` of the first of them."""
     more = f", and so {'are' if len(hosts) > 2 else 'is'} {', '.join(names[i] for i in hosts[1:])}" * (len(hosts) > 1)
-    return Seen(f"{names[hosts[0]]} is the one the others wait for: {why}{more}", tuple(hosts))
+    return SlowCause(f"{names[hosts[0]]} is the one the others wait for: {why}{more}", tuple(hosts))
 
 
-def _slow_cpu(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
+def _slow_cpu(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause | None:
     times = {}
     for rank, view in views.items():
         others = [other.pace for i, other in views.items() if i != rank and other.pace]
@@ -114,7 +114,7 @@ def _slow_cpu(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
     )
 
 
-def _slow_link(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
+def _slow_link(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause | None:
     """The link that has lost most; where all that a host has measured have, the host's links."""
     rates: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, view in views.items():
@@ -132,13 +132,13 @@ def _slow_link(views: Mapping[int, View], names: Sequence[str]) -> Seen | None:
     for rank in worst:
         own = {pair for pair in rates if rank in pair}
         if len(own) > 1 and own == slow:
-            return Seen(f"the links of {names[rank]} are slow: that to {names[sum(worst) - rank]} carries {carries}",
-                        (rank,))  # fmt: skip
+            other = names[sum(worst) - rank]
+            return SlowCause(f"the links of {names[rank]} are slow: that to {other} carries {carries}", (rank,))
     others = f"; {len(slow) - 1} more {'are' if len(slow) > 2 else 'is'} slow, too" if len(slow) > 1 else ""
-    return Seen(f"the link {names[worst[0]]} - {names[worst[1]]} carries {carries}{others}", worst)
+    return SlowCause(f"the link {names[worst[0]]} - {names[worst[1]]} carries {carries}{others}", worst)
 
 
-def seen(views: Mapping[int, View], names: Sequence[str]) -> Seen:
+def seen(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause:
     """What the slowest part is.
 
     Args:
@@ -158,4 +158,6 @@ def seen(views: Mapping[int, View], names: Sequence[str]) -> Seen:
     behind = [rank for rank in steps if steps[rank] < max(steps.values())]
     if 0 < len(behind) <= len(steps) / 2:
         return _waited_for(behind, names, f"it has not finished step {steps[behind[0]] + 1}")
-    return Seen("nothing to be seen from outside: no worker is stopped or behind, no CPU or link slower than before")
+    return SlowCause(
+        "nothing to be seen from outside: no worker is stopped or behind, no CPU or link slower than before"
+    )

@@ -1,7 +1,7 @@
 """One host's supervisor: it owns the worker, and agrees with the others on the first cause when something goes wrong.
 
 A run ends well when all workers have ended with code 0. Otherwise one host notices first (its worker ended or hangs, a
-neighbour is gone) and says so on the side channel. Then each host probes all others and reports; the first host that
+neighbour is gone) and says so on the board. Then each host probes all others and reports; the first host that
 has reported judges when all have, or when time is up, and everybody says its sentence and ends. A host that hears of no
 judgement in time makes its own, so that nobody waits for ever.
 """
@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 
 from paxtrain.process import supervised
 from planner.supervision import first_cause
-from planner.supervision.first_cause import Cause, Report
-from planner.supervision.host_speed import Pace
-from planner.supervision.side_channel import SideChannel
+from planner.supervision.first_cause import FaultCause, HostReport
+from planner.supervision.host_speed import HostSpeed
+from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.watchdog import Watchdog
-from planner.supervision.worker_process import Worker
+from planner.supervision.worker_process import WorkerProcess
 
 FAULT = 3  # exit code
 STOPPED = 143  # exit code of a process that SIGTERM has ended, and of supervisors that it has stopped before the end
@@ -89,8 +89,8 @@ class Supervisor:
         self,
         me: int,
         names: Sequence[str],
-        channel: SideChannel,
-        worker: Worker,
+        channel: PeerConnections,
+        worker: WorkerProcess,
         limits: Limits,
         report: pathlib.Path | None,
         machines: Sequence[str] = (),
@@ -106,15 +106,15 @@ class Supervisor:
         self._joined = False
         self._news = asyncio.Event()
         self._fault = ""  # how a fault was noticed here; empty: none was
-        self._pace = Pace(me, self._names, channel, worker, self._say)
+        self._pace = HostSpeed(me, self._names, channel, worker, self._say)
         self._watchdog = Watchdog(me, self._names, channel, worker, limits.slow_step, self._say)
         self._silent: set[int] = set()
         self._stopped = False
-        channel.listen(self._hear)
+        channel.board.listen(self._hear)
 
     def call_me(self, name: str) -> None:
         """Tells all what this host is called in messages, before it comes."""
-        self._channel.put(f"name/{self._me}", name)
+        self._channel.board.put(f"name/{self._me}", name)
 
     def _hear(self, entry: str) -> None:
         if entry.startswith("name/"):
@@ -183,7 +183,7 @@ class Supervisor:
         while True:
             status = self._worker.status()
             if status.good and f"done/{self._me}" not in self._channel.board:
-                self._channel.put(f"done/{self._me}", status.step)
+                self._channel.board.put(f"done/{self._me}", status.step)
             if all(f"done/{rank}" in self._channel.board for rank in range(len(self._names))):
                 return True
             self._fault = self._fault_here()
@@ -221,17 +221,17 @@ class Supervisor:
     @property
     def _alarm(self) -> bool:
         """Whether a host has noticed a fault."""
-        return bool(self._channel.numbers("report/"))
+        return bool(self._channel.board.numbers("report/"))
 
-    def _reports(self) -> dict[int, Report]:
+    def _reports(self) -> dict[int, HostReport]:
         """What is on the board, with all ages as of now."""
-        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._channel.numbers("report/")}
-        return {rank: Report.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
+        entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._channel.board.numbers("report/")}
+        return {rank: HostReport.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
 
     def _report(self, unreachable: Mapping[int, str], final: bool) -> None:
         spans = self._channel.silences.items()
         silences = {rank: span for rank, span in spans if span[1] < self._limits.collective}
-        report = Report(
+        report = HostReport(
             name=self._names[self._me],
             worker=self._worker.status() if self._joined else None,
             hung=self._joined and self._hung,
@@ -240,9 +240,9 @@ class Supervisor:
             slow=self._pace.slow,
             final=final,
         )
-        self._channel.put(f"report/{self._me}", report.to_json())
+        self._channel.board.put(f"report/{self._me}", report.to_json())
 
-    async def _agree(self) -> tuple[Cause, str]:
+    async def _agree(self) -> tuple[FaultCause, str]:
         """The first cause, and who judged."""
         began = time.monotonic()
         until = began + self._limits.settle
@@ -256,7 +256,7 @@ class Supervisor:
                 now = time.monotonic()
                 if now > until + _SLACK:
                     break
-                first = min(self._channel.numbers("report/")) == self._me
+                first = min(self._channel.board.numbers("report/")) == self._me
                 if first and (now > until or (now > began + _AT_LEAST and self._complete(self._reports()))):
                     break
                 await asyncio.sleep(_CHECK / 2)
@@ -264,7 +264,7 @@ class Supervisor:
             asking.cancel()
         if verdict is None:
             cause = first_cause.first(self._reports(), self._names, self._joined, self._machines)
-            self._channel.put(f"verdict/{self._me}", dataclasses.asdict(cause))
+            self._channel.board.put(f"verdict/{self._me}", dataclasses.asdict(cause))
             verdict = self._verdict()
         return verdict
 
@@ -276,22 +276,22 @@ class Supervisor:
         self._report(unreachable, final=True)
         return unreachable
 
-    def _complete(self, reports: Mapping[int, Report]) -> bool:
+    def _complete(self, reports: Mapping[int, HostReport]) -> bool:
         """Whether each host has reported or cannot be reached."""
         missing = [rank for rank in range(len(self._names)) if rank not in reports]
         unreachable = {rank for report in reports.values() for rank in report.unreachable}
         return all(report.final for report in reports.values()) and unreachable.issuperset(missing)
 
-    def _verdict(self) -> tuple[Cause, str] | None:
+    def _verdict(self) -> tuple[FaultCause, str] | None:
         """Of all that there are the one of the first host."""
-        judges = self._channel.numbers("verdict/")
+        judges = self._channel.board.numbers("verdict/")
         if not judges:
             return None
         values = self._channel.board[f"verdict/{min(judges)}"].value
         tuples = {key: tuple(values[key]) for key in ("hosts", "leave_out")}
-        return Cause(**{**values, **tuples}), self._names[min(judges)]
+        return FaultCause(**{**values, **tuples}), self._names[min(judges)]
 
-    def _write(self, cause: Cause, judge: str) -> None:
+    def _write(self, cause: FaultCause, judge: str) -> None:
         if self._file is None:
             return
         reports = {self._names[rank]: report.to_json() for rank, report in sorted(self._reports().items())}

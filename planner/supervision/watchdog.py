@@ -1,10 +1,11 @@
-"""Says, while a step takes much longer than others, for whom or for which link the rest waits, and when it went on.
+"""Note on a slow step: which host or link the others wait for, and when training continued.
 
-Whoever finds his worker's step late looks around and puts what he sees on the board; so do the others then. The first
-host says one line of it all, which also goes into the log of the host that it names. Links are measured by parcels to
-the processes that the worker exchanges data with (planner.supervision.side_channel): once when the run begins, mostly
-while it
-compiles, and whenever a step is late. Idle links of any rate answer a ping equally fast, and links differ by nature.
+A host whose worker is late in a step looks around and puts its view on the board; then all other hosts do the same. The
+first host prints one line about all views. The line also goes into the log of each host that it names.
+
+Links are measured by parcels to the processes that the worker exchanges data with: once when the run begins, mostly
+while it compiles, and again when a step is late. A ping would not do, because idle links of any rate answer it equally
+fast. Each link is compared with itself, because links differ by nature.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 from paxtrain.process.supervised import MeshPosition
 from planner.supervision import host_speed
-from planner.supervision.side_channel import SideChannel, successors
-from planner.supervision.slow_step import Clock, Seen, View, seen
-from planner.supervision.worker_process import Status, Worker
+from planner.supervision.peer_connections import PeerConnections, successors
+from planner.supervision.slow_step import SlowCause, SlowStepClock, StepView, seen
+from planner.supervision.worker_process import WorkerProcess, WorkerStatus
 
 _LOOK = 0.2  # seconds between two looks at the worker
 _PARCELS = 2.0  # seconds that measuring a link may take
@@ -24,7 +25,7 @@ _ROUND = 5.0  # seconds that all hosts' views may take to come
 
 
 @dataclasses.dataclass
-class _Told:
+class _ReportedStep:
     """A slow step that a line has been said about, on the first host.
 
     Attributes:
@@ -45,8 +46,8 @@ class Watchdog:
         self,
         me: int,
         names: Sequence[str],
-        channel: SideChannel,
-        worker: Worker,
+        channel: PeerConnections,
+        worker: WorkerProcess,
         times: float,
         say: Callable[[str], None],
     ) -> None:
@@ -56,15 +57,15 @@ class Watchdog:
         say: takes lines for the user.
         """
         self._me, self._names, self._channel, self._worker, self._say = me, names, channel, worker, say
-        self._clock = Clock(times)
+        self._clock = SlowStepClock(times)
         self._rates: dict[int, float] = {}  # by neighbour, when the run began
-        self._views: dict[int, tuple[int, View]] = {}  # by host, with the version of its entry
+        self._views: dict[int, tuple[int, StepView]] = {}  # by host, with the version of its entry
         self._about = -1  # the newest late step that this host has looked around for
         self._went_on = 0.0  # when its own worker last ended a late step
         self._opened: float | None = None  # when a round of views began; the first host's alone, as what follows
         self._judged = -1  # the newest late step that was judged
-        self._told: _Told | None = None
-        channel.listen(self._note)
+        self._told: _ReportedStep | None = None
+        channel.board.listen(self._note)
 
     async def run(self) -> None:
         """Watches until it is cancelled."""
@@ -95,13 +96,13 @@ class Watchdog:
 
     def _places(self) -> dict[int, MeshPosition]:
         """Where the hosts' workers are in the mesh, by host, as far as they have told."""
-        entries = {rank: self._channel.board[f"place/{rank}"].value for rank in self._channel.numbers("place/")}
+        entries = {rank: self._channel.board[f"place/{rank}"].value for rank in self._channel.board.numbers("place/")}
         return {
             rank: MeshPosition(**{**value, "neighbours": tuple(value["neighbours"])}) for rank, value in entries.items()
         }
 
     async def _neighbours(self) -> list[int]:
-        """Hosts with which the worker exchanges data; if they cannot be known, those that the side channel dials."""
+        """Hosts with which the worker exchanges data; if they cannot be known, those that this host dials."""
         stepped: float | None = None  # when the first step was seen
         while True:
             place, now = self._worker.place, time.monotonic()
@@ -109,7 +110,7 @@ class Watchdog:
                 stepped = stepped or now
             if place is not None:
                 if f"place/{self._me}" not in self._channel.board:
-                    self._channel.put(f"place/{self._me}", dataclasses.asdict(place))
+                    self._channel.board.put(f"place/{self._me}", dataclasses.asdict(place))
                 hosts = {each.process: rank for rank, each in self._places().items()}
                 if hosts.keys() >= set(place.neighbours):
                     return [hosts[process] for process in place.neighbours]
@@ -123,10 +124,10 @@ class Watchdog:
 
     def _read(self) -> None:
         """Takes the hosts' views from the board."""
-        for rank in self._channel.numbers("view/"):
+        for rank in self._channel.board.numbers("view/"):
             entry = self._channel.board[f"view/{rank}"]
             if rank not in self._views or self._views[rank][0] != entry.version:
-                self._views[rank] = entry.version, View.from_json(entry.value)
+                self._views[rank] = entry.version, StepView.from_json(entry.value)
 
     @property
     def _newest(self) -> int:
@@ -142,8 +143,8 @@ class Watchdog:
         links = {}
         for rank, rate in zip(self._rates, await self._measure(list(self._rates))):
             links[rank] = (rate, self._rates[rank])
-        view = View(worker, late, self._about, taken, links).older(time.monotonic() - began)
-        self._channel.put(f"view/{self._me}", view.to_json())
+        view = StepView(worker, late, self._about, taken, links).older(time.monotonic() - began)
+        self._channel.board.put(f"view/{self._me}", view.to_json())
 
     # --- What the first host makes of it ------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class Watchdog:
         roles = {rank: f" ({place.role})" for rank, place in self._places().items() if place.role}
         return [f"{name}{roles.get(rank, '')}" for rank, name in enumerate(self._names)]
 
-    def _tell(self, late: Status, what: Seen) -> None:
+    def _tell(self, late: WorkerStatus, what: SlowCause) -> None:
         now = time.monotonic()
         number, began = late.step + 1, now - late.told_age
         over = self._went_on > began
@@ -176,7 +177,7 @@ class Watchdog:
         has = f"took {seconds:.1f} s" if over else f"has taken {seconds:.1f} s so far"
         times = f"{seconds / late.step_seconds:.1f} times the median of {late.step_seconds:.2g} s"
         self._put(f"note: step {number} {has}, {times}; {what.text}", what.hosts)
-        self._told = None if over else _Told(number, self._worker.status().step, began, what.hosts)
+        self._told = None if over else _ReportedStep(number, self._worker.status().step, began, what.hosts)
 
     def _tell_of_the_end(self) -> None:
         told = self._told
@@ -187,7 +188,7 @@ class Watchdog:
 
     def _put(self, text: str, hosts: Sequence[int]) -> None:
         self._say(text)
-        self._channel.put("note/0", {"text": text, "hosts": [0, *hosts]})
+        self._channel.board.put("note/0", {"text": text, "hosts": [0, *hosts]})
 
     def _note(self, name: str) -> None:
         """Writes the first host's note into the log, if it is about this host."""

@@ -42,7 +42,7 @@ def following(command: Sequence[str]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Status:
+class WorkerStatus:
     """A worker at a moment. Ages are seconds before that moment.
 
     Attributes:
@@ -98,7 +98,7 @@ def best_line(lines: Sequence[str]) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
-class Worker:
+class WorkerProcess:
     """A command in a process group of its own."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path) -> None:
@@ -263,7 +263,7 @@ class Worker:
         """It has ended, or told that it will."""
         return self._ended is not None or bool(self._said["failed"])
 
-    def status(self) -> Status:
+    def status(self) -> WorkerStatus:
         """How it is now."""
         self._look()
         now, state, frozen, code = time.monotonic(), "running", "", None
@@ -279,7 +279,7 @@ class Worker:
                 )
         killed = code is not None and code < 0
         failed = self._said["failed"]
-        return Status(
+        return WorkerStatus(
             state=state,
             code=code if code is not None and not killed else None,
             signal=signal.Signals(-code).name if killed else "",

@@ -12,7 +12,7 @@ from typing import Any
 
 from paxtrain.prepare import prepare
 from paxtrain.run import metrics, sampling
-from planner.supervision.side_channel import PORT
+from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster.hosts import Cluster
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from planner.supervision.side_channel import PORT
+from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster import hosts
 

@@ -19,9 +19,9 @@ import pytest
 
 from paxtrain.process import supervised
 from planner import supervise
-from planner.supervision.side_channel import SideChannel
+from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
-from planner.supervision.worker_process import Worker
+from planner.supervision.worker_process import WorkerProcess
 from tests.planner.ports import free_ports
 from tests.planner.supervisors import HOSTS, ROOT, start, wait, wait_for
 
@@ -187,8 +187,8 @@ def test_a_signal_that_comes_while_the_worker_is_started_is_passed_on(tmp_path):
     [port] = free_ports(1)
 
     async def main():
-        worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
-        channel = SideChannel(0, [("127.0.0.1", port)], "run")
+        worker = WorkerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
+        channel = PeerConnections(0, [("127.0.0.1", port)], "run")
         supervisor = Supervisor(0, ["alone"], channel, worker, LIMITS, None)
         start = worker.start
 

@@ -8,38 +8,38 @@ import pytest
 from paxtrain.errors import UserError
 from planner.measure import process_group
 from planner.start import rendezvous
-from planner.supervision.first_cause import REFUSED, Cause, Report, first, is_cascade
-from planner.supervision.worker_process import Status
+from planner.supervision.first_cause import REFUSED, FaultCause, HostReport, first, is_cascade
+from planner.supervision.worker_process import WorkerStatus
 from tests.planner.ports import free_ports
 
 NAMES = ("pax0", "pax1", "pax2", "pax3")
 GLOO = "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.77.0.3]:26321"
 SERVICE = "Terminating process because the JAX distributed service detected fatal errors."
-RUNNING = Status(
+RUNNING = WorkerStatus(
     state="running", code=None, signal="", asked=False, out_of_memory=False, error="", failed=False, step=41, doing="",
     frozen="", ended_age=0.0, told_age=2.0, step_seconds=0.5,
 )  # fmt: skip
 
 
-def ended(**changes) -> Status:
+def ended(**changes) -> WorkerStatus:
     return dataclasses.replace(RUNNING, state="ended", ended_age=1.0, **changes)
 
 
-def failed(error: str, **changes) -> Status:
+def failed(error: str, **changes) -> WorkerStatus:
     return dataclasses.replace(RUNNING, failed=True, error=error, ended_age=1.0, **changes)
 
 
-def reports(*workers: Status | None, **changes) -> dict[int, Report]:
+def reports(*workers: WorkerStatus | None, **changes) -> dict[int, HostReport]:
     """One of each host but those given as None; `changes` by host, pax1={...}."""
     made = {
-        rank: Report(name=NAMES[rank], worker=worker, final=True, **changes.get(NAMES[rank], {}))
+        rank: HostReport(name=NAMES[rank], worker=worker, final=True, **changes.get(NAMES[rank], {}))
         for rank, worker in enumerate(workers)
         if worker is not None
     }
-    return {rank: Report.from_json(report.to_json()) for rank, report in made.items()}  # as they travel
+    return {rank: HostReport.from_json(report.to_json()) for rank, report in made.items()}  # as they travel
 
 
-def judged(found: dict[int, Report], **more) -> Cause:
+def judged(found: dict[int, HostReport], **more) -> FaultCause:
     return first(found, NAMES[: max(len(found), 4)], **more)
 
 
@@ -158,10 +158,10 @@ def test_both_sides_of_a_broken_network_name_the_same_hosts():
 
 
 def test_a_host_that_has_not_come():
-    cause = first({1: Report("pax1")}, NAMES, joined=False)
+    cause = first({1: HostReport("pax1")}, NAMES, joined=False)
     assert cause.hosts == ("pax0", "pax2", "pax3")
     assert cause.sentence.startswith("pax0, pax2 and pax3 have not come: no supervisor there has been heard")
-    up = first({1: Report("pax1", unreachable={0: REFUSED})}, NAMES, joined=False)
+    up = first({1: HostReport("pax1", unreachable={0: REFUSED})}, NAMES, joined=False)
     assert up.hosts == ("pax0",)
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from planner.supervision import host_speed
-from planner.supervision.host_speed import Pace
-from planner.supervision.side_channel import SideChannel
+from planner.supervision.host_speed import HostSpeed
+from planner.supervision.peer_connections import PeerConnections
 
 NAMES = ("pax0", "pax1", "pax2")
 
@@ -14,8 +14,8 @@ NAMES = ("pax0", "pax1", "pax2")
 def told(me: int, *paces: float) -> tuple[list[str], list[float]]:
     """What host `me` says while its own pace is so much, and its neighbours' a millisecond; how slow each time."""
     said: list[str] = []
-    channel = SideChannel(me, [(name, 1) for name in NAMES], "run")
-    watch = Pace(me, NAMES, channel, None, said.append)
+    channel = PeerConnections(me, [(name, 1) for name in NAMES], "run")
+    watch = HostSpeed(me, NAMES, channel, None, said.append)
     channel.asides = {1: 0.001, 2: 0.001, 3: None}  # one of them is between steps
     slow = []
     for channel.aside in paces:
@@ -36,9 +36,9 @@ def test_who_falls_behind_is_named_until_he_catches_up():
 def test_the_first_host_says_it_of_others():
     said: list[str] = []
     for me, lines in ((0, 1), (2, 0)):
-        channel = SideChannel(me, [(name, 1) for name in NAMES], "run")
-        watch = Pace(me, NAMES, channel, None, said.append)
-        channel.put("slow/1", 4.2)
+        channel = PeerConnections(me, [(name, 1) for name in NAMES], "run")
+        watch = HostSpeed(me, NAMES, channel, None, said.append)
+        channel.board.put("slow/1", 4.2)
         said.clear()
         watch.tell()
         watch.tell()

@@ -4,18 +4,18 @@ import dataclasses
 
 import pytest
 
-from planner.supervision.slow_step import Clock, View, seen
-from planner.supervision.worker_process import Status
+from planner.supervision.slow_step import SlowStepClock, StepView, seen
+from planner.supervision.worker_process import WorkerStatus
 
 NAMES = ("pax0", "pax1", "pax2 (stage 1)", "pax3")
-WAITING = Status(
+WAITING = WorkerStatus(
     state="running", code=None, signal="", asked=False, out_of_memory=False, error="", failed=False, step=41, doing="",
     frozen="", ended_age=0.0, told_age=9.0, step_seconds=2.0,
 )  # fmt: skip
 EVEN = {0: (2.4e7, 2.5e7), 1: (2.2e7, 2.5e7), 2: (2.6e7, 2.5e7), 3: (2.4e7, 2.5e7)}
 
 
-def looks(clock: Clock, *steps: float, first: int = 0, median: float = 2.0, **changes) -> list[int]:
+def looks(clock: SlowStepClock, *steps: float, first: int = 0, median: float = 2.0, **changes) -> list[int]:
     """Steps of so many seconds each, looked at four times a second; those that the clock calls late."""
     late = []
     for number, seconds in enumerate(steps, first):
@@ -29,13 +29,13 @@ def looks(clock: Clock, *steps: float, first: int = 0, median: float = 2.0, **ch
 
 
 def test_a_late_step_is_told_once():
-    clock = Clock(3.0)
+    clock = SlowStepClock(3.0)
     assert looks(clock, *[2.0] * 8, 7.0, 2.0, 2.0, 9.0) == [8, 11]
     assert looks(clock, 5.9, first=12) == []
 
 
 def test_slow_steps_that_follow_each_other_are_one_trouble():
-    clock = Clock(3.0)
+    clock = SlowStepClock(3.0)
     assert looks(clock, *[2.0] * 6, 7.0, 8.0, 7.0, 2.0, 7.0) == [6, 10]
 
 
@@ -43,18 +43,20 @@ def test_slow_steps_that_follow_each_other_are_one_trouble():
     "changes", [{"doing": "saving a checkpoint"}, {"doing": "compiling"}, {"state": "ended"}, {"failed": True}]
 )
 def test_what_is_no_step_is_never_late(changes):
-    clock = Clock(3.0)
+    clock = SlowStepClock(3.0)
     assert looks(clock, *[2.0] * 8) == []
     assert looks(clock, 60.0, first=8, **changes) == []
 
 
 def test_short_steps_and_first_steps_are_not_late():
-    assert looks(Clock(3.0), *[0.25] * 8, 2.0, median=0.25) == []  # eight times the median, and not worth a line
-    assert looks(Clock(3.0), *[0.25] * 8, 3.0, median=0.25) == [8]
-    assert looks(Clock(3.0), 2.0, 2.0, 60.0, 2.0) == []  # too few to know how long one takes
+    assert (
+        looks(SlowStepClock(3.0), *[0.25] * 8, 2.0, median=0.25) == []
+    )  # eight times the median, and not worth a line
+    assert looks(SlowStepClock(3.0), *[0.25] * 8, 3.0, median=0.25) == [8]
+    assert looks(SlowStepClock(3.0), 2.0, 2.0, 60.0, 2.0) == []  # too few to know how long one takes
 
 
-def views(**changes) -> dict[int, View]:
+def views(**changes) -> dict[int, StepView]:
     """One of each host, that of pax1 changed by pax1={...}, None where it has not answered; as they travel."""
     found = {}
     for rank in range(len(NAMES)):
@@ -64,7 +66,7 @@ def views(**changes) -> dict[int, View]:
             worker = dataclasses.replace(WAITING, **change.get("worker", {}))
             values = {"late": True, "about": 41, "pace": 0.001, "links": links}
             values |= {name: value for name, value in change.items() if name != "worker"}
-            found[rank] = View.from_json(View(worker, **values).to_json())
+            found[rank] = StepView.from_json(StepView(worker, **values).to_json())
     return found
 
 
@@ -114,8 +116,8 @@ def test_what_explains_others_comes_first():
 
 
 def test_one_host_alone():
-    assert seen({0: View(WAITING, pace=0.1)}, NAMES[:1]).hosts == ()
+    assert seen({0: StepView(WAITING, pace=0.1)}, NAMES[:1]).hosts == ()
 
 
 def test_ages_grow_on_the_way():
-    assert View(WAITING).older(1.5).worker.told_age == 10.5
+    assert StepView(WAITING).older(1.5).worker.told_age == 10.5

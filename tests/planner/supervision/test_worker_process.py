@@ -14,7 +14,7 @@ import pytest
 
 from paxtrain.errors import UserError
 from planner.supervision import worker_process
-from planner.supervision.worker_process import Worker, best_line
+from planner.supervision.worker_process import WorkerProcess, best_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TELLING = "import os, sys, time; from paxtrain.process import supervised; p = supervised.Progress(os.environ)\n"
@@ -24,7 +24,9 @@ def run(script: str, log: pathlib.Path, during=None, grace: float = 5.0):
     """What is told of a worker when it has ended, or of what `during` returns while it runs."""
 
     async def main():
-        worker = Worker([sys.executable, "-u", "-c", TELLING + script], os.environ | {"PYTHONPATH": str(ROOT)}, log)
+        worker = WorkerProcess(
+            [sys.executable, "-u", "-c", TELLING + script], os.environ | {"PYTHONPATH": str(ROOT)}, log
+        )
         try:
             await worker.start()
             if during is not None:
@@ -169,10 +171,10 @@ def test_the_worker_does_not_outlive_a_killed_supervisor(tmp_path):
     script = f"open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     parent = f"""
 import asyncio, os, pathlib, sys
-from planner.supervision.worker_process import Worker
+from planner.supervision.worker_process import WorkerProcess
 async def main():
     command = [sys.executable, "-c", {"import os, time; " + script!r}]
-    worker = Worker(command, os.environ, pathlib.Path({str(tmp_path / "log")!r}))
+    worker = WorkerProcess(command, os.environ, pathlib.Path({str(tmp_path / "log")!r}))
     await worker.start()
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -241,10 +243,10 @@ def test_the_line_that_says_why(lines, best):
 def test_what_cannot_be_run_or_written_is_told(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="cannot write to --log="):
-        Worker(["true"], os.environ, tmp_path / "folder")
+        WorkerProcess(["true"], os.environ, tmp_path / "folder")
 
     async def none():
-        worker = Worker(["no-such-command"], os.environ, tmp_path / "log")
+        worker = WorkerProcess(["no-such-command"], os.environ, tmp_path / "log")
         with pytest.raises(UserError, match="there is no command 'no-such-command'"):
             await worker.start()
         await worker.end(1)

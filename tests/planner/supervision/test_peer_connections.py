@@ -1,4 +1,4 @@
-"""The side channel on the loopback: news reach all, the dead are told from the silent, strangers stay out."""
+"""Connections on the loopback carry news to all hosts, tell ended from silent supervisors, and refuse other runs."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ import time
 import pytest
 
 from paxtrain.errors import UserError
-from planner.supervision import side_channel
-from planner.supervision.side_channel import REFUSED, SideChannel, successors
+from planner.supervision import peer_connections
+from planner.supervision.peer_connections import REFUSED, PeerConnections, successors
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 async def channels(count: int, run: str = "run", up: int | None = None):
     """So many hosts of this process, of which the first `up` are started and have come together."""
     addresses = [("127.0.0.1", port) for port in free_ports(count)]
-    made = [SideChannel(i, addresses, run) for i in range(count)]
+    made = [PeerConnections(i, addresses, run) for i in range(count)]
     try:
         for channel in made[:up]:
             await channel.start()
@@ -61,7 +61,7 @@ def test_nothing_stays_open_whenever_a_channel_is_closed():
     """A connection that is left open is a warning of its transport, which fails the test."""
 
     async def for_so_many_turns(turns: int) -> None:
-        made = [SideChannel(i, addresses, "run") for i in range(2)]
+        made = [PeerConnections(i, addresses, "run") for i in range(2)]
         for channel in made:
             await channel.start()
         for _ in range(turns):
@@ -88,10 +88,10 @@ def test_few_connections_reach_all_in_few_hops(count):
 def test_news_reach_all_of_many_hosts():
     async def main():
         async with channels(24) as made:
-            made[7].put("report/7", {"step": 3})
+            made[7].board.put("report/7", {"step": 3})
             took = await until(lambda: all("report/7" in channel.board for channel in made))
             assert all(channel.board["report/7"].value == {"step": 3} for channel in made)
-            made[7].put("report/7", {"step": 4})  # newer replaces older, everywhere
+            made[7].board.put("report/7", {"step": 4})  # newer replaces older, everywhere
             await until(lambda: all(channel.board["report/7"].value == {"step": 4} for channel in made))
             assert all(0 <= channel.board["report/7"].age < took + 5 for channel in made)
 
@@ -101,7 +101,7 @@ def test_news_reach_all_of_many_hosts():
 def test_age_survives_the_way():
     async def main():
         async with channels(2, up=1) as [first, second]:
-            first.put("report/0", "early")
+            first.board.put("report/0", "early")
             await asyncio.sleep(0.6)
             await second.start()
             await until(lambda: "report/0" in second.board)
@@ -115,7 +115,7 @@ def test_who_has_ended_is_noticed_at_once_and_named_by_a_probe():
     async def main():
         async with channels(4) as made:
             heard = []
-            made[0].listen(heard.append)
+            made[0].board.listen(heard.append)
             assert await made[0].probe(range(4)) == {}
             await made[1].close()
             took = await until(lambda: 1 in made[0].refused)
@@ -127,10 +127,10 @@ def test_who_has_ended_is_noticed_at_once_and_named_by_a_probe():
 
 PROCESS = """
 import asyncio, json, sys
-from planner.supervision.side_channel import SideChannel
+from planner.supervision.peer_connections import PeerConnections
 
 async def main():
-    await SideChannel(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run").start()
+    await PeerConnections(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run").start()
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -139,8 +139,8 @@ asyncio.run(main())
 
 def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
     """A stopped process's port still takes connections; it is silent until it runs again, and refuses once killed."""
-    monkeypatch.setattr(side_channel, "QUIET", 0.5)
-    monkeypatch.setattr(side_channel, "TICK", 0.1)
+    monkeypatch.setattr(peer_connections, "QUIET", 0.5)
+    monkeypatch.setattr(peer_connections, "TICK", 0.1)
 
     async def main():
         async with channels(2, up=1) as [first, _]:
@@ -168,7 +168,7 @@ def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
 
 def test_what_a_link_carries_is_measured(monkeypatch):
     """As fast as the other end takes it; 0 of who does not take a parcel in time, or has ended."""
-    whole = side_channel._Connection.swallow
+    whole = peer_connections.PeerConnection.receive_parcel
 
     async def slowly(connection, count):
         for _ in range(0, count, 1 << 16):
@@ -178,7 +178,7 @@ def test_what_a_link_carries_is_measured(monkeypatch):
     async def main():
         async with channels(2) as [first, second]:
             assert await first.rate(1, 5.0) > 1e7
-            monkeypatch.setattr(side_channel._Connection, "swallow", slowly)
+            monkeypatch.setattr(peer_connections.PeerConnection, "receive_parcel", slowly)
             assert 1e5 < await first.rate(1, 5.0) < 0.7e6  # 128 KiB in two pauses
             assert await first.rate(1, 0.1) == 0.0
             await second.close()
@@ -191,8 +191,8 @@ def test_strangers_and_late_comers_are_turned_away():
     async def main():
         async with channels(2) as [first, _]:
             addresses = first._addresses
-            stranger = SideChannel(1, addresses, "another run")
-            late = SideChannel(1, addresses, "run")  # the same host, started anew while the run is under way
+            stranger = PeerConnections(1, addresses, "another run")
+            late = PeerConnections(1, addresses, "run")  # the same host, started anew while the run is under way
             for channel in (stranger, late):
                 with pytest.raises(ConnectionRefusedError):
                     await channel._dial(0, "watch")
@@ -205,7 +205,7 @@ def test_a_host_that_was_started_anew_counts_as_gone():
     async def main():
         async with channels(3) as made:
             await made[1].close()
-            again = SideChannel(1, made[0]._addresses, "run")
+            again = PeerConnections(1, made[0]._addresses, "run")
             await again.start()
             await until(lambda: 1 in made[0].refused)
             assert await made[2].probe([1]) == {1: REFUSED}
@@ -220,7 +220,7 @@ def test_before_all_have_come_a_host_may_start_again():
         async with channels(3, up=2) as [first, second, third]:
             await until(lambda: first.missing == [2])
             await second.close()
-            again = SideChannel(1, first._addresses, "run")
+            again = PeerConnections(1, first._addresses, "run")
             await again.start()
             await third.start()
             await until(lambda: not (first.missing or third.missing or again.missing))
@@ -233,7 +233,7 @@ def test_before_all_have_come_a_host_may_start_again():
 def test_a_port_in_use_is_told():
     async def main(port):
         with pytest.raises(UserError, match=rf"cannot listen on port {port} .*; does another supervisor run here"):
-            await SideChannel(0, [("127.0.0.1", port)], "run").start()
+            await PeerConnections(0, [("127.0.0.1", port)], "run").start()
 
     with socket.create_server(("", 0)) as server:
         asyncio.run(main(server.getsockname()[1]))
