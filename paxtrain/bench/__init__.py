@@ -1,4 +1,8 @@
-"""Benchmarks of the training step.
+"""Benchmarks of the training step: `python -m paxtrain.bench`.
+
+    memory.py throughput.py bubble.py   what is measured, a section each
+    steps.py                            the steps that are timed, and how
+    two_processes.py                    two processes with a core each, for the bubble and for planner.bench
 
 May import every other room of `paxtrain`.
 """

@@ -45,7 +45,7 @@ class Span(NamedTuple):
     part: Part
 
 
-class _Run(NamedTuple):
+class _Execution(NamedTuple):
     """An instruction on a device; part is None if it only runs others."""
 
     device: int
@@ -57,7 +57,7 @@ class _Time(NamedTuple):
 
     start: float
     end: float
-    doing: _Run | int | None
+    doing: _Execution | int | None
 
 
 class _Thread:
@@ -95,7 +95,7 @@ class _Thread:
 def _work(threads: Iterable[_Thread]) -> Iterator[tuple[int, Span]]:
     """(device, time in which a thread worked for an instruction) of all instructions but collectives."""
     pieces: list[_Time] = []
-    owner: dict[int, _Run | int | None] = {}
+    owner: dict[int, _Execution | int | None] = {}
     for thread in threads:
         mine = list(thread.innermost())
         pieces += mine
@@ -155,7 +155,7 @@ def read(
                 elif event.name.startswith("end: "):
                     ended[stats.get("_c")] = end
                 elif "hlo_op" in stats and "device_ordinal" in stats:
-                    run = _Run(stats["device_ordinal"], what(stats))
+                    run = _Execution(stats["device_ordinal"], what(stats))
                     thread.times.append(_Time(start, end, run))
                     if run.part and run.part.link:
                         links.append((run.device, stats["_p"], Span(start, end, run.part)))

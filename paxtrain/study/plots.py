@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paxtrain.config import Config
 from paxtrain.run import plots
-from paxtrain.study.report import KINDS, Outcome, by_run, differences
+from paxtrain.study.report import KINDS, VariantResult, by_run, differences
 
 _COLORS = {
     "dense": "#22272e",
@@ -29,7 +29,7 @@ _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22
 _BAND = "#e9f2ea"
 _TITLE = {"fontsize": 10, "loc": "left"}
 
-Runs = dict[str, list[Outcome]]
+Runs = dict[str, list[VariantResult]]
 
 
 def _signed(percent: float, _: int) -> str:
@@ -138,7 +138,7 @@ def _losses(runs: Runs) -> Figure:
     return figure
 
 
-def _rows(group: Sequence[Outcome], direction: str) -> list[dict[str, Any]]:
+def _rows(group: Sequence[VariantResult], direction: str) -> list[dict[str, Any]]:
     return [row for outcome in group for row in outcome.errors if row["direction"] == direction]
 
 
@@ -221,7 +221,7 @@ def _cosines(runs: Runs, elements: int) -> Figure:
     return figure
 
 
-def draw(config: Config, outcomes: list[Outcome], out: pathlib.Path) -> dict[str, str]:
+def draw(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> dict[str, str]:
     """Writes the study's figures as PNGs.
 
     Returns:

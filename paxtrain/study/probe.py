@@ -119,7 +119,7 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
     # Schedules without virtual stages send in the order of the micro-batches.
     slots = (int(record.seen) - len(numbers) + np.arange(len(numbers))) % trainer.record
     given, decoded, residual = (
-        ring[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
+        np.asarray(ring)[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
     )
     keeps = trainer.config.compress.error != "none"
     return Messages(numbers, given, decoded, residual if keeps else given - decoded)

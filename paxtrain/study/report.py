@@ -25,7 +25,7 @@ _CORRELATED = 0.1
 
 
 @dataclasses.dataclass
-class Outcome:
+class VariantResult:
     """One run with one seed.
 
     Attributes:
@@ -61,15 +61,15 @@ class Outcome:
         return sum(self.bytes.values())
 
 
-def by_run(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+def by_run(outcomes: Iterable[VariantResult]) -> dict[str, list[VariantResult]]:
     """The outcomes of each run by name, one per seed."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[VariantResult]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.name, []).append(outcome)
     return found
 
 
-def differences(runs: dict[str, list[Outcome]], name: str, other: str = "dense") -> list[float]:
+def differences(runs: dict[str, list[VariantResult]], name: str, other: str = "dense") -> list[float]:
     """By seed, how much higher a run's final validation loss is than another one's, in percent."""
     pairs = zip(runs[name], runs[other], strict=True)
     return [100 * (a.final / b.final - 1) for a, b in pairs]
@@ -94,7 +94,7 @@ def _write_csv(path: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence
             writer.writerow({key: f"{x:.7g}" if isinstance(x, float) else x for key, x in row.items()})
 
 
-def write_csv(outcomes: list[Outcome], out: pathlib.Path) -> None:
+def write_csv(outcomes: list[VariantResult], out: pathlib.Path) -> None:
     """Writes study.csv, a row per run and seed; losses.csv, errors.csv and spectra.csv, long ones."""
     runs = by_run(outcomes)
     rows = []
@@ -134,7 +134,7 @@ def _spread(values: Sequence[float], form: str) -> str:
     return mean if len(values) < 2 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
-def table(outcomes: list[Outcome]) -> list[list[str]]:
+def table(outcomes: list[VariantResult]) -> list[list[str]]:
     """Rows of cells, the first one of headings."""
     runs = by_run(outcomes)
     heads = ["run", "validation loss", "perplexity", "against dense, %", "kB a step", "times less"]
@@ -208,12 +208,12 @@ def _effect(what: str, values: Sequence[float]) -> str:
     return f"{what} has no clear effect, it differs from seed to seed: {found}."
 
 
-def _errors(group: list[Outcome], column: str, direction: str = "backward") -> np.ndarray:
+def _errors(group: list[VariantResult], column: str, direction: str = "backward") -> np.ndarray:
     values = [row.get(column, math.nan) for o in group for row in o.errors if row["direction"] == direction]
     return np.array([value for value in values if math.isfinite(value)])
 
 
-def _weight_errors(group: list[Outcome]) -> float:
+def _weight_errors(group: list[VariantResult]) -> float:
     """Mean relative error of weights' gradients, over all messages that a link compressed in a step."""
     last = {
         (o.seed, row["step"], row["link"], row["data_rank"]): row["weight_error"]
@@ -224,7 +224,7 @@ def _weight_errors(group: list[Outcome]) -> float:
     return _mean(last.values())
 
 
-def _orthogonality(group: list[Outcome]) -> str:
+def _orthogonality(group: list[VariantResult]) -> str:
     """Whether the errors of messages have to do with the changes of activations."""
     cosines, label = _errors(group, "cosine"), group[0].label
     if not cosines.size:
@@ -239,7 +239,7 @@ def _orthogonality(group: list[Outcome]) -> str:
     )
 
 
-def _fused(runs: dict[str, list[Outcome]]) -> str:
+def _fused(runs: dict[str, list[VariantResult]]) -> str:
     """What fusing the embedding's synchronisation saves; it may change nothing else."""
     values = differences(runs, "cb_fe", "cb_epilogue")
     saved = 1 - runs["cb_fe"][0].total_bytes / runs["cb_epilogue"][0].total_bytes
@@ -253,7 +253,7 @@ def _fused(runs: dict[str, list[Outcome]]) -> str:
     )
 
 
-def claims(outcomes: list[Outcome]) -> list[str]:
+def claims(outcomes: list[VariantResult]) -> list[str]:
     """One sentence per question, computed from the outcomes of a study's runs; what does not hold is said to fail."""
     runs = by_run(outcomes)
     label = {name: group[0].label for name, group in runs.items()}
@@ -282,7 +282,7 @@ def claims(outcomes: list[Outcome]) -> list[str]:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def summary(outcomes: list[VariantResult]) -> str:
     """The table without the kinds of bytes, and the sentences, for a terminal."""
     rows = [row[: -len(KINDS)] for row in table(outcomes)]
     return "\n".join([_aligned(rows), "", *(f"- {claim}" for claim in claims(outcomes))])
@@ -314,7 +314,7 @@ mesh; collectives are taken to run over rings. Where compression over data start
 {widened}"""
 
 
-def write_page(config: Config, outcomes: list[Outcome], figures: dict[str, str], out: pathlib.Path) -> None:
+def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str, str], out: pathlib.Path) -> None:
     """Writes the page.
 
     Args:

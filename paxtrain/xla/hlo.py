@@ -126,7 +126,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class _HloInstruction:
     name: str
     shape: str
     opcode: str
@@ -147,11 +147,11 @@ class _Instruction:
         return int(known[1]) if known else None
 
 
-class _Program:
+class _HloModule:
     """The instructions of each computation, in order, and how often each computation is executed."""
 
     def __init__(self, text: str, unknown_trip_count: int):
-        self.computations: dict[str, dict[str, _Instruction]] = {}
+        self.computations: dict[str, dict[str, _HloInstruction]] = {}
         entry = ""
         for line in text.splitlines():
             if head := _COMPUTATION.match(line):
@@ -160,7 +160,7 @@ class _Program:
             elif match := _INSTRUCTION.match(line):
                 root, name, shape, opcode, operands, attributes = match.groups()
                 names = tuple(_NAME.findall(operands))
-                instructions[name] = _Instruction(name, shape, opcode, names, attributes, bool(root))
+                instructions[name] = _HloInstruction(name, shape, opcode, names, attributes, bool(root))
         self.entry = entry
         if not entry:
             raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
@@ -181,17 +181,17 @@ class _Program:
                     self.wrapped.add(callee)
                 self._walk(callee, times * factor, unknown)
 
-    def executed(self) -> Iterator[tuple[str, int, _Instruction]]:
+    def executed(self) -> Iterator[tuple[str, int, _HloInstruction]]:
         """(computation, executions, instruction) of everything that runs."""
         for computation, times in self.executions.items():
             if times:
                 for instruction in self.computations[computation].values():
                     yield computation, times, instruction
 
-    def operand_shapes(self, computation: str, instruction: _Instruction) -> list[str]:
+    def operand_shapes(self, computation: str, instruction: _HloInstruction) -> list[str]:
         return [self.computations[computation][name].shape for name in instruction.operands]
 
-    def contains(self, instruction: _Instruction, opcodes: tuple[str, ...]) -> bool:
+    def contains(self, instruction: _HloInstruction, opcodes: tuple[str, ...]) -> bool:
         """Whether the instruction is, or calls something that contains, one of the opcodes."""
         return instruction.opcode in opcodes or any(
             self.contains(inner, opcodes)
@@ -199,7 +199,7 @@ class _Program:
             for inner in self.computations[callee].values()
         )
 
-    def copies_whole(self, computation: str, instruction: _Instruction) -> bool:
+    def copies_whole(self, computation: str, instruction: _HloInstruction) -> bool:
         """Whether a copy in a fusion is all the fusion does to that array: from a parameter to (a part of) its root."""
         body = self.computations[computation]
         source = body[instruction.operands[0]]
@@ -282,7 +282,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
     """Every collective that is executed; an asynchronous one counts once, where it starts."""
-    program = _Program(text, unknown_trip_count)
+    program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
         if kind := _kind(op.opcode):
@@ -303,7 +303,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
 
 def instructions(text: str) -> dict[str, Instruction]:
     """Every instruction that can run, by its name: the name that a profiler's events carry."""
-    program = _Program(text, unknown_trip_count=1)
+    program = _HloModule(text, unknown_trip_count=1)
     found: dict[str, Instruction] = {}
 
     def visit(computation: str, around: str) -> None:
@@ -351,25 +351,25 @@ def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
 
 def conditionals(text: str, unknown_trip_count: int = 1) -> int:
     """How many conditionals one execution of the program runs; on a GPU each of them makes the host wait."""
-    return sum(n for _, n, op in _Program(text, unknown_trip_count).executed() if op.opcode == "conditional")
+    return sum(n for _, n, op in _HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
 
 
 def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
     """Every loop that is executed."""
     return [
         While(dict(op.callees())["body"], op.trips(), times)
-        for _, times, op in _Program(text, unknown_trip_count).executed()
+        for _, times, op in _HloModule(text, unknown_trip_count).executed()
         if op.opcode == "while"
     ]
 
 
-def _is_permute_start(program: _Program, op: _Instruction) -> bool:
+def _is_permute_start(program: _HloModule, op: _HloInstruction) -> bool:
     return op.opcode == "collective-permute-start" or (
         op.opcode == "async-start" and program.contains(op, ("collective-permute",))
     )
 
 
-def _kernels(program: _Program, op: _Instruction) -> tuple[int, int]:
+def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
     """(kernels, those with a matrix product) that an instruction launches for certain.
 
     Conditionals, and loops whose number of trips is not known (it may be zero), count nothing.
@@ -385,7 +385,7 @@ def _kernels(program: _Program, op: _Instruction) -> tuple[int, int]:
 
 def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
     """For every collective-permute that is executed: the compute scheduled between its start and its done."""
-    program = _Program(text, unknown_trip_count)
+    program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times in program.executions.items():
         if not times or computation in program.wrapped:
@@ -413,7 +413,7 @@ def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
 
 def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
     """Every copy of a whole array that is executed, alone or as (a part of) a fusion that does nothing else to it."""
-    program = _Program(text, unknown_trip_count)
+    program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
         if op.opcode not in ("copy", "copy-start"):

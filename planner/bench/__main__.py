@@ -22,7 +22,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from paxtrain.bench import __main__ as bench
+from paxtrain.bench import steps as bench_steps
+from paxtrain.bench import two_processes
 from paxtrain.config import Config
 from paxtrain.errors import UserError, run
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
@@ -53,7 +54,7 @@ MICRO_BATCHES = 8
 
 
 def _executed(schedule: str, chunks: int, save: str) -> Config:
-    return bench.configuration((1, 2, 1), MICRO_BATCHES, schedule=schedule, virtual_stages=chunks, save=save)
+    return bench_steps.configuration((1, 2, 1), MICRO_BATCHES, schedule=schedule, virtual_stages=chunks, save=save)
 
 
 class _Step:
@@ -64,7 +65,7 @@ class _Step:
         self._state, self._step = trainer.init(0), trainer.compile_step()
         shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
         rows = process_rows(sharding, shape)
-        self._tokens = from_process_rows(sharding, shape, rows, bench.tokens(config)[rows])
+        self._tokens = from_process_rows(sharding, shape, rows, bench_steps.tokens(config)[rows])
 
     def __call__(self) -> None:
         self._state, metrics = self._step(self._state, self._tokens)
@@ -93,7 +94,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
 
     Compute is profiled and steps are timed in turn, so that whatever slows the machine slows both.
     """
-    bench.enter(process, coordinator)
+    two_processes.enter(process, coordinator)
     group = ProcessGroup(120)
     with group.ends_together():
         machines = find_machines(group, "", f"process{group.process}")
@@ -114,7 +115,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
                 samples[save].append(some.sample() | {"optimizer": optimizer.sample()})
 
         steps = {"profile": profile} | {name: _Step(config) for name, config in configs.items()}
-        seconds = bench.interleave(steps, repeats)
+        seconds = bench_steps.interleave(steps, repeats)
         rows: list[dict[str, Any]] = []
         for save, config in of_save.items():
             compute = {kind: statistics.median(s[kind] for s in samples[save]) for kind in samples[save][0]}
@@ -128,7 +129,7 @@ def _worker(process: int, coordinator: str, repeats: int) -> None:
 
 def executor(repeats: int) -> None:
     """Prints measured and predicted step times."""
-    found = bench.two_processes("planner.bench", repeats)
+    found = two_processes.run_two("planner.bench", repeats)
     if found is None:
         print("\nexecutor: skipped, it needs two cores")
         return

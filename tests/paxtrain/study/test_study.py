@@ -19,8 +19,8 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.prepare import prepare
 from paxtrain.study import __main__ as study
-from paxtrain.study import plots, probe, report
-from paxtrain.study.report import Outcome
+from paxtrain.study import plots, probe, report, runs, variants
+from paxtrain.study.report import VariantResult
 from tests import mains
 
 # ml_collections loads configuration files with it.
@@ -204,8 +204,8 @@ def test_bytes_of_tensor_groups_stay_inside_of_hosts():
 
 
 def finished(home, out):
-    config = study.settled(configuration(home, batch={"global_batch": 8}))
-    small = study.Study(config, str(out), 1, [2], real_mesh=False)
+    config = variants.settled(configuration(home, batch={"global_batch": 8}))
+    small = runs.Study(config, str(out), 1, [2], real_mesh=False)
     small.variants = [v for v in small.variants if v.name in ("dense", "cb_fe_sc")]
     outcomes = small.run(workers=2)
     report.write_csv(outcomes, out)
@@ -264,7 +264,7 @@ def made_up(cosine=0.01, seeds=2, **losses):
         kind = {"cb_naive": "CB naive", "cb": "CB", "cb_rank_4": "CB rank 4"}.get(name, name)
         for seed, final in enumerate(finals[:seeds]):
             sent = dict.fromkeys(probe.BYTES, 1000) | {"embedding": 500 if name == "cb_fe" else 1000}
-            o = Outcome(name, kind, seed, 4 if name == "cb_rank_4" else 8, sent)
+            o = VariantResult(name, kind, seed, 4 if name == "cb_rank_4" else 8, sent)
             o.losses = list(np.linspace(5, 2, 40))
             o.validation = {0: 5.0, 20: 3.0, 40: final}
             if name != "dense":
@@ -344,13 +344,13 @@ BAD = {
 @pytest.mark.parametrize(("changes", "words"), BAD.values(), ids=BAD.keys())
 def test_configurations_with_nothing_to_compare(changes, words):
     with pytest.raises(UserError) as error:
-        study.settled(configuration(**changes))
+        variants.settled(configuration(**changes))
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_given_times_choose_the_stages():
     times = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
-    chosen = study.settled(configuration(compress={"data": "selective", **times}))
+    chosen = variants.settled(configuration(compress={"data": "selective", **times}))
     assert chosen.compress.data == "0"
     assert (
         dataclasses.replace(chosen.compress, data="selective")

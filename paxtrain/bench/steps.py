@@ -1,0 +1,141 @@
+"""Train steps to be timed: ours, and a plain jit of the same model, on random tokens."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from paxtrain.config import Config, from_dict
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
+from paxtrain.parallel.optimizer import make_optimizer
+from paxtrain.parallel.step import Trainer, TrainState
+
+K = TypeVar("K")
+
+
+def configuration(mesh: tuple[int, int, int], micro_batches: int, hidden: int = 256, **pipeline: Any) -> Config:
+    """Return a small model in float32 with micro-batches of 4 sequences.
+
+    Args:
+        mesh: sizes of (data, pipe, tensor).
+        micro_batches: micro-batches of each data rank.
+        hidden: hidden size.
+        pipeline: settings of the section `pipeline`.
+    """
+    data, pipe, tensor = mesh
+    values = {
+        "model": {"layers": 8, "hidden": hidden, "heads": 4, "sequence": 128, "dtype": "float32"},
+        "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
+        "pipeline": pipeline,
+        "batch": {"global_batch": 4 * micro_batches * data, "micro_batch": 4},
+    }
+    return from_dict(values)
+
+
+def tokens(config: Config) -> np.ndarray:
+    """Return a random global batch, int32 [global_batch, sequence + 1]."""
+    shape = (config.batch.global_batch, config.model.sequence + 1)
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
+
+
+def interleave(steps: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, list[float]]:
+    """Time steps in turn, so that whatever slows the machine slows all of them.
+
+    Args:
+        steps: functions to time, by name.
+        repeats: calls of each.
+
+    Returns:
+        Seconds of every call, by name.
+    """
+    for step in steps.values():
+        step()
+        step()
+    seconds: dict[K, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def plain_step(config: Config) -> Any:
+    """Return a jitted training step with gradient accumulation that uses the model and optax only.
+
+    It maps (params, optimizer state, tokens) to (params, optimizer state, loss), and takes the first two as donated.
+    """
+    transformation = make_optimizer(config)
+    gradient = jax.value_and_grad(functools.partial(transformer.loss, config=config.model))
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        batches = tokens.reshape(config.micro_batches, config.batch.micro_batch, -1)
+
+        def accumulate(carry: tuple, batch: jax.Array) -> tuple[tuple, None]:
+            total, grads = carry
+            loss, new = gradient(params, batch)
+            return (total + loss, jax.tree.map(jnp.add, grads, new)), None
+
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        (loss, grads), _ = jax.lax.scan(accumulate, zero, batches)
+        grads = jax.tree.map(lambda g: g / config.micro_batches, grads)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss / config.micro_batches
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes of a compiled program: state, batch and temporary."""
+    m = compiled.memory_analysis()
+    assert m is not None
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+class PipelinedStep:
+    """Our train step with its state.
+
+    Attributes:
+        bytes: bytes of the compiled program.
+        loss: loss of the last call.
+    """
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device]) -> None:
+        """Compile the step of a configuration for some devices."""
+        self._trainer = Trainer(config, make_mesh(config.mesh, devices=devices))
+        self._state: TrainState = self._trainer.init(0)
+        sharding, shape = self._trainer.batch_sharding, self._trainer.abstract_batch().shape
+        rows = process_rows(sharding, shape)
+        self._tokens = from_process_rows(sharding, shape, rows, tokens(config)[rows])
+        self._step = self._trainer.compile_step()
+        self.bytes = _bytes(self._step)
+
+    def __call__(self) -> None:
+        """Run one step and wait for its loss."""
+        self._state, metrics = self._step(self._state, self._tokens)
+        self.loss = float(metrics["loss"])
+
+
+class PlainStep:
+    """The plain step with its state; its attributes are those of PipelinedStep."""
+
+    def __init__(self, config: Config) -> None:
+        """Compile the step of a configuration for one device."""
+        self._params = jax.jit(functools.partial(transformer.init, config.model))(jax.random.key(0))
+        self._state = make_optimizer(config).init(self._params)
+        self._tokens = jnp.asarray(tokens(config))
+        self._step = plain_step(config).lower(self._params, self._state, self._tokens).compile()
+        self.bytes = _bytes(self._step)
+
+    def __call__(self) -> None:
+        """Run one step and wait for its loss."""
+        self._params, self._state, loss = self._step(self._params, self._state, self._tokens)
+        self.loss = float(loss)

@@ -1,0 +1,90 @@
+"""The variants of a study: one configuration with more and more of what crosses the links compressed."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from paxtrain.config import Config
+from paxtrain.errors import UserError
+from paxtrain.parallel.selective import StageTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to compress.
+
+    Attributes:
+        name: name in files.
+        label: name in tables and figures.
+        config: configuration of its runs.
+    """
+
+    name: str
+    label: str
+    config: Config
+
+
+def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
+    """Return the variants: dense, then with more and more compressed, then one for every further rank of the sweep.
+
+    Args:
+        config: configuration that gives ranks, the stages of selective stage compression and when it starts.
+        sweep: further ranks of compressed backpropagation.
+    """
+    found: dict[str, Variant] = {}
+
+    def add(name: str, label: str, **changes: Any) -> None:
+        off = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused", "error": "lazy"}
+        compress = dataclasses.replace(config.compress, **(off | changes))
+        found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
+
+    add("dense", "dense")
+    add("cb_naive", "CB naive", backward="all", error="none")
+    add("cb", "CB", backward="all")
+    add("cb_epilogue", "CB epilogue", backward="epilogue")
+    add("cb_fe", "CB + FE", backward="epilogue", embedding="fused")
+    add("cb_fe_sc", "CB + FE + SC", backward="epilogue", embedding="fused", data=config.compress.data)
+    add("everything", "everything", backward="all", forward="all", embedding="fused", data="all")
+    for rank in sweep:
+        if rank != config.compress.backward_rank:
+            add(f"cb_rank_{rank}", f"CB rank {rank}", backward="all", backward_rank=rank, backward_ranks="")
+    return list(found.values())
+
+
+def settled(config: Config) -> Config:
+    """Return the configuration with the stages of selective stage compression by number.
+
+    Raises:
+        UserError: a study has nothing to compare on this mesh, or could not count its bytes.
+    """
+    c, mesh = config.compress, config.mesh
+    if mesh.pipe < 2:
+        raise UserError(
+            f"mesh.pipe={mesh.pipe} has no messages between stages to compress; choose a mesh.pipe of 2 or more"
+        )
+    if mesh.tensor > 1 or config.pipeline.virtual_stages > 1:
+        raise UserError(
+            f"the study takes mesh.tensor=1 and pipeline.virtual_stages=1, got {mesh.tensor} and "
+            f"{config.pipeline.virtual_stages}; neither changes what is compressed"
+        )
+    if config.micro_batches < 2:
+        raise UserError(
+            "the study compares the errors of neighbouring micro-batches, but there is 1 per step; "
+            f"batch.global_batch={2 * config.batch.global_batch} would make 2"
+        )
+    if len(config.data.validation_sets) > 1:
+        raise UserError(
+            "the study compares one validation loss, but data.validation names "
+            f"{len(config.data.validation_sets)} data sets; name one"
+        )
+    if c.data_adapt_every:
+        raise UserError(f"the study keeps ranks as they are, got compress.data_adapt_every={c.data_adapt_every}; use 0")
+    data = c.data
+    if data == "selective" and c.seconds[0]:
+        data = ",".join(map(str, StageTimes(*c.seconds).chosen())) or "none"
+    if data in ("none", "selective"):
+        raise UserError(
+            f"compress.data={c.data} does not say which stages the run with selective stage compression compresses; "
+            "name them, as --config.compress.data=0,1"
+        )
+    return dataclasses.replace(config, compress=dataclasses.replace(c, data=data))
