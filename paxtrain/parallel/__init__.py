@@ -1,4 +1,4 @@
-"""The parallel training step: the mesh, the layout of parameters on it, gradients over data, the optimizer.
+"""The parallel training step: mesh, layout of the parameters, gradients over data, compression, optimizer.
 
 May import `compress` and the rooms below it: `config`, `model`, `pipeline`, `process`.
 """

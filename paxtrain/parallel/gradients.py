@@ -1,11 +1,12 @@
-"""Data parallelism: the collectives before and after the pipeline, inside shard_map.
+"""Data parallelism: the collectives of a step before and after the pipeline. All functions run inside `shard_map`.
 
-With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype, and
-leaves the gradients as shards (reduce-scatter, float32); XLA's combiner buckets both. Without it weights are whole and
-gradients are all-reduced.
+With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype
+(`gather_weights`), and reduces the gradients to float32 shards (`reduce_gradients`). XLA's combiner buckets both.
+Without ZeRO-1 each data rank keeps whole weights, and gradients are all-reduced.
 
 References:
-    Rajbhandari et al. 2020, ZeRO. Tied embedding: Optimus-CC (Song et al. 2023), fused embedding synchronisation.
+    Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.
+    Song et al. 2023, Optimus-CC: fused synchronisation of the tied embedding.
 """
 
 import functools
@@ -27,26 +28,36 @@ from paxtrain.pipeline.virtual import gather, permute
 
 
 def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """run(x) on the first and the last stage, the only ones with an embedding; zeros on those between.
+    """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
 
-    Where processes meet over gloo all stages run it, those between on their zeros: a collective inside of a loop may
-    run before or beside those outside, in another order on each process, and gloo aborts where orders differ.
+    If processes communicate over gloo, all stages call `run`, those between with zeros. A collective inside a loop may
+    run before or beside those outside, in another order on each process, and gloo aborts if orders differ.
+
+    Args:
+        layout: Layout of the parameters.
+        run: Function with collectives over data.
+        x: Its argument; zeros on stages between.
+        shape: Shape of its result.
     """
     if layout.stages <= 2:
         return run(x)
     stage = lax.axis_index("pipe")
     edge = (stage == 0) | (stage == layout.stages - 1)
-    skip = lambda x: only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))  # noqa: E731
+
+    def skip(x: jax.Array) -> jax.Array:
+        return only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))
+
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
 
 def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-    """All-gathers over data of all arrays but the embedding's table, each along its dim; -1: it is whole.
+    """Return arrays gathered over data, each along its dim; an array whose dim is -1 is whole already.
 
-    XLA for GPUs buckets one collective per array; that for CPUs does not, and over gloo each takes milliseconds.
+    XLA for GPUs buckets collectives of single arrays. XLA for CPUs does not, and over gloo each collective takes
+    milliseconds, so arrays are packed into one there.
     """
     some = [i for i, dim in enumerate(dims) if dim >= 0]
-    dtypes = dict.fromkeys(shards[i].dtype for i in some)  # in the same order on all processes
+    dtypes = dict.fromkeys(shards[i].dtype for i in some)  # not a set: all processes need the same order
     kinds = [[i for i in some if shards[i].dtype == dtype] for dtype in dtypes]
 
     def each(shards: list[jax.Array]) -> list[jax.Array]:
@@ -65,6 +76,7 @@ def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
 
 @jax.named_scope("embedding")
 def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
+    """Return the embedding's table gathered over data along dim, on the first and the last stage."""
     if dim < 0:
         return shard
     run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
@@ -74,13 +86,17 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
 
 @jax.named_scope("gather_weights")
 def gather_weights(layout: Layout, shards: Params) -> Weights:
-    """A device's weights in compute dtype from its shards of the master weights.
+    """Gather a device's weights, in compute dtype, from the shards of the master weights.
 
-    Layers are split here, once per step and outside any vjp, so that the vjps find each weight by identity.
+    Layers are separated here, once per step and outside of any vjp, so that the vjps recognise weights by identity.
+
+    Args:
+        layout: Layout of the parameters.
+        shards: The device's shards of the parameters in mesh layout, float32.
     """
 
     def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
-        """A mesh-layout tree's rows, as `take` gives them: one row, or several where layers are scanned."""
+        """Arrange a mesh-layout tree as Weights. `take` returns one row, or several if layers are scanned."""
 
         def segment(first: int, segment: Segment) -> Any:
             if segment.scan:
@@ -101,7 +117,7 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
 
     found, dims = weights(shards, cast), weights(layout.data_dims(), shifted)
     table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]
-    if layout.config.model.tied_head:  # else one stage holds both tables
+    if layout.config.model.tied_head:  # an untied table keeps dim 0: a single stage holds both tables
         table, dim = table[0], max(dim - 1, -1)
     table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
     leaves, structure = jax.tree.flatten(found)
@@ -110,7 +126,7 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
 
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
-    """x plus what the other end of the pipeline holds: the sum over the two tied copies, the same bits on both."""
+    """Return the sum of x over the first and the last stage, with the same bits on both."""
     if layout.stages == 1:
         return x
     last = layout.stages - 1
@@ -118,7 +134,7 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def _layers(segment: Any) -> list[Params]:
-    """The layers of a segment, one tree each."""
+    """Return the layers of a segment, one tree for each."""
     if isinstance(segment, list):
         return segment
     count = jax.tree.leaves(segment)[0].shape[0]
@@ -126,7 +142,7 @@ def _layers(segment: Any) -> list[Params]:
 
 
 def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """The mean over data of one array: this rank's shard along dim, or whole where dim is -1."""
+    """Return the mean of an array over data: this rank's shard along dim, or all of it if dim is -1."""
     data = layout.config.mesh.data
     if data == 1:
         return x
@@ -136,7 +152,7 @@ def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 
 def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """This data rank's shard along dim of an array that every data rank has whole."""
+    """Return this data rank's shard, along dim, of an array that is whole on every data rank."""
     if dim < 0:
         return x
     size = x.shape[dim] // layout.config.mesh.data
@@ -145,10 +161,16 @@ def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 @jax.named_scope("embedding")
 def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """The tied embedding's gradient [V/T, H]: the mean over data, summed over the first and the last stage.
+    """Return the gradient of the tied embedding: the mean over data of the sum over the first and the last stage.
 
-    For V bytes of table and D data ranks, fused: the sum is made on shards between reduce-scatter and (without ZeRO-1)
-    all-gather, V(2D-1)/D bytes. Unfused, the baseline: two all-reduces in a row, V(3D-2)/D.
+    With V bytes of table and D data ranks, the fused form moves V(2D-1)/D bytes. It adds the two stages' shards between
+    reduce-scatter and (without ZeRO-1) all-gather. The unfused form, the baseline, runs two all-reduces one after the
+    other and moves V(3D-2)/D bytes.
+
+    Args:
+        layout: Layout of the parameters.
+        x: The device's gradient of the table, [V/T, H]; zeros on stages between.
+        dim: Dim that ZeRO-1 splits, or -1.
     """
     data = layout.config.mesh.data
     if data == 1:
@@ -156,7 +178,8 @@ def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
     if layout.config.compress.embedding == "unfused":
         whole = _on_edges(layout, lambda v: lax.pmean(v, "data"), x, x.shape)
         return _shard(layout, _swap_edges(layout, whole), dim)
-    # Without ZeRO-1 the table is scattered over its rows for the sum only; they are a multiple of vocab_multiple.
+    # Without ZeRO-1 the table is scattered for the sum only, over its rows, whose number is a multiple of
+    # vocab_multiple.
     scatter = dim if dim >= 0 else next((d for d in range(x.ndim) if x.shape[d] % data == 0), -1)
     if scatter < 0:
         return _swap_edges(layout, lax.pmean(x, "data"))
@@ -169,24 +192,24 @@ def _tied_embedding(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 @jax.named_scope("embedding")
 def _tables(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """The gradients of an untied head's and of the embedding's table [1 or 2, V/T, H]: each its own mean over data."""
+    """Return the means over data of the gradients of the embedding's and an untied head's tables, [1 or 2, V/T, H]."""
     data = layout.config.mesh.data
     shape = tuple(n // (data if i == dim else 1) for i, n in enumerate(x.shape))
     return _on_edges(layout, lambda v: _mean(layout, v, dim), x, shape)
 
 
-# One array of the layers: the layer's slot, and its two keys.
+# Key of one array of the layers: slot of the layer, module and parameter, as in (3, "qkv", "kernel").
 ArrayKey = tuple[int, str, str]
 
 
 class Reduced(NamedTuple):
-    """What the reduction over data leaves on a device.
+    """The gradients of a device after the reduction over data.
 
     Attributes:
-        gradients: in mesh layout, as the device keeps them: ZeRO-1 shards, or whole.
-        state: of the compression.
-        left_out: norm of what the compression of this stage left out, over that of the gradient with the error before;
-            float32 [], 0 where nothing was compressed, nan where all was zero.
+        gradients: Mean gradients in mesh layout: the device's ZeRO-1 shards, or whole arrays.
+        state: New state of the compression over data.
+        left_out: Relative error of the stage's compression, float32 []: the norm of what it left out, over the norm of
+            gradient plus previous error. It is 0 without compression and nan if all gradients are zero.
     """
 
     gradients: Params
@@ -195,7 +218,7 @@ class Reduced(NamedTuple):
 
 
 def _trees(layers: list[Params], arrays: dict[ArrayKey, jax.Array]) -> list[Params]:
-    """Arrays by their places, structured as the layers."""
+    """Return arrays in the structure of the layers, given by slot, module and parameter."""
     return [
         {name: {leaf: arrays[i, name, leaf] for leaf in layer[name]} for name in layer}
         for i, layer in enumerate(layers)
@@ -203,7 +226,7 @@ def _trees(layers: list[Params], arrays: dict[ArrayKey, jax.Array]) -> list[Para
 
 
 def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-    """Means over data, each as this rank's shard along its dim, in one collective, or two where some (-1) are whole."""
+    """Return `_mean` of each array, in one collective for the shards and one for whole arrays (dim -1)."""
     data, means = layout.config.mesh.data, list(arrays)
     if data == 1:
         return means
@@ -217,14 +240,14 @@ def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> l
 
 
 def _means(layout: Layout, tree: Any, dims: Any) -> Any:
-    """Means over data of a tree's arrays, packed where XLA does not bucket collectives, see `_gather`."""
+    """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see `_gather`)."""
     arrays, structure = jax.tree.flatten(tree)
     dims = jax.tree.leaves(dims)
     if layout.config.mesh.data == 1:
         return tree
 
     def each(arrays: list[jax.Array]) -> list[jax.Array]:
-        # Layer by layer a shard is contiguous; over the stack XLA would transpose everything that it meets.
+        # The shard of a single layer is contiguous. For stacked layers XLA would transpose all of it.
         return [_mean(layout, x, dim) for x, dim in zip(arrays, dims, strict=True)]
 
     def together(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -237,7 +260,10 @@ def _means(layout: Layout, tree: Any, dims: Any) -> Any:
 def _low_rank_layers(
     compression: Compression, layers: list[Params], state: PowerState, rank: int
 ) -> tuple[list[Params], PowerState, jax.Array]:
-    """PowerSGD on the kernels that this rank makes small enough; everything else is packed and reduced as it is."""
+    """Return the layers' mean gradients over data by PowerSGD.
+
+    Kernels that the rank makes small enough are compressed. All other arrays are packed and reduced densely.
+    """
     layout, chosen, c = compression.layout, compression.compressed_kernels(rank), compression.config.compress
     dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
     gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
@@ -245,7 +271,7 @@ def _low_rank_layers(
     used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
     error, q = list(state.error), list(state.q)
     for n in set(range(len(places))) - set(used):
-        # Compressed at a lower rank, and dense now: what was left out then goes along.
+        # This kernel was compressed at a lower rank and is dense now, so its error is sent with the gradient.
         gradients[places[n]] += error[n].reshape(gradients[places[n]].shape)
         error[n] = jnp.zeros_like(error[n])
 
@@ -261,17 +287,20 @@ def _low_rank_layers(
     reduced = dict(zip(rest, dense, strict=True))
     for place, (p, w) in zip(compressed, factors, strict=True):
         dim, shape = dims[place[1]][place[2]], gradients[place].shape
-        if dim == 0:  # of the product only this rank's rows are formed
+        if dim == 0:  # only this rank's rows of the product are computed
             p, shape = _shard(layout, p, 0), (shape[0] // layout.config.mesh.data, *shape[1:])
         whole = kernels.decode(p, w, jnp.float32, implementation=compression.implementation).reshape(shape)
         reduced[place] = whole if dim == 0 else _shard(layout, whole, dim)
-    # A tensor group's devices have different parts of the matrices, a data group's different errors.
+    # Devices of a tensor group have different parts of the matrices, those of a data group different errors.
     left, total = lax.psum(jnp.stack(stats), ("data", "tensor"))
     return _trees(layers, reduced), PowerState(error, q), jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
 
 
 def _sum_over_sequence(grads: Weights) -> Weights:
-    """The sum over tensor for norms and biases whose gradients have one device's part of the sequence, in one go."""
+    """Sum the gradients of norms and biases over tensor, in one collective.
+
+    With sequence parallelism each device has these gradients of its part of the sequence only.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path((grads.chunks, grads.final_norm))
     values = [x for _, x in leaves]
     keys = [tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey)) for path, _ in leaves]
@@ -287,15 +316,26 @@ def _paths(layer: Params) -> list[tuple[str, str]]:
 
 
 def layer_gradients(grads: Weights) -> list[Params]:
-    """The layers of a device's gradients, slot after slot."""
+    """Return the layers of a device's gradients, slot after slot."""
     return [layer for chunk in grads.chunks for part in chunk for layer in _layers(part)]
 
 
 def reduce_layers(
     compression: Compression, rank: int, layers: list[Params], state: PowerState | tuple[()]
 ) -> tuple[list[Params], PowerState | tuple[()], jax.Array]:
-    """The layers' part of `reduce_gradients` on a stage of that rank; see Reduced for what comes back."""
+    """Reduce the gradients of a stage's layers over data.
+
+    Args:
+        compression: Compression of the run.
+        rank: Rank of this stage's factors; 0 for a dense reduction.
+        layers: Gradients of each layer, float32 sums over the micro-batches.
+        state: State of the compression over data; () without compression.
+
+    Returns:
+        Gradients, state and relative error, as in `Reduced`.
+    """
     if rank:
+        assert isinstance(state, PowerState)
         return _low_rank_layers(compression, layers, state, rank)
     dims = jax.tree.map(lambda dim: max(dim - 1, -1), compression.layout.data_dims()["layers"])
     return _means(compression.layout, layers, [dims] * len(layers)), state, jnp.float32(0)
@@ -305,12 +345,13 @@ def reduce_layers(
 def reduce_gradients(
     compression: Compression, ranks: tuple[int, ...], grads: Weights, state: PowerState | tuple[()]
 ) -> Reduced:
-    """Means over data of a device's gradients.
+    """Reduce a device's gradients over data to their means.
 
     Args:
-        ranks: of every stage's factors, 0 for a stage that sends its gradients as they are.
-        grads: float32 sums over the micro-batches.
-        state: of the compression over data, () where there is none.
+        compression: Compression of the run.
+        ranks: Rank of each stage's factors; 0 for a stage with a dense reduction.
+        grads: The device's gradients, float32 sums over the micro-batches.
+        state: State of the compression over data; () without compression.
     """
     layout = compression.layout
     dims = layout.data_dims()
@@ -322,17 +363,21 @@ def reduce_gradients(
     if len(kinds) == 1:
         reduced, state, left_out = branches[0]()
     else:
-        # A data group is of one stage: all its ranks take the same branch, so its collectives match.
+        # All ranks of a data group belong to one stage and take the same branch, so their collectives match.
         mine = jnp.array([kinds.index(rank) for rank in ranks])[lax.axis_index("pipe")]
         reduced, state, left_out = lax.switch(mine, branches)
-    one = lambda dim: max(dim - 1, -1)  # noqa: E731  # of an array without the leading dim of stages
+
+    def without_stage(dim: int) -> int:  # the dim in an array without the leading dim of stages
+        return max(dim - 1, -1)
+
     table, dim = grads.embedding["token"], dims["embedding"]["token"]
     tied = layout.config.model.tied_head
-    table = _tied_embedding(layout, table, one(dim))[None] if tied else _tables(layout, table, dim)
-    # All else that a stage has beside its layers: positions, where there are any, and the final norm.
+    table = _tied_embedding(layout, table, without_stage(dim))[None] if tied else _tables(layout, table, dim)
+    # The rest outside of the layers: positions, if the model has any, and the final norm.
     rest = [{k: x for k, x in part.items() if k != "token"} for part in (grads.embedding, grads.final_norm)]
-    places = [{k: one(of[k]) for k in part} for part, of in zip(rest, (dims["embedding"], dims["final_norm"]))]
-    positions, final_norm = jax.tree.map(lambda x: x[None], _means(layout, rest, places))
+    groups = (dims["embedding"], dims["final_norm"])
+    rest_dims = [{k: without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]
+    positions, final_norm = jax.tree.map(lambda x: x[None], _means(layout, rest, rest_dims))
     tree = {
         "embedding": {"token": table, **positions},
         "layers": jax.tree.map(lambda *slots: jnp.stack(slots), *reduced),
@@ -342,19 +387,25 @@ def reduce_gradients(
 
 
 def global_norm(layout: Layout, grads: Params) -> jax.Array:
-    """Norm of all gradients, each parameter once, from a device's part in mesh layout.
+    """Return the norm of all gradients, with each parameter counted once.
 
-    One collective over the whole mesh. Every device adds the parts itself, in the mesh's order: the order of an
-    all-reduce, and with it the norm's last bit, differs between gloo, NCCL and devices of one process.
+    It takes one collective over the whole mesh, which gathers the devices' sums. Each device then adds them in the
+    mesh's order. The order of an all-reduce differs between gloo, NCCL and the devices of one process, and with it the
+    last bit of the norm.
+
+    Args:
+        layout: Layout of the parameters.
+        grads: The device's gradients in mesh layout.
     """
     mesh, dims = layout.config.mesh, layout.data_dims()
 
     def squares(path: tuple, x: jax.Array, dim: int) -> jax.Array:
         copies = (mesh.data if dim < 0 else 1) * (mesh.tensor if tensor_dim(names(path)) is None else 1)
         own = jnp.square(x.astype(jnp.float32)).sum() / copies
-        # The last stage has the tied embedding a second time.
+        # The last stage has a second copy of the tied embedding.
         second = names(path)[-1] == "token" and layout.stages > 1 and layout.config.model.tied_head
         return jnp.where(lax.axis_index("pipe") == 0, own, 0) if second else own
 
     every = jax.tree.leaves(jax.tree_util.tree_map_with_path(squares, grads, dims))
-    return jnp.sqrt(gather(sum(every), ("data", "pipe", "tensor")).sum())
+    total = functools.reduce(jnp.add, every)
+    return jnp.sqrt(gather(total, ("data", "pipe", "tensor")).sum())

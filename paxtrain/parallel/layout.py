@@ -1,15 +1,16 @@
-"""Where every parameter lives on the mesh, and the way between that and the canonical parameters.
+"""The mesh layout of the parameters, and its conversion from and to canonical parameters.
 
-Mesh layout, over mesh axes (data, pipe, tensor) with P stages of R layer slots each (chunks x the largest number of
-layers of a virtual stage; slots without a layer stay zero):
+Canonical parameters are those of `model.transformer`: layers stacked in model order, every table once. The mesh layout
+distributes them over the axes (data, pipe, tensor), with P stages of R layer slots each. R is the number of chunks
+times the most layers of a virtual stage; slots without a layer stay zero.
 
     layers             [P*R, ...] over pipe; stage s holds the rows of its chunks, chunk after chunk
-    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 live (the tied copies, or the embedding's table
-                       and an untied head's; [2, V, H] of both with one stage), others zero
-    embedding.position [P, S, H] over pipe, row 0 live
-    final_norm         [P, H] over pipe, row P-1 live
+    embedding.token    [P, V, H] over pipe and tensor; rows 0 and P-1 are in use: the two copies of a tied table, or the
+                       embedding's table and an untied head's ([2, V, H] with one stage); other rows are zero
+    embedding.position [P, S, H] over pipe; row 0 is in use
+    final_norm         [P, H] over pipe; row P-1 is in use
 
-so that no array claims to be replicated over pipe that only one stage updates. With ZeRO-1 one more dim of each array
+Thus no array is declared replicated over pipe while only one stage updates it. With ZeRO-1 one more dim of each array
 is split over data (Rajbhandari et al. 2020, stage 1, with the master weights split too).
 """
 
@@ -30,7 +31,7 @@ from paxtrain.pipeline.stage import Program
 
 Params = dict[str, Any]
 
-# The dim of a mesh-layout array that is split over tensor.
+# The dim of a mesh-layout array that is split over tensor, by the last one or two names of its path.
 _TENSOR_DIM = {
     "token": 1,
     ("qkv", "kernel"): 3,
@@ -46,45 +47,48 @@ _TENSOR_DIM = {
 
 
 def tensor_dim(names: tuple[str, ...]) -> int | None:
-    """The dim of the mesh-layout array of that path that is split over tensor, or None."""
+    """Return the dim of a mesh-layout array that is split over tensor, or None. `names` is the path of the array."""
     return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
 
 
 def names(path: tuple) -> tuple[str, ...]:
-    """The dictionary keys of a jax key path."""
+    """Return the dictionary keys of a jax key path."""
     return tuple(entry.key for entry in path)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Placement of one model on one mesh. Hashable: it depends on the configuration alone.
+    """The placement of one model on one mesh. It depends on the configuration alone and is hashable.
 
     Attributes:
-        counts: layers of each virtual stage, in model order.
+        config: Configuration with the model, the mesh and the pipeline.
     """
 
     config: Config
 
     @property
     def stages(self) -> int:
+        """Number of pipeline stages, P."""
         return self.config.mesh.pipe
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of each stage."""
         return self.config.pipeline.virtual_stages
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """Number of layers of each virtual stage, in model order."""
         return self.config.stage_layers
 
     @property
     def slots(self) -> int:
-        """Layer slots of a chunk."""
+        """Number of layer slots of a chunk."""
         return max(self.counts)
 
     @functools.cached_property
     def layer_of(self) -> np.ndarray:
-        """int [P, chunks, slots]: the layer in each slot, or -1."""
+        """Index of the layer in each slot, or -1: int [P, chunks, slots]."""
         starts = np.cumsum((0, *self.counts))
         table = np.full((self.stages, self.chunks, self.slots), -1)
         for virtual, count in enumerate(self.counts):
@@ -94,7 +98,7 @@ class Layout:
 
     @functools.cached_property
     def program(self) -> Program:
-        """What the stages of the pipeline run."""
+        """Program of the pipeline's stages."""
         config = self.config
         scan = config.pipeline.scan_layers
         return Program(
@@ -111,12 +115,12 @@ class Layout:
         )
 
     def padding(self) -> float:
-        """Share of the layer slots that hold no layer: memory that uneven stages cost."""
+        """Return the share of layer slots without a layer, which is the memory cost of uneven stages."""
         return 1 - self.config.model.layers / self.layer_of.size
 
     @functools.cached_property
     def shapes(self) -> Params:
-        """The parameters in mesh layout, as float32 jax.ShapeDtypeStruct."""
+        """Shapes of the parameters in mesh layout, as float32 jax.ShapeDtypeStruct."""
         canonical = transformer.shapes(self.config.model)
         return jax.eval_shape(self.from_canonical, canonical)
 
@@ -131,9 +135,14 @@ class Layout:
         return PartitionSpec(*spec)
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:
-        """The dim that ZeRO-1 splits over data: the first that divides, so that shards are contiguous in each layer.
+        """Return the dim of a parameter that ZeRO-1 splits over data, or None if it is replicated over data.
 
-        None where no dim divides, without ZeRO-1, and where data has one rank: such an array is replicated over data.
+        It is the first dim (after dim 0) whose size divides, so that shards are contiguous in each layer. Without
+        ZeRO-1, with one data rank, or if no size divides, the parameter is replicated.
+
+        Args:
+            path: Key path of the parameter.
+            shape: Global shape of the parameter in mesh layout.
         """
         mesh, split = self.config.mesh, tensor_dim(names(path))
         if not mesh.zero1 or mesh.data == 1:
@@ -145,11 +154,15 @@ class Layout:
         return None
 
     def specs(self, data: bool = True) -> Params:
-        """PartitionSpecs of the parameters; `data`: with ZeRO-1's split, as state and gradients have it."""
+        """Return the PartitionSpecs of the parameters in mesh layout.
+
+        Args:
+            data: Whether to include ZeRO-1's split over data, which the training state and reduced gradients have.
+        """
         return jax.tree_util.tree_map_with_path(lambda path, x: self._spec(path, x.shape, data), self.shapes)
 
     def data_dims(self) -> Params:
-        """`data_dim` of every parameter, -1 for none."""
+        """Return `data_dim` of every parameter, with -1 for None."""
 
         def dim(path: tuple, x: jax.ShapeDtypeStruct) -> int:
             found = self.data_dim(path, x.shape)
@@ -158,16 +171,16 @@ class Layout:
         return jax.tree_util.tree_map_with_path(dim, self.shapes)
 
     def _edges(self, path: tuple) -> tuple[int, ...]:
-        """The live rows of an array outside the layers."""
+        """Return the rows in use of an array outside the layers."""
         last = self.stages - 1
         return {"token": (0, last), "position": (0,)}.get(names(path)[-1], (last,))
 
     def holds_tables(self, path: tuple) -> bool:
-        """Whether this array is the two tables of a model with an untied head."""
+        """Return whether an array holds the two tables of a model with an untied head."""
         return names(path)[-1] == "token" and not self.config.model.tied_head
 
     def from_canonical(self, params: Params) -> Params:
-        """Mesh layout of canonical parameters (or of anything shaped like them)."""
+        """Convert canonical parameters, or a tree shaped like them, to mesh layout."""
         rows = self.layer_of.reshape(-1)
 
         def place(path: tuple, x: jax.Array) -> jax.Array:
@@ -185,7 +198,7 @@ class Layout:
         return jax.tree_util.tree_map_with_path(place, params)
 
     def to_canonical(self, params: Params) -> Params:
-        """Canonical parameters of mesh layout: padding and second copies are left out."""
+        """Convert mesh layout to canonical parameters, without padding and second copies."""
         rows = self.layer_of.reshape(-1)
         order = np.argsort(rows, kind="stable")[(rows < 0).sum() :]
 
@@ -199,10 +212,10 @@ class Layout:
         return jax.tree_util.tree_map_with_path(collect, params)
 
     def canonical_specs(self) -> Params:
-        """PartitionSpecs of the canonical parameters: as in mesh layout wherever that has the same dims.
+        """Return the PartitionSpecs of the canonical parameters, which are those of the mesh layout wherever possible.
 
-        Layers of uneven or interleaved stages cannot be split over pipe in model order, so that axis goes to another
-        dim: a checkpoint is written by all processes, and none holds it whole.
+        Layers of uneven or interleaved stages cannot be split over pipe in model order. Pipe then splits another dim,
+        so that all processes write a checkpoint together and none has to hold it whole.
         """
         same_order = bool((self.layer_of.reshape(-1) == np.arange(self.layer_of.size)).all())
 

@@ -1,4 +1,4 @@
-"""The device mesh: always (data, pipe, tensor), row-major over an order of devices that a plan may give."""
+"""The device mesh with the axes (data, pipe, tensor), and the part of it that each process holds."""
 
 from collections.abc import Sequence
 
@@ -11,27 +11,28 @@ from paxtrain.errors import UserError
 from paxtrain.process.supervised import MeshPosition
 
 AXES = ("data", "pipe", "tensor")
-_MOST_CPU_DEVICES = 1024  # of a process: 2,048 take a third of a second to make, 40,000 do not come within minutes
+_MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
 
 
 def cpu_devices(config: MeshConfig, processes: int) -> int:
-    """Virtual CPU devices that a process should ask for: its share of the mesh, as far as there is one that can run."""
+    """Return the number of virtual CPU devices that each of `processes` processes needs, from 1 to 1,024."""
     return min(max(1, config.devices // processes), _MOST_CPU_DEVICES)
 
 
 def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
-    """All devices, host after host in the order that a plan gives.
+    """Return all devices, host after host in the order of a plan.
 
     Args:
-        hosts: the plan's host names.
-        names: the host name of every process.
+        hosts: Host names of the plan, in its order.
+        names: Host name of every process.
 
     Raises:
-        UserError: the plan names other hosts than the processes run on.
+        UserError: The plan names other hosts than those of the processes.
     """
     if set(hosts) != set(names):
         raise UserError(
-            f"the plan is for the hosts {', '.join(hosts)}, but the processes run on {', '.join(sorted(set(names)))}"
+            f"the plan is for the hosts {', '.join(hosts)}, but the processes run on {', '.join(sorted(set(names)))}; "
+            "start them on the plan's hosts, or make a plan for these"
         )
     return sorted(jax.devices(), key=lambda d: (hosts.index(names[d.process_index]), d.process_index, d.id))
 
@@ -39,14 +40,15 @@ def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
 def make_mesh(
     config: MeshConfig, order: Sequence[int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """The mesh of a run.
+    """Return the mesh of a run, with the axes (data, pipe, tensor).
 
     Args:
-        order: for each mesh position (row-major) an index into the devices; default: in order.
-        devices: default: all devices of all processes by process and id.
+        config: Sizes of the axes.
+        order: An index into `devices` for each mesh position in row-major order; default: 0, 1, 2, ...
+        devices: The devices; default: all devices of all processes, ordered by process and id.
 
     Raises:
-        UserError: the sizes do not multiply to the number of devices.
+        UserError: The product of the sizes is not the number of devices.
     """
     devices = devices or sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     if config.devices != len(devices):
@@ -61,9 +63,9 @@ def make_mesh(
 
 
 def place(mesh: Mesh, process: int | None = None) -> MeshPosition:
-    """Where a process is in a mesh; this one if none is given.
+    """Return the position of a process in a mesh; default: of this process.
 
-    Neighbours are the processes of the devices that come next along any axis, both ways round.
+    Its neighbours are the processes of the next and previous devices along each axis, cyclically.
     """
     me = jax.process_index() if process is None else process
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
@@ -75,25 +77,39 @@ def place(mesh: Mesh, process: int | None = None) -> MeshPosition:
             words.append(f"{name}{'s' if len(held) > 1 and name == 'stage' else ''} {', '.join(map(str, held))}")
     shifted = [np.roll(processes, by, axis)[mine] for axis in range(processes.ndim) for by in (1, -1)]
     neighbours = {int(i) for i in np.concatenate(shifted)} - {me}
-    # The stage first: it is what a process is known by.
+    # The stage comes first, because processes are known by their stage.
     return MeshPosition(
         me, ", ".join(sorted(words, key=lambda word: not word.startswith("stage"))), tuple(sorted(neighbours))
     )
 
 
 def process_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
-    """The rows (dim 0) of a global array that this process's devices hold, ascending, each once."""
-    slices = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
+    """Return the rows (dim 0) of a global array that this process's devices hold, ascending and without repeats.
+
+    Args:
+        sharding: Sharding of the array.
+        shape: Global shape of the array.
+    """
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    slices = {index[0].indices(shape[0]) for index in indices if index is not None}
     return sorted({row for start, stop, _ in slices for row in range(start, stop)})
 
 
 def from_process_rows(
     sharding: NamedSharding, shape: tuple[int, ...], rows: Sequence[int], local: np.ndarray
 ) -> jax.Array:
-    """The global array of `shape` of which this process gives the rows `rows`: local [len(rows), ...]."""
+    """Return a global array of which each process gives the rows that its devices hold.
+
+    Args:
+        sharding: Sharding of the array.
+        shape: Global shape of the array.
+        rows: Rows that this process gives, as `process_rows` returns them.
+        local: Values of those rows, [len(rows), *shape[1:]].
+    """
     where = {row: i for i, row in enumerate(rows)}
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray:
+    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # the callback's type allows None for arrays that are not addressable
         start, stop, _ = index[0].indices(shape[0])
         return local[[where[row] for row in range(start, stop)]]
 

@@ -1,13 +1,13 @@
 """Muon for the layers' matrices: optax's, over global arrays in mesh layout.
 
-Every row of a kernel [rows, n, k] is a matrix of its own. Kernels of several matrices are [rows, n, several, k], as
-model.py has them: q, k and v, or a gate and what it multiplies. They are orthogonalised apart, since fused they train
-worse (Jordan et al.). A row without a layer is zero, and so is what is made of it.
+Every row of a kernel [rows, n, k] is a separate matrix. Kernels [rows, n, several, k] hold several matrices in each
+row: q, k and v, or a gate and the projection that it multiplies. They are orthogonalised separately, since they train
+worse together (Jordan et al.). A row without a layer is zero, and so is its update.
 
-Newton-Schulz multiplies whole matrices, and the weights are split inside of them, over data and tensor. So a stage's
-matrices are dealt out: the momentum lives split by rows, gradients are brought there and updates back, and between the
-two no device needs another one. An axis whose size does not divide the rows stays where the weights have it; XLA then
-splits the products over it, with collectives in every iteration.
+Newton-Schulz multiplies whole matrices, but data and tensor parallelism split the weights within matrices. So each
+stage's matrices are dealt out to its devices: the momentum is split by rows, gradients move to this split and updates
+move back. In between, no device needs another one. An axis whose size does not divide the rows stays where the weights
+have it. XLA then splits the products over that axis, with collectives in every iteration.
 
 References:
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (the method; q, k and v apart).
@@ -28,19 +28,21 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import OptimizerConfig
 from paxtrain.parallel.layout import Layout, Params, names
 
-# Shardings of a tree that mirrors the parameters: as the weights have it first, with its matrices dealt out last.
+# Shardings of a tree that mirrors the parameters: the first is that of the weights, the last has the matrices dealt
+# out.
 Route = Sequence[Params]
 
 
 def is_matrix(path: tuple) -> bool:
-    """Whether the parameter of that path is the layers' matrices: not the embedding's table, not the head's."""
+    """Return whether a parameter holds matrices of the layers. The tables of embedding and head do not count."""
     return names(path)[0] == "layers" and names(path)[-1] == "kernel"
 
 
 def route(layout: Layout) -> list[Params]:
-    """PartitionSpecs on the way from the weights' to those with every stage's matrices dealt out over data and tensor.
+    """Return the PartitionSpecs from those of the weights to those with each stage's matrices dealt out.
 
-    From one to the next a single axis moves, since that is an all-to-all: for two at once XLA gathers all of the array.
+    From one to the next a single axis (data, then tensor) moves, which is an all-to-all. If two moved at once, XLA
+    would gather the whole array.
     """
     mesh, rows = layout.config.mesh, layout.layer_of.size // layout.stages
 
@@ -60,7 +62,7 @@ def route(layout: Layout) -> list[Params]:
 
 
 def _go(shardings: Route) -> optax.GradientTransformation:
-    """Moves updates from sharding to sharding."""
+    """Return a transformation that moves updates through the shardings of a route."""
     known = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in shardings]
 
     def go(path: tuple, x: jax.Array) -> jax.Array:
@@ -72,11 +74,13 @@ def _go(shardings: Route) -> optax.GradientTransformation:
 
 
 def _dimension_numbers(tree: Any) -> Any:
-    """Which dims of a kernel [rows, n, k] or [rows, n, several, k] are its matrices': the others are many of them."""
+    """Return the dims n and k of the matrices in each kernel [rows, n, k] or [rows, n, several, k]."""
     return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, x.ndim - 1), tree)
 
 
 def _scale(rms: float) -> optax.GradientTransformation:
+    """Return a transformation that scales updates to AdamW's size (Liu et al.), or as Jordan et al. if rms is 0."""
+
     def scaled(x: jax.Array) -> jax.Array:
         n, k = x.shape[1], x.shape[-1]
         return x * (rms * math.sqrt(max(n, k)) if rms else math.sqrt(max(1.0, k / n)))
@@ -85,11 +89,12 @@ def _scale(rms: float) -> optax.GradientTransformation:
 
 
 def muon(config: OptimizerConfig, rate: optax.Schedule, route: Route = ()) -> optax.GradientTransformation:
-    """Muon with Nesterov's momentum and decoupled weight decay, for trees of matrices.
+    """Return Muon with Nesterov's momentum and decoupled weight decay, for trees of matrices.
 
     Args:
-        rate: the learning rate, AdamW's where config.muon_rms is above 0.
-        route: of gradients to where they are orthogonalised, and back of updates; (): they stay where they are.
+        config: Muon's settings: iterations, momentum, size of updates, weight decay.
+        rate: Learning rate; that of AdamW fits if config.muon_rms is above 0.
+        route: Shardings from that of the weights to the one for orthogonalisation; (): updates are not moved.
     """
     chain = optax.chain(
         _go(route),
@@ -97,7 +102,8 @@ def muon(config: OptimizerConfig, rate: optax.Schedule, route: Route = ()) -> op
             ns_steps=config.muon_steps, beta=config.muon_momentum, weight_dimension_numbers=_dimension_numbers
         ),
         _scale(config.muon_rms),
-        # First where it is already: else XLA moves both terms of the last iteration's sum.
+        # The first constraint repeats the present sharding; without it XLA moves both terms of the last iteration's
+        # sum.
         _go(route[::-1]),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(rate),

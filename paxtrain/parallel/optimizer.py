@@ -1,4 +1,4 @@
-"""AdamW with a decay mask, Muon beside it, and learning-rate schedules: optax, configured."""
+"""The optimizer of a configuration: optax's AdamW with a decay mask, Muon, and the learning-rate schedules."""
 
 import jax
 import optax
@@ -9,9 +9,9 @@ from paxtrain.parallel.muon import Route, is_matrix, muon
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """The learning rate of an update as a function of the number of updates before it.
+    """Return the learning rate of an update, as a function of the number of updates before it.
 
-    The first update has learning_rate / warmup_steps (not zero), the last one the schedule's end.
+    The first update has the rate learning_rate / warmup_steps, not zero. The last update has the schedule's final rate.
     """
     opt, steps = config.optimizer, config.run.steps
     peak, final = opt.learning_rate, opt.learning_rate * opt.final_fraction
@@ -29,17 +29,18 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def decay_mask(params: Params) -> Params:
-    """True for what weight decay applies to: matrices and embeddings, not biases and norms."""
+    """Return True for each parameter with weight decay: matrices and embeddings, not biases and norms."""
     return jax.tree_util.tree_map_with_path(lambda path, _: names(path)[-1] not in ("bias", "scale"), params)
 
 
 def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
-    """AdamW; or Muon on the layers' matrices and AdamW elsewhere.
+    """Return AdamW, or Muon for the layers' matrices with AdamW for all other parameters.
 
-    Clipping is not part of it: the global norm must count the tied embedding once (see step.py).
+    Clipping is not included, because the global norm must count the tied embedding once (see step.py).
 
     Args:
-        route: of a mesh's global arrays, for Muon (see there); (): of one device.
+        config: Configuration with the optimizer and the number of steps.
+        route: Shardings through which Muon's updates pass (see muon.py); () on one device.
     """
     opt, rate = config.optimizer, learning_rate(config)
     adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)

@@ -1,4 +1,4 @@
-"""Rank of each stage's factors over data, from step to step of a run."""
+"""Ranks of the stages' low-rank factors over data, from step to step of a run."""
 
 import dataclasses
 from typing import Any, Self
@@ -13,18 +13,19 @@ Ranks = tuple[int, ...]
 
 @dataclasses.dataclass
 class StageRanks:
-    """Dense until the start, then the chosen stages' ranks, adapted every so often to what they left out.
+    """The rank of each stage: 0 (dense) until `start`, then `chosen`, adapted to the compression error at intervals.
 
-    All processes see the same figures and so decide the same.
+    All processes observe the same errors, and so come to the same ranks.
 
     Attributes:
-        chosen: ranks with which compression starts, 0 for stages that stay dense.
-        start: the last dense step.
-        every: steps between adaptions; 0: ranks stay.
-        rule: how ranks adapt.
-        current: ranks since the last adaption.
-        floors: per stage the highest rank that doubling has led to.
-        left_out: per stage the sum of the parts left out since then, and `observed`, of how many steps.
+        chosen: Ranks with which compression starts, 0 for stages that stay dense.
+        start: Number of the last dense step.
+        every: Steps between adaptations; 0: ranks do not change.
+        rule: Rule by which ranks adapt.
+        current: Ranks since the last adaptation.
+        floors: Highest rank that doubling has led to, by stage.
+        left_out: Sum of the observed relative errors since the last adaptation, by stage.
+        observed: Number of steps in `left_out`.
     """
 
     chosen: Ranks
@@ -38,28 +39,28 @@ class StageRanks:
 
     @classmethod
     def of(cls, config: Config, chosen: Ranks) -> Self:
-        """The ranks of a fresh run."""
+        """Return the ranks of a new run that compresses with the ranks `chosen`, by stage."""
         c = config.compress
         rule = AdaptiveRank(c.data_rank_min, c.data_rank, c.residual_low, c.residual_high)
         start = start_step(c.data_start, config.run.steps) if any(chosen) else 0
         return cls(chosen, start, c.data_adapt_every, rule, chosen, (0,) * len(chosen), [0.0] * len(chosen))
 
     def at(self, step: int) -> Ranks:
-        """Ranks of step number `step`, the first being 1."""
+        """Return the ranks of a step; the first step is 1."""
         return self.current if step > self.start else (0,) * len(self.chosen)
 
     def observe(self, left_out: np.ndarray) -> None:
-        """Takes what a step left out, by stage, 0 to 1."""
+        """Add the relative errors of a step, [stages]: the norm that compression left out over the norm of all."""
         self.left_out = [total + float(new) for total, new in zip(self.left_out, left_out, strict=True)]
         self.observed += 1
 
     def due(self, step: int) -> bool:
-        """Whether ranks adapt after this step."""
+        """Return whether ranks adapt after this step."""
         after = step - self.start
         return bool(any(self.chosen) and self.every and after > 0 and after % self.every == 0)
 
     def adapt(self) -> bool:
-        """Adapts the ranks to what was observed since the last time; whether any changed."""
+        """Adapt the ranks to the errors observed since the last time. Return whether any rank changed."""
         if not self.observed:
             return False
         before = self.current
@@ -73,7 +74,7 @@ class StageRanks:
         return self.current != before
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint stores, as JSON values."""
         return {
             "chosen": list(self.chosen),
             "start": self.start,
@@ -84,6 +85,6 @@ class StageRanks:
         }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Continues from what `to_json` gave."""
+        """Continue from what `to_json` returned."""
         self.chosen, self.current, self.floors = (tuple(saved[key]) for key in ("chosen", "current", "floors"))
         self.start, self.left_out, self.observed = saved["start"], saved["left_out"], saved["observed"]

@@ -1,8 +1,9 @@
-"""Which stages' reductions end the step: their times, measured on the mesh before the first step.
+"""Selective stage compression: the stages to compress, from times measured on the mesh before the first step.
 
-Selective stage compression needs, per stage, when its last backward ends and how long its reduction over data takes,
-dense and compressed. Reductions are timed one stage at a time, on that stage's own links, whatever the others'. The end
-of a backward is the pipeline's time times the share of its rows that the stage needs: rows are taken as equally long.
+Compression pays on the stages whose reductions over data end the step. The choice needs two things of each stage: when
+its last backward ends, and how long its reduction takes, dense and compressed. Reductions are timed one stage at a time
+on that stage's links. The end of a backward is the time of the pipeline times the share of the schedule's rows up to
+that backward; all rows count as equally long.
 
 References:
     Optimus-CC (Song et al. 2023), selective stage compression.
@@ -30,11 +31,12 @@ _REPEATS = 5
 
 
 class StageTimes(NamedTuple):
-    """Seconds, a number per stage.
+    """Times of each stage in seconds.
 
     Attributes:
-        finish: from the step's start to the end of the stage's last backward.
-        dense, compressed: of its reduction over data.
+        finish: Time from the start of the step to the end of the stage's last backward.
+        dense: Time of its dense reduction over data.
+        compressed: Time of its compressed reduction over data.
     """
 
     finish: tuple[float, ...]
@@ -42,12 +44,12 @@ class StageTimes(NamedTuple):
     compressed: tuple[float, ...]
 
     def chosen(self) -> tuple[int, ...]:
-        """The stages to compress."""
+        """Return the numbers of the stages to compress."""
         return tuple(policy.selective(*self))
 
 
 def finish_rows(trainer: Trainer) -> tuple[int, ...]:
-    """Per stage, the number of the schedule's rows until its last backward has run, that of its weights included."""
+    """Return how many rows of the schedule run until the last backward (B or W) of each stage is done."""
     last = dict.fromkeys(range(trainer.schedule.stages), 0)
     for phase in ("backward", "weights"):
         for row, stage, *_ in trainer.schedule.ops(phase):
@@ -56,7 +58,7 @@ def finish_rows(trainer: Trainer) -> tuple[int, ...]:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Median of a few runs, the slowest process's."""
+    """Return the median seconds of a few runs, on the slowest process."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(_REPEATS):
@@ -78,7 +80,12 @@ def _local(tree: Any) -> Any:
 
 
 def pipelined(trainer: Trainer) -> Any:
-    """jit: (params, tokens, codec state) -> loss and unreduced gradients, with leading dims [data, pipe, tensor]."""
+    """Return the jitted pipeline without the reduction of gradients.
+
+    Returns:
+        A function of parameters in mesh layout, tokens [global_batch, sequence + 1] and codec state, which returns the
+        loss and the unreduced gradients of each device, with leading dims [data, pipe, tensor].
+    """
 
     def backward(params: Any, tokens: jax.Array, codec: Any) -> Any:
         stage = trainer.stage(params, tokens, None)
@@ -92,16 +99,26 @@ def pipelined(trainer: Trainer) -> Any:
 
 
 def reduction(trainer: Trainer, rank: int) -> Any:
-    """jit: (a stage, unreduced gradients, state) -> numbers, after that stage alone has reduced its gradients."""
+    """Return the jitted reduction over data of the gradients of one stage.
+
+    Args:
+        trainer: The trainer of the run.
+        rank: Rank of the factors; 0 for a dense reduction.
+
+    Returns:
+        A function of the stage's number, the unreduced gradients and the state of the compression over data. Its result
+        only shows that the stage has reduced its gradients; the other stages do nothing.
+    """
 
     def one(chosen: jax.Array, grads: Any, power: Any) -> jax.Array:
         layers = gradients.layer_gradients(_local(grads))
 
         def body(total: jax.Array) -> jax.Array:
-            # Bound to the loop: XLA would move out of it what does not change in it, for all stages to run.
+            # The barrier binds the inputs to the loop. XLA would else move the reduction out, and all stages would run
+            # it.
             inputs, total = lax.optimization_barrier(((layers, _local(power)), total))
             outputs = gradients.reduce_layers(trainer.compression, rank, *inputs)
-            # All of what came out is needed, and hardly any of it read.
+            # Every output is needed, and only one element of each is read.
             return total + sum(x.reshape(-1)[0] for x in jax.tree.leaves(lax.optimization_barrier(outputs)))
 
         return _spread(only_if(lax.axis_index("pipe") == chosen, body, jnp.float32(0)))
@@ -110,27 +127,32 @@ def reduction(trainer: Trainer, rank: int) -> Any:
 
 
 def measure(trainer: Trainer, state: TrainState) -> StageTimes:
-    """Times the mesh with the run's own programs; `state` is read only.
+    """Measure the stages' times with the programs of the run.
 
     Args:
-        trainer: of a configuration that compresses over data; its stage_ranks do not matter.
+        trainer: Trainer of a configuration that compresses over data; its stage_ranks have no effect.
+        state: Training state, which is only read.
     """
     stages, rank = trainer.layout.stages, trainer.config.compress.data_rank
-    zeros = lambda: jnp.zeros(trainer.abstract_batch().shape, jnp.int32)  # noqa: E731
-    tokens = jax.jit(zeros, out_shardings=trainer.batch_sharding)()
+    shape = trainer.abstract_batch().shape
+    tokens = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=trainer.batch_sharding)()
     backward = pipelined(trainer)
     whole = _seconds(lambda: backward(state.params, tokens, state.codec))
     _, grads = backward(state.params, tokens, state.codec)
-    costs = []
-    for program in (reduction(trainer, 0), reduction(trainer, rank)):
-        run = lambda s, program=program: program(jnp.int32(s), grads, state.codec["data"])  # noqa: E731
-        costs.append(tuple(_seconds(lambda s=s, run=run: run(s)) for s in range(stages)))
+
+    def seconds(program: Any, stage: int) -> float:
+        return _seconds(lambda: program(jnp.int32(stage), grads, state.codec["data"]))
+
+    dense, compressed = (
+        tuple(seconds(program, stage) for stage in range(stages))
+        for program in (reduction(trainer, 0), reduction(trainer, rank))
+    )
     finish = tuple(whole * rows / trainer.schedule.rows for rows in finish_rows(trainer))
-    return StageTimes(finish, *costs)
+    return StageTimes(finish, dense, compressed)
 
 
 def choose(trainer: Trainer, state: TrainState) -> tuple[StageTimes, str]:
-    """The times that the configuration gives, or measured ones; and where they are from."""
+    """Return the stages' times, and "given" if the configuration states them or "measured"."""
     given = trainer.config.compress.seconds
     if given[0]:
         return StageTimes(*given), "given"

@@ -1,4 +1,13 @@
-"""One optimizer step and one evaluation, as jitted functions over global arrays."""
+"""The training step: `Trainer` has the compiled functions of one configuration on one mesh.
+
+A step runs the pipeline inside `shard_map`, reduces the gradients over data (`gradients.py`), and updates the weights
+with optax on global arrays:
+
+    trainer = Trainer(config, make_mesh(config.mesh))
+    state = trainer.init(seed=0)
+    state, metrics = trainer.step(state, batch)      # batch: int32 [global_batch, sequence + 1]
+    loss = trainer.evaluate(state.params, batch)
+"""
 
 import dataclasses
 import functools
@@ -26,19 +35,20 @@ from paxtrain.schedule import buffers
 from paxtrain.schedule import table as schedule
 
 BATCH_SPEC = PartitionSpec("data")
-# Every codec's state is one device's own.
+# Each device has a separate codec state.
 CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
 
-# XLA's usual estimate of a transfer's time is the data sheet's, which hides factors of a few kilobytes under a few
-# kernels; by this one they lie under matrix products as well. Links are slower than their data sheet.
+# XLA's default estimate of a transfer's time comes from the data sheet, so that it overlaps factors of a few kilobytes
+# with only a few kernels. Links are slower than that. With this estimator transfers overlap with matrix products too.
 GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 
-# By default XLA keeps one collective in flight at a time: the pipeline's transfers would have to fit between two
-# all-reduces of tensor parallelism. With a few at once each lies under a whole F or B, as test_gpu_compile.py asserts.
+# By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
+# all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B; test_gpu_compile.py
+# asserts it.
 GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
-
-# XLA for CPUs moves F and B out of the loops of no or one trip in which stages skip them: all stages would run all ops.
+# Stages skip F and B by loops of zero trips. XLA for CPUs would move their bodies out, and all stages would run all
+# ops.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
@@ -46,16 +56,20 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
 @flax.struct.dataclass
 class TrainState:
-    """Everything that a step changes.
+    """The state that a training step changes.
 
     Attributes:
-        step: steps run, int32; it also seeds dropout.
-        skipped: those of them whose gradients were not finite and that changed nothing, int32.
-        params: float32 master weights in mesh layout.
-        optimizer: optax's state, its arrays shaped like params and sharded like them; Muon's momentum as muon.py says.
-        codec: states of the compression, see compression.Compression.init.
+        step: Number of steps run, int32 []; it also seeds dropout.
+        skipped: Number of steps whose gradients were not finite and that changed nothing else, int32 [].
+        params: Master weights in mesh layout (see layout.py), float32.
+        optimizer: State of optax, its arrays shaped and sharded like params; Muon's momentum is sharded as in muon.py.
+        codec: State of the compression, as `Compression.init` returns it.
     """
 
     step: jax.Array
@@ -70,12 +84,15 @@ class Trainer:
     """The compiled functions of one configuration on one mesh.
 
     Attributes:
-        stage_ranks: rank of each stage's factors over data, 0 for dense; None: as the configuration says once
+        config: Configuration of model, mesh, pipeline, batch, optimizer and compression.
+        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        stage_ranks: Rank of each stage's factors over data, 0 for dense; None: the ranks of the configuration after
             compression has started.
-        record: messages that each link between stages keeps in its state, for a study.
-        virtual: all devices of config.mesh on the one device of `mesh`: the same values, no collectives.
-        codec: codec of the gradients between stages, in place of the LowRank that config.compress describes; see
-            compression.Compression.
+        record: Number of messages that each link between stages keeps in its state, for a study.
+        virtual: Whether to emulate all devices of config.mesh on the one device of `mesh`: the same values, without
+            collectives.
+        codec: Codec of the gradients between stages, instead of the LowRank that config.compress describes (see
+            compression.Compression); None: as config.compress says.
     """
 
     config: Config
@@ -87,39 +104,43 @@ class Trainer:
 
     @functools.cached_property
     def layout(self) -> Layout:
+        """Placement of the parameters on the mesh."""
         settled = transformer.settle_attention(self.config.model, self.mesh.devices.flat[0])
-        if self.virtual and settled.separator >= 0:  # under vmap jax wants one mask per head for cuDNN
+        if self.virtual and settled.separator >= 0:  # under vmap jax requires one mask per head for cuDNN
             settled = dataclasses.replace(settled, attention="xla")
         return Layout(dataclasses.replace(self.config, model=settled))
 
     @functools.cached_property
     def compression(self) -> Compression:
+        """Compression of gradients and activations on this mesh."""
         device = self.mesh.devices.flat[0]
         implementation = settle_implementation(self.config, device, self.codec)
         return Compression(self.layout, implementation, self.record, self.codec)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of each stage's factors over data in this trainer's step."""
+        """Rank of each stage's factors over data, 0 for dense."""
         return self.compression.stages if self.stage_ranks is None else self.stage_ranks
 
     @property
     def platform(self) -> str:
-        """ "gpu" or "cpu"."""
+        """Platform of the devices: "gpu" or "cpu"."""
         return self.mesh.devices.flat[0].platform
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
+        """Optimizer without clipping, over global arrays in mesh layout."""
         return make_optimizer(self.config, [self._shardings(specs) for specs in muon.route(self.layout)])
 
     @functools.cached_property
     def schedule(self) -> schedule.Schedule:
+        """Pipeline schedule of a step."""
         c = self.config
         return schedule.build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
 
     @functools.cached_property
     def buffers(self) -> buffers.Buffers:
-        """The schedule's slots, proved right: a fraction of a second, before anything is compiled."""
+        """Buffer slots of the schedule, validated in a fraction of a second, before anything is compiled."""
         found = buffers.assign(self.schedule, self.compression.gradients(self.schedule))
         buffers.validate(self.schedule, found)
         return found
@@ -137,32 +158,35 @@ class Trainer:
     def _state_specs(self) -> TrainState:
         state, params = jax.eval_shape(self._init, jax.random.key(0)), self.layout.specs()
         mirror = muon.route(self.layout)[-1] if self.config.optimizer.name == "muon" else params
-        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        # Every subtree of the optimizer's state that mirrors the parameters, or some of them, takes their specs.
+        # Each subtree of the optimizer's state that mirrors all or some of the parameters takes their specs.
         optimizer = optax.tree_utils.tree_map_params(
             self.transformation,
-            lambda x, spec: x if masked(x) else spec,
+            lambda x, spec: x if _is_masked(x) else spec,
             state.optimizer,
             mirror,
             transform_non_params=lambda _: PartitionSpec(),
-            is_leaf=masked,
+            is_leaf=_is_masked,
         )
         codec = jax.tree.map(lambda _: CODEC_SPEC, state.codec)
-        return TrainState(PartitionSpec(), PartitionSpec(), params, optimizer, codec)
+        return state.replace(
+            step=PartitionSpec(), skipped=PartitionSpec(), params=params, optimizer=optimizer, codec=codec
+        )
 
     def _shardings(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
+        """Shardings of the training state, in the structure of the state."""
         return self._shardings(self._state_specs())
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
+        """Sharding of a global batch: its sequences are split over data."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     def abstract_state(self) -> TrainState:
-        """The state as jax.ShapeDtypeStruct with shardings."""
+        """Return the shapes of the training state, as jax.ShapeDtypeStruct with shardings."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(self._init, jax.random.key(0)),
@@ -170,24 +194,32 @@ class Trainer:
         )
 
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """A global batch of tokens, int32 [global_batch, sequence + 1]."""
+        """Return the shape of a global batch of tokens: int32 [global_batch, sequence + 1]."""
         c = self.config
         return jax.ShapeDtypeStruct(
             (c.batch.global_batch, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding
         )
 
     def init(self, seed: int) -> TrainState:
-        """A fresh state, the same values on every mesh."""
+        """Return the state before the first step, with the same values on every mesh.
+
+        Args:
+            seed: Seed of the weights.
+        """
         return jax.jit(self._init, out_shardings=self.state_shardings)(jax.random.key(seed))
 
     def from_params(self, canonical: Params) -> TrainState:
-        """A fresh state around given canonical parameters."""
+        """Return the state before the first step, with given weights.
+
+        Args:
+            canonical: Parameters in the canonical layout of `model.transformer`, float32.
+        """
         return jax.jit(self._from_params, out_shardings=self.state_shardings)(canonical)
 
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 
     def _map_params_like(self, function: Callable[[Params], Params], tree: Any) -> Any:
-        """Nested dicts with `function` applied to every subtree that mirrors the parameters."""
+        """Apply `function` to each subtree of nested dicts that mirrors the parameters."""
         if not isinstance(tree, dict):
             return tree
         if set(tree) == set(self.layout.shapes):
@@ -208,17 +240,18 @@ class Trainer:
 
     @functools.cached_property
     def canonical_shardings(self) -> dict[str, Any]:
+        """Shardings of the canonical state, in its structure."""
         leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=_is_spec)
         known = dict(leaves(self.layout.canonical_specs()))
 
-        def canonical(specs: Params) -> Params:  # of all parameters or, in a part of Muon's state, of some
+        def canonical(specs: Params) -> Params:  # a part of Muon's state has some of the parameters only
             return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=_is_spec)
 
         specs = flax.serialization.to_state_dict(self._state_specs())
         return self._shardings(self._map_params_like(canonical, specs))
 
     def abstract_canonical(self) -> dict[str, Any]:
-        """What a checkpoint holds, as jax.ShapeDtypeStruct with this mesh's shardings."""
+        """Return the shapes of the canonical state, which a checkpoint holds, with shardings on this mesh."""
         shapes = jax.eval_shape(lambda key: self._to_canonical(self._init(key)), jax.random.key(0))
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -228,18 +261,31 @@ class Trainer:
 
     @functools.cached_property
     def canonical(self) -> Any:
-        """jit: the state -> nested dicts spread over the mesh; but for "codec" their arrays do not depend on it."""
+        """Jitted conversion of a state to the canonical state, which a checkpoint holds.
+
+        The result is nested dicts of global arrays, distributed over the mesh. Only its entry "codec" depends on the
+        mesh.
+        """
         return jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
 
     @functools.cached_property
     def from_canonical(self) -> Any:
-        """jit: a checkpoint's tree -> the state on this mesh; without "codec" or all but "params", those are new."""
+        """Jitted conversion of a canonical state to the state on this mesh.
+
+        The argument may lack "codec", or hold "params" alone. Missing parts are initialised as for the first step.
+        """
         return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """`function` of one device, over global arrays."""
+        """Return a function over global arrays that runs `function` on each device of the mesh.
+
+        Args:
+            function: Function of one device's parts of the arrays.
+            in_specs: PartitionSpecs of its arguments.
+            out_specs: PartitionSpecs of its results.
+        """
         if self.virtual:
             mesh = self.config.mesh
             sizes = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
@@ -247,10 +293,13 @@ class Trainer:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False) -> Stage:
-        """One device's stage, from its shards of the parameters and its data rank's tokens.
+        """Return the pipeline stage of one device. Call it inside `shard_map`.
 
         Args:
-            splits: its backward can be run in two parts even if the schedule has it whole.
+            params: The device's shards of the parameters in mesh layout.
+            tokens: The data rank's part of the batch, int32 [global_batch / data, sequence + 1].
+            key: Key of dropout, uint32 [2]; None without dropout.
+            splits: Whether the backward can run in two parts even if the schedule does not split it.
         """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
@@ -265,7 +314,7 @@ class Trainer:
         return lax.psum(loss, ("data", "pipe")) / self.config.mesh.data
 
     def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: Any) -> tuple:
-        """Per device: loss, this device's shards of the mean gradients, codec state, what its stage left out."""
+        """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
         table, compression = self.schedule, self.compression
         codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
         stage = self.stage(params, tokens, key)
@@ -280,17 +329,18 @@ class Trainer:
     def loss_and_gradients(
         self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: Any = None
     ) -> tuple[jax.Array, Params, Any, jax.Array]:
-        """Gradients of the mean loss over the global batch. Traceable.
+        """Return the mean loss over the global batch and its gradients. Traceable.
 
         Args:
-            params: mesh layout, sharded by `layout.specs()`.
-            tokens: int32 [global_batch, sequence + 1].
-            key: uint32 [2], dropout's; None without dropout.
-            codec: state of the compression; None: a fresh one.
+            params: Parameters in mesh layout, sharded by `layout.specs()`.
+            tokens: Token batch, int32 [global_batch, sequence + 1].
+            key: Key of dropout, uint32 [2]; None without dropout.
+            codec: State of the compression; None: the initial state.
 
         Returns:
-            The loss; its gradients, sharded like the parameters; the compression's new state; and per stage the part of
-            its gradients that compression over data left out, float32 [P].
+            The loss, float32 []; its gradients, shaped and sharded like the parameters; the new state of the
+            compression; and the relative error of each stage's compression over data, float32 [P] (see
+            gradients.Reduced).
         """
         specs, whole = self.layout.specs(), PartitionSpec()
         codec = self.compression.init() if codec is None else codec
@@ -303,7 +353,7 @@ class Trainer:
 
     @jax.named_scope("sync")
     def norm(self, grads: Params) -> jax.Array:
-        """Norm of gradients in mesh layout, sharded as parameters, each parameter counted once. Traceable."""
+        """Return the norm of gradients in mesh layout, with each parameter counted once. Traceable."""
         run = functools.partial(gradients.global_norm, self.layout)
         return self.shard_map(run, (self.layout.specs(),), PartitionSpec())(grads)
 
@@ -311,9 +361,22 @@ class Trainer:
     def update(
         self, state: TrainState, loss: jax.Array, grads: Params, codec: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The optimizer's part of a step: gradients in, the next state out; nothing changes if they are not finite."""
+        """Clip the gradients and apply the optimizer. Traceable.
+
+        If the loss or the norm is not finite, only the state's `step` and `skipped` change.
+
+        Args:
+            state: State before the step.
+            loss: Mean loss over the batch, float32 [].
+            grads: Its gradients in mesh layout.
+            codec: New state of the compression.
+
+        Returns:
+            The state after the step, and the metrics loss, grad_norm (before clipping), learning_rate and finite.
+        """
         c = self.config
-        # Materialized here, each parameter's update is one fusion in place; else XLA copies the optimizer state first.
+        # The barrier materializes the gradients, so that each parameter's update is one fusion in place. Without it XLA
+        # copies the optimizer state first.
         grads = lax.optimization_barrier(grads)
         norm = self.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -349,7 +412,17 @@ class Trainer:
 
     @functools.cached_property
     def step(self) -> Any:
-        """jit: (state, donated; tokens) -> (state, {loss, grad_norm, learning_rate, finite, maybe left_out [P]})."""
+        """Jitted training step: (state, batch) -> (state, metrics).
+
+        Args:
+            state: State before the step. It is donated: its arrays cannot be used afterwards.
+            batch: Tokens, int32 [global_batch, sequence + 1]. Each position predicts the next one.
+
+        Returns:
+            The state after the step, and a dictionary of metrics: loss and grad_norm, float32 []; learning_rate,
+            float32 []; finite, bool []; and left_out, float32 [P], the relative error of each stage's compression over
+            data, if any stage compresses.
+        """
         return jax.jit(
             self._step,
             donate_argnums=0,
@@ -358,12 +431,12 @@ class Trainer:
         )
 
     def compile_step(self) -> jax.stages.Compiled:
-        """The train step compiled for this mesh, before there is any data."""
+        """Compile the training step for this mesh; it needs no data."""
         return self.step.lower(self.abstract_state(), self.abstract_batch()).compile(self.compiler_options)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA's options for the train step on this mesh's platform."""
+        """XLA's options for the training step on this mesh's platform."""
         if self.platform != "gpu":
             return {} if self.schedule.masked else CPU_OPTIONS
         return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if self.compression.between_stages else {})
@@ -375,6 +448,14 @@ class Trainer:
 
     @functools.cached_property
     def evaluate(self) -> Any:
-        """jit: (params, tokens) -> mean loss over the global batch, without dropout."""
+        """Jitted evaluation: (params, batch) -> loss.
+
+        Args:
+            params: Parameters in mesh layout: `state.params`.
+            batch: Tokens, int32 [global_batch, sequence + 1].
+
+        Returns:
+            Mean loss over the batch in nats per token, float32 [], without dropout.
+        """
         run = self.shard_map(self._local_loss, (self.layout.specs(), BATCH_SPEC), PartitionSpec())
         return jax.jit(run)

@@ -1,4 +1,4 @@
-"""This process as one of many: it joins the others, is told to stop, and reports to its supervisor.
+"""This process as one of many: joining the others, stopping on SIGTERM, reporting to a supervisor.
 
-May import nothing of the project but `paxtrain.errors`; supervisors import it and must stay light.
+May import nothing of the project except `paxtrain.errors`. Supervisors import `supervised`, which imports no jax.
 """

@@ -1,4 +1,4 @@
-"""Many processes: who coordinates them, found in the scheduler's variables or given by flags."""
+"""Joining the processes of a launch: by the launcher's variables or by flags."""
 
 import contextlib
 import math
@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,18 +18,16 @@ from jax.experimental import multihost_utils
 from paxtrain.errors import UserError
 from paxtrain.process import jax_private
 
-_BARRIER = 3_600_000  # milliseconds
+_BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
 
-_INTERACTIVE = "4294967290"  # SLURM's number of the step that salloc's shell may be: no task either
-# Variables that say: this is one of several processes of a launch. jax.distributed reads the rest itself.
+_INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
+# Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 
 
 def define_flags() -> None:
-    """Defines the flags that `initialize` takes."""
-    flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0; SLURM, Open MPI and Kubernetes tell it themselves."
-    )
+    """Define the flags whose values `initialize` takes."""
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; detected under SLURM, Open MPI and Kubernetes.")
     flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
     flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
     flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
@@ -36,16 +35,17 @@ def define_flags() -> None:
 
 
 def detect(environment: Mapping[str, str]) -> str | None:
-    """The launcher that started this process as one of several, or None.
+    """Return the name of the launcher that started this process as one of several, or None.
 
-    SLURM and Open MPI are told by their count of tasks; Kubernetes by an indexed Job's JOB_COMPLETION_INDEX.
+    SLURM and Open MPI are recognised by their number of tasks, Kubernetes by an indexed Job's JOB_COMPLETION_INDEX.
 
     Raises:
-        UserError: it is in the shell of an allocation of several tasks or nodes, of which it would use only a part.
+        UserError: The process runs in the shell of an allocation of several tasks or nodes, and would use only a part.
     """
     step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_STEP_ID") != _INTERACTIVE
     for launcher, variable in _SIZES.items():
-        # The shell of salloc or sbatch has a count of tasks, that of sbatch also SLURM_PROCID=0; srun makes steps.
+        # The shells of salloc and sbatch have a number of tasks too (sbatch also SLURM_PROCID=0); only srun makes
+        # steps.
         started = launcher != "SLURM" or step
         if started and int(environment.get(variable, "1")) > 1:
             return launcher
@@ -56,26 +56,26 @@ def detect(environment: Mapping[str, str]) -> str | None:
             if (count := int(environment.get(variable, "1"))) > 1:
                 raise UserError(
                     f"this process is in SLURM's allocation of {count} {what}, but not one of its tasks; start it with "
-                    "srun, or with srun --nodes=1 --ntasks=1 to be alone"
+                    "srun, or with srun --nodes=1 --ntasks=1 to run it alone"
                 )
     return None
 
 
 def alone(coordinator: str | None, processes: int | None, process: int | None) -> bool:
-    """Whether the flags say that this process is the only one."""
+    """Return whether the flags say that this process is the only one."""
     return (coordinator, processes, process) == (None, 1, None)
 
 
 def expected_processes(environment: Mapping[str, str]) -> int:
-    """How many processes the launcher started; 1 where it does not say."""
+    """Return the number of processes that the launcher started, or 1 if it does not say."""
     launcher = detect(environment)
     return int(environment[_SIZES[launcher]]) if launcher in _SIZES else 1
 
 
 def _local_devices(environment: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the host where the launcher started one task on it; None: jax decides.
+    """Return all GPUs of the host if this process is the only task on it, else None: jax decides.
 
-    Under SLURM and Open MPI jax would give each task the one GPU of its number on the host.
+    Under SLURM and Open MPI jax would give each task one GPU, the one with the task's number on the host.
     """
     tasks = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if tasks.split("(")[0] != "1" or "JAX_LOCAL_DEVICE_IDS" in environment:
@@ -89,7 +89,7 @@ def _local_devices(environment: Mapping[str, str]) -> list[int] | None:
 
 
 def host_names() -> list[str]:
-    """The host name of every process, by process index."""
+    """Return the host name of every process, by process index."""
     mine = np.zeros(256, np.uint8)
     raw = socket.gethostname().encode()[: mine.size]
     mine[: len(raw)] = np.frombuffer(raw, np.uint8)
@@ -99,10 +99,13 @@ def host_names() -> list[str]:
 
 
 def agree(error: UserError | None) -> None:
-    """Ends all processes if one of them has found bad input, so that none waits for it.
+    """End all processes if one of them has found bad input, so that none waits for it.
+
+    Args:
+        error: The error of this process, or None.
 
     Raises:
-        UserError: this process's own, or one that names the first process that has one.
+        UserError: `error`, or an error that names the first process with one.
     """
     if jax.process_count() > 1:
         failed = np.flatnonzero(multihost_utils.process_allgather(np.array([error is not None])))
@@ -113,10 +116,10 @@ def agree(error: UserError | None) -> None:
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when all processes have come here, each once for every `what`.
+    """Return when all processes have called this function with the same `what`.
 
-    No collective, whose time limit may be shorter than what keeps the others (compiling), since a collective's is there
-    to notice what has broken.
+    This barrier is not a collective. The time limit of collectives notices failures and may be shorter than the
+    compilation that delays another process.
     """
     client = jax_private.coordination_client()
     if client is not None and jax.process_count() > 1:
@@ -125,11 +128,11 @@ def wait_for_all(what: str) -> None:
 
 @contextlib.contextmanager
 def _limit(seconds: float, message: str) -> Iterator[None]:
-    """Ends the process with a sentence if the block takes longer: the runtime's own limit ends in a C++ abort."""
+    """End the process with an error message if the block takes longer; the runtime's limit would abort in C++."""
 
     def give_up() -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(2)  # The main thread sits in the runtime, where no exception reaches it.
+        os._exit(2)  # the main thread is inside the runtime, where no exception reaches it
 
     timer = threading.Timer(seconds, give_up)
     timer.start()
@@ -148,17 +151,21 @@ def _check_address(coordinator: str) -> None:
 def initialize(
     coordinator: str | None, processes: int | None, process: int | None, timeout: float, heartbeat: int | None = None
 ) -> None:
-    """Joins the processes of a launch; without flags and launcher this process stays alone.
+    """Join the processes of a launch; without flags and launcher this process stays alone.
+
+    The first three arguments go together: all are given, or none. `processes=1` alone is allowed as well, and keeps
+    this process alone whatever the launcher says. If the others do not join in time, the process ends with an error
+    message and exit code 2.
 
     Args:
-        coordinator: HOST:PORT of process 0; processes, process: their number and this one's. All three or none, or
-            only one process, which then is alone whatever the launcher says.
-        timeout: seconds to wait for the coordinator and for the other processes.
-        heartbeat: seconds after which a process that has not been heard ends all others; None: as jax has it.
+        coordinator: HOST:PORT of process 0.
+        processes: Number of processes.
+        process: Number of this process, from 0.
+        timeout: Seconds to wait for the coordinator and for the other processes.
+        heartbeat: Seconds without a heartbeat of one process after which all others end; None: jax's default.
 
     Raises:
-        UserError: only some of the flags are given, or they make no sense.
-        SystemExit: with code 2, after a sentence on stderr, where the others do not come in time.
+        UserError: Only some of the flags are given, one has an invalid value, or the runtime cannot join.
     """
     given = {"--coordinator": coordinator, "--num_processes": processes, "--process_id": process}
     missing = [flag for flag, value in given.items() if value is None]
@@ -167,7 +174,7 @@ def initialize(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if alone(coordinator, processes, process):
         return
-    if not missing:
+    if coordinator is not None and processes is not None and process is not None:
         if not 0 <= process < processes:
             raise UserError(f"--process_id must be in [0, {processes}), got {process}")
         _check_address(coordinator)
@@ -178,6 +185,7 @@ def initialize(
         f"the processes did not find each other within {timeout:g} s ({where}); "
         "start all of them, or give a larger --coordinator_timeout"
     )
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat} if heartbeat else {}
     try:
         with _limit(timeout, late):
             jax.distributed.initialize(
@@ -187,7 +195,7 @@ def initialize(
                 local_device_ids=_local_devices(os.environ),
                 cluster_detection_method=None if missing else "deactivate",
                 initialization_timeout=int(timeout) + 60,
-                **({"heartbeat_timeout_seconds": heartbeat} if heartbeat else {}),
+                **options,
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error

@@ -1,11 +1,13 @@
 """SIGTERM, as a question that the training loop asks after each step.
 
-With several processes jax.distributed catches it, and its processes agree on a step: the one after the highest number
-that any of them has asked about by then. Steps must be asked about in turn, from 1 on: a signal that comes before the
-first question, while a resumed run compiles, means step 1, and nobody would ever ask about that again.
+With several processes jax.distributed catches the signal, and the processes agree on the step after which to stop: one
+more than the highest number that any of them has asked about. A run therefore numbers its questions from 1, even if it
+resumes at a later step. A signal that comes while it compiles selects question 1, which must still be ahead.
 """
 
 import signal
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -13,16 +15,20 @@ from jax.experimental import multihost_utils
 
 
 class Stop:
-    """Catches SIGTERM from entry to exit; with several processes from when they joined."""
+    """A context manager that catches SIGTERM; with several processes jax catches it from the time they joined."""
 
     def __init__(self) -> None:
-        self._caught, self._before, self._asked = False, None, 0
+        self._caught, self._asked = False, 0
+        self._before: Callable[[int, FrameType | None], Any] | int | None = None
 
-    def _catch(self, *_: Any) -> None:
+    def _catch(self, *_: object) -> None:
         self._caught = True
 
     def now(self) -> bool:
-        """Whether the step just done is the last one, the same on every process; asked once after each."""
+        """Return whether to stop after the step just done, the same on every process.
+
+        Call it exactly once after each step.
+        """
         if jax.process_count() > 1:
             self._asked += 1
             return multihost_utils.reached_preemption_sync_point(self._asked)

@@ -1,9 +1,9 @@
-"""What a training process tells the parent that watches over it (planner.supervise), and hears from it.
+"""The progress file of a training process, which its supervisor (planner.supervise) reads.
 
-A line of JSON in the file that PAXTRAIN_PROGRESS names, written over each time, in one system call of a few
-microseconds; without the variable nothing is written. The parent learns from it which step was finished last, what
-the process does between steps, and why it failed: an exception that ends the process is told at once, while its exit
-would wait for the other processes at the coordination service's barrier.
+The file that PAXTRAIN_PROGRESS names holds one line of JSON. Each update overwrites it in one system call of a few
+microseconds; without the variable nothing is written. The line says which step finished last, what the process does
+between steps, and why it failed. An exception is written at once, while the exit of the process would wait for
+the other processes at the coordination service's barrier.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 VARIABLE = "PAXTRAIN_PROGRESS"
-# Seconds after which jax's coordination service ends all processes because it has not heard one of them.
+# Variable with the seconds without a heartbeat of one process after which jax's coordination service ends all others.
 HEARTBEAT = "PAXTRAIN_HEARTBEAT_SECONDS"
-_LENGTH = 8192  # bytes of the line: always as many, so that a short one covers all of a longer one
-_TEXT = 600  # characters of an error at most; JSON makes up to six bytes of one
+_LENGTH = 8192  # bytes of the line, always the same, so that a short one overwrites all of a longer one
+_TEXT = 600  # most characters of an error; JSON makes up to six bytes of each
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshPosition:
-    """A process in the mesh.
+    """The position of a process in the mesh.
 
     Attributes:
-        process: its number.
-        role: what its devices are, as in "stage 2, data 0"; "" where it has all of them.
-        neighbours: numbers of the processes that it sends to or receives from.
+        process: Number of the process.
+        role: Mesh coordinates of its devices, as in "stage 2, data 0"; "" if it has all devices.
+        neighbours: Numbers of the processes that it sends to or receives from.
     """
 
     process: int
@@ -37,7 +37,10 @@ class MeshPosition:
 
 
 class Progress:
-    """The line, while the process lives. As a context manager, also again inside, it tells of what ends its block."""
+    """The writer of the progress file.
+
+    As a context manager it writes the exception that ends its block. Blocks may be nested.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         path = environment.get(VARIABLE)
@@ -46,24 +49,28 @@ class Progress:
         self._tell()
 
     def placed(self, place: MeshPosition) -> None:
-        """Where in the mesh this process is."""
+        """Write the position of this process in the mesh."""
         self._tell(place=dataclasses.asdict(place))
 
     def finished(self, step: int) -> None:
-        """All of this step is done."""
+        """Write that this step is done."""
         self._tell(step=step, doing="")
 
     def now(self, what: str) -> None:
-        """What follows is no step, and may take longer than one. `what` continues "the process is ..."."""
+        """Write what the process does outside of steps, which may take longer than a step.
+
+        Args:
+            what: The words after "the process is".
+        """
         self._tell(doing=what)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """The same of a block alone."""
+        """Write what the process does in a block, as `now`, and after it what the process did before."""
         before = self._said["doing"]
         self.now(what)
         yield
-        self.now(before)  # not after an exception: that it happened here is worth knowing
+        self.now(before)  # not after an exception, so that the file says where it was raised
 
     def _tell(self, **changes: Any) -> None:
         if self._file is None:
@@ -71,34 +78,39 @@ class Progress:
         self._said |= changes
         self._said["count"] += 1
         line = json.dumps(self._said).encode()
-        with contextlib.suppress(OSError):  # a full disk here is no reason to end training
+        with contextlib.suppress(OSError):  # a full disk here must not end training
             os.pwrite(self._file, line.ljust(_LENGTH - 1) + b"\n", 0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Of several, one after another on the way out, the first; an exit's code is what the parent sees.
+        # The first exception is the cause of later ones. The supervisor sees an exit's code without this file.
         if error is not None and not isinstance(error, SystemExit) and not self._said["failed"]:
             text = " ".join(str(error).split())[:_TEXT]
             self._tell(failed=f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
 def heartbeat(environment: Mapping[str, str]) -> int | None:
-    """Seconds that the parent asks for, or None."""
+    """Return the heartbeat limit in seconds that the supervisor asks for, or None."""
     return int(environment.get(HEARTBEAT, 0)) or None
 
 
 def read(path: str | pathlib.Path) -> dict[str, Any] | None:
-    """What was told last: count, step (None before the first), doing and failed; None where nothing can be read."""
+    """Return the newest line of a progress file, or None if there is none to read.
+
+    Returns:
+        A dictionary with "count" (number of updates), "step" (the last finished one, or None), "doing", "failed", and
+        "place" once the process knows its position in the mesh.
+    """
     try:
         said = json.loads(pathlib.Path(path).read_bytes())
-    except (OSError, ValueError):  # none yet, or read while it was written
+    except (OSError, ValueError):  # not written yet, or read during a write
         return None
     return said if isinstance(said, dict) and said.keys() >= {"count", "step", "doing", "failed"} else None
 
 
 def place(said: Mapping[str, Any]) -> MeshPosition | None:
-    """Where the process is that told this; None: it has not told."""
+    """Return the position in the mesh that `read` found, or None if the process has not written it."""
     values = said.get("place")
     return MeshPosition(values["process"], values["role"], tuple(values["neighbours"])) if values else None
