@@ -121,7 +121,7 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
         table, dim = table[0], max(dim - 1, -1)
     table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
     leaves, structure = jax.tree.flatten(found)
-    gathered = structure.unflatten(_gather(leaves, jax.tree.leaves(dims)))
+    gathered = jax.tree.unflatten(structure, _gather(leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})
 
 
@@ -253,7 +253,7 @@ def _means(layout: Layout, tree: Any, dims: Any) -> Any:
     def together(arrays: list[jax.Array]) -> list[jax.Array]:
         return _packed_means(layout, arrays, dims)
 
-    return structure.unflatten(lax.platform_dependent(arrays, cpu=together, default=each))
+    return jax.tree.unflatten(structure, lax.platform_dependent(arrays, cpu=together, default=each))
 
 
 @jax.named_scope("compression")
@@ -307,7 +307,7 @@ def _sum_over_sequence(grads: Weights) -> Weights:
     parts = [i for i, found in enumerate(keys) if tensor_dim(found) is None]
     for i, total in zip(parts, packed(lambda x: lax.psum(x, "tensor"), [values[i] for i in parts]), strict=True):
         values[i] = total
-    chunks, final_norm = structure.unflatten(values)
+    chunks, final_norm = jax.tree.unflatten(structure, values)
     return grads._replace(chunks=chunks, final_norm=final_norm)
 
 
