@@ -62,7 +62,7 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def place(mesh: Mesh, process: int | None = None) -> MeshPosition:
+def mesh_position(mesh: Mesh, process: int | None = None) -> MeshPosition:
     """Return the position of a process in a mesh; default: of this process.
 
     Its neighbours are the processes of the next and previous devices along each axis, cyclically.

@@ -34,6 +34,14 @@ def coordination_client() -> CoordinationClient | None:
     return distributed.global_state.client
 
 
+def joined_processes() -> int:
+    """Return the number of processes that have joined this one, itself included.
+
+    `jax.process_count()` creates the backend, after which the number of its devices is fixed.
+    """
+    return distributed.global_state.num_processes
+
+
 def coordinator_address() -> str | None:
     """Return HOST:PORT of the coordinator that this process has joined, or None.
 

@@ -1,4 +1,5 @@
-"""What a training run leaves behind: checkpoints, metrics, tables and plots.
+"""A training run: its loop, checkpoints, metrics, tables and figures, and text sampled from its checkpoints.
 
-May import `paxtrain.config` and `paxtrain.parallel`.
+May import the rooms of the step (`config`, `model`, `pipeline`, `schedule`, `parallel`), `data`, `process`,
+`profiling`, `devices` and `xla`.
 """

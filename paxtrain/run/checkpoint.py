@@ -1,11 +1,12 @@
 """Checkpoints: written in the background, verified when read, restored onto any mesh.
 
-A checkpoint holds the canonical state (a nested dict of global arrays) and a JSON record: the trainer's own metadata
-and, for each array, dtype, shape and a fingerprint of its bits. Decompression does not notice every damaged byte; the
-fingerprint does, on any mesh.
+A checkpoint holds the canonical state, a nested dict of global arrays, and a JSON record. The record has the run's
+metadata and, for each array, dtype, shape and a fingerprint of its bits. Decompression does not notice every damaged
+byte, while the fingerprint does, on any mesh.
 """
 
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -29,19 +30,20 @@ from paxtrain.errors import UserError
 
 Tree = Any
 Meta = dict[str, Any]
-# Which top-level keys to read of a checkpoint with this metadata, these kinds of arrays by path, and this name.
+# Function of a checkpoint's metadata, the kinds of its arrays by path, and its name; returns the top-level keys to
+# read.
 Wanted = Callable[[Meta, dict[str, str], str], set[str]]
 
 _SET_ASIDE = "set_aside"
-_VISIBLE = 90.0  # seconds after which a network's folder shows what another host has made: NFS keeps names for 60
+_VISIBLE = 90.0  # seconds until a network folder shows what another host has created; NFS caches names for 60 s
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def ensure_writable(path: str | pathlib.Path) -> None:
-    """Makes the directory `path` if need be and proves that files can be written there.
+    """Create a directory if it is missing, and check that files can be written there.
 
     Raises:
-        UserError: it cannot be made or written.
+        UserError: It cannot be created or written.
     """
     try:
         pathlib.Path(path).mkdir(parents=True, exist_ok=True)
@@ -53,14 +55,14 @@ def ensure_writable(path: str | pathlib.Path) -> None:
 
 @jax.jit
 def fingerprint(x: jax.Array) -> jax.Array:
-    """A uint32 that depends on each bit of x and its place, and not on how x is sharded.
+    """Return a fingerprint that depends on each bit of x and its position, and not on how x is sharded.
 
-    The sum, modulo 2**32, of every element's bits mixed with its flat index. The mixer, MurmurHash3's fmix32, is one to
-    one: a change of one element always shows, any other change but once in 2**32. (Without it, two flipped signs
-    would cancel.)
+    It is the sum modulo 2**32 of each element's bits, mixed with its flat index by MurmurHash3's fmix32. The mixer is
+    one to one, so that a change of a single element always shows. Any other change goes unnoticed once in 2**32 cases.
+    Without the mixer two flipped signs would cancel.
 
     Args:
-        x: any shape; up to 32 bits an element, or bool.
+        x: Array of any shape, with bool or at most 32 bits for each element.
 
     Returns:
         uint32 [].
@@ -85,7 +87,7 @@ def _by_path(tree: Tree) -> dict[str, Any]:
 
 
 def kinds(tree: Tree) -> dict[str, str]:
-    """Dtype and shape of every array by its path, as a checkpoint's record keeps them."""
+    """Return dtype and shape of each array by its path, as a checkpoint's record stores them."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
 
 
@@ -95,7 +97,7 @@ def _all_fingerprints(tree: Tree) -> Tree:
 
 
 def _fingerprints(tree: Tree) -> dict[str, int]:
-    # One program after the state is there: many small collective programs at once can starve the CPU backend's threads.
+    # One program, and after the state is computed: many small collective programs can starve the CPU backend's threads.
     sums = _by_path(_all_fingerprints(jax.block_until_ready(tree)))
     return {path: int(value) for path, value in jax.device_get(sums).items()}
 
@@ -105,14 +107,17 @@ def _checksum(record: Meta) -> int:
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
-    """Steps of the finished checkpoints in a directory, ascending; none if there is no such directory."""
+    """Return the steps of the finished checkpoints in a directory, ascending; it need not exist."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def _same_everywhere(directory: pathlib.Path) -> list[int]:
-    """Process 0's steps, on every process: of a folder on a network each process may see another state."""
+    """Return the steps that process 0 sees, on every process, once they are visible here or time is up.
+
+    Processes may see different states of a folder on a network.
+    """
     steps = finished_steps(directory)
     if jax.process_count() == 1:
         return steps
@@ -126,8 +131,8 @@ def _same_everywhere(directory: pathlib.Path) -> list[int]:
 
 
 def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    # Orbax ends a restore at a barrier, where a process whose files are damaged would never arrive: each process
-    # therefore reads as if it were alone, and `_try` joins them.
+    # Orbax ends a restore at a barrier, which a process with damaged files never reaches. So each process reads as if
+    # it were alone, and `_try` lets them agree.
     me = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
@@ -155,11 +160,11 @@ def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
 
 
 def _try(read: Callable[[], Any], joined: bool) -> tuple[Any, str]:
-    """What `read` returns and "", or None and the reason why it failed, here or (joined) in any other process."""
+    """Return the result of `read` and "", or None and why it failed, here or (if joined) on another process."""
     try:
         result, reason = read(), ""
     except (jax.errors.JaxRuntimeError, MemoryError):
-        raise  # says nothing about the checkpoint
+        raise  # not the checkpoint's fault
     except Exception as error:  # damaged files make orbax and tensorstore raise nearly anything
         result, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     if joined:
@@ -178,11 +183,15 @@ def _differences(saved: Meta, expected: Meta) -> str:
 
 
 def _require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:
-    """Compares architecture, then arrays, with what is asked for; parts of the state not asked for may differ."""
-    # Through JSON, as the saved one went: a tuple comes back as a list.
+    """Check that a checkpoint has the expected architecture and arrays; parts that are not read may differ.
+
+    Raises:
+        UserError: They differ.
+    """
+    # The saved one went through JSON, which turns tuples into lists.
     different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
     if different:
-        raise UserError(f"{where} is of another model: {different}; ask for the same model or name another directory")
+        raise UserError(f"{where} is of another model: {different}; use the same model or name another directory")
     saved = {path: kind for path, kind in record["arrays"].items() if path.split("/")[0] in abstract}
     different = _differences(saved, kinds(abstract))
     if different:
@@ -197,17 +206,26 @@ def _restore(
     problems: list[str],
     wanted: Wanted | None = None,
 ) -> tuple[int, Tree, Meta] | None:
-    """(step, state, meta) of the newest good one of `steps`, or None; appends what is wrong with newer ones."""
-    # Arrays on this process's devices alone: the other processes may not even be reading.
+    """Return step, state and metadata of the newest good checkpoint, or None.
+
+    Args:
+        directory: Folder of the checkpoints.
+        abstract: Shapes and shardings of the state.
+        model: Architecture, compared with the checkpoint's.
+        steps: Steps to try, ascending.
+        problems: List to which a sentence is appended for each damaged checkpoint.
+        wanted: Function that selects the keys of `abstract` to read; None: all.
+    """
+    # If all arrays are on this process's devices, other processes may not be reading.
     joined = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(abstract))
     for step in reversed(steps):
         where = f"checkpoint {step} in {directory}"
-        record, reason = _try(lambda step=step: _read_record(directory, step), joined)
+        record, reason = _try(functools.partial(_read_record, directory, step), joined)
         if not reason:
             parts = set(abstract) if wanted is None else wanted(record["meta"], record["arrays"], where)
             chosen = {key: value for key, value in abstract.items() if key in parts}
             _require_same(record, chosen, model, where)
-            state, reason = _try(lambda step=step, chosen=chosen: _read_state(directory, step, chosen), joined)
+            state, reason = _try(functools.partial(_read_state, directory, step, chosen), joined)
         if not reason:
             found = _fingerprints(state)
             damaged = [path for path, value in found.items() if value != record["fingerprints"][path]]
@@ -243,17 +261,17 @@ def _none_good(directory: pathlib.Path, steps: list[int]) -> UserError:
 
 
 def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
-    """The metadata of the newest checkpoint whose record is intact, or of the one of `step`; arrays are not read.
+    """Return the metadata of the newest checkpoint whose record is intact, or of the one of `step`.
 
-    A process may call this alone.
+    Arrays are not read. A process may call this function alone.
 
     Raises:
-        UserError: there is no checkpoint, none of that step, or none whose record is intact.
+        UserError: There is no checkpoint, none of that step, or none whose record is intact.
     """
     directory = pathlib.Path(directory).absolute()
     steps = _chosen(directory, step)
     for candidate in reversed(steps):
-        record, reason = _try(lambda candidate=candidate: _read_record(directory, candidate), joined=False)
+        record, reason = _try(functools.partial(_read_record, directory, candidate), joined=False)
         if not reason:
             return record["meta"]
         _report([], f"checkpoint {candidate} in {directory} is damaged ({reason}) and not used")
@@ -263,19 +281,21 @@ def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
 def restore_params(
     directory: str | pathlib.Path, abstract: Tree, model: Meta, step: int | None = None
 ) -> tuple[Tree, Meta]:
-    """The "params" subtree alone, of the newest good checkpoint or of `step`; optimizer state is not read.
+    """Read the parameters alone, from the newest good checkpoint or the one of `step`.
 
-    A process may call this alone where `abstract` lies on its own devices.
+    A process may call this function alone if `abstract` is on its own devices.
 
     Args:
-        abstract: jax.ShapeDtypeStructs with shardings, structured as state["params"].
-        model: the architecture, compared with meta["model"] before any array is read.
+        directory: Folder of the checkpoints.
+        abstract: jax.ShapeDtypeStructs with shardings, in the structure of state["params"].
+        model: Architecture, compared with meta["model"] before any array is read.
+        step: Step of the checkpoint; None: the newest good one.
 
     Returns:
-        (params, meta).
+        Parameters and metadata.
 
     Raises:
-        UserError: no checkpoint, none good, or one of another model.
+        UserError: There is no good checkpoint, or it is of another model.
     """
     directory = pathlib.Path(directory).absolute()
     steps = _chosen(directory, step)
@@ -286,16 +306,16 @@ def restore_params(
 
 
 class _Barrier:
-    """Where orbax's background threads wait for those of the other processes, and where a save that failed is seen.
+    """The barrier of orbax's background threads on all processes, which also notices a failed save.
 
-    Orbax gives the error of a save to whoever looks first. If that is `CheckpointManager.check_for_errors`, its own
-    thread, which waits for the save, sees none, and deletes the checkpoints that the failed one was to replace. If it
-    is that thread, `check_for_errors` sees none, while the thread, in a `finally` on the error's way up, waits for the
-    other processes, of which none comes: they wait for the save that failed. So nobody asks orbax; here, where the
-    error passes by, it is kept, and ends the thread.
+    Orbax reports the error of a save once, to the first caller that looks. If that is
+    `CheckpointManager.check_for_errors`, orbax's thread that waits for the save sees no error, and deletes the
+    checkpoints that the failed one should have replaced. If the thread is first, `check_for_errors` sees no error. The
+    thread then waits, in a `finally` block, for the other processes, which wait for the failed save. So this project
+    never asks orbax. The error passes through this barrier, which keeps it and ends the thread.
 
     Attributes:
-        failure: of a save; None: none is known.
+        failure: Error of a save, or None.
     """
 
     def __init__(self) -> None:
@@ -311,7 +331,7 @@ class _Barrier:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, but that it leaves jax's agreement on SIGTERM alone, which counts what is asked (see stopping.py)."""
+    """Orbax's manager without its question about SIGTERM, since jax counts such questions (see stopping.py)."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -320,15 +340,21 @@ class _Manager(ocp.CheckpointManager):
 class Checkpoints:
     """The checkpoints of one training run.
 
-    Checkpoints newer than the one that was restored (damaged ones; all of them, where `restore` was not called) are not
-    of this run's past: before its first save they are moved to the subdirectory set_aside, so that they neither block
-    a step number nor count among the newest. Every process of a run calls every method.
+    Checkpoints newer than the restored one are not of this run's past: they are damaged, or `restore` was not called.
+    Before the first save they are moved to the subdirectory set_aside, so that they neither block a step number nor
+    count among the newest. Every process of a run calls every method.
 
     Attributes:
-        problems: what `restore` found wrong, one sentence each.
+        problems: Sentences about what `restore` found wrong.
     """
 
     def __init__(self, directory: str | pathlib.Path, config: CheckpointConfig) -> None:
+        """Name the folder; nothing is read or written yet.
+
+        Args:
+            directory: Folder of the checkpoints.
+            config: Which checkpoints to keep.
+        """
         self.problems: list[str] = []
         self._directory = pathlib.Path(directory).absolute()
         self._config = config
@@ -337,20 +363,20 @@ class Checkpoints:
         self._barrier = _Barrier()
 
     def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
-        """The newest good checkpoint, on the mesh of `abstract`.
+        """Read the newest good checkpoint onto the mesh of `abstract`.
 
         Args:
-            abstract: jax.ShapeDtypeStructs with shardings, structured as the state. Top-level keys of the saved state
-                that are missing here are not read.
-            model: the architecture, compared with meta["model"] before any array is read.
-            wanted: which top-level keys of `abstract` to read, from a checkpoint's (meta, kinds of its arrays by path,
-                its name for messages); default: all.
+            abstract: jax.ShapeDtypeStructs with shardings, in the structure of the state. Top-level keys of the saved
+                state that are missing here are not read.
+            model: Architecture, compared with meta["model"] before any array is read.
+            wanted: Function that selects the top-level keys of `abstract` to read, from a checkpoint's metadata, the
+                kinds of its arrays by path, and its name for messages; default: all keys.
 
         Returns:
-            (state, meta), or None where nothing has been saved.
+            State and metadata, or None if nothing has been saved.
 
         Raises:
-            UserError: a checkpoint of another model or other arrays, or checkpoints of which none is good.
+            UserError: The checkpoint is of another model or has other arrays, or no checkpoint is good.
         """
         steps = _same_everywhere(self._directory)
         for path in self._directory.glob(f"*{_UNFINISHED}*"):
@@ -365,64 +391,66 @@ class Checkpoints:
         return state, meta
 
     def save(self, step: int, state: Tree, meta: Meta) -> None:
-        """Starts to write a checkpoint; returns when the state may be donated.
+        """Start to write a checkpoint, and return when the state may be donated.
 
-        It appears under its name only when complete. A step that this run has saved or restored is not written again.
+        The checkpoint gets its name when it is complete. A step that this run has saved or restored is not written
+        again.
 
         Args:
-            state: nested dict of jax.Arrays, global, in the layout that does not depend on the mesh.
-            meta: plain JSON values; "model" is the architecture.
+            step: Number of the step.
+            state: Canonical state, a nested dict of global jax.Arrays.
+            meta: Metadata of JSON values; "model" is the architecture.
 
         Raises:
-            RuntimeError: it could not be written, as far as is known by now, and why.
+            RuntimeError: This checkpoint or an earlier one could not be written.
         """
         if self._manager is None:
             self._manager = self._open()
         if step in self._manager.all_steps():
             return
-        record = {"meta": meta, "arrays": kinds(state), "fingerprints": _fingerprints(state)}
-        record = {**record, "checksum": _checksum(record)}
+        record: Meta = {"meta": meta, "arrays": kinds(state), "fingerprints": _fingerprints(state)}
+        record["checksum"] = _checksum(record)
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), record=ocp.args.JsonSave(record))
         with self._named():
             self._manager.save(step, args=args, force=True)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Says of an error in the block what it means."""
+        """Turn an error in the block into a sentence about the checkpoint."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
-            raise  # says nothing about the checkpoint
+            raise  # not the checkpoint's fault
         except Exception as error:  # orbax and tensorstore have many
-            # Tensorstore names the file, in full, several times, and then all of its settings.
+            # Tensorstore's message has the full path several times, and then all of its settings.
             text, *_ = str(error).replace(f"{self._directory}/", "").split(" [tensorstore_spec=")
             raise RuntimeError(f"a checkpoint could not be written to {self._directory}: {text}") from error
 
     def check(self) -> None:
-        """Raises if it is known by now that the last save went wrong: steps that are not saved may be lost.
+        """Raise if the last save is known to have failed, because steps that are not saved may be lost.
 
         Raises:
-            RuntimeError: it could not be written, and why.
+            RuntimeError: The checkpoint could not be written.
         """
         with self._named():
             if self._barrier.failure is not None:
                 raise self._barrier.failure
 
     def wait(self) -> None:
-        """Returns when everything saved is on disk.
+        """Return when all saved checkpoints are on disk.
 
         Raises:
-            RuntimeError: it could not be written, and why.
+            RuntimeError: A checkpoint could not be written.
         """
         if self._manager is not None:
             with self._named():
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, then ends the background threads.
+        """Wait for the last save, then end the background threads.
 
         Raises:
-            RuntimeError: what was saved last could not be written, and why.
+            RuntimeError: The last checkpoint could not be written.
         """
         if self._manager is not None:
             with self._named():
@@ -443,7 +471,7 @@ class Checkpoints:
                     self._set_aside(step)
         multihost_utils.sync_global_devices("paxtrain.run.checkpoint: set aside")
         policies = ocp.checkpoint_managers
-        keep = [policies.LatestN(self._config.keep)]
+        keep: list[Any] = [policies.LatestN(self._config.keep)]
         if self._config.keep_every:
             keep.append(policies.EveryNSteps(self._config.keep_every))
         options = ocp.CheckpointManagerOptions(

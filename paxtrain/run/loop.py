@@ -1,4 +1,4 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: steps, and what is due between them."""
 
 import time
 
@@ -15,7 +15,14 @@ Figures = dict[str, jax.Array]
 class Loop:
     """The steps of a run.
 
-    The figures of step n - 1 are read while step n runs, so that the host never keeps the devices waiting.
+    The metrics of step n - 1 are read while step n runs, so that the devices never wait for the host.
+
+    Attributes:
+        first: Number of steps done before.
+        checkpoints: Open checkpoints of the run.
+        writer: Open metrics of the run.
+        profiler: Profiler of some of the steps.
+        progress: Progress line or bar.
     """
 
     def __init__(
@@ -29,23 +36,26 @@ class Loop:
         """Prepare the loop.
 
         Args:
-            run: run whose steps these are.
-            first: steps that were done before.
-            checkpoints: open checkpoints of the run.
-            writer: open metrics of the run.
-            profiler: profiler of some of the steps.
+            run: The run, prepared and with ranks chosen.
+            first: Number of steps done before.
+            checkpoints: Open checkpoints of the run.
+            writer: Open metrics of the run.
+            profiler: Profiler of some of the steps.
         """
         self._run, self.first, self.checkpoints, self.writer, self.profiler = run, first, checkpoints, writer, profiler
-        self.progress = metrics.Progress(run.config.run.steps, first, run.talks)
+        self.progress = metrics.ProgressLine(run.config.run.steps, first, run.talks)
         self._pending: tuple[int, Figures] | None = None
         self._last = self._started = time.perf_counter()
-        self._paused = 0.0  # seconds in which the loop did something other than steps
+        self._paused = 0.0  # seconds outside of steps
 
     def run(self, state: TrainState) -> tuple[TrainState, float]:
-        """Run all steps that are left, or those before SIGTERM.
+        """Run the remaining steps, until the last one or SIGTERM.
+
+        Args:
+            state: State after step `first`. It is donated.
 
         Returns:
-            The last state, and tokens per second without what happened between steps.
+            The last state, and tokens per second without the time between steps.
         """
         run, profiler = self._run, self.profiler
         batches = run.batches("train", run.samples)
@@ -74,7 +84,7 @@ class Loop:
         return ", ".join(map(str, self._run.ranks.current))
 
     def _between(self, number: int, state: TrainState, figures: Figures) -> bool:
-        """Do what is due after a step: profile, adapt ranks, validate, save. Return whether to stop."""
+        """Do what is due after a step: profile, adapt ranks, evaluate, save. Return whether to stop."""
         run, profiler, c = self._run, self.profiler, self._run.config
         validate = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
         save = c.checkpoint.every and number % c.checkpoint.every == 0
@@ -104,7 +114,7 @@ class Loop:
         self._pending = None
 
     def _report(self, number: int, figures: Figures) -> None:
-        """Write a finished step's figures to the metrics, the supervisor, and the progress line."""
+        """Write a finished step's metrics to the files, the supervisor and the progress line."""
         run, c = self._run, self._run.config
         values = jax.device_get(figures)
         run.progress.finished(number)

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl, TensorBoard, a progress line, and model FLOPs utilisation."""
+"""The metrics of a run: metrics.jsonl, TensorBoard, a progress line, and model FLOPs utilisation."""
 
 import json
 import math
@@ -19,11 +19,11 @@ VALIDATION = "validation_loss"
 
 
 def flops_per_token(model: ModelConfig) -> float:
-    """FLOPs of forward and backward for one token: 6 N + 12 L H S.
+    """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S.
 
-    N counts every parameter that a token is multiplied with: all but the position table and an untied head's embedding,
-    which are only looked up. A tied table counts once, as the head; the padding of the vocabulary does not count.
-    Attention is counted in full (a causal kernel does half of it), recomputation not at all.
+    N counts every parameter that a token is multiplied with. That is all except the position table and an untied head's
+    embedding, which are only looked up. A tied table counts once, as the head; padding of the vocabulary does not
+    count. Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
 
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
@@ -34,17 +34,19 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:
-    """Model FLOPs utilisation, 0 to 1: FLOP/s that the model needs over those that `devices` could do.
+    """Return the model FLOPs utilisation, 0 to 1: FLOP/s that the model needs over the peak of all devices.
 
     Args:
-        tokens_per_second: of the whole mesh.
-        peak: FLOP/s of one device.
+        tokens_per_second: Speed of the whole mesh.
+        model: Configuration of the model.
+        devices: Number of devices.
+        peak: Peak FLOP/s of one device.
     """
     return tokens_per_second * flops_per_token(model) / (devices * peak)
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value: numpy and jax scalars become Python's, and what is not finite becomes None."""
+    """Return a JSON value: numpy and jax scalars become Python's, and values that are not finite become None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -58,10 +60,10 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The objects of a metrics.jsonl, in the order written; a line that a crash cut short is left out.
+    """Return the objects of a metrics.jsonl in the order written, without lines that a crash cut short.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: The file cannot be read.
     """
     try:
         lines = pathlib.Path(path).read_text().splitlines()
@@ -71,35 +73,35 @@ def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
 
 
 def validation_loss(part: str) -> str:
-    """The name of a data set's validation loss: "validation_loss/web", or "validation_loss" of one without a name."""
+    """Return the name of a data set's validation loss: "validation_loss/web", or "validation_loss" without a name."""
     return f"{VALIDATION}/{part}" if part else VALIDATION
 
 
 def validation_names(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The validation losses that records hold, in the order of their first appearance."""
+    """Return the names of the validation losses in records, in the order of their first appearance."""
     names = (name for record in records for name in record)
     return [name for name in dict.fromkeys(names) if name.split("/")[0] == VALIDATION]
 
 
 def validation_losses(records: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """The finite validation losses of a step, by name."""
+    """Return the finite validation losses of a step, by name."""
     there = [record for record in records if record["step"] == step]
     return {n: r[n] for r in there for n in validation_names([r]) if r[n] is not None}
 
 
 class Metrics:
-    """Writes scalars per step to out/metrics.jsonl and, for TensorBoard, to out/tensorboard.
+    """The writer of scalars by step to out/metrics.jsonl and, for TensorBoard, to out/tensorboard.
 
-    Usable as a context manager.
+    It is a context manager.
     """
 
     def __init__(self, out: str | pathlib.Path, primary: bool, resumed: int | None = None) -> None:
-        """Opens the files; lines of steps that this run is going to repeat are dropped from them.
+        """Open the files, and drop the lines of steps that this run repeats.
 
         Args:
-            out: the run's directory.
-            primary: whether this process writes; in the others every method does nothing.
-            resumed: the step of the checkpoint that the run continues from; None: it starts afresh.
+            out: Folder of the run.
+            primary: Whether this process writes; on other processes every method does nothing.
+            resumed: Step of the checkpoint from which the run continues; None: it starts at step 0.
         """
         self._file: TextIO | None = None
         if not primary:
@@ -112,15 +114,16 @@ class Metrics:
         replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
         os.replace(replacement, path)
         self._file = path.open("a", buffering=1)
-        from tensorboardX import SummaryWriter  # a quarter of a second, which only who writes needs
+        from tensorboardX import SummaryWriter  # the import takes a quarter of a second, and only the primary needs it
 
         self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=last + 1)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Appends one line, {"step": step, **values}.
+        """Append one line, {"step": step, **values}.
 
         Args:
-            values: scalars by name. The figures know "loss", what `validation_loss` names, "learning_rate" and
+            step: Number of the step.
+            values: Scalars by name. The figures read "loss", the names of `validation_loss`, "learning_rate" and
                 "skipped" (true for a step whose gradients were not finite).
         """
         if self._file is None:
@@ -132,7 +135,7 @@ class Metrics:
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes and closes the files."""
+        """Flush and close the files."""
         if self._file is not None:
             self._file.close()
             self._board.close()
@@ -145,10 +148,10 @@ class Metrics:
         self.close()
 
 
-class Progress:
-    """A progress bar on a terminal; elsewhere (a log file) a line every few seconds.
+class ProgressLine:
+    """A progress bar on a terminal, or a line every few seconds in a log file.
 
-    Usable as a context manager.
+    It is a context manager.
     """
 
     def __init__(
@@ -159,14 +162,14 @@ class Progress:
         file: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ) -> None:
-        """Shows nothing yet.
+        """Start the clock; nothing is shown yet, except the bar.
 
         Args:
-            total: steps of the whole run.
-            initial: steps done before a resume.
-            primary: whether this process shows anything.
-            file: where to; None: stderr.
-            seconds_between_lines: in a log file; the last step has its line in any case.
+            total: Number of steps of the whole run.
+            initial: Number of steps done before a resume.
+            primary: Whether this process shows anything.
+            file: Output; None: stderr.
+            seconds_between_lines: Time between lines in a log file; the last step always has a line.
         """
         self._total = total
         self._initial = initial
@@ -180,7 +183,14 @@ class Progress:
             self._bar = tqdm(total=total, initial=initial, file=self._file, unit="step", dynamic_ncols=True)
 
     def update(self, step: int, loss: float, tokens_per_second: float, step_seconds: float) -> None:
-        """Shows that `step` steps are done, with the last one's loss and speed."""
+        """Show that steps are done.
+
+        Args:
+            step: Number of steps done.
+            loss: Loss of the last step.
+            tokens_per_second: Speed of the last step.
+            step_seconds: Duration of the last step.
+        """
         if not self._primary:
             return
         speed = f"{tqdm.format_sizeof(tokens_per_second)} tokens/s, {step_seconds * 1e3:.4g} ms/step"
@@ -198,14 +208,14 @@ class Progress:
         self.say(f"step {step}/{self._total}: {figures}, {left} left")
 
     def say(self, text: str) -> None:
-        """Prints a line without disturbing the bar."""
+        """Print a line without disturbing the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._file)
         elif self._primary:
             print(text, file=self._file, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it stands."""
+        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,9 +1,10 @@
-"""Figures of training runs, and what all figures share; drawn without a display and without pyplot's global state."""
+"""Figures of training runs, and the style of all figures, drawn without a display or pyplot's global state."""
 
 import itertools
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,24 +20,24 @@ _OTHERS = ("#d9622b", "#4f8a3c", "#8a5aa8", "#b8901f", "#2f9c95", "#c2578b")
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure of the given width and height in inches."""
     made = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(made)
     return made
 
 
 def style(axes: Axes) -> None:
-    """Two spines, and a light grid behind everything."""
+    """Give axes two spines and a light grid behind everything."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e6e8ea", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving mean [N] over `window` values (odd).
+    """Return the centred moving mean of values [N] over a window of an odd number of values.
 
-    Near the start the window shrinks on both sides, so that a steep fall is drawn as one; near the end on the right
-    only, so that the curve does not end in the noise of its last value.
+    Near the start the window shrinks on both sides, so that a steep fall stays steep. Near the end it shrinks on the
+    right only, so that the curve does not end in the noise of its last value.
     """
     total = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
@@ -45,13 +46,13 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return (total[index + right + 1] - total[index - left]) / (left + right + 1)
 
 
-def _series(records: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(records: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps), np.array(values, dtype=float)
 
 
-def _draw_validation(axes, records: list[dict], name: str, color: str) -> None:
+def _draw_validation(axes: Axes, records: list[dict[str, Any]], name: str, color: str) -> None:
     steps, losses = _series(records, name)
     if not steps.size:
         return
@@ -69,7 +70,7 @@ def _draw_validation(axes, records: list[dict], name: str, color: str) -> None:
     )
 
 
-def _draw_losses(axes, records: list[dict]) -> None:
+def _draw_losses(axes: Axes, records: list[dict[str, Any]]) -> None:
     steps, losses = _series(records, "loss")
     if steps.size:
         window = 2 * min(25, steps.size // 40) + 1
@@ -94,7 +95,7 @@ def _draw_losses(axes, records: list[dict]) -> None:
         )
 
 
-def _add_perplexity(axes) -> None:
+def _add_perplexity(axes: Axes) -> None:
     right = axes.secondary_yaxis("right", functions=(np.exp, lambda p: np.log(np.maximum(p, 1e-9))))
     low, high = axes.get_ylim()
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high - low < 4 * math.log(10) else (1,)))
@@ -106,15 +107,15 @@ def _add_perplexity(axes) -> None:
 
 
 def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
-    """Draws the losses of a metrics.jsonl, with perplexity at the right and the learning rate below, into a PNG.
+    """Draw the losses of a metrics.jsonl, with perplexity on the right and the learning rate below, into a PNG.
 
     Raises:
-        UserError: the metrics cannot be read or hold no loss.
+        UserError: The metrics cannot be read or have no loss.
     """
     records = metrics.read(jsonl)
     names = ["loss", *metrics.validation_names(records)]
     if not any(record.get(name) is not None for record in records for name in names):
-        raise UserError(f"{jsonl} holds no loss yet; train for a step first")
+        raise UserError(f"{jsonl} has no loss yet; train for a step first")
     page = figure(9, 5.6)
     top, bottom = page.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     for axes in (top, bottom):
@@ -125,7 +126,7 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     top.set_ylabel("cross-entropy (nats per token)")
     top.legend(frameon=False, loc="upper right")
     top.set_ylim(bottom=max(top.get_ylim()[0], 0.0))
-    if top.get_ylim()[1] < 100:  # beyond, its figures say nothing and soon overflow
+    if top.get_ylim()[1] < 100:  # perplexities of larger losses overflow
         _add_perplexity(top)
 
     steps, rates = _series(records, "learning_rate")
@@ -141,13 +142,14 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
 
 
 def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> None:
-    """Draws the losses of several runs, each named by its folder, into a PNG; the steep first tenth is cut off.
+    """Draw the losses of several runs, each named by its folder, into a PNG, without the steep first tenth.
 
     Args:
-        runs: the runs' folders.
+        runs: Folders of the runs.
+        png: File to write.
 
     Raises:
-        UserError: a run's metrics cannot be read, or hold less than two steps' losses.
+        UserError: The metrics of a run cannot be read, or have fewer than two steps' losses.
     """
     page = figure(9, 5)
     axes = page.subplots()
@@ -158,7 +160,7 @@ def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> No
         records = metrics.read(folder / metrics.FILE)
         steps, losses = _series(records, "loss")
         if steps.size < 2:
-            raise UserError(f"{folder / metrics.FILE} holds less than two steps' losses; train for longer first")
+            raise UserError(f"{folder / metrics.FILE} has fewer than two steps' losses; train for longer first")
         drawn = smooth(losses, 2 * min(25, steps.size // 40) + 1)
         label = folder.name
         at, validation = _series(records, "validation_loss")

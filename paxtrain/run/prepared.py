@@ -1,4 +1,4 @@
-"""A training run before and between its steps: its files, its data, its state from checkpoint to checkpoint."""
+"""A training run before and between its steps: its folder, its data, its state, its checkpoints."""
 
 import dataclasses
 import pathlib
@@ -17,7 +17,7 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
 from paxtrain.parallel import selective
-from paxtrain.parallel.mesh import from_process_rows, place, process_rows
+from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process import distributed, supervised
@@ -27,9 +27,21 @@ from paxtrain.tables import table
 
 
 class PreparedRun:
-    """A training run before and between its steps: its files, its data, its state.
+    """A training run before and between its steps.
 
-    Everything that can be wrong with the input is found while this is made, before anything is compiled.
+    The constructor finds everything that can be wrong with the input, before anything is compiled.
+
+    Attributes:
+        config: Configuration of the run.
+        out: Folder of the run.
+        primary: Whether this process writes files; it is process 0.
+        talks: Whether this process prints.
+        trainer: Trainer of the run.
+        data: Training and validation data.
+        progress: Progress file of the process, for a supervisor.
+        samples: Number of samples that training has consumed.
+        tokens_per_step: Number of tokens of a global batch.
+        stop: Request to stop, by SIGTERM.
     """
 
     def __init__(
@@ -40,17 +52,17 @@ class PreparedRun:
         quiet: bool = False,
         codec: Codec | None = None,
     ) -> None:
-        """Check everything that can be wrong with the input.
+        """Check the input.
 
         Args:
-            config: configuration of the run.
-            mesh: devices, see `make_mesh`.
-            progress: told of steps and of what happens between them; None for nobody.
-            quiet: print nothing.
-            codec: codec of the gradients between stages, in place of the configuration's; see Trainer.
+            config: Configuration of the run.
+            mesh: Device mesh, as `make_mesh` returns it.
+            progress: Progress file, which a supervisor reads; None: no file.
+            quiet: Whether to print nothing.
+            codec: Codec of the gradients between stages, instead of the configuration's (see Trainer).
 
         Raises:
-            UserError: the data, the tokenizer or the folder does not fit.
+            UserError: The data, the tokenizer or the folder does not fit.
         """
         self.config = config
         self.quiet = quiet
@@ -59,13 +71,13 @@ class PreparedRun:
         self.primary = jax.process_index() == 0
         self.talks = self.primary and not quiet
         self.trainer = Trainer(config, mesh, codec=codec)
-        self.progress.placed(place(mesh))
+        self.progress.placed(mesh_position(mesh))
         self.data = DataSets(config)
-        self.trainer.compression.check()  # settles attention and kernels, too
+        self.trainer.compression.check()  # also decides which attention and which kernels run
         self._check_tokenizer()
         checkpoint.ensure_writable(self.out)
-        self.ranks: StageRanks | None = None
-        self._reset = ""  # why the state of the compression is not the checkpoint's
+        self._ranks: StageRanks | None = None
+        self._reset = ""  # why the state of the compression does not continue from the checkpoint
         self._steps: dict[Ranks, jax.stages.Compiled] = {}
         self.shape = (config.batch.global_batch, config.model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
@@ -74,23 +86,33 @@ class PreparedRun:
         self.stop = Stop()
 
     @property
+    def ranks(self) -> StageRanks:
+        """Ranks of the stages' factors over data. They are known after `choose_ranks`."""
+        assert self._ranks is not None
+        return self._ranks
+
+    @property
     def _tokenizer(self) -> pathlib.Path:
         return self.out / sampling.TOKENIZER
 
     def _check_tokenizer(self) -> None:
-        """Demands that the data's ids mean what they did where the checkpoints are from."""
+        """Check that the data has the tokenizer of the checkpoints, so that token ids keep their meaning.
+
+        Raises:
+            UserError: The tokenizers differ, or the data's is damaged.
+        """
         resumes = self.config.checkpoint.resume and checkpoint.finished_steps(self.out / sampling.CHECKPOINTS)
         paths = (self._tokenizer, self.data.tokenizer)
         if self.data.tokenizer.exists():
-            tokenizer.load(self.data.tokenizer)  # else a damaged one would show when all is trained, by the sample
+            tokenizer.load(self.data.tokenizer)  # find a damaged file now, not at the sample after training
         if resumes and all(path.exists() for path in paths) and not tokenizer.alike(*paths):
             raise UserError(
-                f"{paths[0]}, which goes with the checkpoints there, and {paths[1]} are different tokenizers; prepare "
+                f"{paths[0]} of the checkpoints and {paths[1]} of the data are different tokenizers; prepare "
                 f"the data with --tokenizer={paths[0]}, or name another run.out"
             )
 
     def _keep_tokenizer(self) -> None:
-        """Copies the data's tokenizer beside the checkpoints, so that they can be sampled from anywhere."""
+        """Copy the data's tokenizer beside the checkpoints, so that sampling does not need the data."""
         source = self.data.tokenizer
         target = self._tokenizer
         if self.primary and source.exists() and source.resolve() != target.resolve():
@@ -99,7 +121,13 @@ class PreparedRun:
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def batches(self, name: str, start_sample: int = 0, part: str = "") -> Iterator[jax.Array]:
-        """Global batches to train on ("train") or of one part of "validation", without end."""
+        """Return an endless iterator over global batches, int32 [global_batch, sequence + 1].
+
+        Args:
+            name: "train" or "validation".
+            start_sample: Number of training samples to skip.
+            part: Name of the validation set.
+        """
         training = name == "train"
         local = self.data.training(self.rows, start_sample) if training else self.data.validating(part, self.rows)
         for rows in local:
@@ -107,59 +135,69 @@ class PreparedRun:
 
     def _validate(self, state: TrainState, part: str) -> float:
         some = zip(range(self.config.run.eval_batches), self.batches("validation", part=part))
-        with self.progress.doing("evaluating"):  # each set by itself: their number is no reason to take one for stuck
+        with self.progress.doing("evaluating"):  # one update for each set, so that many sets do not look like a hang
             return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
 
     def validate(self, state: TrainState) -> dict[str, float]:
-        """Mean loss over the first eval_batches global batches of each validation set, named as in the metrics."""
+        """Return the mean loss over eval_batches batches of each validation set, by its name in the metrics."""
         return {metrics.validation_loss(part): self._validate(state, part) for part in self.data.validation}
 
     # --- State --------------------------------------------------------------------------------------------------------
 
     def start(self, checkpoints: checkpoint.Checkpoints) -> TrainState:
-        """The state of the newest good checkpoint, or a fresh one."""
-        if self.config.checkpoint.resume:
-            abstract = self.trainer.abstract_canonical()
-            with self.progress.doing("restoring a checkpoint"):
-                restored = checkpoints.restore(
-                    abstract, sampling.architecture(self.config.model), self._wanted(abstract)
-                )
-            for problem in checkpoints.problems:
-                self.say(problem)
-            if restored is not None:
-                tree, meta = restored
-                step, steps = meta["step"], self.config.run.steps
-                if step > steps:
-                    raise UserError(
-                        f"{self.out} has a checkpoint of step {step}, but run.steps is {steps}; "
-                        "ask for more steps, or name another run.out"
-                    )
-                self.samples = meta["samples"]
-                self.say(f"resumed from step {step}, {self.samples} samples consumed")
-                if meta["data"] and meta["data"] != self.data.identity():
-                    self.say(f"the data order is another one than before ({meta['data']})")
-                if self._reset:
-                    self.say(self._reset)
-                compression = meta.get("compression", {})
-                if compression.get("ranks") and not self._reset and self.config.compress.data != "none":
-                    if compression["rule"] == self._rank_rule:
-                        self.ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
-                        self.ranks.resume(compression["ranks"])
-                        self.say(f"ranks over data, by stage: {', '.join(map(str, self.ranks.current))}")
-                    else:
-                        self.say("ranks over data start anew: what decides them is configured differently now")
-                return self.trainer.from_canonical(tree)
-        return self.trainer.init(self.config.run.seed)
+        """Return the state of the newest good checkpoint, or the initial state if there is none.
+
+        Raises:
+            UserError: The checkpoint does not fit the configuration, or all checkpoints are damaged.
+        """
+        if not self.config.checkpoint.resume:
+            return self.trainer.init(self.config.run.seed)
+        abstract = self.trainer.abstract_canonical()
+        with self.progress.doing("restoring a checkpoint"):
+            restored = checkpoints.restore(abstract, sampling.architecture(self.config.model), self._wanted(abstract))
+        for problem in checkpoints.problems:
+            self.say(problem)
+        if restored is None:
+            return self.trainer.init(self.config.run.seed)
+        tree, meta = restored
+        self._resume(meta)
+        return self.trainer.from_canonical(tree)
+
+    def _resume(self, meta: checkpoint.Meta) -> None:
+        """Continue the count of samples and the ranks from a checkpoint's metadata, and print what has changed."""
+        step, steps = meta["step"], self.config.run.steps
+        if step > steps:
+            raise UserError(
+                f"{self.out} has a checkpoint of step {step}, but run.steps is {steps}; "
+                "ask for more steps, or name another run.out"
+            )
+        self.samples = meta["samples"]
+        self.say(f"resumed from step {step}, {self.samples} samples consumed")
+        if meta["data"] and meta["data"] != self.data.identity():
+            self.say(f"the data order has changed; the checkpoint's is {meta['data']}")
+        if self._reset:
+            self.say(self._reset)
+        compression = meta.get("compression", {})
+        if not compression.get("ranks") or self._reset or self.config.compress.data == "none":
+            return
+        if compression["rule"] != self._rank_rule:
+            self.say("ranks over data start anew, because the settings that decide them have changed")
+            return
+        self._ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
+        self._ranks.resume(compression["ranks"])
+        self.say(f"ranks over data, by stage: {', '.join(map(str, self._ranks.current))}")
 
     @property
     def _rank_rule(self) -> dict[str, Any]:
-        """What decides the ranks over data."""
-        names = ("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every")
-        names += ("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds")
+        """Settings that decide the ranks over data."""
+        names = [
+            *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every"),
+            *("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds"),
+        ]
         return {name: getattr(self.config.compress, name) for name in names}
 
     def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
-        """All that a checkpoint has, but for a state of the compression that is not continued."""
+        """Return the function that selects what to read: all, or all except the state of the compression."""
         mine = checkpoint.kinds({"codec": abstract["codec"]})
 
         def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
@@ -172,18 +210,22 @@ class PreparedRun:
         return wanted
 
     def choose_ranks(self, state: TrainState) -> None:
-        """Settles which stages compress over data, where the checkpoint has not."""
-        if self.ranks is None:
+        """Choose the stages that compress over data, unless the checkpoint has chosen them."""
+        if self._ranks is None:
             chosen = self.trainer.compression.stages
             if self.config.compress.data == "selective":
                 times, source = selective.choose(self.trainer, state)
                 stages = times.chosen()
                 chosen = tuple(self.config.compress.data_rank if s in stages else 0 for s in range(len(chosen)))
                 self.say(table(report.stage_times(times, stages, source)))
-            self.ranks = StageRanks.of(self.config, chosen)
+            self._ranks = StageRanks.of(self.config, chosen)
 
     def _check_profile(self, steps: range) -> None:
-        """Demands that the profiled steps are of one program, whose parts the trace is sorted by."""
+        """Check that all profiled steps run the same program, by whose parts the trace is sorted.
+
+        Raises:
+            UserError: Ranks may change between the steps.
+        """
         changes = [n + 1 for n in steps[:-1] if self.ranks.at(n) != self.ranks.at(n + 1) or self.ranks.due(n)]
         if changes:
             raise UserError(
@@ -192,7 +234,7 @@ class PreparedRun:
             )
 
     def step_of(self, number: int) -> jax.stages.Compiled:
-        """The compiled train step of that number."""
+        """Return the compiled training step for the step of this number."""
         ranks = self.ranks.at(number)
         if ranks not in self._steps:
             with self.progress.doing("compiling"):
@@ -201,6 +243,13 @@ class PreparedRun:
         return self._steps[ranks]
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
+        """Start to write a checkpoint.
+
+        Args:
+            checkpoints: Open checkpoints of the run.
+            state: State after the step.
+            step: Number of the step.
+        """
         meta = {
             "step": step,
             "samples": self.samples,
@@ -225,4 +274,5 @@ class PreparedRun:
 
     @property
     def peak(self) -> float | None:
+        """Peak FLOP/s of one device, or None if it is not known."""
         return self.config.run.peak_flops or datasheets.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)

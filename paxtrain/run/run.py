@@ -1,8 +1,9 @@
-"""One training run from its first step to its last, and what it reports."""
+"""One training run from its first step to its report."""
 
 import dataclasses
 import pathlib
 import time
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +20,19 @@ LOSSES = "loss.png"
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """Outcome of a training run.
+    """The outcome of a training run.
 
     Attributes:
-        folder: folder of the checkpoints, the metrics and the loss curve.
-        finished: whether all steps are done; False after SIGTERM.
-        step: steps run, those of earlier starts included.
-        skipped: steps whose gradients were not finite and that changed nothing.
-        steps: int [n], steps whose figures were logged, those of earlier starts included.
-        losses: float [n], training loss of each of them, in nats per token.
-        untrained: validation loss before the first step, by name.
-        validation: validation loss after the last step, by name; empty if the run has not finished.
-        tokens_per_second: speed of this start, without evaluation and checkpoints; 0 if all steps were done before.
-        mfu: model FLOPs utilisation, 0 to 1; None if the devices' peak is not known.
+        folder: Folder of the checkpoints, the metrics and the loss curve.
+        finished: Whether all steps are done; False after SIGTERM.
+        step: Number of steps run, those of earlier starts included.
+        skipped: Number of steps whose gradients were not finite and that changed nothing.
+        steps: Numbers of the logged steps, those of earlier starts included, int [n].
+        losses: Training loss of each logged step in nats per token, float [n].
+        untrained: Validation loss before the first step, by name.
+        validation: Validation loss after the last step, by name; empty if the run has not finished.
+        tokens_per_second: Speed of this start, without evaluation and checkpoints; 0 if all steps were done before.
+        mfu: Model FLOPs utilisation, 0 to 1; None if the devices' peak is not known.
     """
 
     folder: pathlib.Path
@@ -46,13 +47,18 @@ class TrainingResult:
     mfu: float | None
 
 
+def _temporary_bytes(memory: Any) -> int:
+    return memory.temp_size_in_bytes
+
+
 class Run(PreparedRun):
-    """One training run: what it prepares, its steps, its report."""
+    """A training run: preparation, steps, report."""
 
     def train(self) -> TrainingResult:
-        """Train, report, and leave a checkpoint, the metrics and a figure."""
+        """Train, print the report, and write a checkpoint, the metrics and the loss curve."""
         home = self.out / sampling.CHECKPOINTS
-        # SIGTERM is caught until the last checkpoint is on disk; what fails is told before that is waited for.
+        # `stop` is left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress` is left first,
+        # so that the supervisor learns of an exception before the checkpoints are waited for.
         with (
             self.stop,
             checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
@@ -66,8 +72,8 @@ class Run(PreparedRun):
             self._check_profile(profiler.steps)
             began = time.perf_counter()
             self.step_of(first + 1)
-            self.step_of(self.config.run.steps)  # with compression over data started: all that needs memory is known
-            memory = max((s.memory_analysis() for s in self._steps.values()), key=lambda m: m.temp_size_in_bytes)
+            self.step_of(self.config.run.steps)  # the program with compression over data; thus all memory is known
+            memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began)
             self.say(table(described + self.data.describe()))
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
@@ -93,9 +99,9 @@ class Run(PreparedRun):
     ) -> TrainingResult:
         path = self.out / metrics.FILE
         records = [record for record in metrics.read(path) if "loss" in record] if path.exists() else []
-        mfu = (
-            metrics.mfu(speed, self.config.model, self.config.mesh.devices, self.peak) if self.peak and speed else None
-        )
+        mfu = None
+        if self.peak and speed:
+            mfu = metrics.mfu(speed, self.config.model, self.config.mesh.devices, self.peak)
         return TrainingResult(
             folder=self.out,
             finished=validation is not None,
@@ -110,7 +116,7 @@ class Run(PreparedRun):
         )
 
     def _untrained(self, state: TrainState, writer: metrics.Metrics) -> dict[str, float]:
-        """The validation losses before the first step: measured now, or read back after a resume."""
+        """Return the validation losses before the first step, evaluated now or read from the metrics after a resume."""
         if int(state.step) > 0:
             return self._recorded(0)
         losses = self.validate(state)
@@ -122,7 +128,7 @@ class Run(PreparedRun):
         return metrics.validation_losses(metrics.read(path), step) if path.exists() else {}
 
     def _record(self, writer: metrics.Metrics, step: int, losses: dict[str, float]) -> None:
-        """Writes what the metrics do not have yet: a run that is started again at its end adds nothing."""
+        """Write the losses that the metrics do not have yet; a run that is started again at its end adds nothing."""
         known = self._recorded(step)
         if new := {name: loss for name, loss in losses.items() if name not in known}:
             writer.write(step, new)
@@ -145,6 +151,6 @@ class Run(PreparedRun):
         if self.talks and self.config.run.sample_tokens and (self.out / sampling.TOKENIZER).exists():
             try:
                 text = sampling.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
-            except UserError as error:  # a tokenizer may make no token of "\n"; all is trained and saved
+            except UserError as error:  # some tokenizers have no token for "\n"; the run is complete without a sample
                 text = f"none, {error}"
             self.say(f"a sample:\n{text}")

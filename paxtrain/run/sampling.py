@@ -22,16 +22,23 @@ CHECKPOINTS = "checkpoints"
 
 
 def architecture(config: ModelConfig) -> dict[str, str | int | float]:
-    """What two checkpoints must share to hold the same arrays with the same meaning."""
+    """Return the settings that two checkpoints must share so that their arrays have the same meaning."""
     free = ("dtype", "attention", "separator", "embedding_dropout", "residual_dropout")
     values = dataclasses.asdict(config) | {"kv_heads": config.key_value_heads, "intermediate": config.ffn}
     return {name: value for name, value in values.items() if name not in free}
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
-def _next(params: Params, window: jax.Array, length: jax.Array, config: ModelConfig, temperature: float, top_k: int,
-          key: jax.Array) -> jax.Array:  # fmt: skip
-    """The token after the first `length` tokens of window [1, S]; what follows them is not looked at."""
+def _next(
+    params: Params,
+    window: jax.Array,
+    length: jax.Array,
+    config: ModelConfig,
+    temperature: float,
+    top_k: int,
+    key: jax.Array,
+) -> jax.Array:
+    """Return the next token after the first `length` tokens of window [1, S]; the tokens after them have no effect."""
     logits = transformer.logits(params, window, config)[0, length - 1]
     if temperature == 0:
         return logits.argmax()
@@ -50,16 +57,18 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> list[int]:
-    """Token ids that continue a prompt, by the plain model on one device.
+    """Return token ids that continue a prompt, sampled from the plain model on one device.
 
-    Every token looks back on the last `config.sequence` ones; no keys and values are kept between tokens.
+    Each token attends to the last `config.sequence` tokens. Keys and values are not cached.
 
     Args:
-        params: canonical parameters.
-        prompt: at least one id.
-        tokens: how many to draw.
-        temperature: 0 takes the likeliest token.
-        top_k: draw from that many likeliest tokens; 0: from all.
+        params: Canonical parameters.
+        config: Model of the parameters.
+        prompt: Token ids, at least one.
+        tokens: Number of tokens to sample.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to sample from; 0: all.
+        seed: Seed of the samples.
     """
     ids, key = list(prompt), jax.random.key(seed)
     for i in range(tokens):
@@ -72,10 +81,14 @@ def generate(
 
 
 def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
-    """Parameters (on this process's first device), configuration and tokenizer of a training run.
+    """Return parameters (on this process's first device), configuration and tokenizer of a training run.
+
+    Args:
+        directory: Folder of the run.
+        step: Step of the checkpoint; None: the newest good one.
 
     Raises:
-        UserError: the directory holds no run with a good checkpoint, or no tokenizer.
+        UserError: The directory has no good checkpoint, or no tokenizer.
     """
     directory = pathlib.Path(directory)
     home = directory / CHECKPOINTS
@@ -92,10 +105,29 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
 
 
 def sample(
-    directory: str | pathlib.Path, prompt: str, tokens: int, *, temperature: float = 0.8, top_k: int = 0, seed: int = 0,
+    directory: str | pathlib.Path,
+    prompt: str,
+    tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
     step: int | None = None,
-) -> str:  # fmt: skip
-    """Text that continues a prompt, from the newest good checkpoint of a run or the one of `step`."""
+) -> str:
+    """Return text that continues a prompt, sampled from a checkpoint of a run.
+
+    Args:
+        directory: Folder of the run.
+        prompt: Text to continue, at least one token.
+        tokens: Number of tokens to sample.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to sample from; 0: all.
+        seed: Seed of the samples.
+        step: Step of the checkpoint; None: the newest good one.
+
+    Raises:
+        UserError: There is no good checkpoint, no tokenizer that fits it, or the prompt has no token.
+    """
     params, config, tokenizer = load(directory, step)
     ids = tokenizer.encode(prompt).ids
     if not ids:

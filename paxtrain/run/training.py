@@ -1,4 +1,4 @@
-"""Training: what `python -m paxtrain.train` does, for programs that import it."""
+"""The function `paxtrain.train`, and its part that `python -m paxtrain.train` calls after the processes have joined."""
 
 import contextlib
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from paxtrain.config import Config, to_dict
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import cpu_devices, host_major, make_mesh
-from paxtrain.process import distributed, setup, supervised
+from paxtrain.process import distributed, jax_private, setup, supervised
 from paxtrain.run.run import Run, TrainingResult
 
 
 class HasPlan(Protocol):
-    """Anything with a plan, such as what `planner.plan` returns."""
+    """An object with a plan, such as the result of `planner.plan`."""
 
     @property
     def plan(self) -> Plan: ...
@@ -33,15 +33,15 @@ def train_together(
     """Train with all processes, which have joined.
 
     Args:
-        config: configuration, with the plan's sections if there is a plan.
-        chosen: plan that says which device is where in the mesh; None takes the devices in order.
-        names: host name of every process, for a plan that names hosts.
-        progress: told of steps and of what happens between them; None for nobody.
-        quiet: print nothing.
-        codec: codec of the gradients between stages, in place of the configuration's.
+        config: Configuration, with the plan's sections if there is a plan.
+        chosen: Plan with the order of the devices in the mesh; None: all devices in order.
+        names: Host name of every process, for a plan that names hosts.
+        progress: Progress file, which a supervisor reads; None: no file.
+        quiet: Whether to print nothing.
+        codec: Codec of the gradients between stages, instead of the configuration's.
 
     Raises:
-        UserError: on every process, if one of them has found bad input.
+        UserError: One of the processes has found bad input; every process raises.
     """
     run, problem = None, None
     try:
@@ -60,24 +60,23 @@ def train(
 ) -> TrainingResult:
     """Train as `python -m paxtrain.train` does, and return its metrics.
 
-    A process that stands alone, such as a notebook, gets as many virtual CPU devices as the mesh needs, if it has used
-    no device before and has no accelerator. Processes of one job call `paxtrain.join` first.
+    Without an accelerator the process gets as many virtual CPU devices as the mesh needs, if it has not used jax's
+    devices before. Processes of one job call `paxtrain.join` first and share the mesh.
 
     Args:
-        config: configuration; its `run.out` is the folder of checkpoints and metrics, from which training continues.
-        plan: plan that overrides mesh, pipeline, batch and compression, or what `planner.plan` returned.
-        codec: codec of the gradients between stages, such as one of your own; `compress.Codec` says what it needs.
-            compress.backward says which gradients it encodes; its default "none" stands for "all" then.
-        quiet: print nothing.
+        config: Configuration; its `run.out` is the folder of checkpoints and metrics, from which training continues.
+        plan: Plan that overrides mesh, pipeline, batch and compression, or what `planner.plan` returned.
+        quiet: Whether to print nothing.
+        codec: Codec of the gradients between stages, instead of the configuration's.
 
     Raises:
-        UserError: the configuration does not fit the data, the folder or the devices.
+        UserError: The configuration does not fit the data, the folder or the devices.
     """
     chosen = plan if plan is None or isinstance(plan, Plan) else plan.plan
     if chosen:
         config = chosen.apply(to_dict(config))
-    with contextlib.suppress(RuntimeError):  # the devices have been used: their number stands
-        jax.config.update("jax_num_cpu_devices", cpu_devices(config.mesh, processes=1))
+    with contextlib.suppress(RuntimeError):  # devices in use cannot change their number
+        jax.config.update("jax_num_cpu_devices", cpu_devices(config.mesh, jax_private.joined_processes()))
     names = distributed.host_names() if chosen and chosen.hosts else []
     setup.use_one_blas_thread()
     with setup.quiet_orbax():

@@ -185,5 +185,5 @@ def test_other_weights_go_on_at_the_same_sample_and_say_so(home, past):
     config = configuration(home, past, data={"weights": "web=1,code=1"})
     run = started(config)
     run.start(checkpoints(config))
-    assert "the data order is another one than before" in "".join(run.said)
+    assert "the data order has changed" in "".join(run.said)
     assert run.samples == EVERY * BATCH

@@ -15,7 +15,7 @@ from paxtrain.parallel.mesh import (
     from_process_rows,
     host_major,
     make_mesh,
-    place,
+    mesh_position,
     process_rows,
 )
 from paxtrain.process.supervised import MeshPosition
@@ -120,7 +120,7 @@ def test_a_global_array_of_a_processs_rows(sizes):
         ((2, 2, 2), 8, 0, MeshPosition(0, "", ())),
     ],
 )
-def test_the_place_of_a_process(shape, per_process, process, expected):
+def test_the_position_of_a_process(shape, per_process, process, expected):
     devices = [SimpleNamespace(process_index=i // per_process) for i in range(np.prod(shape))]
     mesh = SimpleNamespace(devices=np.array(devices, dtype=object).reshape(shape))
-    assert place(mesh, process) == expected
+    assert mesh_position(mesh, process) == expected

@@ -34,6 +34,7 @@ def test_a_process_alone_has_no_coordinator():
     assert not jax.distributed.is_initialized()
     assert jax_private.coordination_client() is None
     assert jax_private.coordinator_address() is None
+    assert jax_private.joined_processes() == 1
 
 
 def test_open_mpi_completes_the_flags(monkeypatch):

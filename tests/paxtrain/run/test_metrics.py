@@ -13,7 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.run import metrics, plots
-from paxtrain.run.metrics import Metrics, Progress
+from paxtrain.run.metrics import Metrics, ProgressLine
 
 
 def write(out, steps, resumed=None, value=0.0):
@@ -86,7 +86,7 @@ class Terminal(io.StringIO):
 
 
 def show(file, steps, **arguments):
-    with Progress(total=100, file=file, **arguments) as progress:
+    with ProgressLine(total=100, file=file, **arguments) as progress:
         for step in steps:
             progress.update(step, loss=2.5, tokens_per_second=12_300.0, step_seconds=0.25)
     return file.getvalue()
@@ -182,7 +182,7 @@ def test_figure_of_several_validation_sets(tmp_path):
 def test_figure_without_losses(tmp_path):
     with Metrics(tmp_path, primary=True) as writer:
         writer.write(1, {"loss": float("nan")})
-    with pytest.raises(UserError, match="holds no loss yet"):
+    with pytest.raises(UserError, match="has no loss yet"):
         plots.plot_losses(tmp_path / metrics.FILE, tmp_path / "loss.png")
 
 
@@ -205,5 +205,5 @@ def test_figure_of_several_runs(tmp_path, monkeypatch):
     curves = {line.get_label(): line.get_ydata() for line in axes.lines if not line.get_label().startswith("_")}
     assert [curve[0] for curve in curves.values()] == [1.5, 1.9]
     write(tmp_path / "short", [1])
-    with pytest.raises(UserError, match=r"short/metrics.jsonl holds less than two steps' losses"):
+    with pytest.raises(UserError, match=r"short/metrics.jsonl has fewer than two steps' losses"):
         plots.plot_runs([tmp_path / "short"], tmp_path / "losses.png")
