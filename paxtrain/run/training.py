@@ -66,8 +66,9 @@ def train(
     Args:
         config: Configuration; its `run.out` is the folder of checkpoints and metrics, from which training continues.
         plan: Plan that overrides mesh, pipeline, batch and compression, or what `planner.plan` returned.
+        codec: Codec of the gradients between stages, which `compress.Codec` describes. The configuration's
+            compress.backward says which gradients it encodes; with a codec the default "none" means "all".
         quiet: Whether to print nothing.
-        codec: Codec of the gradients between stages, instead of the configuration's.
 
     Raises:
         UserError: The configuration does not fit the data, the folder or the devices.
