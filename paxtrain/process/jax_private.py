@@ -64,7 +64,7 @@ def detect_launch(
         timeout: seconds to wait for a name server that does not know the coordinator yet.
 
     Returns:
-        Coordinator, number of processes and number of this process; None for each that nobody says.
+        Coordinator, number of processes and number of this process; None for each that is unknown.
     """
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, number, _ = detect(coordinator, processes, process, [], None, timeout)

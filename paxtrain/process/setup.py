@@ -1,4 +1,4 @@
-"""Settings of the whole process. Mains make them, and no import does."""
+"""Settings of the whole process, which mains make and imports never do."""
 
 import contextlib
 import logging
@@ -10,19 +10,19 @@ from typing import Any
 
 
 def use_one_blas_thread() -> None:
-    """Let LAPACK compute on one thread, unless the environment says otherwise.
+    """Make LAPACK compute on one thread, unless the environment says otherwise.
 
-    Virtual CPU devices call LAPACK side by side, and threads of its own spin against each other: a step that compresses
-    over data took 3 to 30 times as long on two cores. LAPACK reads the variable when it is loaded, at its first use.
+    Virtual CPU devices call LAPACK at the same time. With several threads in each call, a step that compresses over
+    data took 3 to 30 times as long on two cores. LAPACK reads the variable when it is loaded, at its first use.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Hide what orbax and tensorstore say besides raising, while the block runs.
+    """Hide the messages of orbax and tensorstore while the block runs; their exceptions stay.
 
-    Orbax narrates every save in some thirty lines, through the logger that this program uses too. When one read of a
+    Orbax narrates every save in some thirty lines, in the logger that this program also uses. When one read of a
     damaged checkpoint fails, it closes its event loop under the reads still in flight. Each of them then complains at a
     place where no caller can catch it, at once or at a later garbage collection.
     """

@@ -189,7 +189,7 @@ class PreparedRun:
 
     @property
     def _rank_rule(self) -> dict[str, Any]:
-        """Settings that decide the ranks over data."""
+        """The settings that decide the ranks over data."""
         names = [
             *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every"),
             *("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds"),

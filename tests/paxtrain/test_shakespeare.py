@@ -25,10 +25,18 @@ def test_below_two_nats_per_byte_within_five_minutes(tmp_path):
     began = time.monotonic()
     subprocess.run([*python, "paxtrain.prepare", f"--input={TEXT}", f"--out={prepared}"], cwd=ROOT, check=True)
     subprocess.run(
-        [*python, "paxtrain.train", "--config=configs/shakespeare.py", f"--config.run.out={out}",
-         f"--config.data.train={prepared}/train", f"--config.data.validation={prepared}/validation"],
-        cwd=ROOT, check=True, timeout=600,
-    )  # fmt: skip
+        [
+            *python,
+            "paxtrain.train",
+            "--config=configs/shakespeare.py",
+            f"--config.run.out={out}",
+            f"--config.data.train={prepared}/train",
+            f"--config.data.validation={prepared}/validation",
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=600,
+    )
     losses = [r["validation_loss"] for r in metrics.read(out / metrics.FILE) if "validation_loss" in r]
     print(f"validation losses {losses} in {time.monotonic() - began:.0f} s")
     assert losses[0] > 5.5

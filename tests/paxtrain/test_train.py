@@ -1,4 +1,4 @@
-"""The main job end to end: crashes, signals, other meshes and more processes leave a run's figures as they are.
+"""Training end to end: crashes, signals, other meshes and more processes do not change a run's metrics.
 
 One run of the command, `reference`, is what all others are compared with; most of them continue a copy of its past.
 """
@@ -40,7 +40,7 @@ from tests.paxtrain.training import (
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# The command itself, with a record of what it read, saved and ran on.
+# The command, which also records the batches it reads, the checkpoints it saves and its devices.
 RECORDER = """
 import json, pathlib, sys
 import runpy
@@ -77,11 +77,11 @@ def home(tmp_path_factory, cache):
 
 @contextlib.contextmanager
 def running(home, out, *processes, program=("-m", "paxtrain.train"), **changes):
-    """Starts the command, once per (arguments before, after its settings); kills what still runs at the end."""
+    """Start the command once for each (arguments before, after its settings); kill running processes at the end."""
     directory = jax.config.jax_compilation_cache_dir
     extra = {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     if len(processes) > 1:
-        # Each process compiles for itself, at once with the others: twice as fast without optimization.
+        # All processes compile at the same time, which is twice as fast without optimization.
         extra["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     flags = [f"--config.{name}={value}" for name, value in settings(home, out, **changes).items()]
     started = [
@@ -104,7 +104,7 @@ def running(home, out, *processes, program=("-m", "paxtrain.train"), **changes):
 
 
 def finish(processes):
-    """Waits for all; their (stdout, stderr), after checking that they left with 0."""
+    """Wait for all processes, check that their exit code is 0, and return their (stdout, stderr)."""
     outputs = [process.communicate(timeout=150) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
     return outputs
@@ -116,7 +116,7 @@ def run_command(home, out, *flags, **changes):
 
 
 def wait_for_step(processes, out, step):
-    """Returns while they run, once the metrics show this step."""
+    """Return when the metrics show this step, while the processes run."""
     path, deadline = out / metrics.FILE, time.monotonic() + 120
     while not (path.exists() and any(record["step"] >= step for record in metrics.read(path))):
         assert [process.poll() for process in processes] == [None] * len(processes), finish(processes)
@@ -133,7 +133,7 @@ def checkpoints_in(out):
 
 
 def final_state(config):
-    """The newest checkpoint's (arrays, metadata)."""
+    """Return the newest checkpoint's (arrays, metadata)."""
     trainer = Trainer(config, make_mesh(config.mesh))
     found = Checkpoints(pathlib.Path(config.run.out) / sampling.CHECKPOINTS, config.checkpoint).restore(
         trainer.abstract_canonical(), sampling.architecture(config.model)
@@ -150,7 +150,7 @@ def assert_same_run(home, out, reference):
 
 @pytest.fixture(scope="module")
 def finished(home):
-    """(out, stdout, stderr) of the command that ran without interruption."""
+    """Return (out, stdout, stderr) of the command that ran without interruption."""
     out = home / "reference"
     return out, *run_command(home, out)
 
@@ -162,7 +162,7 @@ def reference(finished):
 
 @pytest.fixture
 def past(reference, tmp_path):
-    """A copy of the reference run's folder as it was after step STEPS - EVERY, but for the metrics of later steps."""
+    """Copy the reference run's folder as it was after step STEPS - EVERY, except that later metrics are kept."""
     out = shutil.copytree(reference, tmp_path / "past")
     shutil.rmtree(out / sampling.CHECKPOINTS / str(STEPS))
     assert checkpoints_in(out)[-1] == STEPS - EVERY
@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(home, reference, tmp_p
 
 
 class Recorded(Run):
-    """A run that keeps the batches on which it trains."""
+    """A run that records the batches on which it trains."""
 
     def batches(self, name, start_sample=0, part=""):
         if name == "train":
@@ -281,12 +281,19 @@ class Recorded(Run):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh__data": 1, "mesh__pipe": 2, "mesh__tensor": 4, "mesh__zero1": False, "mesh__sequence_parallel": True,
-         "pipeline__virtual_stages": 2, "pipeline__schedule": "interleaved_1f1b"},
+        {
+            "mesh__data": 1,
+            "mesh__pipe": 2,
+            "mesh__tensor": 4,
+            "mesh__zero1": False,
+            "mesh__sequence_parallel": True,
+            "pipeline__virtual_stages": 2,
+            "pipeline__schedule": "interleaved_1f1b",
+        },
         pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
     ],
     ids=["interleaved-sequence-parallel", "four-stages"],
-)  # fmt: skip
+)
 def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
     run = Recorded(c := configuration(home, past, **changes), make_mesh(c.mesh))
     run.train()
@@ -299,7 +306,7 @@ def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
 
 
 def processes_flags(count, devices, head=lambda i: ()):
-    """What tells several processes of one launch about each other, for `running`."""
+    """Return the arguments by which several processes of one launch find each other, for `running`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = (f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--cpu_devices={devices}")

@@ -1,4 +1,4 @@
-"""Compressed runs end to end: they continue bit for bit, say when compression starts anew, refuse what cannot fit."""
+"""Compressed runs end to end: they resume bit for bit, print if compression starts anew, and refuse bad input."""
 
 import pathlib
 import shutil
@@ -24,9 +24,17 @@ from tests.compress.topk import TopK
 pytestmark = pytest.mark.once
 STEPS, EVERY = 12, 4
 COMPRESS = {
-    "backward": "epilogue", "backward_rank": 4, "factors": "int8", "data": "all", "data_rank": 8, "data_rank_min": 2,
-    "data_start": 0.25, "data_adapt_every": 4, "residual_low": 0.98, "residual_high": 1.0,
-}  # fmt: skip
+    "backward": "epilogue",
+    "backward_rank": 4,
+    "factors": "int8",
+    "data": "all",
+    "data_rank": 8,
+    "data_rank_min": 2,
+    "data_start": 0.25,
+    "data_adapt_every": 4,
+    "residual_low": 0.98,
+    "residual_high": 1.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,7 @@ def home(tmp_path_factory, cache):
 
 
 def finished(home, out, codec=None, **changes) -> tuple[Run, dict]:
-    """A run to its end, and its last state by path."""
+    """Return a finished run and its last state by path."""
     values = {
         "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 32, "dtype": "float32"},
         "mesh": {"data": 2, "pipe": 2, "tensor": 1},
@@ -69,7 +77,7 @@ def reference(home):
 
 
 def past(reference, to: pathlib.Path, step: int) -> pathlib.Path:
-    """A copy of the reference run as if it had been killed after its checkpoint of that step."""
+    """Copy the reference run as if it had been killed after its checkpoint of that step."""
     shutil.copytree(reference[0], to)
     for path in (to / "checkpoints").iterdir():
         if path.name.isdecimal() and int(path.name) > step:
@@ -83,7 +91,7 @@ def losses(out) -> dict[int, float]:
 
 @pytest.mark.parametrize("step", [4, 8])  # after compression has started, and after a rank has changed
 def test_continuing_is_bit_exact_before_and_between_adaptions(home, reference, tmp_path, step, capsys):
-    """State of every codec, phase, ranks and what they were decided from."""
+    """A resumed run continues the state of every codec, the phase, the ranks and the errors that decide them."""
     _, whole, state = reference
     run, again = finished(home, past(reference, tmp_path / "run", step))
     said = capsys.readouterr().out
@@ -139,7 +147,7 @@ def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
         finished(home, out, compress__backward_rank=2)
     assert "holds another state of the compression" in str(error.value)
     assert "--config.checkpoint.reset_codec=True" in str(error.value)
-    assert len(losses(out)) == STEPS  # nothing was lost
+    assert len(losses(out)) == STEPS  # no step was lost
 
 
 def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys):

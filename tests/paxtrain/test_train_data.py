@@ -1,4 +1,4 @@
-"""The main job on a mixture of data sets with documents, and several data sets to validate on.
+"""Training on a mixture of data sets with documents, with several validation sets.
 
 One run, `reference`, is what all others are compared with; they continue a copy of its past.
 """
@@ -26,7 +26,7 @@ STEPS, EVERY, BATCH, SEQUENCE = 12, 6, 8, 32
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, cache):
-    """Two corpora of many short documents, in which no two samples are alike."""
+    """Prepare two corpora of many short documents, in which no two samples are equal."""
     path = tmp_path_factory.mktemp("mixing")
     for name, first in (("web", 10_000), ("code", 500_000)):
         texts = [" ".join(map(str, range(first + 40 * i, first + 40 * i + 1 + i % 9))) for i in range(300)]
@@ -42,7 +42,12 @@ def sets(home, kind):
 def configuration(home, out, **sections):
     values = {
         "model": {
-            "vocab_size": 257, "layers": 2, "hidden": 32, "heads": 4, "sequence": SEQUENCE, "dtype": "float32",
+            "vocab_size": 257,
+            "layers": 2,
+            "hidden": 32,
+            "heads": 4,
+            "sequence": SEQUENCE,
+            "dtype": "float32",
             "separator": 256,
         },
         "mesh": {"data": 2, "pipe": 2, "tensor": 1},
@@ -50,15 +55,17 @@ def configuration(home, out, **sections):
         "optimizer": {"warmup_steps": 2, "learning_rate": 3e-3},
         "checkpoint": {"every": EVERY, "keep": 2},
         "data": {
-            "train": sets(home, "train"), "weights": "web=0.7,code=0.3", "validation": sets(home, "validation"),
+            "train": sets(home, "train"),
+            "weights": "web=0.7,code=0.3",
+            "validation": sets(home, "validation"),
         },
         "run": {"steps": STEPS, "eval_every": EVERY, "eval_batches": 2, "sample_tokens": 0, "out": str(out)},
-    }  # fmt: skip
+    }
     return from_dict({name: {**values.get(name, {}), **sections.get(name, {})} for name in {*values, *sections}})
 
 
 class Recorded(Run):
-    """A run that keeps the batches on which it trains, and what it says."""
+    """A run that records the batches on which it trains, and what it prints."""
 
     def __init__(self, *arguments):
         self.said = []
@@ -92,20 +99,20 @@ def checkpoints(config):
 
 
 def newest(config):
-    """The newest checkpoint's arrays."""
+    """Return the newest checkpoint's arrays."""
     run = started(config)
     found = checkpoints(config).restore(run.trainer.abstract_canonical(), sampling.architecture(config.model))
     return jax.device_get(found[0])
 
 
 def expected(home, out):
-    """All rows that the run reads, [steps * batch, sequence + 1]."""
+    """Return all rows that the run reads, [steps * batch, sequence + 1]."""
     config = configuration(home, out, batch={"global_batch": STEPS * BATCH, "micro_batch": 2})
     return next(DataSets(config).training(range(STEPS * BATCH)))
 
 
 def test_data_of_another_tokenizer_is_not_gone_on_with(home, reference, tmp_path):
-    """Its ids would be taken for the model's, and its tokenizer would replace the run's."""
+    """Another tokenizer is refused: its ids mean other text, and it would replace the run's tokenizer."""
     out, _ = reference
     shutil.copytree(out, tmp_path / "run")
     kept = (tmp_path / "run" / sampling.TOKENIZER).read_text()
@@ -129,7 +136,7 @@ def reference(home):
 
 @pytest.fixture
 def past(reference, tmp_path):
-    """A copy of the reference run's folder as it was half way, but for the metrics of later steps."""
+    """Copy the reference run's folder as it was half way, except that later metrics are kept."""
     out = shutil.copytree(reference[0], tmp_path / "past")
     shutil.rmtree(out / sampling.CHECKPOINTS / str(STEPS))
     return out

@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def corpus(path):
-    """Prepares the data in a folder, which is returned."""
+    """Prepare the data in a folder, and return the folder."""
     (path / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
     prepare([str(path / "corpus.txt")], path / "data")
     return path
@@ -63,7 +63,7 @@ def configuration(*args, **changes):
 
 
 def curve(out):
-    """All figures of all steps but those that tell the time."""
+    """Return all metrics of all steps except times."""
     times = ("step_seconds", "tokens_per_second")
     return [
         {name: value for name, value in record.items() if name not in times}
@@ -76,7 +76,7 @@ def same_bits(a, b):
 
 
 def expected_batches(home, steps):
-    """The first global batches, [steps, global_batch, sequence + 1]."""
+    """Return the first global batches, [steps, global_batch, sequence + 1]."""
     file = token_files.TokenFile(home / "data/train")
     stream = token_files.batches(file, sequence=32, global_batch=8, rows=range(8), seed=0)
     return np.stack([next(stream) for _ in range(steps)])

@@ -1,4 +1,4 @@
-"""A program run by two processes, which jax.distributed has joined and which have four devices each."""
+"""A program run by two processes with four devices each, joined by jax.distributed."""
 
 import pathlib
 import socket
@@ -18,7 +18,7 @@ jax.distributed.initialize(coordinator, 2, process)
 
 
 def run_two_processes(program: str, *arguments: str | pathlib.Path) -> list[str]:
-    """What each of them wrote, once both have ended with exit code 0; fails if one has not.
+    """Return the output of each process; fail if one does not end with exit code 0.
 
     Args:
         program: of Python; its sys.argv[1:] are the arguments.

@@ -1,4 +1,4 @@
-"""The train step compiled for GPU clusters that are not there; skipped where jax's CUDA plugin is not installed."""
+"""The training step compiled for GPU clusters without GPUs; skipped if jax's CUDA plugin is not installed."""
 
 import dataclasses
 import importlib
@@ -60,7 +60,7 @@ def assert_no_large_copy(trained: Trainer, text: str) -> None:
 
 
 def table_permute_bytes(trained: Trainer) -> int:
-    """What the schedule sends on all links of all data and tensor ranks, and the exchange of the tied embedding."""
+    """Return the transfers of the schedule on all links of all data and tensor ranks, and of the tied embedding."""
     c = trained.config
     groups = c.mesh.data * c.mesh.tensor
     message = math.prod(trained.compression.message.shape) * 2
@@ -135,7 +135,7 @@ def test_both_transfers_lie_under_unrolled_compute():
 
 
 def test_with_one_collective_in_flight_they_would_not():
-    """The option is what does it: without it no matrix product runs beside either transfer."""
+    """Negative control: without the option no matrix product runs beside either transfer."""
     [option] = GPU_OPTIONS
     text = compiled(trainer(small()), **{option: 1}).as_text()
     assert [transfer.matmuls for transfer in steady(text)] == [0, 0]
@@ -154,7 +154,7 @@ def test_a_ring_that_goes_through_a_conditional_or_an_unordered_loop_would_be_se
 
 
 def steady_order(text: str) -> list[str]:
-    """Kernels of the compression, "send" and "arrived" in the order in which the steady loop's body launches them."""
+    """Return compression kernels, "send" and "arrived" in the order in which the steady loop's body launches them."""
     body = next(t.computation for t in hlo.overlap(text) if t.executions > 1)
     lines = iter(text.splitlines())
     marks = {"collective-permute-start(": "send", "collective-permute-done(": "arrived"}
@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_micro_batches():
 
 
 def test_muon_deals_matrices_out_with_all_to_alls_and_sends_nothing_else():
-    """As test_muon.py asserts of CPU programs: there and back, over data and over tensor."""
+    """The momentum moves there and back, over data and over tensor, as test_muon.py asserts for CPU programs."""
     values = {"mesh": {"data": 2, "pipe": 2, "tensor": 2}, "optimizer": {"name": "muon"}}
     trained = trainer(gpt("llama_1b", model={"layers": 8, "hidden": 512, "intermediate": 1408}, **values))
     state, c = trained.abstract_state(), trained.config

@@ -31,20 +31,37 @@ SHAPES = {
 
 
 def config(
-    mesh, global_batch=16, dropout=0.0, layers=LAYERS, zero1=True, shape="gpt2", separator=-1, sequence=False,
+    mesh,
+    global_batch=16,
+    dropout=0.0,
+    layers=LAYERS,
+    zero1=True,
+    shape="gpt2",
+    separator=-1,
+    sequence=False,
     **pipeline,
-):  # fmt: skip
+):
     data, pipe, tensor = mesh
-    return from_dict({
-        "model": {
-            "layers": layers, "hidden": HIDDEN, "heads": HEADS, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
-            "vocab_multiple": 64, "dtype": "float32", "embedding_dropout": dropout, "residual_dropout": dropout,
-            "separator": separator, **SHAPES[shape],
-        },
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
-        "pipeline": pipeline,
-        "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
-    })  # fmt: skip
+    return from_dict(
+        {
+            "model": {
+                "layers": layers,
+                "hidden": HIDDEN,
+                "heads": HEADS,
+                "sequence": SEQUENCE,
+                "vocab_size": VOCABULARY,
+                "vocab_multiple": 64,
+                "dtype": "float32",
+                "embedding_dropout": dropout,
+                "residual_dropout": dropout,
+                "separator": separator,
+                **SHAPES[shape],
+            },
+            "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
+            "pipeline": pipeline,
+            "batch": {"global_batch": global_batch, "micro_batch": 2 if data < 8 else 1},
+        }
+    )
 
 
 class Reference(NamedTuple):
@@ -57,7 +74,7 @@ class Reference(NamedTuple):
 
 @functools.cache
 def reference(global_batch: int, dropout: float, layers: int, shape: str = "gpt2", separator: int = -1) -> Reference:
-    """The plain model's loss and gradients; parameters are large and random so that nothing hides behind zeros."""
+    """Return the plain model's loss and gradients. Parameters are large and random, so that zeros hide no error."""
     c = config((1, 1, 1), global_batch, dropout, layers, shape=shape, separator=separator).model
     params = transformer.init(c, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
@@ -75,7 +92,7 @@ def trainer(c, **kwargs):
 
 
 def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
-    """Relative errors: of the loss, the norm of all gradients, and per parameter max |difference| / max |reference|."""
+    """Return relative errors: of the loss, of the norm, and of each parameter max |difference| / max |reference|."""
     params = jax.jit(trained.layout.from_canonical)(ref.params)
     params = jax.device_put(params, trained.state_shardings.params)
     tokens = jax.device_put(ref.tokens, trained.batch_sharding)
@@ -143,7 +160,7 @@ COVERING = [
 
 
 def shape(c) -> str:
-    """Its name among SHAPES."""
+    """Return the name of a model among SHAPES."""
     return f"{c.model.family}{'' if c.model.tied_head else ' untied'}"
 
 
@@ -166,7 +183,7 @@ def test_gradients_equal_one_device(c):
 
 
 def everything():
-    """Every factorisation of 8, schedule and save mode; with more layers where stages need them."""
+    """Every factorisation of 8, schedule and save mode, with more layers if stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
     shapes = ("gpt2", "llama untied")
@@ -195,7 +212,8 @@ def test_covering_set_has_every_mesh_schedule_and_save_mode():
     assert PipelineConfig().save == "dots"
 
 
-# --- Negative controls: the comparison sees what it is there to see ---------------------------------------------------
+# --- Negative controls: the comparison sees wrong gradients
+# ------------------------------------------------------------
 
 
 def test_a_missing_sum_over_tensor_shows(monkeypatch):
@@ -215,14 +233,17 @@ def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
 
 
 def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
-    own = lambda x, dim, group: x[(slice(None),) * dim + (slice(x.shape[dim] // group.parts),)]  # noqa: E731
+
+    def own(x, dim, group):
+        return x[(slice(None),) * dim + (slice(x.shape[dim] // group.parts),)]
+
     monkeypatch.setattr(tp, "own", own)  # the first part's, on all devices
     c = config((2, 1, 2), sequence=True, dropout=0.2, shape="llama")  # without positions, of which one has a part, too
     assert errors(trainer(c), reference(16, 0.2, LAYERS, "llama"))["loss"] > 10 * TOLERANCE
 
 
 class Lossy(NamedTuple):
-    """A codec that loses everything: decode gives zeros."""
+    """A codec that loses everything: decode returns zeros."""
 
     def init(self, shape, dtype):
         return ()
@@ -248,7 +269,7 @@ class Doubling(NamedTuple):
 
 
 def with_codec(c, codec) -> Trainer:
-    """A trainer whose gradients between stages all pass the codec."""
+    """Return a trainer whose gradients between stages all pass the codec."""
     return dataclasses.replace(trainer(c), codec=codec)
 
 
@@ -284,7 +305,7 @@ def test_bytes_on_the_links_are_the_tables(schedule):
 
 
 def sent_over_tensor(**settings) -> collections.Counter[tuple[str, int]]:
-    """Executions of collectives by kind and a participant's bytes, with tensor=2 alone and four micro-batches."""
+    """Collectives by kind and bytes of a participant, with tensor=2 alone and four micro-batches."""
     found = collections.Counter()
     for op in hlo.collectives(trainer(config((1, 1, 2), 8, **settings)).compile_step().as_text()):
         found[op.kind, op.bytes] += op.executions
@@ -314,7 +335,7 @@ def test_with_sequence_parallelism_a_device_sends_its_part():
 
 
 def temporary(global_batch: int, schedule: str, save: str = "dots", mesh: tuple = (1, 2, 1), **settings) -> int:
-    """Temporary bytes of the train step by XLA's memory analysis, with global_batch / 2 micro-batches."""
+    """Return the step's temporary bytes by XLA's memory analysis, with global_batch / 2 micro-batches."""
     c = config(mesh, global_batch, schedule=schedule, save=save, **settings)
     return trainer(c).compile_step().memory_analysis().temp_size_in_bytes
 
@@ -332,7 +353,7 @@ def test_memory_of_the_step():
 
 @pytest.mark.once
 def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
-    """Of each one GPipe keeps a gradient that waits for its B and, by this save mode, its layers' inputs."""
+    """For each micro-batch GPipe keeps a gradient that waits for its B, and the layers' inputs in this save mode."""
 
     def kept(sequence: bool) -> float:
         few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (16, 32))

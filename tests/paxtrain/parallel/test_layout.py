@@ -1,4 +1,4 @@
-"""The layout on the mesh: every canonical parameter has its place, once, and the way back is exact."""
+"""The mesh layout: every canonical parameter is in it once, and the conversion back is exact."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys()
 
 
 def numbered(layout):
-    """Canonical parameters in which no two numbers are equal and none is zero."""
+    """Return canonical parameters in which no two numbers are equal and none is zero."""
     leaves, tree = jax.tree.flatten(transformer.shapes(layout.config.model))
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
     values = [np.arange(end - math.prod(x.shape), end).reshape(x.shape) + 1 for x, end in zip(leaves, ends)]
@@ -72,7 +72,7 @@ def axes_of(part):
 
 
 def with_paths(layout, specs):
-    """(names, shape, spec) of every array of the mesh layout."""
+    """Return (names, shape, spec) of every array of the mesh layout."""
     shapes = jax.tree_util.tree_leaves_with_path(layout.shapes)
     specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
     return [(names(path), x.shape, spec) for (path, x), spec in zip(shapes, specs, strict=True)]
@@ -135,8 +135,18 @@ def test_specs_divide_the_shapes(layout, data):
         assert len(used) == len(set(used)), path
         for size, part in zip(shape, spec):
             assert size % math.prod(sizes[axis] for axis in axes_of(part)) == 0, (path, shape, spec)
-        splits = path[-2:] in {("qkv", "kernel"), ("qkv", "bias"), ("out", "kernel"), ("up", "kernel"), ("up", "bias"),
-                               ("down", "kernel")} or path[-1] == "token"  # fmt: skip
+        splits = (
+            path[-2:]
+            in {
+                ("qkv", "kernel"),
+                ("qkv", "bias"),
+                ("out", "kernel"),
+                ("up", "kernel"),
+                ("up", "bias"),
+                ("down", "kernel"),
+            }
+            or path[-1] == "token"
+        )
         assert ("tensor" in used) == splits, path
         assert data or "data" not in used, path
 
@@ -189,7 +199,10 @@ def test_the_way_there_and_back_on_eight_devices(name):
     mesh = make_mesh(layout.config.mesh)
 
     def shardings(specs):
-        is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
+
+        def is_spec(x):
+            return isinstance(x, jax.sharding.PartitionSpec)
+
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
     canonical = jax.device_put(numbered(layout), shardings(layout.canonical_specs()))

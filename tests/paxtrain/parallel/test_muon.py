@@ -1,5 +1,4 @@
-"""Muon against its formula in float64, on every kind of mesh against optax's on one device, in checkpoints, and what it
-sends."""
+"""Muon against its formula in float64, on meshes against optax on one device, in checkpoints; and its transfers."""
 
 import functools
 
@@ -23,7 +22,7 @@ from paxtrain.xla import hlo
 
 RATE, DECAY, MOMENTUM, STEPS = 0.01, 0.3, 0.9, 5
 LLAMA = {"family": "llama", "kv_heads": 2, "intermediate": 24, "tied_head": False}
-# How many matrices a layer's kernel is.
+# Number of matrices in each kernel of a layer.
 KERNELS = {
     "gpt2": {"qkv": 3, "out": 1, "up": 1, "down": 1},
     "llama": {"q": 1, "kv": 2, "out": 1, "gate_up": 2, "down": 1},
@@ -32,16 +31,34 @@ KERNELS = {
 
 def config(mesh=(1, 1, 1), layers=3, name="muon", zero1=True, shape=None, **sections):
     pipeline = {"schedule": "1f1b"} | sections.pop("pipeline", {})
-    optimizer = {"name": name, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "clip_norm": 0.0,
-                 "weight_decay": DECAY, "muon_momentum": MOMENTUM, "muon_steps": STEPS}  # fmt: skip
-    return from_dict({
-        "model": {"layers": layers, "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 31, "vocab_multiple": 32,
-                  "dtype": "float32"} | (shape or {}),
-        "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | {"zero1": zero1},
-        "pipeline": pipeline,
-        "batch": {"global_batch": 16, "micro_batch": 2},
-        "optimizer": optimizer | sections.pop("optimizer", {}),
-    })  # fmt: skip
+    optimizer = {
+        "name": name,
+        "learning_rate": RATE,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "clip_norm": 0.0,
+        "weight_decay": DECAY,
+        "muon_momentum": MOMENTUM,
+        "muon_steps": STEPS,
+    }
+    return from_dict(
+        {
+            "model": {
+                "layers": layers,
+                "hidden": 16,
+                "heads": 4,
+                "sequence": 8,
+                "vocab_size": 31,
+                "vocab_multiple": 32,
+                "dtype": "float32",
+            }
+            | (shape or {}),
+            "mesh": dict(zip(("data", "pipe", "tensor"), mesh)) | {"zero1": zero1},
+            "pipeline": pipeline,
+            "batch": {"global_batch": 16, "micro_batch": 2},
+            "optimizer": optimizer | sections.pop("optimizer", {}),
+        }
+    )
 
 
 def trainer(settings):
@@ -62,20 +79,20 @@ def drawn(architecture, seed):
 
 
 def matrices(path, x):
-    """The single matrices [n, k] of a canonical kernel, [L, n, k] or [L, n, several, k]."""
+    """Return the single matrices [n, k] of a canonical kernel, [L, n, k] or [L, n, several, k]."""
     several = (KERNELS["gpt2"] | KERNELS["llama"])[names(path)[1]]
     return [layer[:, i] if several > 1 else layer for layer in x for i in range(several)]
 
 
 def joined(parts, shape):
-    """A kernel of that shape from its matrices."""
+    """Return the kernel of the given shape from its matrices."""
     x = np.stack(parts)
     return x if len(shape) == 3 else np.moveaxis(x.reshape(shape[0], shape[2], shape[1], shape[3]), 1, 2)
 
 
 @pytest.mark.parametrize("shape", [None, LLAMA], ids=KERNELS)
 def test_kernels_are_its_and_nothing_else(shape):
-    """No embedding, no head, no norm, no bias."""
+    """Muon applies to no embedding, head, norm or bias."""
     leaves = jax.tree_util.tree_leaves_with_path(transformer.shapes(config(shape=shape).model))
     kernels = KERNELS["llama" if shape else "gpt2"]
     assert {names(path) for path, _ in leaves if is_matrix(path)} == {("layers", name, "kernel") for name in kernels}
@@ -85,7 +102,7 @@ def test_kernels_are_its_and_nothing_else(shape):
 
 
 def orthogonal(m):
-    """Newton-Schulz as Jordan et al. print it."""
+    """Newton-Schulz iteration as printed by Jordan et al."""
     x = m / np.linalg.norm(m)
     for _ in range(STEPS):
         a = x @ x.T
@@ -94,7 +111,7 @@ def orthogonal(m):
 
 
 def reference(theta, gradients, rms):
-    """Muon on each matrix by itself, in float64: the parameters after each of the gradients."""
+    """Return the parameters after each gradient, by Muon on each single matrix in float64."""
     momentum = np.zeros_like(theta)
     for t, g in enumerate(gradients, 1):
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
@@ -133,7 +150,7 @@ def test_muon_does_what_its_authors_wrote_and_all_else_is_adamws(rms):
 
 
 def test_updates_are_as_large_as_adamws():
-    """So that they share a learning rate: entries of about 0.2, whatever the shape of the matrix."""
+    """Updates have entries of about 0.2 for each shape of a matrix, so that Muon and AdamW share a learning rate."""
     settings = config(optimizer={"weight_decay": 0.0})
     params, transformation = drawn(settings.model, 0), make_optimizer(settings)
     updates, _ = jax.jit(transformation.update)(drawn(settings.model, 1), transformation.init(params), params)
@@ -161,7 +178,7 @@ MESHES = {
 
 @functools.cache
 def one_device(architecture):
-    """The canonical parameters after two updates by optax's optimizers, every matrix an array of its own."""
+    """Return the canonical parameters after two updates by optax's optimizers, with every matrix a separate array."""
     muon = optax.contrib.muon(RATE, ns_steps=STEPS, beta=MOMENTUM, weight_decay=DECAY, consistent_rms=0.2)
     adamw, bare = (optax.adamw(RATE, b2=0.95, weight_decay=decay) for decay in (DECAY, 0.0))
     updates = {optimizer: jax.jit(optimizer.update) for optimizer in (muon, adamw, bare)}
@@ -184,7 +201,7 @@ def one_device(architecture):
 
 @functools.cache
 def updated(name):
-    """The trainer, its compiled update, and its state after the same two updates."""
+    """Return the trainer, its compiled update, and its state after the same two updates."""
     trained = trainer(MESHES[name])
 
     def update(state, loss, grads):
@@ -241,7 +258,7 @@ def test_momenta_are_split_by_rows_as_far_as_they_divide():
 
 
 def sent(name):
-    """(kind, bytes of a device's operands) of the update's collectives."""
+    """Return (kind, bytes of a device's operands) of the update's collectives."""
     _, update, _ = updated(name)
     return [(c.kind, c.bytes) for c in hlo.collectives(update.as_text())]
 
@@ -278,7 +295,7 @@ def test_checkpoints_go_from_mesh_to_mesh_bit_by_bit_and_not_to_adamw(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, moved, same))
     back = jax.device_get(other.canonical(moved))
     jax.tree.map(np.testing.assert_array_equal, back, jax.device_get(tree))
-    # The momentum has come along: the next update is the one that would have followed.
+    # The momentum was restored, so the next update is the one that would have followed.
     place = jax.jit(other.layout.from_canonical, out_shardings=other.state_shardings.params)
     grads = place(drawn(other.config.model, 3))
     found, expected = (jax.device_get(update(s, jnp.float32(1), grads)[0].params) for s in (moved, same))

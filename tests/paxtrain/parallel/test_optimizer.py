@@ -36,7 +36,7 @@ def config_of(steps=100, **optimizer):
     ],
 )
 def test_learning_rates(optimizer, points):
-    """Points are by number of the update: the first is 1 (0 only says where the line starts)."""
+    """Points are given by the number of the update. The first update is 1; 0 only says where the line starts."""
     schedule = learning_rate(config_of(**optimizer))
     assert {step: pytest.approx(float(schedule(step - 1)), abs=1e-7) for step in points} == points
 

@@ -1,4 +1,4 @@
-"""The train step against plain JAX on one device, and what it does where gradients are not finite."""
+"""The training step against plain JAX on one device, also with gradients that are not finite."""
 
 import functools
 import re
@@ -28,7 +28,7 @@ def trainer_of(home, tmp_path, **changes):
 
 
 def plain_steps(config, params, batches):
-    """Losses and parameters of training on one device, in plain JAX."""
+    """Return losses and parameters of training on one device, in plain JAX."""
     optimizer = optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), make_optimizer(config))
     seed = jax.random.key(config.run.seed)
 
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_finite_changes_nothing(home, tmp_path):
 
 
 def test_a_run_that_diverges_says_so_and_ends(home, tmp_path, capsys):
-    """With this rate the loss becomes huge, but finite, and then its gradients overflow."""
+    """At this learning rate the loss becomes huge, but finite, and then its gradients overflow."""
     changes = {"optimizer__learning_rate": 1e6, "optimizer__warmup_steps": 0, "run__steps": 6, "model__layers": 2}
     started(configuration(home, tmp_path, run__sample_tokens=0, **changes)).train()
     stdout, stderr = capsys.readouterr()

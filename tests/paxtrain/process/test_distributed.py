@@ -1,4 +1,4 @@
-"""Joining processes: launchers are recognized, wrong flags told, and nobody waits longer than the limit."""
+"""Joining processes: launchers are recognized, wrong flags refused, and no process waits longer than the limit."""
 
 import pathlib
 import socket
@@ -29,7 +29,7 @@ LAUNCHERS = (
 
 @pytest.fixture
 def joined(monkeypatch):
-    """No launcher around, and a runtime that keeps what it is called with."""
+    """Remove all launchers' variables, and record the arguments of jax.distributed.initialize."""
     calls = []
     for variable in LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
@@ -66,7 +66,7 @@ def test_the_launcher_is_found_in_its_variables(environment, launcher):
     [
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "of 4 tasks"),
         ({"SLURM_JOB_NUM_NODES": "2"}, "of 2 nodes"),
-        # salloc's shell where it is a step of its own
+        # the shell of salloc as a separate step
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_ID": "4294967290"}, "of 4 tasks"),
     ],
 )
@@ -75,7 +75,7 @@ def test_the_shell_of_an_allocation_is_no_task_of_it(joined, monkeypatch, count,
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"allocation {words}, but not one of its tasks; start it with srun, or"):
         distributed.initialize(None, None, None, 1)
-    distributed.initialize(None, 1, None, 1)  # which says that it is to be alone
+    distributed.initialize(None, 1, None, 1)  # this process stays alone
     assert joined == []
 
 
@@ -124,7 +124,7 @@ def test_the_heartbeat_reaches_the_runtime(joined):
 
 
 def test_waiting_for_all_is_no_collective(monkeypatch):
-    distributed.wait_for_all("nobody else")  # alone
+    distributed.wait_for_all("alone")  # alone
     waited = []
     client = type("Client", (), {"wait_at_barrier": lambda self, *what: waited.append(what)})()
     monkeypatch.setattr(distributed.jax_private, "coordination_client", lambda: client)
@@ -161,13 +161,13 @@ def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
 
 
 def test_the_limit_ends_with_the_meeting(joined):
-    """Those who have met are not ended when the limit passes."""
+    """Processes that have joined are not ended when the limit passes."""
     distributed.initialize("localhost:1234", 2, 1, 2)
     time.sleep(2.2)
 
 
 def test_nobody_waits_longer_than_the_limit():
-    """Process 1, whose coordinator never answers, and process 0, to whom nobody comes; all at a time.
+    """Process 1 has a coordinator that never answers, and no other process joins process 0; all run at once.
 
     The runtime would go on for a minute and then abort with another code.
     """

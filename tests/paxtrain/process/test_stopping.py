@@ -1,4 +1,4 @@
-"""SIGTERM to one of two processes: both stop after the same step, whenever it comes."""
+"""SIGTERM to one of two processes stops both after the same step."""
 
 import json
 
@@ -14,7 +14,7 @@ from paxtrain.config import CheckpointConfig
 from paxtrain.process.stopping import Stop
 from jax.experimental import multihost_utils
 
-folder, when = sys.argv[1], int(sys.argv[2])  # steps that this start has done when the signal comes
+folder, when = sys.argv[1], int(sys.argv[2])  # steps of this start before the signal
 first, asked = 1000, []  # as of a run that was resumed after step 1000
 everywhere = jax.make_mesh((8,), ("data",))
 state = {"w": jax.device_put(np.zeros(8, np.float32), jax.NamedSharding(everywhere, jax.P("data")))}

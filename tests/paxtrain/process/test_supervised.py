@@ -1,4 +1,4 @@
-"""What a process tells its parent: the last line is always whole and the latest, and costs a step next to nothing."""
+"""The progress file always has the newest line, complete, and costs a step almost nothing."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_the_exception_that_ends_a_process_and_where(path, progress, error, told
 
 
 def test_of_several_exceptions_the_first_is_told(path, progress):
-    """What is cleaned up on the way out often fails for the same reason, and says less."""
+    """A later exception in the clean-up, which often has the same cause, does not replace the first one."""
     with pytest.raises(OSError, match="No space"), progress:
         try:
             with progress:

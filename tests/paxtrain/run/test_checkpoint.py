@@ -1,6 +1,7 @@
-"""Checkpoints: bit-exact on any mesh, and damage of every kind is found and survived."""
+"""Checkpoints are bit-exact on any mesh, and damage of every kind is found and survived."""
 
 import contextlib
+import gc
 import pathlib
 import resource
 import shutil
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
+from paxtrain.process import setup
 from paxtrain.run import checkpoint
 from paxtrain.run.checkpoint import Checkpoints
 from tests.paxtrain.two_processes import run_two_processes
@@ -22,8 +24,16 @@ from tests.paxtrain.two_processes import run_two_processes
 MODEL = {"hidden": 16, "layers": 8}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Hide the messages of reads that orbax gives up, as mains do; pytest would fail the test that is running."""
+    with setup.quiet_orbax():
+        yield
+        gc.collect()
+
+
 def make_state(sizes: tuple[int, int, int], seed: int):
-    """A small state of every dtype, sharded over a (data, pipe, tensor) mesh."""
+    """Return a small state of every dtype, sharded over a (data, pipe, tensor) mesh."""
     mesh = jax.make_mesh(sizes, ("data", "pipe", "tensor"), axis_types=(AxisType.Auto,) * 3)
     random = np.random.default_rng(seed)
 
@@ -63,7 +73,7 @@ def save(directory, *steps: int, **config) -> None:
 
 
 def restore(directory, sizes=(2, 2, 2), model=MODEL):
-    """(step, problems), after comparing every bit with what was saved at that step."""
+    """Return (step, problems), after comparing every bit with what was saved at that step."""
     checkpoints = Checkpoints(directory, CheckpointConfig())
     state, meta = checkpoints.restore(abstract(make_state(sizes, 0)), model)
     assert same_bits(state, make_state(sizes, meta["step"]))
@@ -128,9 +138,9 @@ def files_up_to(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("room", [0, 3000])  # for no file at all, and for those that say what there is, but no array
+@pytest.mark.parametrize("room", [0, 3000])  # bytes for no file at all, and for the metadata without arrays
 def test_a_save_that_fails_is_told_before_the_next_one(tmp_path, room):
-    """As a full disk is: here files may not grow."""
+    """A limit on the size of files acts like a full disk."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.check()
     checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
@@ -176,7 +186,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_taken(copy, damage,
 
 
 def test_damage_that_decompresses_is_found_by_the_fingerprint(copy, tmp_path):
-    """Arrays of another step under this step's record: files intact, bits wrong."""
+    """Arrays of another step under this step's record have intact files and wrong bits."""
     shutil.rmtree(copy / "2" / "state")
     shutil.copytree(copy / "1" / "state", copy / "2" / "state")
     step, problems = restore(copy)
@@ -214,7 +224,7 @@ def test_no_good_checkpoint_is_an_error(copy):
 
 
 def test_saving_after_a_damaged_checkpoint(copy):
-    """The damaged one neither blocks its number nor counts among the newest, and is still there to be looked at."""
+    """A damaged checkpoint neither blocks its number nor counts among the newest, and is kept for inspection."""
     flip(largest_file(copy / "2" / "state"))
     with Checkpoints(copy, CheckpointConfig(keep=2)) as checkpoints:
         _, meta = checkpoints.restore(abstract(make_state((2, 2, 2), 0)), MODEL)
@@ -286,7 +296,7 @@ def test_fingerprint_sees_bits_and_places_but_not_the_mesh(dtype):
     assert int(checkpoint.fingerprint(np.ascontiguousarray(x[::-1]))) != reference
 
 
-# Of the functions above, in two processes.
+# Programs for two processes, about the functions above.
 HERE = """
 import os
 from tests.paxtrain.run.test_checkpoint import *
@@ -307,7 +317,7 @@ with Checkpoints(directory, CheckpointConfig()) as checkpoints:
     assert meta["step"] == 1 and len(checkpoints.problems) == 1, checkpoints.problems
     checkpoints.save(2, make_state((2, 2, 2), 2), {"model": MODEL, "step": 2})
 """
-# As on a network's folder that shows the newest checkpoint to some hosts later than to others.
+# A network folder may show the newest checkpoint to some hosts later than to others.
 LATE = """
 with Checkpoints(directory, CheckpointConfig()) as checkpoints:
     for step in (1, 2):
@@ -321,7 +331,7 @@ checkpoints = Checkpoints(directory, CheckpointConfig())
 state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)
 assert meta["step"] == seen and not checkpoints.problems, (meta, checkpoints.problems)
 """
-# The other process waits in the background for the one whose save has failed; what waits for that would hang here.
+# The other process waits in the background for the process whose save failed; waiting for that would hang.
 FAILED = """
 checkpoints = Checkpoints(directory, CheckpointConfig())
 checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
@@ -357,7 +367,7 @@ def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_pa
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(tmp_path, monkeypatch):
-    """Also where whoever looks for errors is quicker than orbax's own thread, which removes it."""
+    """The error is seen even if `check` looks for it before orbax's thread, which would remove it."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
     checkpoints.wait()

@@ -24,7 +24,7 @@ def write(out, steps, resumed=None, value=0.0):
 
 
 def board_scalars(out):
-    """(step, value) of every TensorBoard scalar, from the record files: length, checksum, event, checksum."""
+    """Return (step, value) of every TensorBoard scalar, from the records: length, checksum, event, checksum."""
     scalars = []
     for path in (out / "tensorboard").iterdir():
         data = path.read_bytes()
@@ -134,7 +134,7 @@ def test_smoothing_keeps_a_line_and_calms_noise():
 
 
 def test_figure_shows_losses_and_skipped_steps(tmp_path):
-    """By colour: each series leaves its own, and a run without skipped steps leaves none of theirs."""
+    """Each series leaves its colour, and a run without skipped steps does not leave theirs."""
 
     def coloured(skipped: bool):
         with Metrics(tmp_path, primary=True) as writer:
@@ -166,7 +166,7 @@ def test_figure_of_a_single_point(tmp_path, values):
 
 
 def test_figure_of_several_validation_sets(tmp_path):
-    """Each has a colour of its own."""
+    """Each validation set has a different colour."""
     with Metrics(tmp_path, primary=True) as writer:
         for step, web, code in ((0, 5.5, 5.4), (60, 3.0, 2.0), (120, 2.5, 1.2)):
             writer.write(step, {"validation_loss/web": web, "validation_loss/code": code})
