@@ -1,4 +1,4 @@
-"""Fitting the planner's models to measured runs, and scoring their predictions.
+"""Constants fitted to measured runs, and the accuracy of the predictions they give.
 
 May import `cluster` and `cost`.
 """

@@ -1,4 +1,4 @@
-"""How good predictions of measured runs are: which rows are fitted, scores of the others, a table and a figure."""
+"""The accuracy of predictions of measured runs: splits into fitted and held-out rows, scores, a table and a figure."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from planner.fit.trials import Trial
 Array = np.ndarray
 
 HOLD_OUT = ("rows", "cells")
-_CELLS_HELD = 0.25  # of all cells, where they are held out once
+_CELLS_HELD = 0.25  # share of the cells that is held out, without folds
 _COLORS = ("#2f6f9f", "#d9622b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#5c6670")
 _INK = "#22272e"
 
@@ -28,21 +28,30 @@ _INK = "#22272e"
 
 
 class Split(NamedTuple):
-    """Indices of rows to fit, and of rows to predict and score."""
+    """A split of the measured rows.
+
+    Attributes:
+        fit: indices of the rows to fit.
+        held: indices of the rows to predict and score.
+    """
 
     fit: Array
     held: Array
 
 
 def splits(trials: Sequence[Trial], fit: int | None, folds: int, hold_out: str, seed: int) -> list[Split]:
-    """Random splits of the measured rows.
+    """Split the measured rows at random.
 
     Args:
-        fit: rows to fit; all others are held. None: 60, or half of the measured rows where that is fewer.
-        folds: instead, deal all into so many parts and hold each out once; 0: no.
-        hold_out: what is drawn: "rows", or whole "cells" of equal (hidden, micro_batch, tp), of which a quarter is held
-            (with folds, each once) and `fit` rows of the others are fitted.
-        seed: of the draw.
+        trials: all rows.
+        fit: number of rows to fit; all others are held out. None: 60, or half of the measured rows if that is fewer.
+        folds: number of parts, each of which is held out once; 0: one split with `fit` rows.
+        hold_out: unit of the draw: "rows", or whole "cells" of equal (hidden, micro_batch, tp). Of the cells a quarter
+            is held out (with folds, each once), and `fit` rows of the others are fitted.
+        seed: seed of the draw.
+
+    Returns:
+        One split, or one per fold.
 
     Raises:
         UserError: there are not that many rows or cells.
@@ -60,8 +69,8 @@ def splits(trials: Sequence[Trial], fit: int | None, folds: int, hold_out: str, 
             raise UserError(
                 f"--folds={folds} is more than the {len(parts)} measured {hold_out}; choose at most {len(parts)}"
             )
-        held = [np.isin(part, parts[k::folds]) for k in range(folds)]
-        return [Split(measured[~h], measured[h]) for h in held]
+        folded = [np.isin(part, parts[k::folds]) for k in range(folds)]
+        return [Split(measured[~held], measured[held]) for held in folded]
     if fit is None:
         fit = min(60, max(len(measured) // 2, 1))
     if not by_cell:
@@ -82,15 +91,23 @@ def _enough(fit: int, rows: int, of: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Errors as fractions of the measured time, ranks from -1 to 1; NaN where too few rows say nothing.
+    """Errors as fractions of the measured time, and ranks from -1 to 1; NaN if there are too few rows.
+
+    A group is the rows with equal (cluster, hidden, layers, devices, global_batch), among which a plan would be chosen.
+    The regret of a group is the measured time of the row predicted best over that of the best row, less 1.
 
     Attributes:
-        n: rows scored. n_fit: rows fitted.
-        mape, median_ape: mean and median of |predicted - measured| / measured.
-        spearman, kendall: rank correlations of all scored rows together.
-        spearman_in_groups, kendall_in_groups: means over the groups.
-        regret_mean, regret_max: over groups, measured time of the row predicted best over that of the best row, less 1.
-        groups: how many (cluster, hidden, layers, devices, global_batch) have two scored rows or more.
+        n: number of rows scored.
+        n_fit: number of rows fitted.
+        mape: mean of |predicted - measured| / measured.
+        median_ape: median of the same.
+        spearman: rank correlation of all scored rows together.
+        kendall: rank correlation of all scored rows together.
+        regret_mean: mean regret over the groups.
+        regret_max: largest regret of a group.
+        groups: number of groups with two scored rows or more.
+        spearman_in_groups: mean rank correlation over the groups.
+        kendall_in_groups: mean rank correlation over the groups.
     """
 
     n: float
@@ -106,14 +123,14 @@ class Scores:
     kendall_in_groups: float
 
     def json(self) -> dict[str, float | int | None]:
-        """What the last line of output has; ranks are those of all rows together, what is undefined is null."""
+        """Return the values of the last line of output; ranks are over all rows together, and NaN becomes null."""
         names = ("n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups")
         values = {name: float(getattr(self, name)) for name in names}
         return {name: None if math.isnan(x) else int(x) if x == int(x) else round(x, 6) for name, x in values.items()}
 
 
 def _ranks(predicted: Array, measured: Array) -> tuple[float, float]:
-    """Spearman and Kendall; NaN where there is nothing to rank."""
+    """Return the rank correlations of Spearman and Kendall; NaN if all values are equal."""
     if np.unique(predicted).size < 2 or np.unique(measured).size < 2:
         return math.nan, math.nan
     return float(stats.spearmanr(predicted, measured)[0]), float(stats.kendalltau(predicted, measured)[0])
@@ -125,9 +142,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def score(trials: Sequence[Trial], predicted: Array, n_fit: float) -> Scores:
-    """Scores predictions [trials] of measured runs."""
+    """Score predictions of measured runs.
+
+    Args:
+        trials: the runs, with measured seconds.
+        predicted: [trials] seconds.
+        n_fit: number of rows that were fitted.
+    """
     if not trials:
-        return Scores(0, n_fit, *[math.nan] * 6, 0, math.nan, math.nan)
+        undefined = dict.fromkeys((field.name for field in dataclasses.fields(Scores)), math.nan)
+        return Scores(**(undefined | {"n": 0, "n_fit": n_fit, "groups": 0}))
     measured = np.array([trial.seconds for trial in trials])
     errors = np.abs(predicted - measured) / measured
     groups: dict[tuple, list[int]] = {}
@@ -153,7 +177,7 @@ def score(trials: Sequence[Trial], predicted: Array, n_fit: float) -> Scores:
 
 
 def mean(scores: Sequence[Scores]) -> Scores:
-    """The mean of every figure over repetitions, those left out that are NaN."""
+    """Return the mean of every figure over repetitions, without NaNs."""
     names = [field.name for field in dataclasses.fields(Scores)]
     return Scores(*(_mean([getattr(s, name) for s in scores]) for name in names))
 
@@ -162,7 +186,7 @@ _HEADINGS = ("rows", "fitted", "MAPE", "median", "Spearman", "Kendall", "in grou
 
 
 def table(rows: Sequence[tuple[str, Scores]]) -> Iterator[str]:
-    """Lines for people: a name and its scores each; "in groups" are the means of both rank correlations over groups."""
+    """Yield the lines of a table, one per (name, scores); "in groups" are both rank correlations' means over groups."""
     width = max(len(name) for name, _ in rows)
 
     def percent(x: float) -> str:
@@ -173,9 +197,9 @@ def table(rows: Sequence[tuple[str, Scores]]) -> Iterator[str]:
 
     yield f"{'':<{width}}" + "".join(f"{heading:>10}" for heading in _HEADINGS)
     for name, s in rows:
-        cells = (f"{s.n:g}", f"{s.n_fit:g}", percent(s.mape), percent(s.median_ape), rank(s.spearman), rank(s.kendall),
-                 rank(s.spearman_in_groups), rank(s.kendall_in_groups), f"{s.groups:g}", percent(s.regret_mean),
-                 percent(s.regret_max))  # fmt: skip
+        ranks = [rank(x) for x in (s.spearman, s.kendall, s.spearman_in_groups, s.kendall_in_groups)]
+        cells = [f"{s.n:g}", f"{s.n_fit:g}", percent(s.mape), percent(s.median_ape), *ranks, f"{s.groups:g}"]
+        cells += [percent(s.regret_mean), percent(s.regret_max)]
         yield f"{name:<{width}}" + "".join(f"{cell:>10}" for cell in cells)
 
 
@@ -208,10 +232,14 @@ def _draw(axes: Axes, trials: Sequence[Trial], predicted: Array, fitted: Array) 
 
 
 def plot(path: str | pathlib.Path, trials: Sequence[Trial], predicted: Array, fitted: Array, title: str) -> None:
-    """Draws predicted against measured seconds of measured runs into a PNG.
+    """Draw predicted against measured seconds into a PNG.
 
     Args:
-        predicted, fitted: [trials] seconds, and whether the row was fitted.
+        path: the file to write.
+        trials: the runs, with measured seconds.
+        predicted: [trials] seconds.
+        fitted: [trials] whether the row was fitted.
+        title: the figure's title.
     """
     figure = Figure(figsize=(7, 7), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

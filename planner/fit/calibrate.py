@@ -1,10 +1,10 @@
-"""Fits a cluster's constants to measured runs.
+"""Constants of clusters fitted to measured runs.
 
-The logarithm of predicted over measured seconds is made small by least squares, for all clusters together. Every
-constant has a value per cluster, near one that all clusters share, which is near a typical one; so a cluster with few
-fitted rows, or none, gets what the others say. Layer-cost factors, one per (device kind, hidden, tensor, micro-batch),
-are near 1; a device kind's speed is near its datasheet's. How near is the ratio of two spreads, of the measurements and
-of what is fitted; an outlier counts as its distance, not as its square.
+Least squares minimize the logarithm of predicted over measured seconds, for all clusters together. Every constant has a
+value per cluster, with a prior at a value that all clusters share, which has a prior at a typical value. A cluster with
+few fitted rows, or none, thus takes over the values of the others. Layer-cost factors, one per (device kind, hidden,
+tensor, micro-batch), have a prior at 1, and a device kind's speed has one at its datasheet's. A prior's weight is the
+ratio of the noise of the measurements to its spread. An outlier counts by its distance, not by its square.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from planner.fit import trial_model
-from planner.fit.trial_model import CONSTANTS, Model
+from planner.fit import constants, pipelines
+from planner.fit.constants import CONSTANTS
+from planner.fit.trial_model import TrialModel
 from planner.fit.trials import Trial
 
 Array = np.ndarray
@@ -24,9 +25,9 @@ Cell = tuple[str, int, int, int]  # device kind, hidden, tensor, micro-batch
 FACTOR_RANGE = (0.5, 2.0)
 SPEED_RANGE = (0.2, 5.0)
 _NOISE, _FACTOR_SPREAD, _SPEED_SPREAD = 0.03, 0.15, 0.4  # standard deviations of logarithms, at first
-_BELIEF = 10  # how many rows, or factors, the first two of them count for when they are estimated
+_BELIEF = 10  # rows, or factors, that the first two of them count for when they are estimated
 _ROUNDS = 3
-_BETWEEN = 0.5  # spread of a constant among the clusters of a file, over its spread among all
+_BETWEEN = 0.5  # spread of a constant among the clusters of a file, over its spread among all clusters
 _OUTLIER = 3.0  # times the noise
 _STEP = 1e-5
 _TOLERANCE = 1e-4
@@ -34,16 +35,15 @@ _AT_BOUND = 0.01  # of a range's logarithm
 
 
 def cells(trial: Trial) -> list[Cell]:
-    """The layer-cost factors that a run's time depends on, one per device kind."""
-    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in trial_model.kinds(trial)]
+    """Return the layer-cost factors that a run's time depends on, one per device kind."""
+    return [(kind or trial.cluster, trial.hidden, trial.tp, trial.micro_batch) for kind in pipelines.kinds(trial)]
 
 
 def ranges(trials: Sequence[Trial]) -> Array:
-    """[constants, 2] what is physical for one cluster, given its runs: wider where a kind or rate is not known."""
-    unknown = {name for trial in trials for name, known in trial_model.known(trial).items() if not known}
-    return np.array([
-        (c.low / c.wide, c.high * c.wide) if c.name in unknown else (c.low, c.high) for c in CONSTANTS
-    ])  # fmt: skip
+    """Return [constants, 2] the physical range for one cluster's runs, wider if a device kind or rate is unknown."""
+    unknown = {name for trial in trials for name, known in constants.known(trial).items() if not known}
+    widths = [c.wide if c.name in unknown else 1.0 for c in CONSTANTS]
+    return np.array([(c.low / wide, c.high * wide) for c, wide in zip(CONSTANTS, widths)])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class Calibration:
 
     Attributes:
         clusters: constants of each cluster, in the order of CONSTANTS.
-        ranges: of each cluster's constants [constants, 2].
-        shared: constants for a cluster of which no row was known at all.
-        speeds: of each device kind, times its datasheet's.
-        factors: of a layer's cost.
-        fitted: how many rows each cluster's constants were fitted on.
-        method: what composes stages to an iteration.
+        ranges: physical ranges of each cluster's constants [constants, 2].
+        shared: constants for a cluster without any known row.
+        speeds: speed of each device kind over its datasheet's.
+        factors: factors on a layer's cost.
+        fitted: number of rows that each cluster's constants were fitted to.
+        method: how stages compose an iteration, one of trial_model.METHODS.
     """
 
     clusters: dict[str, Array]
@@ -69,18 +69,18 @@ class Calibration:
     method: str
 
     def predict(self, trials: Sequence[Trial]) -> Array:
-        """Seconds of an iteration [trials]."""
-        model = Model(trials, self.method)
-        constants = np.array([self.clusters.get(trial.cluster, self.shared) for trial in trials])
+        """Return the predicted seconds of an iteration [trials]."""
+        model = TrialModel(trials, self.method)
+        values = np.array([self.clusters.get(trial.cluster, self.shared) for trial in trials])
         speed, factor = np.ones((2, len(trials), model.slots))
         for i, trial in enumerate(trials):
-            for slot, (kind, cell) in enumerate(zip(trial_model.kinds(trial), cells(trial))):
+            for slot, (kind, cell) in enumerate(zip(pipelines.kinds(trial), cells(trial))):
                 speed[i, slot] = self.speeds.get(kind, 1.0)
                 factor[i, slot] = self.factors.get(cell, 1.0)
-        return model.seconds(constants[None], speed[None], factor[None])[0]
+        return model.seconds(values[None], speed[None], factor[None])[0]
 
     def describe(self) -> dict[str, Any]:
-        """For a JSON file: every fitted value with its unit, its range and whether it lies at an end of it."""
+        """Return JSON values: every fitted value with its unit, its range and whether it lies at an end of it."""
 
         def entry(value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
             place = np.log(value / low) / np.log(high / low)
@@ -113,17 +113,17 @@ class Calibration:
         }
 
 
-class _Problem:
-    """Least squares over logarithms of value / typical: shared constants, each cluster's, speeds, factors."""
+class _LeastSquares:
+    """The problem over logarithms of value / typical: shared constants, each cluster's, speeds and factors."""
 
     def __init__(self, fitted: Sequence[Trial], everything: Sequence[Trial], method: str) -> None:
-        self.model = Model(fitted, method)
-        self.measured = np.log([trial.seconds for trial in fitted])
+        self.model = TrialModel(fitted, method)
+        self.measured = np.log(np.array([trial.seconds for trial in fitted], float))
         self.clusters = list(dict.fromkeys(trial.cluster for trial in everything))
         self.ranges = {name: ranges([trial for trial in everything if trial.cluster == name]) for name in self.clusters}
         self.noise, self.factor_spread = _NOISE, _FACTOR_SPREAD
-        kinds = sorted({kind for trial in fitted for kind in trial_model.kinds(trial) if kind})
-        self.kinds = kinds if len(kinds) > 1 else []  # one alone is no other than the efficiencies
+        kinds = sorted({kind for trial in fitted for kind in pipelines.kinds(trial) if kind})
+        self.kinds = kinds if len(kinds) > 1 else []  # the speed of a single kind is the same as the efficiencies
         self.cells = sorted({cell for trial in fitted for cell in cells(trial)})
         k, slots = len(CONSTANTS), self.model.slots
         first_kind = k * (1 + len(self.clusters))
@@ -131,11 +131,11 @@ class _Problem:
         self.size = first_cell + len(self.cells)
         kind_at = {kind: first_kind + i for i, kind in enumerate(self.kinds)}
         cell_at = {cell: first_cell + i for i, cell in enumerate(self.cells)}
-        # Of each row: where its constants, speeds and factors are among the parameters; `size` is one that stays 0.
+        # For each row, the indices of its constants, speeds and factors; index `size` is a parameter that stays 0.
         self.index = np.full((len(fitted), k + 2 * slots), self.size)
         for row, trial in enumerate(fitted):
             self.index[row, :k] = k * (1 + self.clusters.index(trial.cluster)) + np.arange(k)
-            for slot, (kind, cell) in enumerate(zip(trial_model.kinds(trial), cells(trial))):
+            for slot, (kind, cell) in enumerate(zip(pipelines.kinds(trial), cells(trial))):
                 self.index[row, k + slot] = kind_at.get(kind, self.size)
                 self.index[row, k + slots + slot] = cell_at[cell]
         self.typical = np.array([c.typical for c in CONSTANTS])
@@ -147,7 +147,7 @@ class _Problem:
         k, first_kind = len(CONSTANTS), self.first_kind
         spread = np.array([c.spread for c in CONSTANTS])
         bounds = np.log(np.array(list(self.ranges.values())) / self.typical[:, None])  # [clusters, constants, 2]
-        # What is not known relative to a datasheet varies with its range, and says little about other clusters.
+        # Without a datasheet, a constant varies with its range and says little about other clusters.
         wide = np.array([c.wide for c in CONSTANTS])
         widened = np.ptp(bounds, axis=2) > np.log([c.high / c.low for c in CONSTANTS]) + 1e-9
         between = np.where(widened, spread + np.log(wide) / 3, _BETWEEN * spread)
@@ -157,7 +157,7 @@ class _Problem:
             np.log(SPEED_RANGE)[:, None].repeat(len(self.kinds), 1),
             np.log(FACTOR_RANGE)[:, None].repeat(len(self.cells), 1),
         ], axis=1)  # fmt: skip
-        # A row per prior: 1 / spread at its parameter and, for a cluster's constant, - 1 / spread at the shared one.
+        # One row per prior: 1 / spread at its parameter and, for a cluster's constant, - 1 / spread at the shared one.
         diagonal = np.concatenate([
             spread, between.ravel(), np.full(len(self.kinds), _SPEED_SPREAD),
             np.full(len(self.cells), self.factor_spread),
@@ -167,27 +167,27 @@ class _Problem:
         self.prior[own, own % k] = -1 / diagonal[own]
 
     def _log_seconds(self, parameters: Array) -> Array:
-        """[1 + constants + 2 slots, rows]: at the parameters, and a step of each of a row's own away from them.
+        """Return [1 + constants + 2 slots, rows]: at the parameters, and a step away in each of a row's own.
 
-        All at once and kept, since a single replay of the tables takes hardly less than one for a batch.
+        All are computed at once and kept, since replaying the schedule once takes hardly less time than for a batch.
         """
         if self._at is None or not np.array_equal(self._at, parameters):
             local = np.append(parameters, 0.0)[self.index]
             steps = np.concatenate([np.zeros((1, local.shape[1])), _STEP * np.eye(local.shape[1])])
             values = np.exp(local + steps[:, None])
             k, slots = len(CONSTANTS), self.model.slots
-            constants, speed, factor = np.split(values, [k, k + slots], axis=2)
+            shares, speed, factor = np.split(values, [k, k + slots], axis=2)
             self._at = parameters.copy()
-            self._found = np.log(self.model.seconds(constants * self.typical, speed, factor))
+            self._found = np.log(self.model.seconds(shares * self.typical, speed, factor))
         return self._found
 
     def residuals(self, parameters: Array) -> Array:
-        """[rows + priors]: logarithms of predicted over measured and of the parameters, over their spreads."""
+        """Return [rows + priors]: logarithms of predicted over measured and of the parameters, over their spreads."""
         error = self._log_seconds(parameters)[0] - self.measured
         return np.concatenate([error / self.noise, self.prior @ parameters])
 
     def jacobian(self, parameters: Array) -> Array:
-        """[rows + priors, parameters] of the residuals."""
+        """Return the Jacobian of the residuals [rows + priors, parameters]."""
         found = self._log_seconds(parameters)
         slopes = (found[1:] - found[0]).T / _STEP
         result = np.zeros((len(self.measured), self.size + 1))
@@ -195,7 +195,7 @@ class _Problem:
         return np.concatenate([result[:, :-1], self.prior])
 
     def estimate_spreads(self, parameters: Array) -> None:
-        """Takes the noise and the spread of the factors from how well `parameters` fit (a step of EM)."""
+        """Estimate the noise and the spread of the factors from the fit at `parameters` (a step of EM)."""
         jacobian, residuals = self.jacobian(parameters), self.residuals(parameters)
         rows = len(self.measured)
         squares = residuals[:rows] ** 2
@@ -212,7 +212,7 @@ class _Problem:
         self._set_priors()
 
     def loss(self, squares: Array) -> Array:
-        """Pseudo-Huber for measurements, squares for priors, as scipy wants it."""
+        """Return the loss and its two derivatives for scipy: pseudo-Huber for measurements, squares for priors."""
         rows = np.arange(len(squares)) < len(self.measured)
         root = np.sqrt(1 + squares / _OUTLIER**2)
         return np.where(
@@ -223,14 +223,14 @@ class _Problem:
 
 
 def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str = "simulate") -> Calibration:
-    """Fits constants to measured runs.
+    """Fit constants to measured runs.
 
     Args:
         fitted: runs with measured seconds.
         everything: further runs; their clusters get constants as well.
-        method: what composes stages to an iteration, of trial_model.METHODS.
+        method: how stages compose an iteration, one of trial_model.METHODS.
     """
-    problem = _Problem(fitted, [*fitted, *everything], method)
+    problem = _LeastSquares(fitted, [*fitted, *everything], method)
     found = np.zeros(problem.size)
     for i in range(_ROUNDS):
         if i:
@@ -240,13 +240,13 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
             xtol=_TOLERANCE, ftol=_TOLERANCE, max_nfev=200,
         ).x  # fmt: skip
     k = len(CONSTANTS)
-    constants = np.exp(found[: k * (1 + len(problem.clusters))].reshape(-1, k)) * problem.typical
-    rest = np.exp(found[constants.size :])
+    values = np.exp(found[: k * (1 + len(problem.clusters))].reshape(-1, k)) * problem.typical
+    rest = np.exp(found[values.size :])
     counts = [trial.cluster for trial in fitted]
     return Calibration(
-        clusters=dict(zip(problem.clusters, constants[1:])),
+        clusters=dict(zip(problem.clusters, values[1:])),
         ranges=problem.ranges,
-        shared=constants[0],
+        shared=values[0],
         speeds=dict(zip(problem.kinds, rest)),
         factors=dict(zip(problem.cells, rest[len(problem.kinds) :])),
         fitted={name: counts.count(name) for name in problem.clusters},

@@ -1,4 +1,4 @@
-"""Takes constants that planner.validate has fitted to measured runs into a cluster that is known by its data sheets."""
+"""Constants that planner.validate fitted to measured runs, put in place of a cluster's data sheet shares."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import numpy as np
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, Shares, between
 
-# What of a cluster's fitted constants a plan goes by; the rest belongs to the measured system's own program.
+# The fitted constants that a plan uses; the others describe the measured system's own program.
 _SHARES = {
     "matmul": "compute_efficiency",
     "memory": "memory_efficiency",
@@ -22,14 +22,15 @@ _LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latenc
 
 
 def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> Cluster:
-    """The cluster with constants that were fitted to runs on its like: shares of data sheet and nominal link rates.
+    """Return the cluster with fitted shares of its data sheets and of its nominal link rates.
 
     Args:
+        cluster: a cluster with one nominal bandwidth per link and without a compute profile.
         path: constants.json of planner.validate.
-        name: of the fitted cluster; may be left out where there is one.
+        name: name of the fitted cluster; may be empty if the file has only one.
 
     Raises:
-        UserError: the file cannot be read, does not have the cluster or all constants, or this cluster was measured.
+        UserError: the file cannot be read, lacks the cluster or a constant, or the given cluster was measured.
     """
     if cluster.compute or len(cluster.samples) > 1:
         raise UserError(

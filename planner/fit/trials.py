@@ -1,9 +1,9 @@
-"""Measured training runs as a table: the CSV that `planner.validate` reads and that one's own job logs fit in.
+"""Measured training runs as a table: the CSV that planner.validate reads, to which job logs can be converted.
 
 One row is one run of one configuration:
 
     cluster            any name; rows of one cluster share the constants that are fitted
-    devices            how many the run used
+    devices            devices that the run used
     devices_per_host   ranks fill host after host
     device_kinds       optional: one kind for all, or one per host joined by ";", as "A100;A100;V100"
     host_gbit          optional, likewise: Gbit/s of a host's network, each way
@@ -11,10 +11,10 @@ One row is one run of one configuration:
     hidden, heads, layers, seq, vocab
     global_batch, micro_batch
     tp, dp, pp         tensor, data and pipe; ranks count tensor fastest, then data, then pipe
-    stage_layers       optional: transformer layers of each stage joined by ";"; else as equal as they get
-    recompute          1: activations are recomputed in the backward pass; else 0
-    dtype              of activations and weights: fp16, bf16 or fp32
-    seconds            of one iteration; empty or inf: not run
+    stage_layers       optional: transformer layers of each stage joined by ";"; default: as equal as possible
+    recompute          1 if activations are recomputed in the backward pass, else 0
+    dtype              dtype of activations and weights: fp16, bf16 or fp32
+    seconds            seconds of one iteration; empty or inf: not run
 
 Optional columns may be missing or empty. Other columns are kept and not read.
 """
@@ -42,14 +42,15 @@ _BYTES = {"fp16": 2, "float16": 2, "half": 2, "bf16": 2, "bfloat16": 2, "fp32": 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One row. Attributes are the module's columns, except:
+    """One row of the table. Attributes that are not listed are the module's columns.
 
     Attributes:
-        device_kinds: kind of each host's devices; "" where unknown.
-        host_bytes, intra_bytes: bytes/s of each host's network and between its devices; None where unknown.
+        device_kinds: kind of each host's devices; "" if unknown.
+        host_bytes: bytes/s of each host's network; None if unknown.
+        intra_bytes: bytes/s between two devices of each host; None if unknown.
         stage_layers: transformer layers of each stage.
-        element_bytes: of one number of dtype.
-        seconds: None where not run.
+        element_bytes: bytes of one number of dtype.
+        seconds: seconds of one iteration; None if not run.
         columns: the row as it was read.
     """
 
@@ -77,7 +78,7 @@ class Trial:
 
     @property
     def micro_batches(self) -> int:
-        """m: micro-batches per pipeline and iteration."""
+        """Micro-batches per pipeline and iteration."""
         return self.global_batch // (self.dp * self.micro_batch)
 
     @property
@@ -87,16 +88,16 @@ class Trial:
 
     @property
     def group(self) -> tuple[str, int, int, int, int]:
-        """What is given when a configuration is chosen: (cluster, hidden, layers, devices, global_batch)."""
+        """The givens of a choice of configuration: (cluster, hidden, layers, devices, global_batch)."""
         return self.cluster, self.hidden, self.layers, self.devices, self.global_batch
 
     @property
     def cell(self) -> tuple[int, int, int]:
-        """What a layer's cost depends on most: (hidden, micro_batch, tp)."""
+        """The main factors of a layer's cost: (hidden, micro_batch, tp)."""
         return self.hidden, self.micro_batch, self.tp
 
 
-_MOST, _HUGE = 10_000_000, 1e12  # of a count; of a rate or a time
+_MOST, _HUGE = 10_000_000, 1e12  # largest count; largest rate or time
 
 
 def _count(name: str, text: str) -> int:
@@ -130,7 +131,7 @@ def _seconds(text: str) -> float | None:
 
 
 def _per_host(name: str, text: str, hosts: int) -> list[str]:
-    """One entry per host; one alone is every host's, and entries of hosts that were not used are left out."""
+    """Return one entry per host; a single entry counts for every host, and those of unused hosts are left out."""
     entries = [entry.strip() for entry in text.split(";")]
     if len(entries) == 1:
         return entries * hosts
@@ -158,10 +159,10 @@ def _stage_layers(text: str, layers: int, pp: int) -> tuple[int, ...]:
 
 
 def parse(columns: dict[str, str]) -> Trial:
-    """One row of the table.
+    """Parse one row of the table.
 
     Raises:
-        UserError: a value cannot be read, or values do not fit each other.
+        UserError: a value cannot be read, or values contradict each other.
     """
     row = {name: (columns.get(name) or "").strip() for name in COLUMNS}
     if not row["cluster"]:
@@ -193,7 +194,7 @@ def parse(columns: dict[str, str]) -> Trial:
 
 
 def read(path: str | pathlib.Path) -> list[Trial]:
-    """Reads a table.
+    """Read a table.
 
     Raises:
         UserError: the file cannot be read, columns are missing, a row is wrong (it is named by its line in the file),
@@ -232,7 +233,7 @@ def read(path: str | pathlib.Path) -> list[Trial]:
 
 
 def write(path: str | pathlib.Path, rows: Sequence[dict[str, object]]) -> None:
-    """Writes rows as CSV, with the first one's keys as columns."""
+    """Write rows as CSV, with the keys of the first one as columns."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

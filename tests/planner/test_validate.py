@@ -7,9 +7,10 @@ import pytest
 from scipy import stats
 
 from paxtrain.errors import UserError
-from planner import convert, validate
-from planner.fit import accuracy, trials
+from planner import validate
+from planner.fit import accuracy, trials, validation
 from planner.fit.accuracy import Scores
+from planner.fit.published import amp, vtrain
 from tests import mains
 
 BASE = {
@@ -190,7 +191,7 @@ def test_all_rows_may_be_fitted_and_then_nothing_is_scored(table, tmp_path, run)
     "arguments, message",
     [
         (["--fit=70"], "--fit=70 is more than the 59 measured rows"),
-        (["--fit=20", "--folds=5"], "--folds fits all rows but those of a fold"),
+        (["--fit=20", "--folds=5"], "--folds fits all rows except those of a fold"),
         (["--method=guess"], "method"),
         (["--fit=0"], "fit"),
         (["more.csv"], "unexpected argument 'more.csv'"),
@@ -214,7 +215,7 @@ def test_no_trials(run):
 @pytest.fixture(scope="module")
 def published(shared, tmp_path_factory):
     home = tmp_path_factory.mktemp("published")
-    for name, rows in (("amp_homogeneous.json", convert.amp), ("vtrain_single_node.csv", convert.vtrain)):
+    for name, rows in (("amp_homogeneous.json", amp), ("vtrain_single_node.csv", vtrain)):
         trials.write(home / f"{rows.__name__}.csv", rows((shared / "data" / "trials" / name).read_text()))
     return home
 
@@ -223,7 +224,7 @@ def _mean(path, seeds, **split):
     rows = trials.read(path)
     options = {"fit": None, "folds": 0, "hold_out": "rows"} | split
     return accuracy.mean([
-        validate.repetition(rows, accuracy.splits(rows, seed=seed, **options), "simulate").scores["all"]
+        validation.repetition(rows, accuracy.splits(rows, seed=seed, **options), "simulate").scores["all"]
         for seed in range(seeds)
     ])  # fmt: skip
 

@@ -6,7 +6,9 @@ import pytest
 
 from paxtrain.devices import datasheets
 from planner.fit import calibrate, trial_model, trials
-from planner.fit.trial_model import CONSTANTS, NAMES, Model
+from planner.fit.constants import CONSTANTS, NAMES
+from planner.fit.pipelines import pipeline_batches
+from planner.fit.trial_model import TrialModel
 
 ROW = {
     "cluster": "lab", "devices": 16, "devices_per_host": 4, "device_kinds": "A100", "host_gbit": "100",
@@ -23,7 +25,7 @@ def trial(**changes):
 
 def seconds(rows, method="simulate", speed=1.0, factor=1.0, **changes):
     """Predicted seconds of trials with typical constants but for `changes`."""
-    model = Model(rows, method)
+    model = TrialModel(rows, method)
     constants = np.array([{**TYPICAL, **changes}[name] for name in NAMES])
     slots = np.ones((1, len(rows), model.slots))
     return model.seconds(np.broadcast_to(constants, (1, len(rows), len(NAMES))), slots * speed, slots * factor)[0]
@@ -74,14 +76,14 @@ def test_messages_share_a_hosts_network():
     alone = trial(devices=2, devices_per_host=1, pp=2, layers=2)
     hops = []
     for row in (four, one, alone):
-        (runs,) = Model([row])._runs.values()
+        (runs,) = pipeline_batches([row]).values()
         hops.append(runs.hop[0, 0])
     assert hops == [12.5e9 / 4, 12.5e9 / 4, 12.5e9]
 
 
 def test_rings_run_over_their_hosts():
     def rates(**changes):
-        (runs,) = Model([trial(**changes)])._runs.values()
+        (runs,) = pipeline_batches([trial(**changes)]).values()
         return runs.ring_intra[0], runs.ring_inter[0]
 
     intra, inter = rates(tp=4, dp=4, pp=1)  # 4 rings over 4 hosts, one device of each
@@ -124,7 +126,7 @@ def _measured(rows, noise, seed, factor_spread=0.0, **changes):
     constants = np.clip(constants, [c.low for c in CONSTANTS], [c.high for c in CONSTANTS])
     for name, value in changes.items():
         constants[NAMES.index(name)] = value
-    model = Model(rows)
+    model = TrialModel(rows)
     cells = sorted({calibrate.cells(row)[0] for row in rows})
     drawn = dict(zip(cells, np.exp(factor_spread * random.normal(size=len(cells)))))
     factor = np.array([[[drawn[calibrate.cells(row)[0]]] * model.slots for row in rows]])

@@ -11,8 +11,9 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import between
 from planner.cost import compute
 from planner.fit.calibrate import fit
+from planner.fit.constants import CONSTANTS, NAMES
 from planner.fit.recalibrate import recalibrated
-from planner.fit.trial_model import CONSTANTS, NAMES, Model
+from planner.fit.trial_model import TrialModel
 from planner.fit.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster
 
@@ -84,7 +85,7 @@ def test_what_a_fit_writes_is_read(tmp_path):
     """Through the file, and the costs of the plan are those of the fitted model but for what they count differently."""
     rows = [trial(micro_batch=b, pp=p, dp=8 // p) for b in (1, 2, 4) for p in (1, 2, 4)]
     truth = dict(zip(NAMES, [c.typical for c in CONSTANTS])) | {"compute_efficiency": 0.7}
-    model = Model(rows)
+    model = TrialModel(rows)
     slots = np.ones((1, len(rows), model.slots))
     values = np.broadcast_to(np.array(list(truth.values())), (1, len(rows), len(NAMES)))
     seconds = model.seconds(values, slots, slots)[0]

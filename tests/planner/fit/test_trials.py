@@ -5,7 +5,7 @@ import pytest
 
 from paxtrain.errors import UserError
 from planner import convert
-from planner.fit import trials
+from planner.fit import published, trials
 
 SHARED = pathlib.Path(__file__).resolve().parents[3].parent / "shared" / "data" / "trials"
 ROW = {
@@ -103,14 +103,14 @@ def test_bad_files(tmp_path):
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the published trials are not here")
 def test_converts_the_published_trials(tmp_path):
-    amp = convert.amp((SHARED / "amp_homogeneous.json").read_text())
+    amp = published.amp((SHARED / "amp_homogeneous.json").read_text())
     trials.write(tmp_path / "amp.csv", amp)
     rows = trials.read(tmp_path / "amp.csv")
     assert len(rows) == 52 and sum(row.seconds is None for row in rows) == 5
     assert all(sum(row.stage_layers) == 24 for row in rows)
     assert rows[6].stage_layers == (2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 2, 1)
     assert rows[0].host_bytes == (6.25e9,) * 4 and rows[0].seconds == 1.32
-    trials.write(tmp_path / "vtrain.csv", convert.vtrain((SHARED / "vtrain_single_node.csv").read_text()))
+    trials.write(tmp_path / "vtrain.csv", published.vtrain((SHARED / "vtrain_single_node.csv").read_text()))
     rows = trials.read(tmp_path / "vtrain.csv")
     assert len(rows) == 1440 and rows[0].seconds == pytest.approx(0.372160408)
     assert all(row.recompute and row.hosts == 1 for row in rows)

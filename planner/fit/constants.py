@@ -1,0 +1,67 @@
+"""The constants of a cluster that are fitted to measured runs, with their units and physical ranges."""
+
+import dataclasses
+
+from paxtrain.devices.datasheets import datasheet
+from planner.fit.trials import Trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A property of a cluster that is fitted.
+
+    Attributes:
+        name: the name in constants.json.
+        unit: unit of its values.
+        low: least physical value.
+        high: largest physical value.
+        typical: value that is assumed without measurements.
+        spread: standard deviation of its logarithm among clusters.
+        meaning: what the constant describes.
+        wide: factor by which low and high are widened if a device kind or a link rate is unknown.
+    """
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    typical: float
+    spread: float
+    meaning: str
+    wide: float = 1.0
+
+
+CONSTANTS = (
+    Constant("compute_efficiency", "of the peak", 0.03, 1.0, 0.45, 0.4, "dense matrix products", wide=300),
+    Constant("memory_efficiency", "of the peak", 0.05, 1.0, 0.6, 0.4, "traffic to device memory", wide=100),
+    Constant("layer_launch", "s", 1e-6, 2e-2, 3e-4, 1.0, "host time to launch a layer's forward"),
+    Constant("score_passes", "passes", 0.05, 30.0, 6.0, 0.7, "reads and writes of attention scores; few if fused"),
+    Constant("backward_ratio", "of F", 1.2, 3.5, 2.0, 0.15, "backward over forward, without recomputation"),
+    Constant("head_ratio", "of the model", 0.2, 5.0, 1.0, 0.4, "output layer and loss"),
+    Constant("micro_batch_seconds", "s", 1e-6, 0.1, 5e-4, 1.2, "constant part of F and of B of a stage"),
+    Constant("intra_latency", "s", 1e-7, 5e-3, 2e-5, 1.0, "a message inside a host"),
+    Constant("intra_efficiency", "of the rate", 0.02, 1.0, 0.6, 0.4, "rate inside a host", wide=100),
+    Constant("inter_latency", "s", 1e-6, 2e-2, 5e-5, 1.0, "a message between hosts"),
+    Constant("inter_efficiency", "of the rate", 0.02, 1.0, 0.6, 0.4, "rate between hosts", wide=100),
+    Constant("hop_ratio", "of the model", 0.2, 10.0, 1.0, 0.4, "bytes and overhead of pipeline messages"),
+    Constant("data_ratio", "of the model", 0.1, 8.0, 1.0, 0.4, "bytes and overhead of gradient rings"),
+    Constant(
+        "tied_ratio", "of the model", 0.01, 5.0, 1.0, 0.7, "exchange of the embedding's gradients; little if untied"
+    ),
+    Constant("optimizer_bytes", "bytes", 2.0, 500.0, 40.0, 0.6, "traffic of the optimizer per parameter"),
+    Constant("step_seconds", "s", 1e-6, 2.0, 5e-3, 1.2, "constant part of an iteration"),
+)
+NAMES = tuple(constant.name for constant in CONSTANTS)
+
+
+def known(trial: Trial) -> dict[str, bool]:
+    """Return, for each constant with a `wide` range, whether the rate that it refers to is known for this run."""
+    kinds = all(datasheet(kind) is not None for kind in trial.device_kinds)
+    intra = trial.intra_bytes is not None or kinds
+    inter = trial.host_bytes is not None
+    return {
+        "compute_efficiency": kinds,
+        "memory_efficiency": kinds,
+        "intra_efficiency": intra,
+        "inter_efficiency": inter,
+    }
