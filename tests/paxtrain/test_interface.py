@@ -1,7 +1,9 @@
 """The names of `paxtrain` for programs that import it."""
 
 import ast
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import subprocess
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 
 import paxtrain
+from paxtrain.config import to_dict
 from paxtrain.run import metrics
 from tests.build_file import ROOT
 from tests.paxtrain.training import configuration, corpus, expected_batches
+from tests.paxtrain.two_processes import run_two_processes
 
 STEPS = 3
 SHORT = {"run__steps": STEPS, "run__eval_every": 0, "optimizer__warmup_steps": 1, "model__layers": 2}
@@ -97,14 +101,22 @@ def home(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("home"))
 
 
-def test_train_returns_what_steps_by_hand_give(home, tmp_path, capfd):
-    """The result's losses are those of a Trainer that is stepped by hand over the same batches."""
-    config = configuration(home, tmp_path / "run", **SHORT)
+@pytest.fixture(scope="module")
+def trained(home):
+    """Return a configuration and the result of a quiet training run with it."""
+    config = configuration(home, home / "run", **SHORT)
     hooks = (sys.unraisablehook, list(logging.getLogger("absl").filters))
-    result = paxtrain.train(config, quiet=True)
-    assert capfd.readouterr().out == ""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = paxtrain.train(config, quiet=True)
+    assert printed.getvalue() == ""
     assert (sys.unraisablehook, list(logging.getLogger("absl").filters)) == hooks
+    return config, result
 
+
+def test_train_returns_what_steps_by_hand_give(home, trained):
+    """The result's losses are those of a Trainer that is stepped by hand over the same batches."""
+    config, result = trained
     trainer = paxtrain.Trainer(config, paxtrain.make_mesh(config.mesh))
     state, losses = trainer.init(config.run.seed), []
     for batch in expected_batches(home, STEPS):
@@ -113,10 +125,30 @@ def test_train_returns_what_steps_by_hand_give(home, tmp_path, capfd):
     assert result.losses.tolist() == losses
     assert result.steps.tolist() == [1, 2, 3]
     assert (result.finished, result.step, result.skipped, result.mfu) == (True, STEPS, 0, None)
-    assert result.folder == tmp_path / "run" and (result.folder / metrics.FILE).exists()
+    assert result.folder == home / "run" and (result.folder / metrics.FILE).exists()
     assert result.tokens_per_second > 0
     assert set(result.untrained) == set(result.validation) == {"validation_loss"}
     assert np.isfinite([*result.untrained.values(), *result.validation.values()]).all()
+
+
+TRAIN = """
+import json
+import paxtrain
+from paxtrain.config import from_dict
+
+result = paxtrain.train(from_dict(json.loads(sys.argv[1])), quiet=True)
+print(json.dumps([jax.local_device_count(), result.finished, result.losses.tolist()]))
+"""
+
+
+def test_joined_processes_share_the_mesh(home, trained, tmp_path):
+    """Each of two processes gets half of the mesh's devices, and the losses are those of one process."""
+    values = to_dict(configuration(home, tmp_path / "run", **SHORT))
+    outputs = run_two_processes(TRAIN, json.dumps(values))
+    for output in outputs:
+        devices, finished, losses = json.loads(output.splitlines()[-1])
+        assert (devices, finished) == (4, True)
+        np.testing.assert_allclose(losses, trained[1].losses, rtol=1e-5)
 
 
 def test_train_takes_what_has_a_plan(home, tmp_path, capfd):
