@@ -1,7 +1,7 @@
 """Shows where the seconds of a training step go: srun python -m paxtrain.profile --config=... [--plan=plan.json].
 
 Takes the flags of paxtrain.train, but neither data nor checkpoints: it runs a few steps from fresh weights on random
-tokens, with compression on where the configuration has it. `paxtrain/profiling/breakdown.py` says what the parts are.
+tokens, with the configuration's compression on. `paxtrain/profiling/breakdown.py` lists the parts.
 """
 
 import dataclasses
@@ -25,7 +25,13 @@ HINT = OVERRIDES
 
 
 def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
-    """The breakdown of a configuration's step on this process's devices."""
+    """Return the breakdown of a configuration's step on this process's devices.
+
+    Args:
+        config: the configuration.
+        mesh: mesh of config.mesh.
+        steps: number of steps to trace.
+    """
     trainer = Trainer(config, mesh)
     trainer.compression.check()
     state = trainer.init(config.run.seed)
@@ -46,13 +52,13 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define this main's flags."""
     training_flags.define_flags()
     flags.DEFINE_integer("steps", 3, "Steps to trace.", lower_bound=1)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Reads the configuration, joins the other processes, measures and prints."""
+    """Read the configuration, join the other processes, measure and print."""
     f = flags.FLAGS
     config, chosen = training_flags.configured()
     training_flags.join()
@@ -63,6 +69,7 @@ def main(argv: Sequence[str]) -> None:
     except UserError as error:
         problem = error
     distributed.agree(problem)
+    assert mesh is not None
     found = profile(config, mesh, f.steps)
     seconds, hidden = by_stage(found, mesh)
     if jax.process_index() == 0:

@@ -1,14 +1,14 @@
-"""Where the seconds of a training step go, from a profiler trace of a few steps and the compiled step's text.
+"""The breakdown of a training step's seconds, from a profiler trace of a few steps and the compiled step's text.
 
-The trace says when each instruction of the program ran on each local device; the text says from which named scope it
+The trace says when each instruction of the program ran on each local device. The text says from which named scope it
 comes, and between which devices a collective goes. The parts:
 
     forward, backward   F and B of the layers and the embedding's lookup; recomputing is B's. On masked schedules (see
                         pipeline.py) idle stages compute on scrap, and that is in here: the bubble is no wait there.
     head                final norm, logits and loss, forward and backward
-    pipeline            transfers between stages, and waiting there for the other end
+    pipeline            transfers between stages, with the wait for the other end
     tensor              collectives over the tensor axis
-    data                collectives over the data axis, but for the embedding's
+    data                collectives over the data axis, except the embedding's
     embedding           the tied table: its collectives over data, and the exchange between first and last stage
     compression         encoding and decoding
     optimizer           clipping and update
@@ -17,8 +17,8 @@ comes, and between which devices a collective goes. The parts:
     input               nothing ran, and the loop waited for a batch
     idle                nothing ran for another reason: dispatch, the host, a core that is busy with something else
 
-Each instant of a device counts once. Work goes before collectives, so that a collective counts where nothing hides it;
-how much is hidden is told apart. Parts that run at the same time share it.
+Each instant of a device counts once. Work goes before collectives, so a collective counts only while nothing hides it;
+hidden seconds are listed separately. Parts that run at the same time share it.
 """
 
 import collections
@@ -28,7 +28,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -43,11 +43,22 @@ from paxtrain.xla import hlo
 SCOPES = ("forward", "backward", "head", "embedding", "compression", "optimizer", "sync")
 LINKS = ("pipeline", "tensor", "data", "embedding", "sync")
 PARTS = (
-    "forward", "backward", "head", "pipeline", "tensor", "data", "embedding", "compression", "optimizer", "sync",
-    "other", "input", "idle",
-)  # fmt: skip
+    "forward",
+    "backward",
+    "head",
+    "pipeline",
+    "tensor",
+    "data",
+    "embedding",
+    "compression",
+    "optimizer",
+    "sync",
+    "other",
+    "input",
+    "idle",
+)
 
-# On CPUs these have events of their own, around those of what they run.
+# On CPUs these have separate events around those of the instructions that they run.
 _CONTAINERS = ("while", "call", "conditional")
 
 
@@ -56,12 +67,12 @@ class Breakdown:
     """Seconds of a step on this process's devices, means over the traced steps.
 
     Attributes:
-        devices: of the mesh and this process, in the mesh's order.
-        total: of a traced step, from its call until its results are there.
-        seconds: of each of PARTS, float64 [devices]; on every device they add up to the total.
-        hidden: of each of LINKS, float64 [devices]: seconds in which its collectives were in flight under work, and
-            which count as that work.
-        untraced: the total without the profiler, where it was measured.
+        devices: this process's devices of the mesh, in the mesh's order.
+        total: seconds of a traced step, from its call until its results are ready.
+        seconds: seconds of each of PARTS, float64 [devices]; on every device they add up to the total.
+        hidden: seconds in which collectives of each of LINKS were in flight under work, float64 [devices]; they count
+            as that work.
+        untraced: seconds of a step without the profiler, nan if not measured.
     """
 
     devices: tuple[jax.Device, ...]
@@ -73,11 +84,12 @@ class Breakdown:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a trace says of this process's devices of a mesh, in the mesh's order.
+    """What a trace says of this process's devices.
 
     Attributes:
-        windows: (start, end) of what is to be shared out, in seconds of the trace's clock.
-        spans: of each device.
+        devices: this process's devices of the mesh, in the mesh's order.
+        windows: (start, end) of the times to share out, in seconds of the trace's clock.
+        spans: spans of each device.
     """
 
     devices: tuple[jax.Device, ...]
@@ -86,7 +98,7 @@ class Traced:
 
 
 def axes(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> frozenset[str]:
-    """The mesh axes along which the partitions of a group differ; no groups: all partitions are one."""
+    """Return the mesh axes along which the partitions of a group differ; without groups all partitions are one."""
     found = set()
     for group in groups or [range(mesh.size)]:
         places = np.unravel_index(list(group), mesh.devices.shape)
@@ -95,7 +107,7 @@ def axes(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> frozenset[str]:
 
 
 def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
-    """What an instruction of the step counts as: a collective by its axis, all else by its innermost named scope."""
+    """Return what an instruction counts as: a collective by its axis, others by the innermost named scope."""
     words = re.split(r"[/()]", instruction.op_name)
     scope = next((word for word in reversed(words) if word in SCOPES), "other")
     if not instruction.kind:
@@ -113,21 +125,27 @@ def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
 
 
 def parts(text: str, mesh: Mesh) -> dict[str, Part | None]:
-    """What each instruction of a compiled step's text counts as; None for those that only run others."""
+    """Return what each instruction of a compiled step's text counts as; None if it only runs others."""
     return {
         name: None if instruction.opcode in _CONTAINERS else part(instruction, mesh)
         for name, instruction in hlo.instructions(text).items()
     }
 
 
-def attribute(spans: Iterable[Span], start: float, end: float) -> tuple[collections.Counter, collections.Counter]:
-    """Seconds from start to end by part, idle included, and seconds of collectives under work by part."""
+def attribute(spans: Iterable[Span], start: float, end: float) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return the seconds of a window by part, with idle, and the seconds of collectives under work by part.
+
+    Args:
+        spans: spans of one device.
+        start: start of the window, in seconds of the trace's clock.
+        end: end of the window.
+    """
     edges = [(end, 0, OTHER)]
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)
         if last > first:
             edges += [(first, 1, span.part), (last, -1, span.part)]
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     hidden: collections.Counter[str] = collections.Counter()
     flying: collections.Counter[Part] = collections.Counter()
     now = start
@@ -145,11 +163,12 @@ def attribute(spans: Iterable[Span], start: float, end: float) -> tuple[collecti
 
 
 def load(folder: pathlib.Path, text: str, mesh: Mesh) -> Traced:
-    """The newest trace in a folder.
+    """Return the newest trace in a folder.
 
     Args:
-        text: of the compiled step that ran, for all processes.
-        mesh: its mesh.
+        folder: the folder.
+        text: text of the compiled step that ran.
+        mesh: mesh of the step, of all processes.
     """
     path = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     module = text.split(maxsplit=2)[1].rstrip(",")
@@ -160,11 +179,11 @@ def load(folder: pathlib.Path, text: str, mesh: Mesh) -> Traced:
 
 
 def shares(traced: Traced, steps: int) -> Breakdown:
-    """The breakdown of a step, of a trace of so many."""
+    """Return the breakdown of a step from a trace of `steps` steps."""
     each = [[attribute(spans, *window) for window in traced.windows] for spans in traced.spans]
 
     def mean(which: int, name: str) -> np.ndarray:
-        return np.array([sum(found[which][name] for found in device) / steps for device in each])
+        return np.array([sum(found[which].get(name, 0.0) for found in device) / steps for device in each])
 
     return Breakdown(
         devices=traced.devices,
@@ -175,16 +194,16 @@ def shares(traced: Traced, steps: int) -> Breakdown:
 
 
 def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh, steps: int = 3) -> Breakdown:
-    """Traces a few steps of this process. All processes of the mesh call it together.
+    """Trace a few steps on this process, and return their breakdown. All processes of the mesh call it together.
 
     Args:
-        run: runs `compiled` once and returns (some of) its results. Called 2 * steps + 1 times.
-        compiled: the train step, as Trainer.compile_step makes it.
-        mesh: its mesh.
-        steps: to trace.
+        run: runs `compiled` once and returns (some of) its results. It is called 2 * steps + 1 times.
+        compiled: train step that Trainer.compile_step returned.
+        mesh: mesh of the step.
+        steps: number of steps to trace.
 
     Raises:
-        ValueError: nothing of the program is in the trace: run runs another one, or the backend tells nothing.
+        ValueError: the trace has nothing of the program: `run` runs another one, or the backend traces nothing.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.enable_hlo_proto = 0, False
@@ -193,12 +212,14 @@ def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh,
     for _ in range(steps):
         jax.block_until_ready(run())
     untraced = (time.perf_counter() - began) / steps
+    text = compiled.as_text()
+    assert text is not None
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(steps):
                 with jax.profiler.TraceAnnotation(STEP):
                     jax.block_until_ready(run())
-        traced = load(pathlib.Path(folder), compiled.as_text(), mesh)
+        traced = load(pathlib.Path(folder), text, mesh)
     for device, spans in zip(traced.devices, traced.spans):
         if all(span.part == OTHER for span in spans):
             raise ValueError(f"the trace has no instruction of the program on device {device.id}; does run execute it?")
@@ -206,21 +227,23 @@ def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh,
 
 
 def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Seconds and hidden seconds of every part by stage, [P]: means over the devices of all processes."""
+    """Return seconds and hidden seconds of every part by stage, [P]: means over the devices of all processes."""
     stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
-    mine = np.array([[*(found.seconds[p][i] for p in PARTS), *(found.hidden[p][i] for p in LINKS)]
-                     for i in range(len(found.devices))])  # fmt: skip
+    mine = np.stack([*(found.seconds[p] for p in PARTS), *(found.hidden[p] for p in LINKS)], axis=1)
     stages, values = multihost_utils.process_allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
     means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[1])], axis=1)
     return dict(zip(PARTS, means)), dict(zip(LINKS, means[len(PARTS) :]))
 
 
 def table(seconds: dict[str, np.ndarray], hidden: dict[str, np.ndarray]) -> str:
-    """Parts by stage in seconds, and the share of each in the step, those that are nowhere left out."""
-    total = sum(seconds.values())
+    """Return a table of the parts by stage in seconds and their share in the step, without parts that are zero."""
+    total = np.sum(list(seconds.values()), axis=0)
     heads = [f"stage {s}" for s in range(len(total))]
     lines = [f"  {'seconds of a step':<18}" + "".join(f"{head:>10}" for head in heads) + f"{'share':>9}"]
-    row = lambda name, values: f"  {name:<18}" + "".join(f"{value:>10.4f}" for value in values)  # noqa: E731
+
+    def row(name: str, values: np.ndarray) -> str:
+        return f"  {name:<18}" + "".join(f"{value:>10.4f}" for value in values)
+
     for name, values in [*seconds.items(), ("together", total)]:
         if values.any():
             lines.append(row(name, values) + f"{values.mean() / total.mean():>9.1%}")

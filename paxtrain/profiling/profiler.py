@@ -1,7 +1,7 @@
 """The profile of some steps of a training run: traces for xprof and Perfetto, and where the steps' seconds went.
 
-The loop runs on as it does without: steps are not waited for one by one, and what it pauses for (validation,
-checkpoints) lies outside of the time that is shared out. docs/profiling.md says how to read what is written.
+The loop runs as without a profile: it does not wait for single steps. Its pauses (validation, checkpoints) do not count
+as time of a step. docs/profiling.md says how to read what is written.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from paxtrain.profiling.trace import READ, STEP
 FOLDER = "profile"
 TIMELINE, PICTURE, TABLE = "timeline.json.gz", "timeline.png", "breakdown.txt"
 
-# What the metrics call the parts of a step (see breakdown.py), each in seconds where nothing before it hides it.
+# Parts of a step (see breakdown.py) by their name in the metrics; hidden seconds of a part do not count.
 GROUPS = {
     "compute": ("forward", "backward", "head", "compression", "optimizer", "other"),
     "transfer": ("pipeline",),
@@ -36,29 +36,32 @@ GROUPS = {
 
 
 class Profiler:
-    """Traces the steps of config.profile; where that names none, every method returns at once.
+    """Tracer of the steps of config.profile; if that names none, every method returns at once.
 
-    A context manager, whose exit ends a trace that an error or SIGTERM has cut short.
+    It is a context manager, whose exit ends a trace that an error or SIGTERM has cut short.
 
     Attributes:
-        folder: of this process's trace.
-        steps: that are traced; last: the last of them, 0 for none.
+        folder: folder of this process's trace.
+        steps: numbers of the traced steps.
+        last: the last traced step, 0 for none.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first: int) -> None:
-        """Starts nothing yet.
+        """Find the steps to trace, and start nothing yet.
 
         Args:
-            first: the step after which the run goes on.
+            config: configuration of the run.
+            mesh: mesh of the run.
+            first: step after which the run continues.
 
         Raises:
-            UserError: the steps begin before that, and no trace of them is in the run's folder.
+            UserError: the steps begin before that, and the run's folder has no trace of them.
         """
         steps = config.profiled
         folder = pathlib.Path(config.run.out) / FOLDER / f"steps_{steps.start}_to_{steps.stop - 1}"
         self.folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
         if steps and steps.start <= first:
-            # A run that has been interrupted since goes on without, whatever its number of processes.
+            # A run that was interrupted after its profile continues without one, with any number of processes.
             if not folder.is_dir():
                 raise UserError(
                     f"profile={config.profile} begins with step {steps.start}, but the run goes on after step {first}; "
@@ -73,24 +76,24 @@ class Profiler:
         self._shared: contextlib.AbstractContextManager | None = None
 
     def turns(self, number: int) -> bool:
-        """Whether tracing begins or ends after this step."""
+        """Return whether tracing begins or ends after this step."""
         return bool(self.steps) and number in (self.steps.start - 1, self.last)
 
     def reading(self) -> contextlib.AbstractContextManager:
-        """Around the wait for a batch."""
+        """Return a context for the wait for a batch."""
         return jax.profiler.TraceAnnotation(READ) if self._traces else contextlib.nullcontext()
 
     def step(self, number: int) -> contextlib.AbstractContextManager:
-        """Around the start of a step: xprof shows its number."""
+        """Return a context for the start of a step, whose number xprof shows."""
         if not self._traces:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=number)
 
     def resume(self, number: int) -> None:
-        """Says that the loop goes on after step `number`: begins the trace where the next step is its first."""
+        """Note that the loop continues after step `number`, and begin the trace if the next step is the first one."""
         if self.steps and number == self.steps.start - 1:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / TABLE).unlink(missing_ok=True)  # of a run before: it says that this one's trace is whole
+            (self.folder / TABLE).unlink(missing_ok=True)  # of an earlier run; the file says that a trace is complete
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # it would cost more than the rest of the host's work
             distributed.wait_for_all(f"step {number + 1} is profiled")
@@ -101,24 +104,26 @@ class Profiler:
             self._shared.__enter__()
 
     def pause(self, values: Any) -> None:
-        """Says that the loop pauses: waits for the last step's results, and takes time until `resume` for no step's."""
+        """Note that the loop pauses: wait for the last step's results, and count no time until `resume`."""
         if self._shared is not None:
             jax.block_until_ready(values)
             self._shared.__exit__(None, None, None)
             self._shared = None
 
     def finish(self, compiled: jax.stages.Compiled, say: Callable[[str], None]) -> dict[str, float]:
-        """Ends the trace, after `pause`; writes timeline, picture and table. All processes call it together.
+        """End the trace, after `pause`, and write timeline, picture and table. All processes call it together.
 
         Args:
             compiled: the train step that ran.
-            say: prints what the run should tell.
+            say: prints a text.
 
         Returns:
-            For the metrics: mean seconds of a step over all devices, as a whole and by GROUPS, which add up to it.
+            Metrics: mean seconds of a step over all devices, as a whole and by GROUPS, which add up to the whole.
         """
         self.close()
-        traced = breakdown.load(self.folder, compiled.as_text(), self._mesh)
+        text = compiled.as_text()
+        assert text is not None
+        traced = breakdown.load(self.folder, text, self._mesh)
         timeline.write(self.folder / TIMELINE, traced, self._mesh)
         timeline.draw(self.folder / PICTURE, traced, self._mesh)
         seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
@@ -130,7 +135,7 @@ class Profiler:
         return {"profile_step": sum(mean.values()), **{f"profile_{name}": value for name, value in groups.items()}}
 
     def close(self) -> None:
-        """Ends a trace that is being made."""
+        """End a trace that is being made."""
         if self._traces:
             self._traces = False
             jax.profiler.stop_trace()

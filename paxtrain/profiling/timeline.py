@@ -1,4 +1,4 @@
-"""Traced steps on a time axis: for Perfetto, with a process for each device and a track for each part, and as a PNG."""
+"""Timelines of traced steps: for Perfetto, with a process per device and a track per part, and as a PNG."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from paxtrain.profiling.breakdown import PARTS, Traced
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import plots
 
-# In the order in which they are drawn, one over the other.
+# Colors of the parts, in the order in which they are drawn over each other.
 COLORS = {
     "input": "#f2d64b",
     "other": "#c9ced2",
@@ -30,21 +30,18 @@ COLORS = {
 
 
 def joined(spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
-    """The times in which at least one of the spans runs, in order."""
-    start = end = None
+    """Yield the (start, end) of the times in which at least one of the spans runs, in order."""
+    runs: list[tuple[float, float]] = []
     for span in sorted(spans):
-        if end is not None and span.start <= end:
-            end = max(end, span.end)
-            continue
-        if end is not None:
-            yield start, end
-        start, end = span.start, span.end
-    if end is not None:
-        yield start, end
+        if runs and span.start <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], span.end)
+        else:
+            runs.append((span.start, span.end))
+    yield from runs
 
 
 def events(traced: Traced, mesh: Mesh) -> list[dict]:
-    """The events of the trace-event format, times in microseconds from the first traced step on."""
+    """Return the timeline in the trace-event format, with times in microseconds from the first traced step on."""
     zero, places = traced.windows[0][0], {device: place for place, device in np.ndenumerate(mesh.devices)}
     found: list[dict] = []
     order = sorted(zip(traced.devices, traced.spans), key=lambda pair: (places[pair[0]][1], places[pair[0]]))
@@ -72,13 +69,25 @@ def events(traced: Traced, mesh: Mesh) -> list[dict]:
 
 
 def write(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Writes the traced steps of this process's devices as gzipped JSON."""
+    """Write the traced steps of this process's devices as gzipped JSON.
+
+    Args:
+        path: file to write.
+        traced: the trace.
+        mesh: mesh of the step.
+    """
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events(traced, mesh)}, file)
 
 
 def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Draws a device of each stage, of those that this process has, into a PNG: work above, collectives below."""
+    """Draw one of this process's devices for each stage into a PNG: work above, collectives below.
+
+    Args:
+        path: file to write.
+        traced: the trace.
+        mesh: mesh of the step.
+    """
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}
     chosen: dict[int, tuple[tuple[int, ...], list[Span]]] = {}
     for device, spans in zip(traced.devices, traced.spans):

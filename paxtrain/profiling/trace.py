@@ -1,9 +1,9 @@
-"""When the instructions of a compiled program ran on each local device: a profiler's trace of CPUs or GPUs, read.
+"""Reader of profiler traces: when the instructions of a compiled program ran on each local device, CPU or GPU.
 
 On a GPU every kernel is an event with its instruction's name. On CPUs an event is the time that one thread spends on
-an instruction; what it leaves to the thread pool are tasks without a name, which belong to what ran where they were put
-into the queue. So a thread's time goes to the innermost instruction or task on it. What waits in the queue does not
-run: with few cores it is often behind a thread that sits in a collective.
+an instruction. The instruction leaves work to the thread pool as tasks without a name. Such a task belongs to the
+instruction that put it into the queue. So a thread's time goes to the innermost instruction or task on it. A task in
+the queue does not run: with few cores it often waits for a thread that is in a collective.
 """
 
 import bisect
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-# Annotates what is shared out: each traced step, or several and what lies between them.
+# Name of the annotation around the time that is shared out: each traced step, or several steps together.
 STEP = "paxtrain.profiling.trace step"
-# Annotates that the loop waits for a batch.
+# Name of the annotation around the loop's wait for a batch.
 READ = "paxtrain.profiling.trace read"
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
@@ -26,19 +26,24 @@ _SCHEDULE, _START, _STOP = (f"ThreadpoolListener::{name}" for name in ("Record",
 
 
 class Part(NamedTuple):
-    """What an instruction counts as, and whether it is a collective."""
+    """What an instruction counts as.
+
+    Attributes:
+        name: a part of a step, one of breakdown.PARTS.
+        link: whether the instruction is a collective.
+    """
 
     name: str
     link: bool
 
 
 OTHER = Part("other", link=False)
-# The host waits for its data.
+# The part of a step in which the host waits for its data.
 INPUT = Part("input", link=False)
 
 
 class Span(NamedTuple):
-    """A time in which an instruction ran, or a collective was in flight; in seconds of the trace's clock."""
+    """Time in which an instruction ran or a collective was in flight, in seconds of the trace's clock."""
 
     start: float
     end: float
@@ -46,14 +51,14 @@ class Span(NamedTuple):
 
 
 class _Execution(NamedTuple):
-    """An instruction on a device; part is None if it only runs others."""
+    """Execution of an instruction on a device; part is None if the instruction only runs others."""
 
     device: int
     part: Part | None
 
 
 class _Time(NamedTuple):
-    """What a thread does for a time: an instruction, or the task of that number."""
+    """Time that a thread spends on an instruction, or on the task of a number."""
 
     start: float
     end: float
@@ -61,7 +66,7 @@ class _Time(NamedTuple):
 
 
 class _Thread:
-    """What one thread of the host did."""
+    """Events of one thread of the host."""
 
     def __init__(self) -> None:
         self.times: list[_Time] = []
@@ -69,7 +74,13 @@ class _Thread:
         self._running: list[tuple[float, int]] = []
 
     def task(self, event: str, time: float, stats: dict[str, Any]) -> None:
-        """Enters that a task was put into the queue, started or stopped."""
+        """Record that a task was put into the queue, started or stopped.
+
+        Args:
+            event: _SCHEDULE, _START or _STOP.
+            time: time of the event, in seconds of the trace's clock.
+            stats: statistics of the event.
+        """
         if event == _SCHEDULE:
             self.scheduled.append((time, stats["_p"]))
         elif event == _START:
@@ -79,7 +90,7 @@ class _Thread:
             self.times.append(_Time(began, time, number))
 
     def innermost(self) -> Iterator[_Time]:
-        """Its times, in order and without overlap: what lies inside of others takes its time from them."""
+        """Yield the thread's times in order and without overlap: an inner time is taken from the one around it."""
         around: list[_Time] = []
         now = 0.0
         for time in [*sorted(self.times, key=lambda t: (t.start, -t.end)), _Time(math.inf, math.inf, None)]:
@@ -93,7 +104,7 @@ class _Thread:
 
 
 def _work(threads: Iterable[_Thread]) -> Iterator[tuple[int, Span]]:
-    """(device, time in which a thread worked for an instruction) of all instructions but collectives."""
+    """Yield (device, time in which a thread worked for an instruction) for all instructions except collectives."""
     pieces: list[_Time] = []
     owner: dict[int, _Execution | int | None] = {}
     for thread in threads:
@@ -112,15 +123,16 @@ def _work(threads: Iterable[_Thread]) -> Iterator[tuple[int, Span]]:
 def read(
     trace: ProfileData, module: str, parts: Mapping[str, Part | None]
 ) -> tuple[list[tuple[float, float]], dict[int, list[Span]]]:
-    """What a trace says of a program.
+    """Return when the steps and the instructions of a program ran.
 
     Args:
-        module: the program's name, with which its text begins.
-        parts: what its instructions count as; None: they only run others. Those of other programs are OTHER.
+        trace: the profiler's trace.
+        module: name of the program, with which its text begins.
+        parts: what each instruction counts as; None if it only runs others. Instructions of other programs are OTHER.
 
     Returns:
-        The (start, end) of every annotation STEP; and by device its spans, in no order, those of READ with every
-        device. A device's number here is its `local_hardware_id` on GPUs and its `id` on CPUs.
+        The (start, end) of every annotation STEP, and the spans of each device in no order. Spans of READ are listed
+        with every device. A device's number is its `local_hardware_id` on GPUs and its `id` on CPUs.
     """
     steps: list[tuple[float, float]] = []
     spans: dict[int, list[Span]] = collections.defaultdict(list)
@@ -130,10 +142,10 @@ def read(
     reads: list[Span] = []
 
     def what(stats: dict[str, Any]) -> Part | None:
-        return parts.get(stats.get("hlo_op"), OTHER) if stats.get("hlo_module") == module else OTHER
+        return parts.get(stats.get("hlo_op", ""), OTHER) if stats.get("hlo_module") == module else OTHER
 
     with warnings.catch_warnings():
-        # Python 3.12 dislikes how jaxlib makes the type of stats, and where warnings are errors the process would end.
+        # Python 3.12 warns of how jaxlib makes the type of stats; if warnings are errors, the process would end.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane, line in [(p.name, line) for p in trace.planes for line in p.lines]:
             gpu = _GPU.fullmatch(plane)
@@ -153,14 +165,14 @@ def read(
                 elif event.name in (_SCHEDULE, _START, _STOP):
                     thread.task(event.name, start, stats)
                 elif event.name.startswith("end: "):
-                    ended[stats.get("_c")] = end
+                    ended[stats.get("_c", -1)] = end
                 elif "hlo_op" in stats and "device_ordinal" in stats:
                     run = _Execution(stats["device_ordinal"], what(stats))
                     thread.times.append(_Time(start, end, run))
                     if run.part and run.part.link:
                         links.append((run.device, stats["_p"], Span(start, end, run.part)))
     for device, number, span in links:
-        # The event of an asynchronous collective is over once it is on its way; another event tells its end.
+        # The event of an asynchronous collective ends once it is on its way; another event has its end.
         spans[device].append(span._replace(end=max(span.end, ended.get(number, span.end))))
     for device, span in _work(threads):
         spans[device].append(span)

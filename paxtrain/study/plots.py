@@ -1,4 +1,4 @@
-"""Figures of a study: what compression saves and costs, and what it leaves out."""
+"""Figures of a study: what compression saves, costs and leaves out."""
 
 import math
 import pathlib
@@ -29,24 +29,27 @@ _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22
 _BAND = "#e9f2ea"
 _TITLE = {"fontsize": 10, "loc": "left"}
 
-Runs = dict[str, list[VariantResult]]
+ResultsByName = dict[str, list[VariantResult]]
 
 
-def _signed(percent: float, _: int) -> str:
+def _signed(percent: float, _: float) -> str:
+    """Return a tick's label with its sign."""
     return f"{percent:+g} %" if percent else "0 %"
 
 
 def _color(name: str) -> str:
+    """Return the color of a variant."""
     return _COLORS.get(name, _SWEEP)
 
 
-def _ordered(runs: Runs) -> Runs:
-    """The sweep by rank behind the others."""
+def _ordered(runs: ResultsByName) -> ResultsByName:
+    """Return the variants in order, those of the sweep last and by rank."""
     sweep = sorted((name for name in runs if name not in _COLORS), key=lambda name: int(name.rpartition("_")[2]))
     return {name: runs[name] for name in [*(name for name in _COLORS if name in runs), *sweep]}
 
 
-def _loss_against_bytes(axes: Axes, runs: Runs) -> None:
+def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
+    """Draw the loss of each variant against its bytes."""
     axes.axhspan(-1, 1, color=_BAND, zorder=0)
     axes.axhline(0, color=_COLORS["dense"], linewidth=0.9)
     points = {
@@ -60,13 +63,29 @@ def _loss_against_bytes(axes: Axes, runs: Runs) -> None:
         found = differences(runs, name)
         spread = [[mean - min(found)], [max(found) - mean]] if len(group) > 1 else None
         axes.errorbar(
-            size, mean, spread, color=_color(name), marker="o", markersize=6 if name in sweep else 8, capsize=3,
-            linestyle="none", elinewidth=1.2, zorder=3,
+            size,
+            mean,
+            spread,
+            color=_color(name),
+            marker="o",
+            markersize=6 if name in sweep else 8,
+            capsize=3,
+            linestyle="none",
+            elinewidth=1.2,
+            zorder=3,
             label=None if name in sweep else group[0].label,
-        )  # fmt: skip
+        )
         if name in sweep:
-            axes.annotate(group[0].label.removeprefix("CB "), points[name], xytext=(-8, 0), textcoords="offset points",
-                          ha="right", va="center", fontsize=8, color="#5b7f9c")  # fmt: skip
+            axes.annotate(
+                group[0].label.removeprefix("CB "),
+                points[name],
+                xytext=(-8, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8,
+                color="#5b7f9c",
+            )
     axes.margins(0.1)
     axes.set_xlabel("MB on all links per step")
     axes.set_ylabel("validation loss against dense")
@@ -74,7 +93,8 @@ def _loss_against_bytes(axes: Axes, runs: Runs) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def _bytes_by_kind(axes: Axes, runs: Runs) -> None:
+def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:
+    """Draw the bytes of each variant by kind."""
     labels = [group[0].label for group in runs.values()]
     left = np.zeros(len(runs))
     for kind, color in _KIND_COLORS.items():
@@ -93,7 +113,8 @@ def _bytes_by_kind(axes: Axes, runs: Runs) -> None:
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.45, 1.0))
 
 
-def _overview(runs: Runs) -> Figure:
+def _overview(runs: ResultsByName) -> Figure:
+    """Draw losses against bytes, and bytes by kind."""
     figure = plots.figure(12, 5)
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
@@ -103,8 +124,8 @@ def _overview(runs: Runs) -> Figure:
     return figure
 
 
-def _losses(runs: Runs) -> Figure:
-    """Training losses, and below them how far each validation loss is from the dense run's."""
+def _losses(runs: ResultsByName) -> Figure:
+    """Draw training losses and, below them, the distance of each validation loss from the dense run's."""
     figure = plots.figure(9, 7)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     bottom.axhspan(-1, 1, color=_BAND, zorder=0)
@@ -139,11 +160,12 @@ def _losses(runs: Runs) -> Figure:
 
 
 def _rows(group: Sequence[VariantResult], direction: str) -> list[dict[str, Any]]:
+    """Return the error rows of a variant in one direction."""
     return [row for outcome in group for row in outcome.errors if row["direction"] == direction]
 
 
-def _errors(runs: Runs) -> Figure:
-    """Relative errors over time, a panel for each run and direction, a line for each link."""
+def _errors(runs: ResultsByName) -> Figure:
+    """Draw relative errors over time, with a panel for each variant and direction and a line for each link."""
     panels = [
         (group, direction)
         for name, group in runs.items()
@@ -175,8 +197,8 @@ def _errors(runs: Runs) -> Figure:
     return figure
 
 
-def _spectra(runs: Runs, rank: int) -> Figure:
-    """Singular values of gradients in the dense run, at a few steps."""
+def _spectra(runs: ResultsByName, rank: int) -> Figure:
+    """Draw singular values of gradients in the dense run at a few steps."""
     rows = runs["dense"][0].spectra
     steps = sorted({row["step"] for row in rows})
     figure = plots.figure(4 * len(steps), 6.4)
@@ -197,8 +219,8 @@ def _spectra(runs: Runs, rank: int) -> Figure:
     return figure
 
 
-def _cosines(runs: Runs, elements: int) -> Figure:
-    """Histograms of the cosines, and of the means, of CB's messages."""
+def _cosines(runs: ResultsByName, elements: int) -> Figure:
+    """Draw histograms of the cosines and of the means of CB's messages."""
     figure = plots.figure(12, 3.8)
     left, right = figure.subplots(1, 2)
     rows = [row for row in _rows(runs["cb"], "backward") if np.isfinite(row.get("cosine", np.nan))]
@@ -222,10 +244,12 @@ def _cosines(runs: Runs, elements: int) -> Figure:
 
 
 def draw(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> dict[str, str]:
-    """Writes the study's figures as PNGs.
+    """Write the study's figures as PNGs, and return their captions by file name.
 
-    Returns:
-        Captions by file name.
+    Args:
+        config: configuration of the study.
+        outcomes: results of all runs.
+        out: folder to write to.
     """
     runs = _ordered(by_run(outcomes))
     elements = config.batch.micro_batch * config.model.sequence * config.model.hidden

@@ -1,9 +1,9 @@
-"""What a study measures besides losses: bytes on the wire, errors of messages between stages, spectra of gradients."""
+"""Measurements of a study besides losses: bytes on the wire, errors of messages, spectra of gradients."""
 
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +18,15 @@ from paxtrain.xla import hlo
 
 BYTES = ("forward", "backward", "embedding", "all-reduce", "reduce-scatter", "all-gather")
 
-# What a collective of n ranks makes each of them send over a ring, in multiples of its operand's bytes.
+# Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
 _RING = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-gather": lambda n: n - 1,
 }
 
-# Collectives are the same without optimizing what is between them. XLA for CPUs (not that for GPUs) hoists the
-# embedding's collectives out of the branch of the first and the last stage: every stage would run them.
+# Collectives are the same without optimization. The disabled pass of XLA for CPUs (not of XLA for GPUs) would move the
+# embedding's collectives out of the branch of the first and the last stage, so that every stage would run them.
 _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
@@ -37,7 +37,13 @@ _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "whil
 
 
 def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collections.Counter[str]:
-    """Bytes that one device sends in collectives other than permutes and those of tensor groups, by kind."""
+    """Return the bytes that one device sends in collectives by kind, without permutes and those of tensor groups.
+
+    Args:
+        text: text of the compiled step.
+        mesh: mesh of the step.
+        unknown_trip_count: number of trips of loops that serve as branches.
+    """
     sent: collections.Counter[str] = collections.Counter()
     for op in hlo.collectives(text, unknown_trip_count):
         group = op.groups[0] if op.groups else range(mesh.devices)
@@ -47,9 +53,12 @@ def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collec
 
 
 def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
-    """Bytes that all devices send to other stages, by what they are."""
+    """Return the bytes that all devices send to other stages, by what they are."""
     sent: collections.Counter[str] = collections.Counter()
-    stage = lambda number: number // mesh.tensor % mesh.pipe  # noqa: E731
+
+    def stage(number: int) -> int:
+        return number // mesh.tensor % mesh.pipe
+
     for op in hlo.collectives(text):
         steps = {(stage(source), stage(target)) for source, target in op.pairs}
         # Only the swap of the tied embedding goes both ways at once.
@@ -62,14 +71,14 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
 
 
 def wire_bytes(trainer: Trainer) -> dict[str, int]:
-    """Bytes that all devices together put on the links in a step, by the kinds BYTES, from the compiled HLO.
+    """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from compiled HLO.
 
-    Without what tensor groups exchange, inside of hosts. Collectives are taken to run over rings. What a stage sends
-    over data is read from a program whose stages all have that stage's rank; the HLO does not tell which stage takes
-    which branch of a program with different ranks.
+    Bytes within tensor groups, which are inside hosts, do not count. Collectives are assumed to run over rings. What a
+    stage sends over data is read from a program whose stages all have that stage's rank, because the HLO does not tell
+    which stage takes which branch of a program with different ranks.
 
     Args:
-        trainer: on the real mesh, without virtual stages.
+        trainer: trainer on the real mesh, without virtual stages.
     """
     mesh, ranks = trainer.config.mesh, trainer.ranks
     total: collections.Counter[str] = collections.Counter()
@@ -92,9 +101,10 @@ class Messages(NamedTuple):
     """Messages of one sender in one step, in the order of their micro-batches, float64 [n, ...].
 
     Attributes:
-        micro_batches: their micro-batches.
-        given, decoded: what was to be sent and what arrived.
-        error: what each left to the next one; without error feedback, what it lost.
+        micro_batches: micro-batch of each message.
+        given: messages as the sender had them.
+        decoded: messages as they arrived.
+        error: what each message left to the next one or, without error feedback, what it lost.
     """
 
     micro_batches: list[int]
@@ -104,12 +114,14 @@ class Messages(NamedTuple):
 
 
 def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int) -> Messages:
-    """The messages that a stage of a data rank sent in the last step.
+    """Return the messages that a stage of a data rank sent in the last step.
 
     Args:
-        trainer: one that records as many messages as there are micro-batches.
-        codec: its state, in numpy.
+        trainer: trainer that records as many messages as there are micro-batches.
+        codec: state of its codecs, in numpy.
         direction: "backward" or "forward".
+        data: the data rank.
+        stage: the stage.
     """
     numbers = list(range(trainer.config.micro_batches))
     if direction == "backward":
@@ -126,39 +138,46 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
 
 
 def _norm(x: np.ndarray) -> float:
+    """Return the Frobenius norm."""
     return float(np.linalg.norm(x))
 
 
 def _ratio(a: float, b: float) -> float:
+    """Return a / b, nan if b is 0."""
     return a / b if b else float("nan")
 
 
 def _relative_mean(x: np.ndarray) -> float:
-    """Mean of the elements over their root mean square."""
+    """Return the mean of the elements over their root mean square."""
     return _ratio(float(x.mean()), float(np.sqrt(np.mean(x**2))))
 
 
 def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The sums over micro-batches so far of g_i^T x_i, [n, H, H]: the gradients of a linear layer's weights."""
-    rows = lambda a: a.reshape(len(a), -1, a.shape[-1])  # noqa: E731
+    """Return the running sums over micro-batches of g_i^T x_i, [n, H, H]: the gradients of a linear layer's weights."""
+
+    def rows(a: np.ndarray) -> np.ndarray:
+        return a.reshape(len(a), -1, a.shape[-1])
+
     return np.cumsum(np.einsum("nra,nrb->nab", rows(gradients), rows(x)), axis=0)
 
 
 def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[dict[str, Any]]:
-    """Per message its error, and for gradients what that does to the gradients of weights.
+    """Yield the error of each message and, for gradients, its effect on the gradients of weights.
 
-    Lazy error propagation leaves a linear layer an error of sum e_i (x_{i+1} - x_i)^T, up to its two ends: small where
-    the error of a message is orthogonal to the change of the activations, or where both have no mean. Which activations
-    a layer multiplies gradients with depends on the layer; those at the boundary stand for them here.
+    Lazy error propagation leaves a linear layer an error of sum e_i (x_{i+1} - x_i)^T, up to its two ends. It is small
+    if the error of a message is orthogonal to the change of the activations, or if both have no mean. Every layer
+    multiplies gradients with different activations; those at the boundary stand for them here.
 
     Args:
+        sent: messages of one sender in one step.
         activations: x of all micro-batches of the step at the same boundary, [m, B, S, H]; None for messages that are
             activations themselves.
 
-    Returns:
-        Rows of micro_batch; relative_error: |decoded - given| / |given|; for gradients weight_error: the same of the
-        sums of g_i x_i^T over this step's messages so far; and, but for the last message, cosine of e_i with x_i -
-        x_{i+1}, and the means of both over their root mean squares.
+    Yields:
+        A row with micro_batch and relative_error, |decoded - given| / |given|. Rows of gradients also have
+        weight_error, the same for the sums of g_i x_i^T over this step's messages so far. All except the last message
+        also have the cosine of e_i with x_i - x_{i+1}, and error_mean and change_mean, the means of both over their
+        root mean squares.
     """
     lost = sent.decoded - sent.given
     if activations is not None:
@@ -176,9 +195,13 @@ def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[d
 
 
 def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
-    """Rows of `message_errors` for all compressed messages of the last step, with their direction, link and data rank.
+    """Return rows of `message_errors` for all compressed messages of the last step.
 
-    Link k joins the stages k and k+1.
+    They also have direction, link and data_rank. Link k joins the stages k and k+1.
+
+    Args:
+        trainer: trainer that records as many messages as there are micro-batches.
+        codec: state of its codecs, in numpy.
     """
     c, rows = trainer.config, []
     for direction in ("backward", "forward"):
@@ -198,13 +221,20 @@ def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
 
 
 def _singular_values(matrices: np.ndarray) -> np.ndarray:
-    """Singular values over the largest one, the mean over matrices [*, n, k]."""
+    """Return singular values over the largest one, as a mean over matrices [*, n, k]."""
     values = np.linalg.svd(matrices, compute_uv=False)
     return np.mean(values / np.maximum(values[:, :1], np.finfo(np.float64).tiny), axis=0)
 
 
 def activation_gradient_spectra(trainer: Trainer, codec: Any) -> dict[str, np.ndarray]:
-    """Singular values over the largest one of the gradients that cross each link, the mean over the step's messages."""
+    """Return the spectrum of the gradients that cross each link: singular values over the largest one.
+
+    Each spectrum is the mean over the step's messages.
+
+    Args:
+        trainer: trainer that records as many messages as there are micro-batches.
+        codec: state of its codecs, in numpy.
+    """
     mesh, found = trainer.config.mesh, {}
     for link in range(mesh.pipe - 1):
         given = np.concatenate([messages(trainer, codec, "backward", d, link + 1).given for d in range(mesh.data)])
@@ -213,12 +243,21 @@ def activation_gradient_spectra(trainer: Trainer, codec: Any) -> dict[str, np.nd
 
 
 @functools.lru_cache(maxsize=1)
-def _gradient(config: ModelConfig) -> Any:
+def _gradient(config: ModelConfig) -> Callable[[Params, jax.Array], Params]:
+    """Return the jitted gradient of a plain model's loss."""
     return jax.jit(jax.grad(functools.partial(transformer.loss, config=config)))
 
 
 def weight_gradient_spectra(trainer: Trainer, params: Params, tokens: jax.Array) -> dict[str, np.ndarray]:
-    """Singular values over the largest one of the kernels' gradients, the mean over the layers; from a plain model."""
+    """Return the spectrum of each kernel's gradients in a plain model: singular values over the largest one.
+
+    Each spectrum is the mean over the layers.
+
+    Args:
+        trainer: trainer whose model and layout count.
+        params: parameters in the mesh's layout.
+        tokens: global batch, int32 [global_batch, sequence + 1].
+    """
     gradients = _gradient(trainer.layout.config.model)(trainer.layout.to_canonical(params), tokens)
     found = {}
     for name, entry in gradients["layers"].items():

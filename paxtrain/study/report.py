@@ -1,4 +1,4 @@
-"""What a study found, in words and numbers: CSV files, a table, and a page that says plainly what held and what not."""
+"""Report of a study: CSV files, a table, and a page that says plainly which claims hold and which do not."""
 
 import csv
 import dataclasses
@@ -15,10 +15,10 @@ from paxtrain.study.probe import BYTES
 
 PAGE = "study.md"
 
-# study_probe.BYTES in tables.
+# Headings of probe.BYTES in tables.
 KINDS = dict(zip(BYTES, ("activations", "gradients", "embedding swap", "all-reduce", "reduce-scatter", "all-gather")))
 
-# Percent of the dense loss. Within the first two runs count as equally good; below the second nothing is to be seen.
+# Percent of the dense loss. Runs within the first count as equally good; differences below the second are invisible.
 _CLOSE = 1.0
 _VISIBLE = 0.1
 _CORRELATED = 0.1
@@ -26,18 +26,20 @@ _CORRELATED = 0.1
 
 @dataclasses.dataclass
 class VariantResult:
-    """One run with one seed.
+    """Result of one run of a variant with one seed.
 
     Attributes:
-        name, label: of the run, in files and in tables.
-        rank: of the gradients between stages, where they are compressed.
-        bytes: that all devices together put on the links in a step, by the kinds study_probe.BYTES; where compression
-            over data starts late, once it has.
-        losses: of every step.
-        validation: loss by step, 0 being before the first one.
-        errors: rows of study_probe.link_errors, with their step.
+        name: name of the variant in files.
+        label: name of the variant in tables.
+        seed: seed of the run.
+        rank: rank of the gradients between stages, if they are compressed.
+        bytes: bytes that all devices together put on the links in a step, by the kinds probe.BYTES; if compression over
+            data starts late, after its start.
+        losses: training loss of every step.
+        validation: validation loss by step; step 0 is before the first one.
+        errors: rows of probe.link_errors, with their step.
         spectra: rows of step, gradients_of, matrix, index, singular_value.
-        skipped: steps whose gradients were not finite.
+        skipped: number of steps whose gradients were not finite.
     """
 
     name: str
@@ -58,11 +60,12 @@ class VariantResult:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all kinds together."""
         return sum(self.bytes.values())
 
 
 def by_run(outcomes: Iterable[VariantResult]) -> dict[str, list[VariantResult]]:
-    """The outcomes of each run by name, one per seed."""
+    """Return the results of each variant by name, one per seed."""
     found: dict[str, list[VariantResult]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.name, []).append(outcome)
@@ -70,16 +73,24 @@ def by_run(outcomes: Iterable[VariantResult]) -> dict[str, list[VariantResult]]:
 
 
 def differences(runs: dict[str, list[VariantResult]], name: str, other: str = "dense") -> list[float]:
-    """By seed, how much higher a run's final validation loss is than another one's, in percent."""
+    """Return by seed how much higher a variant's final validation loss is than another one's, in percent.
+
+    Args:
+        runs: results by name.
+        name: the variant.
+        other: the variant to compare with.
+    """
     pairs = zip(runs[name], runs[other], strict=True)
     return [100 * (a.final / b.final - 1) for a, b in pairs]
 
 
 def _perplexity(loss: float) -> float:
+    """Return exp(loss), inf if it exceeds the range of floats."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def _mean(values: Iterable[float]) -> float:
+    """Return the mean."""
     return statistics.fmean(values)
 
 
@@ -95,7 +106,7 @@ def _write_csv(path: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence
 
 
 def write_csv(outcomes: list[VariantResult], out: pathlib.Path) -> None:
-    """Writes study.csv, a row per run and seed; losses.csv, errors.csv and spectra.csv, long ones."""
+    """Write study.csv with a row per variant and seed, and the long losses.csv, errors.csv and spectra.csv."""
     runs = by_run(outcomes)
     rows = []
     for name, group in runs.items():
@@ -129,31 +140,34 @@ def write_csv(outcomes: list[VariantResult], out: pathlib.Path) -> None:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """The mean, with the lowest and the highest where there are several."""
+    """Return the mean as text, with the lowest and the highest if there are several values."""
     mean = format(_mean(values), form)
     return mean if len(values) < 2 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def table(outcomes: list[VariantResult]) -> list[list[str]]:
-    """Rows of cells, the first one of headings."""
+    """Return the table as rows of cells, the first of which are headings."""
     runs = by_run(outcomes)
     heads = ["run", "validation loss", "perplexity", "against dense, %", "kB a step", "times less"]
     rows = [[*heads, *KINDS.values()]]
     for name, group in runs.items():
         one = group[0]
-        rows.append([
-            one.label,
-            _spread([o.final for o in group], ".4f"),
-            format(_mean(_perplexity(o.final) for o in group), ".3f"),
-            _spread(differences(runs, name), "+.2f") if name != "dense" else "",
-            f"{one.total_bytes / 1e3:.0f}",
-            f"{runs['dense'][0].total_bytes / one.total_bytes:.2f}",
-            *(f"{one.bytes[kind] / 1e3:.0f}" for kind in KINDS),
-        ])  # fmt: skip
+        rows.append(
+            [
+                one.label,
+                _spread([o.final for o in group], ".4f"),
+                format(_mean(_perplexity(o.final) for o in group), ".3f"),
+                _spread(differences(runs, name), "+.2f") if name != "dense" else "",
+                f"{one.total_bytes / 1e3:.0f}",
+                f"{runs['dense'][0].total_bytes / one.total_bytes:.2f}",
+                *(f"{one.bytes[kind] / 1e3:.0f}" for kind in KINDS),
+            ]
+        )
     return rows
 
 
 def _aligned(rows: list[list[str]]) -> str:
+    """Return a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(
@@ -164,6 +178,7 @@ def _aligned(rows: list[list[str]]) -> str:
 
 
 def _markdown(rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
 
@@ -172,13 +187,13 @@ def _markdown(rows: list[list[str]]) -> str:
 
 
 def _percents(values: Sequence[float]) -> str:
-    """The mean, with the lowest and the highest where there are several seeds."""
+    """Return the mean as text, with the lowest and the highest if there are several seeds."""
     spread = f" ({min(values):+.2f} to {max(values):+.2f})" if len(values) > 1 else ""
     return f"{_mean(values):+.2f} %{spread}"
 
 
 def _close(name: str, values: Sequence[float]) -> str:
-    """Whether a run's loss is that of dense training, from its differences in percent."""
+    """Return a sentence on whether a variant's loss is that of dense training, from its differences in percent."""
     if not all(map(math.isfinite, values)):
         return f"{name} diverges."
     what = f"{_percents(values)} of its validation loss"
@@ -195,7 +210,7 @@ def _close(name: str, values: Sequence[float]) -> str:
 
 
 def _effect(what: str, values: Sequence[float]) -> str:
-    """Whether a change lowers the loss, from the differences in percent that it makes."""
+    """Return a sentence on whether a change lowers the loss, from the differences in percent that it makes."""
     if not all(map(math.isfinite, values)):
         return f"{what}: one of the two runs diverges."
     found = _percents(values)
@@ -209,12 +224,13 @@ def _effect(what: str, values: Sequence[float]) -> str:
 
 
 def _errors(group: list[VariantResult], column: str, direction: str = "backward") -> np.ndarray:
+    """Return the finite values of a column of error rows in one direction."""
     values = [row.get(column, math.nan) for o in group for row in o.errors if row["direction"] == direction]
     return np.array([value for value in values if math.isfinite(value)])
 
 
 def _weight_errors(group: list[VariantResult]) -> float:
-    """Mean relative error of weights' gradients, over all messages that a link compressed in a step."""
+    """Return the mean relative error of weights' gradients, over all messages that a link compressed in a step."""
     last = {
         (o.seed, row["step"], row["link"], row["data_rank"]): row["weight_error"]
         for o in group
@@ -225,7 +241,7 @@ def _weight_errors(group: list[VariantResult]) -> float:
 
 
 def _orthogonality(group: list[VariantResult]) -> str:
-    """Whether the errors of messages have to do with the changes of activations."""
+    """Return sentences on whether the errors of messages are correlated with the changes of activations."""
     cosines, label = _errors(group, "cosine"), group[0].label
     if not cosines.size:
         return f"{label} leaves no error whose direction could be told."
@@ -240,7 +256,7 @@ def _orthogonality(group: list[VariantResult]) -> str:
 
 
 def _fused(runs: dict[str, list[VariantResult]]) -> str:
-    """What fusing the embedding's synchronisation saves; it may change nothing else."""
+    """Return a sentence on what fusing the embedding's synchronisation saves; it may change nothing else."""
     values = differences(runs, "cb_fe", "cb_epilogue")
     saved = 1 - runs["cb_fe"][0].total_bytes / runs["cb_epilogue"][0].total_bytes
     what = f"Fusing the embedding's synchronisation (CB + FE against CB epilogue) takes {saved:.1%} off a step's bytes"
@@ -254,7 +270,7 @@ def _fused(runs: dict[str, list[VariantResult]]) -> str:
 
 
 def claims(outcomes: list[VariantResult]) -> list[str]:
-    """One sentence per question, computed from the outcomes of a study's runs; what does not hold is said to fail."""
+    """Return one sentence per question, computed from a study's results; the sentences also say what does not hold."""
     runs = by_run(outcomes)
     label = {name: group[0].label for name, group in runs.items()}
     asked = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
@@ -283,12 +299,13 @@ def claims(outcomes: list[VariantResult]) -> list[str]:
 
 
 def summary(outcomes: list[VariantResult]) -> str:
-    """The table without the kinds of bytes, and the sentences, for a terminal."""
+    """Return the table without the kinds of bytes, and the sentences, for a terminal."""
     rows = [row[: -len(KINDS)] for row in table(outcomes)]
     return "\n".join([_aligned(rows), "", *(f"- {claim}" for claim in claims(outcomes))])
 
 
 def _setting(config: Config, seeds: int) -> str:
+    """Return the page's paragraph on what was trained."""
     c, m, compress = config, config.model, config.compress
     message = f"{c.batch.micro_batch * m.sequence} x {m.hidden}"
     dense = f" after the first {compress.data_start:.0%} of the steps" if compress.data_start else ""
@@ -315,10 +332,13 @@ mesh; collectives are taken to run over rings. Where compression over data start
 
 
 def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str, str], out: pathlib.Path) -> None:
-    """Writes the page.
+    """Write the page.
 
     Args:
-        figures: caption by file name.
+        config: configuration of the study.
+        outcomes: results of all runs.
+        figures: caption of each figure by file name.
+        out: folder to write to.
     """
     seeds = len({outcome.seed for outcome in outcomes})
     once = "" if seeds > 1 else "One seed says nothing about chance: `--seeds=3` shows the spread."

@@ -1,16 +1,15 @@
-"""Compiling for a GPU cluster on a machine that has none.
+"""Compiling for a GPU cluster on a machine without GPUs.
 
-XLA compiles for a described GPU as well as for one that is there: the executable cannot run, but its memory figures
-and its scheduled HLO are those of the cluster's program. It takes jax's CUDA plugin (requirements-gpu.txt); no driver.
+XLA can compile for a described GPU. The executable cannot run, but its memory figures and its scheduled HLO are those
+of the cluster's program. That needs jax's CUDA plugin (requirements-gpu.txt) and no driver.
 
     mesh = Mesh(np.reshape(aot.devices("h200", hosts=2, per_host=8), (2, 4, 2)), ("data", "pipe", "tensor"))
     compiled = aot.compile(step.lower(arguments_with_shardings_over(mesh)))
     compiled.memory_analysis(), compiled.as_text()
 
-The CPU stays what jax computes on, and it makes no difference whether jax has used it before. Only a process that has
-a CUDA plugin and no GPU must say so before jax first looks for devices, since jax drops a plugin that finds no driver:
-with `JAX_PLATFORMS=cpu` in the environment or `jax.config.update("jax_platforms", "cpu")`. `devices` says so itself
-where it is the first to look.
+jax keeps computing on the CPU, and may have used it before. jax drops a CUDA plugin that finds no driver when it first
+looks for devices. A process with a plugin and without a GPU prevents that with `JAX_PLATFORMS=cpu` in its environment
+or `jax.config.update("jax_platforms", "cpu")`. `devices` does so itself if it is the first to look.
 """
 
 import importlib.metadata
@@ -25,19 +24,19 @@ from paxtrain.errors import UserError
 
 
 class Unavailable(Exception):
-    """This installation cannot compile for GPUs; the message is one sentence that says why, and what would help."""
+    """This installation cannot compile for GPUs; the message says in one sentence why, and what would help."""
 
 
 def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
-    """The GPUs of a cluster, host by host, to compile for: `device.process_index` is the host.
+    """Return the GPUs of a cluster to compile for, host by host; `device.process_index` is the host.
 
     Args:
-        kind: a key of GPUS.
+        kind: key of paxtrain.devices.gpus.GPUS.
         hosts: number of hosts.
-        per_host: GPUs of each.
+        per_host: number of GPUs of each host.
 
     Raises:
-        UserError: no such kind.
+        UserError: the kind is unknown.
         Unavailable: jax's CUDA plugin is not installed, or jax has dropped it in this process.
     """
     if kind not in GPUS:
@@ -61,13 +60,15 @@ def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
 
 
 def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
-    """Compiles for GPUs that are not there.
+    """Compile for GPUs that this machine does not have.
 
-    Autotuning is off, since there is nothing to time kernels on: with jax 0.12 that saves a third of the time, and it
-    leaves the memory figures as they are. What a GPU adds to them: workspaces of cuBLAS, where autotuning chooses it
-    over XLA's own kernels, and of cuDNN's attention.
+    Autotuning is off, because there is nothing to time kernels on. With jax 0.12 that saves a third of the time and
+    leaves the memory figures as they are. On a GPU, workspaces of cuBLAS (if autotuning chooses it over XLA's kernels)
+    and of cuDNN's attention are added to them.
 
     Args:
-        options: XLA's options besides, such as Trainer.compiler_options.
+        lowered: program lowered for devices of `devices`.
+        options: further options of XLA, such as Trainer.compiler_options.
     """
-    return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0, **(options or {})})
+    settled: dict[str, Any] = {"xla_gpu_autotune_level": 0, **(options or {})}
+    return lowered.compile(compiler_options=settled)

@@ -2,11 +2,10 @@
 
 Every function takes `compiled.as_text()`: optimized HLO, whose instructions stand in the order in which they are
 scheduled. Counts follow the calls from ENTRY: the body of a loop counts as often as the loop's known trip count says,
-each branch of a conditional once. A loop whose count is decided at run time counts `unknown_trip_count` times; the
-default suits loops of zero or one trip, used as conditionals, and gives the most that can happen.
+each branch of a conditional once. A loop whose trip count is decided at run time counts `unknown_trip_count` times. The
+default, 1, suits loops of zero or one trip that serve as conditionals, and gives the most that can happen.
 
-CPU programs carry bfloat16 collectives as float32, so bytes on the wire are those of a GPU program (see
-paxtrain.xla.aot).
+CPU programs carry bfloat16 collectives as float32, so read bytes on the wire from a GPU program (paxtrain.xla.aot).
 """
 
 import collections
@@ -45,13 +44,14 @@ class Collective:
 
     Attributes:
         kind: one of COLLECTIVES.
-        dtype: of what is sent, as HLO spells it ("bf16"); of the first operand if several arrays are sent as one.
-        bytes: size of one participant's operands: for an all-gather its shard, for a reduce-scatter all it reduces.
+        dtype: dtype of the first operand, as HLO spells it ("bf16").
+        bytes: bytes of one participant's operands: for an all-gather its shard, for a reduce-scatter all it reduces.
         pairs: (source, target) partition ids of a collective-permute; a partition id is a position in
             `mesh.devices.flat`, not a device's id.
-        groups: partition ids that exchange values with one another; empty for a collective-permute or where all do.
-        executions: how often one execution of the program runs it.
-        computation: name of the computation it stands in.
+        groups: groups of partition ids that exchange values; empty for a collective-permute, or if all partitions
+            exchange values.
+        executions: number of times that one execution of the program runs it.
+        computation: name of the computation that contains it.
     """
 
     kind: str
@@ -65,14 +65,15 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction that runs by itself: a kernel, a collective, a loop; none of those inside a fusion.
+    """One instruction that runs by itself: a kernel, a collective or a loop, but none inside a fusion.
 
     Attributes:
-        opcode: as HLO spells it; of an asynchronous pair that of its start, and of a wrapper what it wraps.
-        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"); of what XLA has added,
-            and gives no name, that of the loop around it; "" outside of loops.
-        groups: of a collective: partition ids that exchange values with one another, of a collective-permute its pairs;
-            empty where all do. A partition id is a position in `mesh.devices.flat`.
+        opcode: opcode as HLO spells it; that of the start for an asynchronous pair, and of the wrapped instruction for
+            a wrapper.
+        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"). Instructions that XLA
+            has added without a name get that of the loop around them, or "" outside of loops.
+        groups: groups of partition ids of a collective that exchange values, or a collective-permute's pairs; empty if
+            all partitions exchange values. A partition id is a position in `mesh.devices.flat`.
     """
 
     opcode: str
@@ -81,13 +82,19 @@ class Instruction:
 
     @property
     def kind(self) -> str | None:
-        """The collective that it runs or starts, one of COLLECTIVES."""
+        """Collective that it runs or starts, one of COLLECTIVES, or None."""
         return _kind(self.opcode)
 
 
 @dataclasses.dataclass(frozen=True)
 class While:
-    """One loop; `trips` is None where the count is decided at run time, `executions` is how often it is entered."""
+    """One loop.
+
+    Attributes:
+        body: name of the computation that it repeats.
+        trips: number of trips, None if it is decided at run time.
+        executions: number of times that one execution of the program enters it.
+    """
 
     body: str
     trips: int | None
@@ -96,15 +103,16 @@ class While:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """What is scheduled between the start and the done of one collective-permute.
-
-    A synchronous one, which nothing overlaps, is listed with zeros.
+    """What is scheduled between the start and the done of one collective-permute; zeros if it is synchronous.
 
     Attributes:
-        kernels: fusions, matrix products and custom calls, those with a scalar result (loop counters) left out; in
-            loops of a known number of trips they count as often as they run, in others not at all.
-        matmuls: those of the kernels that contain a matrix product or convolution.
-        whiles: loops of either kind.
+        computation: name of the computation that contains it.
+        executions: number of times that one execution of the program runs it.
+        bytes: bytes of one participant's operands.
+        kernels: number of fusions, matrix products and custom calls, except those with a scalar result (loop counters).
+            In loops of a known number of trips they count as often as they run, in other loops not at all.
+        matmuls: number of the kernels that contain a matrix product or convolution.
+        whiles: number of loops of either kind.
     """
 
     computation: str
@@ -117,7 +125,14 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One copy of a whole array; `shape` as HLO spells it, without layout ("bf16[5,1024]")."""
+    """One copy of a whole array.
+
+    Attributes:
+        computation: name of the computation that contains it.
+        shape: dtype and shape as HLO spells them, without layout ("bf16[5,1024]").
+        bytes: bytes of the array.
+        executions: number of times that one execution of the program runs it.
+    """
 
     computation: str
     shape: str
@@ -127,6 +142,8 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _HloInstruction:
+    """One line of a program's text."""
+
     name: str
     shape: str
     opcode: str
@@ -135,7 +152,7 @@ class _HloInstruction:
     root: bool
 
     def callees(self) -> list[tuple[str, str]]:
-        """(role, computation) of every computation that executing this instruction executes."""
+        """Return (role, computation) of every computation that this instruction executes."""
         if self.opcode not in _CALLERS:
             return []  # a reducer named by to_apply, or an async-done that repeats its start's calls
         branches = _BRANCHES.search(self.attributes)
@@ -143,6 +160,7 @@ class _HloInstruction:
         return named + _CALLEE.findall(self.attributes)
 
     def trips(self) -> int | None:
+        """Return the number of trips of a loop, or None if the text does not say it."""
         known = _TRIPS.search(self.attributes)
         return int(known[1]) if known else None
 
@@ -150,7 +168,12 @@ class _HloInstruction:
 class _HloModule:
     """The instructions of each computation, in order, and how often each computation is executed."""
 
-    def __init__(self, text: str, unknown_trip_count: int):
+    def __init__(self, text: str, unknown_trip_count: int) -> None:
+        """Parse a program's text.
+
+        Raises:
+            ValueError: it is not the text of a compiled program.
+        """
         self.computations: dict[str, dict[str, _HloInstruction]] = {}
         entry = ""
         for line in text.splitlines():
@@ -170,6 +193,13 @@ class _HloModule:
         self._walk(entry, 1, unknown_trip_count)
 
     def _walk(self, computation: str, times: int, unknown: int) -> None:
+        """Count the executions of a computation and of those that it calls.
+
+        Args:
+            computation: name of the computation.
+            times: number of executions to add.
+            unknown: trips of a loop whose number is not known.
+        """
         self.executions[computation] += times
         for instruction in self.computations[computation].values():
             for _, callee in instruction.callees():
@@ -182,17 +212,18 @@ class _HloModule:
                 self._walk(callee, times * factor, unknown)
 
     def executed(self) -> Iterator[tuple[str, int, _HloInstruction]]:
-        """(computation, executions, instruction) of everything that runs."""
+        """Yield (computation, executions, instruction) of everything that runs."""
         for computation, times in self.executions.items():
             if times:
                 for instruction in self.computations[computation].values():
                     yield computation, times, instruction
 
     def operand_shapes(self, computation: str, instruction: _HloInstruction) -> list[str]:
+        """Return the shapes of an instruction's operands, as HLO spells them."""
         return [self.computations[computation][name].shape for name in instruction.operands]
 
     def contains(self, instruction: _HloInstruction, opcodes: tuple[str, ...]) -> bool:
-        """Whether the instruction is, or calls something that contains, one of the opcodes."""
+        """Return whether the instruction is, or calls something that contains, one of the opcodes."""
         return instruction.opcode in opcodes or any(
             self.contains(inner, opcodes)
             for _, callee in instruction.callees()
@@ -200,7 +231,7 @@ class _HloModule:
         )
 
     def copies_whole(self, computation: str, instruction: _HloInstruction) -> bool:
-        """Whether a copy in a fusion is all the fusion does to that array: from a parameter to (a part of) its root."""
+        """Return whether a fusion only copies an array: from a parameter to (a part of) its root."""
         body = self.computations[computation]
         source = body[instruction.operands[0]]
         while source.opcode == "bitcast":
@@ -218,11 +249,12 @@ class _HloModule:
 
 
 def _arrays(shape: str) -> list[tuple[str, list[int]]]:
+    """Return (dtype, dims) of an array, or of all arrays of a tuple."""
     return [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _ARRAY.findall(shape)]
 
 
 def _bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple."""
+    """Return the bytes of an array, or of all arrays of a tuple."""
     total = 0
     for dtype, dims in _arrays(shape):
         width = re.search(r"\d+", dtype)
@@ -232,37 +264,40 @@ def _bytes(shape: str) -> int:
 
 
 def _kind(opcode: str) -> str | None:
-    """The collective that an opcode runs or starts."""
+    """Return the collective that an opcode runs or starts, or None."""
     kind = opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else None
 
 
 def _pairs(attributes: str) -> tuple[tuple[int, int], ...]:
+    """Return the (source, target) pairs of a collective-permute; empty for other collectives."""
     listed = _PAIRS.search(attributes)
     return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed[1])) if listed else ()
 
 
 def _numbers(text: str) -> list[int]:
+    """Return the numbers in a text."""
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Partition ids in the order that HLO writes as [dims]T(order)."""
+    """Return partition ids in the order that HLO writes as [dims]T(order)."""
     ids = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
     return ids.transpose(_numbers(order)) if order else ids
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective in any of HLO's spellings; empty where all partitions are one."""
+    """Return the groups of a collective in any of HLO's spellings; empty if all partitions are one group."""
     if listed := _GROUPS_LISTED.search(attributes):
         return tuple(tuple(_numbers(group)) for group in re.findall(r"[\d,]+", listed[1]) if group != ",")
+    ids: np.ndarray
     if iota := _GROUPS_IOTA.search(attributes):
         ids = _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
     elif mesh := _GROUPS_MESH.search(attributes):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         # 'a':(2)4 is a part of an axis: of its dims 2 x 4 x the rest the second one.
         chosen = [(name, int(outer or 1), int(size or axes[name])) for name, outer, size in _AXIS.findall(mesh[3])]
-        dims: dict[tuple[str, int], int] = {}  # of the parts into which axes are cut, by where they begin
+        dims: dict[tuple[str, int], int] = {}  # sizes of the parts into which axes are cut, by where they begin
         for name, whole in axes.items():
             cuts = {1, whole, *(cut for other, outer, size in chosen if other == name for cut in (outer, outer * size))}
             dims |= {(name, low): high // low for low, high in itertools.pairwise(sorted(cuts))}
@@ -281,7 +316,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
-    """Every collective that is executed; an asynchronous one counts once, where it starts."""
+    """Return every collective that is executed; an asynchronous one is listed once, where it starts."""
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
@@ -302,7 +337,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
 
 
 def instructions(text: str) -> dict[str, Instruction]:
-    """Every instruction that can run, by its name: the name that a profiler's events carry."""
+    """Return every instruction that can run, by its name, which is the name of a profiler's events."""
     program = _HloModule(text, unknown_trip_count=1)
     found: dict[str, Instruction] = {}
 
@@ -324,10 +359,10 @@ def instructions(text: str) -> dict[str, Instruction]:
 
 
 def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
-    """Bytes of one participant's operands, added up over all executions, for each kind of collective there is.
+    """Return the bytes of one participant's operands, added up over all executions, for each kind of collective.
 
-    What is in the program, not what a device sends: that depends on its branches and on the permutes it takes part in
-    (`study_probe.wire_bytes`).
+    They describe the program and not what a device sends, which depends on its branches and on the permutes that it
+    takes part in (`paxtrain.study.probe.wire_bytes`).
     """
     total: collections.Counter[str] = collections.Counter()
     for op in collectives(text, unknown_trip_count):
@@ -336,7 +371,7 @@ def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
 
 
 def permute_bytes_by_pair(text: str, unknown_trip_count: int = 1) -> dict[tuple[int, int], int]:
-    """Bytes that collective-permutes send from one partition to another, for each pair that sends any."""
+    """Return the bytes that collective-permutes send from one partition to another, by (source, target)."""
     total: collections.Counter[tuple[int, int]] = collections.Counter()
     for op in collectives(text, unknown_trip_count):
         for pair in op.pairs:
@@ -345,17 +380,17 @@ def permute_bytes_by_pair(text: str, unknown_trip_count: int = 1) -> dict[tuple[
 
 
 def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
-    """Bytes that collective-permutes send over all links together."""
+    """Return the bytes that collective-permutes send over all links together."""
     return sum(permute_bytes_by_pair(text, unknown_trip_count).values())
 
 
 def conditionals(text: str, unknown_trip_count: int = 1) -> int:
-    """How many conditionals one execution of the program runs; on a GPU each of them makes the host wait."""
+    """Return how many conditionals one execution of the program runs; on a GPU each makes the host wait."""
     return sum(n for _, n, op in _HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
 
 
 def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
-    """Every loop that is executed."""
+    """Return every loop that is executed."""
     return [
         While(dict(op.callees())["body"], op.trips(), times)
         for _, times, op in _HloModule(text, unknown_trip_count).executed()
@@ -364,15 +399,16 @@ def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
 
 
 def _is_permute_start(program: _HloModule, op: _HloInstruction) -> bool:
+    """Return whether an instruction starts an asynchronous collective-permute."""
     return op.opcode == "collective-permute-start" or (
         op.opcode == "async-start" and program.contains(op, ("collective-permute",))
     )
 
 
 def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
-    """(kernels, those with a matrix product) that an instruction launches for certain.
+    """Return the numbers of (kernels, kernels with a matrix product) that an instruction launches for certain.
 
-    Conditionals, and loops whose number of trips is not known (it may be zero), count nothing.
+    Conditionals, and loops whose number of trips is unknown and may be zero, count as none.
     """
     if op.opcode in ("call", "while"):
         times = (op.trips() or 0) if op.opcode == "while" else 1
@@ -384,7 +420,7 @@ def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
 
 
 def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
-    """For every collective-permute that is executed: the compute scheduled between its start and its done."""
+    """Return, for every collective-permute that is executed, the compute between its start and its done."""
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times in program.executions.items():
@@ -412,7 +448,7 @@ def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
 
 
 def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
-    """Every copy of a whole array that is executed, alone or as (a part of) a fusion that does nothing else to it."""
+    """Return every executed copy of a whole array, alone or as (a part of) a fusion that does nothing else to it."""
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
