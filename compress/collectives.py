@@ -156,8 +156,8 @@ def mean_lowrank(
     P W^T plus the last mean e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P, and W_w is
     subtracted before the mean, so no rank's solve has to be exact.
 
-    Memory: the new errors take the place of the old ones if the state is donated. Each M_w is held from one all-reduce
-    to the next, in the place of its gradient if that is not used elsewhere.
+    Memory: new errors replace donated old ones. Each M_w is held between the all-reduces, in its gradient's place if
+    that is not used elsewhere.
 
     Args:
         matrices: [n, k] float32 gradients of this data rank.
@@ -172,8 +172,7 @@ def mean_lowrank(
     Returns:
         (p [n, r], w [k, r]) of each matrix, float32, whose product p w^T is the mean. All ranks have the same bits of
         w, and of p if equal devices compute equal bits of equal input.
-        The new state.
-        Statistics of this rank, which cost nothing if they are not used.
+        The new state, and statistics of this rank, which cost nothing if they are not used.
 
     References:
         Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of

@@ -31,7 +31,7 @@ Pass = Callable[[Any, Any], Any]  # (carry, inputs) -> carry
 
 
 class Matrices(NamedTuple):
-    """What is compressed: one bfloat16 message, or float32 gradients that are reduced together.
+    """Matrices to compress: one bfloat16 message, or float32 gradients that are reduced together.
 
     Attributes:
         kind: "message" or "gradient".

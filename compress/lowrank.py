@@ -27,7 +27,7 @@ class LowRankState(NamedTuple):
 
 
 class LowRankWire(NamedTuple):
-    """What crosses the link for a message [n, k].
+    """Factors that cross the link for a message [n, k].
 
     Attributes:
         p: left factor [n, r].

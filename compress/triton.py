@@ -176,9 +176,7 @@ def _row_kernel(
     dtype: DTypeLike,
     interpret: bool,
 ) -> None:
-    """Compute out = x + (m - p w^T), without the operands that are None, and y = out q.
-
-    If `active` is False, out stays as it is and y is zero.
+    """Compute out = x + (m - p w^T), without operands that are None, and y = out q; inactive, keep out and zero y.
 
     Args:
         active: flag [1].

@@ -1,4 +1,4 @@
-"""What one configuration compresses on one mesh: codecs of the links, matrices and ranks of the stages.
+"""The compression of one configuration on one mesh: codecs of the links, matrices and ranks of the stages.
 
 Two places compress. Between the stages: activation gradients and, if the configuration says so, activations. Each
 directed link and chunk of layers has one codec state. Over data: the gradients of the layers' kernels on chosen stages,
@@ -94,7 +94,7 @@ class Compression:
 
     @property
     def backward(self) -> str:
-        """Which gradients between stages are compressed: "none", "epilogue" or "all"."""
+        """Choice of the compressed gradients between stages: "none", "epilogue" or "all"."""
         chosen = self.config.compress.backward
         return "all" if chosen == "none" and self.codec is not None else chosen
 

@@ -16,7 +16,7 @@ from paxtrain.schedule.table import Pair
 
 
 class Link(NamedTuple):
-    """How the messages of one direction, forward or backward, cross the links between stages.
+    """Encoding of the messages of one direction, forward or backward, on the links between stages.
 
     Attributes:
         codec: codec of every link; each stage has a separate state.

@@ -84,7 +84,7 @@ class Breakdown:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What a trace says of this process's devices.
+    """Trace of this process's devices.
 
     Attributes:
         devices: this process's devices of the mesh, in the mesh's order.

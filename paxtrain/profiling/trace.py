@@ -26,7 +26,7 @@ _SCHEDULE, _START, _STOP = (f"ThreadpoolListener::{name}" for name in ("Record",
 
 
 class Part(NamedTuple):
-    """What an instruction counts as.
+    """Part of a step that an instruction counts as.
 
     Attributes:
         name: a part of a step, one of breakdown.PARTS.

@@ -103,7 +103,7 @@ class While:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """What is scheduled between the start and the done of one collective-permute; zeros if it is synchronous.
+    """Instructions scheduled between the start and the done of one collective-permute; zeros if it is synchronous.
 
     Attributes:
         computation: name of the computation that contains it.
