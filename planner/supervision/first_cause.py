@@ -1,16 +1,16 @@
-"""The first cause of a fault, from what every host reports: one rule, so that all hosts say the same sentence.
+"""The first cause of a fault, judged from the reports of all hosts by one rule, so that all hosts print one sentence.
 
-When one of the processes of a run fails, all others fail too, and the runtime blames whichever it noticed. The rule
-takes what explains the others before what others explain:
+When one process of a run fails, all others fail too, and the runtime blames the process that it noticed. The rule
+prefers causes that explain others, in this order:
 
-1. a worker that ended for a reason of its own (a signal, no memory, a full disk, bad input, an exception);
-2. a host of which nobody hears;
+1. a worker that ended by itself (a signal, no memory, a full disk, bad input, an exception);
+2. a host that no other host hears;
 3. a link that carries nothing between two hosts that others hear;
-4. a worker for which the others wait (stopped, waiting for a disk, long in something that is no step, slow, behind);
+4. a worker that the others wait for (stopped, waiting for a disk, long between steps, slow, behind);
 5. a worker that ended well before the others, or whose collective failed though every host answers and every link
-   carries.
+   carries data.
 
-Among equals the earliest is the first. Clocks of hosts differ, so reports say how long ago things were.
+Among equal causes the earliest counts. Clocks of hosts differ, so reports contain ages instead of times.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from typing import Any
 from planner.supervision.peer_connections import REFUSED
 from planner.supervision.worker_process import WorkerStatus
 
-# What other processes' ends make of one's own: collectives that lost a peer, and jax's coordination service.
+# Errors that the end of another process causes: collectives that lost a peer, and jax's coordination service.
 _CASCADE = re.compile(
     r"gloo|nccl|collective|coordination|heartbeat|connection (reset|closed)|socket closed|broken pipe|timed out waiting"
     r"|barrier|another task|distributed (service|runtime)|preempt|deadline.exceeded|unavailable",
     re.IGNORECASE,
 )
-# A sentence for the user, whose own paths may have any of these words in them. Those about another process, as of who
-# waits for one before training (rendezvous, process_group), are known by their advice; one of them quotes the runtime.
+# A sentence for the user. Paths in it may contain any of the words above. Sentences about another process (rendezvous,
+# process_group) are recognised by their advice; one of them quotes the runtime.
 _SENTENCE = re.compile(r"(error|UserError): ")
 _UNMET = re.compile(r"see whether (its|that) (host|network) is up")
 _OTHERS = re.compile(rf"its own output says what|did not find each other|{_UNMET.pattern}")
@@ -42,20 +42,21 @@ _OWN = re.compile(
 _FULL = re.compile(r"no space left on device|enospc|disk quota exceeded|edquot", re.IGNORECASE)
 _MEMORY = re.compile(r"out of memory|resource_exhausted|bad_alloc|memoryerror|cannot allocate memory", re.IGNORECASE)
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU", "SIGUSR1", "SIGUSR2")
-_MOMENT = 5.0  # seconds that a worker may do anything without others having to wait for it
+_MOMENT = 5.0  # seconds that a worker may spend on anything before others count as waiting for it
 
 
 @dataclasses.dataclass(frozen=True)
 class HostReport:
-    """What one host says of itself. Ages are seconds before the report was made.
+    """Report of one host about itself. Ages are seconds before the report was made.
 
     Attributes:
-        worker: None: it was never started.
-        hung: the worker finishes no steps, and its supervisor's limit for that has passed.
-        unreachable: other hosts that did not answer, by number, with the reason; REFUSED where nobody listens.
-        silences: neighbours of which nothing came for a while: (seconds, how long ago it ended).
-        slow: how many times longer than on other hosts the same work takes on this one's CPU; 0: no more than usual.
-        final: all that was asked of other hosts has come in.
+        name: name of the host.
+        worker: status of its worker; None if it was never started.
+        hung: whether the worker finishes no steps and the supervisor's limit has passed.
+        unreachable: reasons by number of the hosts that did not answer; REFUSED if nothing listens there.
+        silences: silent neighbours by number: seconds of silence, and seconds since it ended (0: it has not).
+        slow: time of the same work on this CPU over the other hosts' median; 0 if the host is not slow.
+        final: whether all answers of other hosts have arrived.
     """
 
     name: str
@@ -67,7 +68,7 @@ class HostReport:
     final: bool = False
 
     def older(self, seconds: float) -> "HostReport":
-        """The same, told so much later."""
+        """Return the same report with all ages increased by `seconds`."""
         worker = self.worker and dataclasses.replace(
             self.worker, ended_age=self.worker.ended_age + seconds, told_age=self.worker.told_age + seconds
         )
@@ -75,10 +76,12 @@ class HostReport:
         return dataclasses.replace(self, worker=worker, silences=spans)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "HostReport":
+        """Return the report that `to_json` has encoded."""
         worker = values["worker"]
         return cls(
             **{
@@ -92,16 +95,16 @@ class HostReport:
 
 @dataclasses.dataclass(frozen=True)
 class FaultCause:
-    """Why a run ended.
+    """The first cause of a run's end.
 
     Attributes:
         kind: "killed", "stopped", "out of memory", "disk full", "bad input", "exception" or "exit" of a worker; "lost";
             "link"; "frozen", "busy", "slow" or "stalled"; "collective".
-        hosts: whose fault it is; of a link both ends.
-        step: the last one finished there, or anywhere where that host cannot be asked.
-        age: seconds before it was told.
-        sentence: for the user.
-        leave_out: the hosts without which training can go on.
+        hosts: names of the hosts at fault; both ends of a link.
+        step: last step finished there, or on any host if that host cannot be asked.
+        age: seconds since the fault.
+        sentence: message for the user.
+        leave_out: names of the hosts without which training can continue.
     """
 
     kind: str
@@ -114,7 +117,7 @@ class FaultCause:
 
 @dataclasses.dataclass(frozen=True)
 class _CauseCandidate:
-    """What may have been the first cause; `order` is that of the rule above."""
+    """A possible first cause; `order` is its number in the rule above, and the lowest wins."""
 
     order: int
     kind: str
@@ -136,7 +139,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def is_cascade(worker: WorkerStatus) -> bool:
-    """Whether the worker's end is what another one's end does to it."""
+    """Return whether another worker's failure explains the end of this one."""
     error = worker.error
     if worker.signal in _FROM_OUTSIDE or _FULL.search(error) or _OWN.match(error):
         return False
@@ -146,7 +149,7 @@ def is_cascade(worker: WorkerStatus) -> bool:
 
 
 def _ended(rank: int, worker: WorkerStatus) -> _CauseCandidate | None:
-    """Why a worker ended, or is about to."""
+    """Return the cause of a worker's end, or None if it runs or ended well."""
     if worker.good or (worker.state == "running" and not worker.failed):
         return None
 
@@ -179,7 +182,7 @@ def _ended(rank: int, worker: WorkerStatus) -> _CauseCandidate | None:
 
 
 def _left(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
-    """Workers that ended well while others had still to work with them."""
+    """Yield the workers that ended well while others still needed them."""
     for rank, report in reports.items():
         if report.worker and report.worker.good:
             what = "the worker ended with exit code 0 while others were at work"
@@ -187,7 +190,7 @@ def _left(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
 
 
 def _silence(reports: Mapping[int, HostReport], rank: int) -> float:
-    """Seconds for which its neighbours have not heard a host."""
+    """Return the seconds for which the neighbours of a host have not heard it."""
     spans = [report.silences[rank] for report in reports.values() if rank in report.silences]
     return max((seconds for seconds, ended in spans if not ended), default=0.0)
 
@@ -195,7 +198,7 @@ def _silence(reports: Mapping[int, HostReport], rank: int) -> float:
 def _lost(
     reports: Mapping[int, HostReport], names: Sequence[str], joined: bool, machines: Sequence[str]
 ) -> _CauseCandidate | None:
-    """The hosts that have not reported."""
+    """Return the hosts that have not reported, as a cause, or None if all have."""
     gone = sorted(set(range(len(names))) - set(reports))
     if not gone:
         return None
@@ -203,7 +206,7 @@ def _lost(
     if refused:
         gone = refused
     elif joined and (len(reports) < len(gone) or (len(reports) == len(gone) and 0 in gone)):
-        # Who hears less than half of the hosts is cut off himself; of two halves that with the first host goes on.
+        # The smaller part of a divided network is the lost one. Of two halves, the half with the first host continues.
         gone = sorted(reports)
     many = len(gone) > 1
     them, without = "them" if many else "it", ",".join([*dict.fromkeys(machines[i] for i in gone)][:8])
@@ -222,7 +225,7 @@ def _lost(
 
 
 def _links(reports: Mapping[int, HostReport], names: Sequence[str], machines: Sequence[str]) -> _CauseCandidate | None:
-    """Links between hosts that have both reported and that carry nothing, or carried nothing for a while."""
+    """Return the broken links between hosts that have both reported, as a cause, or None without any."""
     now: dict[tuple[int, int], float] = {}
     past: dict[tuple[int, int], tuple[float, float]] = {}
     for i, report in reports.items():
@@ -255,7 +258,7 @@ def _links(reports: Mapping[int, HostReport], names: Sequence[str], machines: Se
 
 
 def _standing(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
-    """Workers for which the others wait."""
+    """Yield the workers that the others wait for."""
     workers = {i: r.worker for i, r in reports.items() if r.worker}
     running = {i: worker for i, worker in workers.items() if worker.state == "running" and not worker.failed}
     for rank, worker in running.items():
@@ -285,13 +288,13 @@ def _standing(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
 def first(
     reports: Mapping[int, HostReport], names: Sequence[str], joined: bool = True, machines: Sequence[str] = ()
 ) -> FaultCause:
-    """The first cause.
+    """Return the first cause.
 
     Args:
-        reports: of the hosts that could be asked, by number; at least one.
-        names: of all hosts.
-        joined: all hosts had once come together.
-        machines: as the planner knows the hosts, of which several may be processes of one machine; default: `names`.
+        reports: reports of the hosts that could be asked, by host number; at least one.
+        names: names of all hosts.
+        joined: whether all hosts had joined the run.
+        machines: the planner's names of the hosts, if several are processes of one machine; default: `names`.
     """
     machines = machines or names
     candidates = [found for rank, r in reports.items() if r.worker and (found := _ended(rank, r.worker))]

@@ -1,4 +1,4 @@
-"""How fast a host's CPU is now: the same piece of work everywhere, so that one that lags behind is seen and named."""
+"""Speed of each host's CPU, measured by the same piece of work everywhere, so that a slow host is found and named."""
 
 import asyncio
 import statistics
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.worker_process import WorkerProcess
 
-SLOW = 3.0  # times as long as the median of the others: from here on a host is slow
-_SLOW_AGAIN = 2.0  # up to here it is slow no more
-_SAMPLES, _PACE = 12, 0.5  # of the pace, and seconds between two
+SLOW = 3.0  # times the median of the others, from which a host counts as slow
+_SLOW_AGAIN = 2.0  # times the median, up to which it no longer counts as slow
+_SAMPLES, _INTERVAL = 12, 0.5  # samples that are averaged, and seconds between two of them
 
 
 def _sample() -> float:
-    """Seconds that a fixed piece of work takes here now, about a millisecond if nothing is in its way."""
+    """Return the seconds that a fixed piece of work takes now: about a millisecond on an idle CPU."""
     began = time.perf_counter()
     for _ in range(40_000):
         pass
@@ -23,35 +23,40 @@ def _sample() -> float:
 
 
 async def burst() -> float:
-    """The mean of as many samples as count, within half a second."""
+    """Return the mean seconds of several samples, taken within half a second."""
     samples = []
     for _ in range(_SAMPLES):
         samples.append(_sample())
-        await asyncio.sleep(_PACE / _SAMPLES)
+        await asyncio.sleep(_INTERVAL / _SAMPLES)
     return statistics.mean(samples)
 
 
 class HostSpeed:
-    """This host's pace, told to its neighbours and compared with theirs.
+    """Speed of this host's CPU, sent to the neighbours and compared with theirs.
 
     Attributes:
-        slow: how many times longer the work takes here than there; 0: no more than usual.
+        slow: time of the work here over the neighbours' median; 0 if this host is not slow.
     """
 
     def __init__(
         self, me: int, names: Sequence[str], channel: PeerConnections, worker: WorkerProcess, say: Callable[[str], None]
     ) -> None:
-        """Args:
-        me: this host's number; names: what the hosts are called in messages.
-        say: takes lines for the user.
+        """Start with no samples; `keep` takes them.
+
+        Args:
+            me: this host's number.
+            names: names of all hosts in messages.
+            channel: connections to the other supervisors.
+            worker: this host's worker; samples count only while it trains.
+            say: function that prints a line for the user.
         """
         self._me, self._names, self._channel, self._worker, self._say = me, names, channel, worker, say
         self.slow = 0.0
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
-        self._told: dict[int, int] = {}  # by slow host the version of the entry that a line has been said about
+        self._told: dict[int, int] = {}  # by slow host: version of the entry last printed
 
     async def keep(self) -> None:
-        """Tells the neighbours how fast this host's CPU is while it trains; between steps hosts differ rightly."""
+        """Send the neighbours this CPU's speed while the worker trains; between steps hosts may differ."""
         while True:
             status = self._worker.status()
             if status.doing or status.step_seconds is None:
@@ -59,11 +64,11 @@ class HostSpeed:
             else:
                 self._samples.append(_sample())
             self._channel.aside = statistics.mean(self._samples) if len(self._samples) == _SAMPLES else None
-            await asyncio.sleep(_PACE)
+            await asyncio.sleep(_INTERVAL)
 
     def tell(self) -> None:
-        """Says a line of who is slow, and again when he is no more: on the first host, and on the slow one."""
-        mine, others = self._channel.aside, [pace for pace in self._channel.asides.values() if pace]
+        """Print a line when a host becomes slow and when it recovers, on the first host and on the slow one."""
+        mine, others = self._channel.aside, [seconds for seconds in self._channel.asides.values() if seconds]
         if mine and others:
             times = mine / statistics.median(others)
             slow = times if times > (_SLOW_AGAIN if self.slow else SLOW) else 0.0

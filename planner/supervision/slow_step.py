@@ -1,9 +1,8 @@
-"""When a step takes too long, and for whom the others wait, as far as supervisors can see it from outside.
+"""Detection of a slow step, and of the host or link that the others wait for, as supervisors see it from outside.
 
-What explains others comes first, as in planner.supervision.first_cause: a host that says nothing, a worker that
-cannot run, a CPU
-that is slow, a link that carries less than it once did, and last a worker that is behind. A device that is slow, or a
-network that supervisors do not use, cannot be seen so.
+Causes that explain others come first, as in `first_cause`: a silent host, a worker that cannot run, a slow CPU, a link
+that carries less than it did before, and last a worker that is behind. A slow device, or a network that supervisors do
+not use, cannot be seen this way.
 """
 
 import dataclasses
@@ -14,31 +13,40 @@ from typing import Any
 from planner.supervision import host_speed
 from planner.supervision.worker_process import WorkerStatus
 
-_STEPS = 5  # that tell how long one takes
-_LEAST = 2.0  # seconds: what takes less is not worth a line
-_SLOWER = 4.0  # times: a link that carries less than this part of what it did
-# Bytes per second. Faster links are all alike: what is measured beyond is the CPU.
+_STEPS = 5  # steps before the median is trusted
+_LEAST = 2.0  # seconds of a step that is worth a line
+_SLOWER = 4.0  # factor by which a link's rate must drop to count as slow
+# Bytes per second. Rates above it count as equal, because there the measurement shows the CPU.
 _FAST = 5e8
 
 
 class SlowStepClock:
-    """Tells when a worker's step takes too long: once, until one has taken no longer than others do."""
+    """Detector of late steps. It reports once, and again only after a step that was not late.
+
+    Attributes:
+        late: whether the current step takes too long.
+    """
 
     def __init__(self, times: float) -> None:
-        """`times` the median step is too long."""
+        """Start without steps; a step is late after `times` the median step."""
         self._times = times
         self._first: int | None = None
         self._step: int | None = None
         self._known = False
-        self.late = False  # this step takes too long
+        self.late = False
 
     def look(self, status: WorkerStatus) -> bool:
-        """Whether a step has become late since the last look, and those before were not."""
+        """Return whether a step has become late since the last look while the one before it was not."""
         if status.step != self._step:
             self._known = self._known and self.late
             self._step, self.late = status.step, False
             self._first = status.step if self._first is None else self._first
-        if status.step is None or status.step - self._first < _STEPS or status.step_seconds is None:
+        if (
+            status.step is None
+            or self._first is None
+            or status.step - self._first < _STEPS
+            or status.step_seconds is None
+        ):
             return False
         at_work = status.state == "running" and not status.failed and not status.doing
         if at_work and status.told_age > max(_LEAST, self._times * status.step_seconds):
@@ -50,14 +58,14 @@ class SlowStepClock:
 
 @dataclasses.dataclass(frozen=True)
 class StepView:
-    """What one host sees of a slow step.
+    """One host's view of a slow step.
 
     Attributes:
-        worker: when this host began to look.
-        late: its own worker was in a step that took too long.
-        about: the last finished step where it was late, the newest that this host knew of: what it looked for.
-        pace: seconds that a fixed piece of work takes its CPU.
-        links: by neighbour the bytes per second that get there now, and that did at the start.
+        worker: status of its worker when the host began to look.
+        late: whether its own worker was in a step that took too long.
+        about: last finished step of the newest late worker that this host knew of; it identifies the slow step.
+        pace: seconds that a fixed piece of work takes on its CPU.
+        links: bytes per second to each neighbour, now and at the start of the run.
     """
 
     worker: WorkerStatus
@@ -67,23 +75,30 @@ class StepView:
     links: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     def older(self, seconds: float) -> "StepView":
-        """The same, told so much later."""
+        """Return the same view with all ages increased by `seconds`."""
         return dataclasses.replace(
             self, worker=dataclasses.replace(self.worker, told_age=self.worker.told_age + seconds)
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the view as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "StepView":
+        """Return the view that `to_json` has encoded."""
         links = {int(rank): (now, before) for rank, (now, before) in values["links"].items()}
         return cls(**{**values, "worker": WorkerStatus(**values["worker"]), "links": links})
 
 
 @dataclasses.dataclass(frozen=True)
 class SlowCause:
-    """What a slow step waits for: a text that continues a sentence, and the hosts it is about."""
+    """Cause of a slow step.
+
+    Attributes:
+        text: clause for the note to the user.
+        hosts: numbers of the hosts that it names.
+    """
 
     text: str
     hosts: tuple[int, ...] = ()
@@ -96,7 +111,7 @@ def _carries(rate: float) -> str:
 
 
 def _waited_for(hosts: Sequence[int], names: Sequence[str], why: str) -> SlowCause:
-    """`why` of the first of them."""
+    """Return the cause that the others wait for `hosts`; `why` is about the first of them."""
     more = f", and so {'are' if len(hosts) > 2 else 'is'} {', '.join(names[i] for i in hosts[1:])}" * (len(hosts) > 1)
     return SlowCause(f"{names[hosts[0]]} is the one the others wait for: {why}{more}", tuple(hosts))
 
@@ -115,7 +130,7 @@ def _slow_cpu(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause 
 
 
 def _slow_link(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause | None:
-    """The link that has lost most; where all that a host has measured have, the host's links."""
+    """Return the link whose rate dropped most, or a host all of whose measured links are slow."""
     rates: dict[tuple[int, int], tuple[float, float]] = {}
     for rank, view in views.items():
         for other, (now, before) in view.links.items():
@@ -132,18 +147,18 @@ def _slow_link(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause
     for rank in worst:
         own = {pair for pair in rates if rank in pair}
         if len(own) > 1 and own == slow:
-            other = names[sum(worst) - rank]
-            return SlowCause(f"the links of {names[rank]} are slow: that to {other} carries {carries}", (rank,))
+            far = names[sum(worst) - rank]
+            return SlowCause(f"the links of {names[rank]} are slow: that to {far} carries {carries}", (rank,))
     others = f"; {len(slow) - 1} more {'are' if len(slow) > 2 else 'is'} slow, too" if len(slow) > 1 else ""
     return SlowCause(f"the link {names[worst[0]]} - {names[worst[1]]} carries {carries}{others}", worst)
 
 
 def seen(views: Mapping[int, StepView], names: Sequence[str]) -> SlowCause:
-    """What the slowest part is.
+    """Return the host or link that a slow step waits for.
 
     Args:
-        views: of the hosts that have answered, by number; at least one.
-        names: of all hosts, with what they do in the mesh.
+        views: views of the hosts that have answered, by host number; at least one.
+        names: names of all hosts with their roles in the mesh.
     """
     silent = [rank for rank in range(len(names)) if rank not in views]
     if silent:

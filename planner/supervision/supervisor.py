@@ -1,9 +1,9 @@
-"""One host's supervisor: it owns the worker, and agrees with the others on the first cause when something goes wrong.
+"""Supervisor of one host: it runs the worker, and agrees with the others on the first cause of a fault.
 
-A run ends well when all workers have ended with code 0. Otherwise one host notices first (its worker ended or hangs, a
-neighbour is gone) and says so on the board. Then each host probes all others and reports; the first host that
-has reported judges when all have, or when time is up, and everybody says its sentence and ends. A host that hears of no
-judgement in time makes its own, so that nobody waits for ever.
+A run succeeds when all workers have ended with code 0. Otherwise one host notices the fault first, because its worker
+has ended or hangs or because a neighbour is gone, and puts a report on the board. Then each host probes all others and
+reports. Of the hosts that have reported, the one with the lowest number judges when all have reported or time is up.
+All hosts print its sentence and end. A host that receives no judgement in time makes one, so that none waits forever.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from planner.supervision.watchdog import Watchdog
 from planner.supervision.worker_process import WorkerProcess
 
 FAULT = 3  # exit code
-STOPPED = 143  # exit code of a process that SIGTERM has ended, and of supervisors that it has stopped before the end
+STOPPED = 143  # exit code of a process that SIGTERM ended, and of supervisors that it stopped before the run's end
 _CHECK = 0.2  # seconds between two looks at the worker
-_AT_LEAST = 1.0  # seconds that reports may take to come, even if all seem to be there
-_SLACK = 2.0  # seconds that a judgement may take to come round
+_AT_LEAST = 1.0  # seconds that reports may take to arrive, even if all seem to be there
+_SLACK = 2.0  # seconds that a judgement may take to reach all hosts
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long things may take, in seconds.
+    """Time limits of a supervised run, in seconds except `slow_step`.
 
     Attributes:
-        link: that a link or host may be silent. What is shorter is survived.
-        hang: without a finished step; 0: the longer of `collective` and 20 typical steps.
-        phase: that anything between steps may take: compiling, saving, restoring, evaluating.
-        start: until all hosts have come.
-        settle: for the hosts' reports.
-        grace: between SIGTERM and SIGKILL.
-        slow_step: no seconds, but times the run's median step: a step that takes longer is worth a note.
+        link: longest silence of a link or host that the run survives.
+        hang: longest time without a finished step; 0: the longer of `collective` and 20 typical steps.
+        phase: longest time for anything between steps: compiling, saving, restoring, evaluating.
+        start: longest wait until all hosts have joined.
+        settle: time for the hosts' reports on a fault.
+        grace: time between SIGTERM and SIGKILL.
+        slow_step: factor over the median step from which a note explains a slow step.
     """
 
     link: float = 60.0
@@ -54,26 +54,31 @@ class Limits:
 
     @property
     def collective(self) -> int:
-        """That a collective may take. TCP repeats itself after pauses that double, so that a link which was cut for
-        `link` seconds may carry again only after as much again."""
+        """Seconds that a collective may take.
+
+        TCP retransmits after pauses that double. A link that was cut for `link` seconds may carry data again only after
+        as long again.
+        """
         return int(2 * self.link) + 5
 
     @property
     def heartbeat(self) -> int:
-        """That jax's coordination service waits before it ends all workers: longer than a collective, whose error says
-        more, and than it takes to agree on a cause."""
+        """Seconds that jax's coordination service waits before it ends all workers.
+
+        They exceed the limit of a collective, whose error says more, and the time to agree on a cause.
+        """
         return 2 * self.collective + int(self.settle + self.grace)
 
     @property
     def bound(self) -> float:
-        """From a fault to the end of the last survivor, where a step takes less than `hang` / 20."""
+        """Seconds from a fault to the end of the last survivor if a step takes less than `hang` / 20."""
         return max(self.collective, self.hang) + self.settle + _SLACK + self.grace + 1.0
 
 
 def environment(variables: Mapping[str, str], limits: Limits) -> dict[str, str]:
-    """A worker's variables: collectives end within their limit, jax's heartbeat after it.
+    """Return a worker's environment variables: collectives end within their limit, and jax's heartbeat comes later.
 
-    NCCL's flag limits the forming of its communicators alone; a collective that hangs on GPUs is ended by `hang`.
+    NCCL's flag limits only the setup of its communicators. A collective that hangs on GPUs is ended by `hang`.
     """
     flags = variables.get("XLA_FLAGS", "")
     for name in ("xla_cpu_collective_timeout_seconds", "xla_gpu_nccl_termination_timeout_seconds"):
@@ -83,7 +88,7 @@ def environment(variables: Mapping[str, str], limits: Limits) -> dict[str, str]:
 
 
 class Supervisor:
-    """Runs one worker to its end."""
+    """Supervisor of one worker, from its start to its end."""
 
     def __init__(
         self,
@@ -95,17 +100,23 @@ class Supervisor:
         report: pathlib.Path | None,
         machines: Sequence[str] = (),
     ) -> None:
-        """Args:
-        me: this host's number; names: what the hosts are called in messages, those that do not say a name themselves.
-        report: takes the cause and all reports, if something goes wrong.
-        machines: as the planner knows the hosts, where several are processes of one machine.
+        """Prepare a run; `run` starts it.
+
+        Args:
+            me: this host's number.
+            names: names of all hosts in messages, unless a host announces another one.
+            channel: connections to the other supervisors.
+            worker: this host's worker, not started yet.
+            limits: time limits of the run.
+            report: JSON file for the cause and all reports of a fault; None: none is written.
+            machines: the planner's names of the hosts, if several are processes of one machine; default: `names`.
         """
         self._me, self._names, self._channel, self._worker = me, list(names), channel, worker
         self._machines = list(machines or names)
         self._limits, self._file = limits, report
         self._joined = False
         self._news = asyncio.Event()
-        self._fault = ""  # how a fault was noticed here; empty: none was
+        self._fault = ""  # how this host noticed a fault; empty if it noticed none
         self._pace = HostSpeed(me, self._names, channel, worker, self._say)
         self._watchdog = Watchdog(me, self._names, channel, worker, limits.slow_step, self._say)
         self._silent: set[int] = set()
@@ -113,7 +124,7 @@ class Supervisor:
         channel.board.listen(self._hear)
 
     def call_me(self, name: str) -> None:
-        """Tells all what this host is called in messages, before it comes."""
+        """Announce the name of this host in messages, before it joins."""
         self._channel.board.put(f"name/{self._me}", name)
 
     def _hear(self, entry: str) -> None:
@@ -123,7 +134,7 @@ class Supervisor:
         self._news.set()
 
     def stop(self) -> None:
-        """The user wants the run to end: the worker may save what it has."""
+        """End the run at the user's request; the worker may save a checkpoint first."""
         self._stopped = True
         self._worker.ask()
         self._news.set()
@@ -131,7 +142,11 @@ class Supervisor:
     # --- A run --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Returns the exit code: 0, 2 for bad input, STOPPED by SIGTERM before the first step, or FAULT."""
+        """Run to the end.
+
+        Returns:
+            Exit code: 0, 2 for bad input, STOPPED after SIGTERM before the first step, or FAULT.
+        """
         await self._channel.start()
         try:
             self._joined = await self._gather()
@@ -139,7 +154,7 @@ class Supervisor:
                 return STOPPED
             if self._joined:
                 await self._worker.start()
-                if self._stopped:  # by a signal that came before there was somebody to pass it on to
+                if self._stopped:  # by a signal that arrived before the worker existed
                     self._worker.ask()
                 beside = [asyncio.create_task(work) for work in (self._pace.keep(), self._watchdog.run())]
                 try:
@@ -150,7 +165,7 @@ class Supervisor:
                 if done:
                     return 0
             cause, judge = await self._agree()
-            # A worker that has not joined the others yet knows nothing of SIGTERM, which then ends it.
+            # A worker that has not joined the others yet does not handle SIGTERM, which then ends it.
             stopped = self._stopped and cause.kind == "stopped" and cause.step is None
             self._say("note: stopped before the first step" if stopped else f"error: {cause.sentence}")
             await self._worker.end(self._limits.grace)
@@ -163,7 +178,7 @@ class Supervisor:
             await self._channel.close()
 
     async def _wait(self, seconds: float) -> None:
-        """Until there are news, or so long."""
+        """Wait for news from the board or the worker, at most `seconds`."""
         self._news.clear()
         self._worker.changed.clear()
         changed = [asyncio.create_task(event.wait()) for event in (self._news, self._worker.changed)]
@@ -172,14 +187,14 @@ class Supervisor:
             task.cancel()
 
     async def _gather(self) -> bool:
-        """Whether all hosts came in time."""
+        """Wait for all hosts to join and return whether they did in time."""
         until = time.monotonic() + self._limits.start
         while self._channel.missing and time.monotonic() < until and not self._alarm and not self._stopped:
             await self._wait(_CHECK)
         return not self._channel.missing and not self._alarm
 
     async def _watch(self) -> bool:
-        """Until all workers have ended well (True) or a fault is noticed here or elsewhere (False)."""
+        """Wait until all workers have succeeded (True) or a fault is noticed here or elsewhere (False)."""
         while True:
             status = self._worker.status()
             if status.good and f"done/{self._me}" not in self._channel.board:
@@ -194,6 +209,7 @@ class Supervisor:
             await self._wait(_CHECK)
 
     def _fault_here(self) -> str:
+        """Return the fault that this host notices, or ""."""
         status = self._worker.status()
         if self._worker.over and not status.good:
             return "the worker ended"
@@ -224,11 +240,12 @@ class Supervisor:
         return bool(self._channel.board.numbers("report/"))
 
     def _reports(self) -> dict[int, HostReport]:
-        """What is on the board, with all ages as of now."""
+        """Return the reports on the board by host number, with all ages as of now."""
         entries = {rank: self._channel.board[f"report/{rank}"] for rank in self._channel.board.numbers("report/")}
         return {rank: HostReport.from_json(entry.value).older(entry.age) for rank, entry in entries.items()}
 
     def _report(self, unreachable: Mapping[int, str], final: bool) -> None:
+        """Put this host's report on the board."""
         spans = self._channel.silences.items()
         silences = {rank: span for rank, span in spans if span[1] < self._limits.collective}
         report = HostReport(
@@ -243,14 +260,14 @@ class Supervisor:
         self._channel.board.put(f"report/{self._me}", report.to_json())
 
     async def _agree(self) -> tuple[FaultCause, str]:
-        """The first cause, and who judged."""
+        """Return the first cause, and the name of the host that judged."""
         began = time.monotonic()
         until = began + self._limits.settle
         self._report({}, final=False)
         asking, over = asyncio.create_task(self._ask_all(until)), False
         try:
             while (verdict := self._verdict()) is None:
-                if asking.done() and self._worker.over != over:  # it ended after all else was known
+                if asking.done() and self._worker.over != over:  # the worker ended after the rest was known
                     over = self._worker.over
                     self._report(asking.result(), final=True)
                 now = time.monotonic()
@@ -266,24 +283,25 @@ class Supervisor:
             cause = first_cause.first(self._reports(), self._names, self._joined, self._machines)
             self._channel.board.put(f"verdict/{self._me}", dataclasses.asdict(cause))
             verdict = self._verdict()
+            assert verdict is not None, "this host has just put one on the board"
         return verdict
 
     async def _ask_all(self, until: float) -> dict[int, str]:
-        """Probes the other hosts and completes this one's report; those that cannot be reached."""
+        """Probe the other hosts, complete this host's report, and return the unreachable hosts with the reasons."""
         unreachable = await self._channel.probe(range(len(self._names)))
         while self._worker.status().state == "ending" and time.monotonic() < until:
-            await asyncio.sleep(_CHECK / 4)  # how it ends will be known in a moment
+            await asyncio.sleep(_CHECK / 4)  # its exit code will be known in a moment
         self._report(unreachable, final=True)
         return unreachable
 
     def _complete(self, reports: Mapping[int, HostReport]) -> bool:
-        """Whether each host has reported or cannot be reached."""
+        """Return whether each host has reported finally or cannot be reached."""
         missing = [rank for rank in range(len(self._names)) if rank not in reports]
         unreachable = {rank for report in reports.values() for rank in report.unreachable}
         return all(report.final for report in reports.values()) and unreachable.issuperset(missing)
 
     def _verdict(self) -> tuple[FaultCause, str] | None:
-        """Of all that there are the one of the first host."""
+        """Return the verdict of the lowest-numbered host on the board and that host's name, or None without one."""
         judges = self._channel.board.numbers("verdict/")
         if not judges:
             return None
@@ -307,10 +325,10 @@ class Supervisor:
         except OSError as error:
             self._say(f"warning: cannot write the report to {self._file} ({error.strerror})")
 
-    # --- What is worth a line -----------------------------------------------------------------------------------------
+    # --- Notes for the user -------------------------------------------------------------------------------------------
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # the reader is gone
             print(text, file=sys.stderr, flush=True)
 
     def _tell_of_silence(self) -> None:

@@ -1,4 +1,4 @@
-"""The process that a supervisor owns: started, listened to, watched from outside, ended."""
+"""The worker process of a supervisor: start it, read its output and progress, watch it from outside, and end it."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,20 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
 
 _POLL = 0.1  # seconds between two looks at the progress file
-_PF_EXITING = 0x4  # of a process's flags in /proc: it has begun to end
-KILLED = 5.0  # seconds that SIGKILL may take: not even that ends a process that waits for a dead disk or driver
-_REMEMBERED = 200  # lines of its errors
-# Becomes the command, after asking the kernel (prctl PR_SET_PDEATHSIG) to kill it with the supervisor: nobody is to be
-# left who holds the devices. As a program of its own, since a fork among threads must not run Python.
+_PF_EXITING = 0x4  # flag in /proc/PID/stat of a process that has begun to exit
+KILLED = 5.0  # seconds that SIGKILL may take; it does not end a process that waits for a dead disk or driver
+_REMEMBERED = 200  # lines of stderr that are kept
+# This program asks the kernel (prctl PR_SET_PDEATHSIG) to kill it when the supervisor ends, so that no process keeps
+# the devices. Then it becomes the command. It is a separate program because a fork among threads must not run Python.
 _FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
-# From such a line on what it writes to stderr goes to the log alone, until it finishes another step: a traceback, or
-# the runtime's last words.
+# A traceback or the runtime's last words. From such a line on, stderr goes to the log alone until the worker finishes
+# another step.
 _TRACE = re.compile(
     rb"Traceback \(most recent call last\)|F\d{4} \d\d:|\*\*\* Check failure|Fatal Python error|terminate called"
     rb"|E\d{4} \d\d:.*(coordination|distributed)"
@@ -37,24 +37,28 @@ _FATAL = re.compile(r"^F\d{4} [\d:.]+ +\d+ \S+\] (.*)")
 
 
 def following(command: Sequence[str]) -> list[str]:
-    """The command, which the kernel is to kill when its parent has ended in whatever way."""
+    """Return a command that runs `command` and that the kernel kills when its parent ends in any way."""
     return [sys.executable, "-I", "-S", "-c", _FOLLOW, *command]
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStatus:
-    """A worker at a moment. Ages are seconds before that moment.
+    """State of a worker at one moment. Ages are seconds before that moment.
 
     Attributes:
-        state: "running", "ending" (it has begun to exit), "ended".
-        code: its exit code, where it ended by itself. signal: the name of the one that ended it.
-        asked: it was told to end, by the user or by the supervisor.
-        out_of_memory: the kernel killed a process of this host for want of memory when it ended.
+        state: "running", "ending" (it has begun to exit) or "ended".
+        code: exit code if it exited; None if a signal ended it or it still runs.
+        signal: name of the signal that ended it, or "".
+        asked: whether the user or the supervisor has told it to end.
+        out_of_memory: whether the kernel killed a process of this host because memory ran out when the worker ended.
         error: one line about what went wrong, or "".
-        failed: whether the process itself has told of an exception that ends it.
-        step: the last finished one; None: none yet. doing: what it does that is no step; "" is a step.
-        frozen: why it cannot run though it has not ended: "stopped by a signal" or "waiting for a disk"; or "".
-        step_seconds: of a typical step; None before there are any.
+        failed: whether the process itself has reported an exception that ends it.
+        step: number of the last finished step; None before the first.
+        doing: what it does outside of steps, such as "compiling"; "" during a step.
+        frozen: reason why it cannot run though it has not ended ("stopped by a signal", "waiting for a disk"), or "".
+        ended_age: age of its end, or of the report of its exception.
+        told_age: age of its last report of progress.
+        step_seconds: seconds of a typical step; None before there are any.
     """
 
     state: str
@@ -73,11 +77,12 @@ class WorkerStatus:
 
     @property
     def good(self) -> bool:
+        """Whether it ended with exit code 0."""
         return self.state == "ended" and self.code == 0
 
 
 def _kernel_kills() -> int:
-    """Processes of this host that the kernel has killed for want of memory since it was started."""
+    """Return how many processes of this host the kernel has killed since boot because memory ran out."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -86,7 +91,7 @@ def _kernel_kills() -> int:
 
 
 def best_line(lines: Sequence[str]) -> str:
-    """Of what a failed process wrote, the line that says why: an exception's, a fatal log line, or the last one."""
+    """Return the line of stderr that explains a failure: an exception's, a fatal log line, or else the last line."""
     for number in range(len(lines) - 1, -1, -1):
         if lines[number].startswith("error: "):
             return lines[number]
@@ -99,14 +104,22 @@ def best_line(lines: Sequence[str]) -> str:
 
 
 class WorkerProcess:
-    """A command in a process group of its own."""
+    """A command in a separate process group.
+
+    Attributes:
+        changed: event that is set when the process has ended or has reported an exception.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path) -> None:
-        """Args:
-        log: takes all of its output, after what is there already.
+        """Describe the process and open its log; `start` starts it.
+
+        Args:
+            command: command and its arguments.
+            environment: environment variables of the process.
+            log: file to which all of its output is appended.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: if the log cannot be written.
         """
         self._command, self._environment = list(command), dict(environment)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -127,17 +140,17 @@ class WorkerProcess:
         self._step_time = self._told = time.monotonic()
         self._ended: float | None = None
         self._kills = [_kernel_kills()] * 2
-        self.changed = asyncio.Event()  # it has ended, or told of an exception
+        self.changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Starts it.
+        """Start the process.
 
         Raises:
-            UserError: there is no such command.
+            UserError: if there is no such command.
         """
         if shutil.which(self._command[0], path=self._environment.get("PATH")) is None:
             raise UserError(f"there is no command {self._command[0]!r}; write the one to run after --")
-        # In memory: a full or hanging disk is one of the things that it is to tell of.
+        # The progress file is in memory, because a full or hanging disk is one of the faults that it has to report.
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="paxtrain-", dir=memory)
         self._environment[supervised.VARIABLE] = str(self._progress)
@@ -159,40 +172,48 @@ class WorkerProcess:
         self._tasks.append(asyncio.create_task(self._wait()))
 
     def note(self, text: str) -> None:
-        """Writes a line of the supervisor's into the log."""
+        """Write a line of the supervisor into the log."""
         if not self._log.closed:
             self._write(f"{text}\n".encode())
+
+    @property
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, "the worker has not been started"
+        return self._process
 
     # --- Listening ----------------------------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not end the one who is to say so
+        with contextlib.suppress(OSError):  # a full disk must not end the supervisor, which has to report it
             self._log.write(data)
 
-    def _show(self, stream: IO[str], data: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+    def _show(self, stream: TextIO, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.buffer.write(data)
             stream.flush()
 
     async def _copy_output(self) -> None:
-        while data := await self._process.stdout.read(1 << 16):
+        output = self._running.stdout
+        assert output is not None
+        while data := await output.read(1 << 16):
             self._write(data)
             self._show(sys.stdout, data)
 
     async def _copy_errors(self) -> None:
-        rest = b""
-        while data := await self._process.stderr.read(1 << 16):
+        rest, errors = b"", self._running.stderr
+        assert errors is not None
+        while data := await errors.read(1 << 16):
             self._write(data)
             *lines, rest = (rest + data).split(b"\n")
             rest = rest[-(1 << 16) :]
             for line in lines:
                 self._remember(line)
                 if not self._tracing and _TRACE.match(line):
-                    self._look()  # steps before it do not end it
+                    self._look()  # steps finished before this line do not end the traceback
                     self._tracing = True
                 if self._tracing:
-                    self._look()  # a step since then: the worker has survived it
-                # A sentence may be about another process's fault: the supervisors say whose it is.
+                    self._look()  # a step finished since then shows that the worker survived
+                # An error sentence may be about another process's fault. The supervisors decide whose fault it is.
                 if not self._tracing and not line.startswith(b"error: "):
                     self._show(sys.stderr, line + b"\n")
 
@@ -203,17 +224,18 @@ class WorkerProcess:
 
     @property
     def _progress(self) -> pathlib.Path:
+        assert self._folder is not None, "the worker has not been started"
         return pathlib.Path(self._folder.name) / "progress"
 
     def _look(self) -> None:
-        """Reads the progress file."""
+        """Read the progress file."""
         if self._folder is None:
             return
         said, now = supervised.read(self._progress), time.monotonic()
         if said is None or said["count"] == self._said["count"]:
             return
         if said["step"] != self._said["step"]:
-            # Only steps that follow each other: what came between is no step.
+            # Time only steps that follow each other; an evaluation or a checkpoint between them is not a step.
             if self._said["step"] is not None and not self._said["doing"] and said["step"] > self._said["step"]:
                 self._steps.append((now - self._step_time) / (said["step"] - self._said["step"]))
             self._step_time, self._tracing = now, False
@@ -231,8 +253,8 @@ class WorkerProcess:
             await asyncio.sleep(_POLL)
 
     async def _gone(self) -> None:
-        """Returns when the process has ended. `Process.wait` also waits for its pipes, which a child may hold."""
-        while self._process.returncode is None:
+        """Wait until the process has ended. `Process.wait` would also wait for its pipes, which a child may hold."""
+        while self._running.returncode is None:
             await asyncio.sleep(_POLL / 5)
 
     async def _wait(self) -> None:
@@ -243,28 +265,28 @@ class WorkerProcess:
         self._look()
         self.changed.set()
 
-    # --- Telling ------------------------------------------------------------------------------------------------------
+    # --- Status -------------------------------------------------------------------------------------------------------
 
     def _stat(self) -> list[str]:
-        """Fields of /proc/PID/stat from the state on; [] if it is gone."""
+        """Return the fields of /proc/PID/stat from the state on, or [] if the process is gone."""
         try:
-            text = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
+            text = pathlib.Path(f"/proc/{self._running.pid}/stat").read_text()
         except OSError:
             return []
         return text.rpartition(")")[2].split()
 
     @property
     def place(self) -> supervised.MeshPosition | None:
-        """Its place in the mesh, as far as it has told."""
+        """Position in the mesh, or None if the worker has not reported it."""
         return supervised.place(self._said)
 
     @property
     def over(self) -> bool:
-        """It has ended, or told that it will."""
+        """Whether the worker has ended or has reported an exception that ends it."""
         return self._ended is not None or bool(self._said["failed"])
 
     def status(self) -> WorkerStatus:
-        """How it is now."""
+        """Return the status of the worker now."""
         self._look()
         now, state, frozen, code = time.monotonic(), "running", "", None
         if self._process is not None:
@@ -282,7 +304,7 @@ class WorkerProcess:
         return WorkerStatus(
             state=state,
             code=code if code is not None and not killed else None,
-            signal=signal.Signals(-code).name if killed else "",
+            signal=signal.Signals(-code).name if code is not None and killed else "",
             asked=self._asked,
             out_of_memory=killed and not self._asked and _kernel_kills() > self._kills[0],
             error=failed or (best_line(list(self._lines)) if code else ""),
@@ -298,27 +320,27 @@ class WorkerProcess:
     # --- Ending -------------------------------------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """SIGTERM to the process: it may save what it has."""
+        """Send SIGTERM, after which the worker may save a checkpoint."""
         self._asked = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     def _tell_of_survival(self) -> None:
-        """One line about a worker that SIGKILL has not ended, on stderr and in the log."""
+        """Print and log a line about a worker that SIGKILL has not ended."""
         frozen = self.status().frozen
         text = (
-            f"warning: process {self._process.pid} still lives {KILLED:g} s after SIGKILL"
+            f"warning: process {self._running.pid} still lives {KILLED:g} s after SIGKILL"
             f"{f' ({frozen})' if frozen else ''}; it may hold its devices until its host restarts"
         )
         self.note(text)
         self._show(sys.stderr, f"{text}\n".encode())
 
     async def end(self, grace: float) -> None:
-        """Ends it and all of its group: SIGTERM, and SIGKILL after `grace` seconds, for which nobody waits long."""
+        """End the process and its group: send SIGTERM, and SIGKILL after `grace` seconds."""
         if self._log.closed:
             return
-        self._tracing = True  # its last words are in the log
+        self._tracing = True  # its last lines go to the log alone
         if self._process is not None:
             if self._ended is None:
                 self.ask()
@@ -336,7 +358,9 @@ class WorkerProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._process is not None:
-            self._process._transport.close()  # else it is closed when the loop is, which fails where a pipe is held
+            # The loop would close it at its own end, which fails if another process holds a pipe.
+            # asyncio has no public name for it.
+            self._process._transport.close()  # type: ignore[attr-defined]
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

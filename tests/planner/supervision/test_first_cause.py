@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from paxtrain.errors import UserError
-from planner.measure import process_group
+from planner.measure import process_group, reachability
 from planner.start import rendezvous
 from planner.supervision.first_cause import REFUSED, FaultCause, HostReport, first, is_cascade
 from planner.supervision.worker_process import WorkerStatus
@@ -87,10 +87,10 @@ def _no_answer() -> str:
 @pytest.mark.parametrize(
     "said",
     [
-        lambda: f"process 3 has not answered for 60 s; {process_group._ADVICE}",
-        lambda: f"process 0 has waited 48 s for process 3; {process_group._ADVICE}",
-        lambda: process_group.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(0, 3, "timed out")]),
-        lambda: process_group.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(3, 0, "x"), (3, 1, "x")]),
+        lambda: f"process 3 has not answered for 60 s; {process_group.ADVICE}",
+        lambda: f"process 0 has waited 48 s for process 3; {process_group.ADVICE}",
+        lambda: reachability.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(0, 3, "timed out")]),
+        lambda: reachability.unreachable(list(NAMES), ["10.0.0.1"] * 4, [(3, 0, "x"), (3, 1, "x")]),
         lambda: rendezvous.missing_sentence([3], {0: "pax0"}, NAMES, "pax0:1", 300.0),
         _no_answer,
     ],
