@@ -1,4 +1,4 @@
 """Jobs: batch scripts for SLURM, manifests for Kubernetes, processes on this machine.
 
-May import `memory` and `supervision`.
+`launching` checks the options of planner.launch. May import `memory` and `supervision`.
 """

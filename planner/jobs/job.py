@@ -1,4 +1,4 @@
-"""What a job is, whichever way it is launched: a supervisor and planner.run for each process of each node."""
+"""A job, however it is launched: a supervisor and planner.run for each process of each node."""
 
 import dataclasses
 import pathlib
@@ -10,28 +10,32 @@ from planner.memory import closed_form
 
 LOGS = "logs"  # in --out
 
-# What all processes on GPUs are given where the user has not set it.
+# Environment variables of all processes on GPUs, with the reason, unless the user has set them.
 GPU_VARIABLES = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION": (
         f"{closed_form.USABLE:g}",
-        "What plans count on; XLA takes three quarters of a GPU's memory otherwise.",
+        "Plans assume this fraction; XLA takes three quarters of a GPU's memory by default.",
     ),
-    "NCCL_DEBUG": ("WARN", "NCCL then says which peer or device it failed on, and nothing else."),
+    "NCCL_DEBUG": ("WARN", "NCCL then names the peer or device of a failure, and prints nothing else."),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A run, and what it may use.
+    """A run and its resources.
 
     Attributes:
-        config, plan, out: what planner.run is given; out must be the same folder on all nodes.
-        nodes, min_nodes: how many it wants, and with how many it makes do.
-        gpus_per_node: 0 on CPUs. per_gpu: a process per GPU, not per node.
-        max_restarts: after faults, so often at most.
+        config: path or shipped name of the configuration, as given to planner.run.
+        plan: path of a plan.json, or "auto".
+        out: folder of the run, the same on all nodes.
+        nodes: number of nodes that the job asks for.
+        min_nodes: smallest number of nodes that it accepts.
+        gpus_per_node: number of GPUs of each node; 0 on CPUs.
+        per_gpu: whether each GPU has its own process, instead of each node.
+        max_restarts: largest number of restarts after faults.
         signal_ahead: seconds between SIGTERM and the end, for a last checkpoint.
-        link_timeout: of the supervisors.
-        arguments: more flags of planner.run.
+        link_timeout: seconds for which the supervisors accept a silent link or host.
+        arguments: further flags of planner.run.
     """
 
     config: str
@@ -48,37 +52,40 @@ class Job:
 
     @property
     def processes_per_node(self) -> int:
+        """Number of processes of each node."""
         return self.gpus_per_node if self.per_gpu else 1
 
     @property
     def gpus_per_process(self) -> int:
+        """Number of GPUs of each process."""
         return self.gpus_per_node // self.processes_per_node
 
     @property
     def logs(self) -> str:
+        """Folder of the logs."""
         return str(pathlib.PurePath(self.out, LOGS))
 
     @property
     def finished(self) -> str:
-        """What planner.run leaves when all steps are done."""
+        """File that planner.run writes when all steps are done."""
         return str(pathlib.PurePath(self.out, "finished"))
 
     def supervise(self, *more: str) -> list[str]:
-        """The supervisor's arguments, but for the hosts."""
+        """Return the supervisor's arguments after `python`; `more` has those that name the hosts."""
         limits = [f"--link_timeout={self.link_timeout:g}"]
         return ["-m", "planner.supervise", *more, *limits, f"--finished={self.finished}"]
 
     def run(self, *more: str) -> list[str]:
-        """planner.run's arguments; `arguments` come last, and so count."""
+        """Return planner.run's arguments after `python`; `arguments` come last and so take precedence."""
         given = [f"--config={self.config}", f"--plan={self.plan}", f"--out={self.out}"]
         given.append(f"--gpus={self.gpus_per_process}")
         if self.plan != "auto" and self.min_nodes < self.nodes:
-            given.append("--replan")  # a plan is for all nodes, and the job goes on with fewer
+            given.append("--replan")  # a plan is for all nodes, but the job may continue with fewer
         return ["-m", "planner.run", *given, *more, *self.arguments]
 
 
 def shell(arguments: Sequence[str], indent: int = 4) -> str:
-    """A command's arguments, quoted for a shell and broken into lines."""
+    """Return a command's arguments, quoted for a shell and broken into lines."""
     lines = [""]
     for argument in map(shlex.quote, arguments):
         if lines[-1] and len(lines[-1]) + len(argument) > 104:
@@ -88,16 +95,16 @@ def shell(arguments: Sequence[str], indent: int = 4) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """Of one of SLURM's times: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]].
+    """Return the seconds of a time in SLURM's notation, or None if it is not valid.
 
-    None: it is none of these.
+    SLURM knows MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS and DAYS-HOURS[:MINUTES[:SECONDS]].
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not found:
         return None
     days, *rest = found.groups()
     parts = [int(part) for part in rest if part is not None]
-    if days is None:  # minutes come first, or hours where there are three
+    if days is None:  # without days, minutes come first, or hours if there are three parts
         hours, minutes, secs = parts if len(parts) == 3 else (0, *parts, *([0] if len(parts) == 1 else []))
     else:
         hours, minutes, secs = (*parts, 0, 0)[:3]

@@ -1,7 +1,7 @@
 """The manifest of a job on Kubernetes: a JobSet (jobset.x-k8s.io) of one indexed Job with a pod per node.
 
-The pods' names are known beforehand, so that the processes need no access to Kubernetes's API to find each other. A
-fault ends all pods, as the supervisors see to, and the JobSet makes them anew; bad input (exit code 2) ends it.
+The pods' names are known in advance, so processes find each other without Kubernetes's API. After a fault the
+supervisors end all pods and the JobSet creates them again. Bad input (exit code 2) ends the JobSet.
 """
 
 import dataclasses
@@ -14,23 +14,24 @@ from planner.jobs.job import GPU_VARIABLES, Job, shell
 from planner.supervision.peer_connections import PORT
 
 COORDINATOR = 9101  # port of process 0
-# Seconds in which all pods must have started: one node still pulls the image, or is only being bought. A pod that waits
-# costs less than a start of all pods, of which there are --max_restarts.
+# Seconds in which all pods must have started, while a node still pulls the image or is being provisioned. A waiting pod
+# costs less than a restart of all pods, and restarts are limited by --max_restarts.
 START_TIMEOUT = 86_400
-# `source` and what conda writes want bash, which not every image has. $0 is the script.
+# `source` and conda's scripts need bash, which not every image has. $0 is the script.
 _SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 _WORKER, _CONTAINER = "node", "train"
 
 
 @dataclasses.dataclass(frozen=True)
-class Kubernetes:
-    """What is Kubernetes's own of a job.
+class JobSetOptions:
+    """Options of a job that only Kubernetes knows.
 
     Attributes:
-        name: of the JobSet, and the beginning of the pods' names.
-        image: of the container, with paxtrain in its working folder or installed.
-        claim: the persistent volume claim that holds the job's `out`. mount: where the pods see it.
-        setup: shell lines before all else.
+        name: name of the JobSet, and the beginning of the pods' names.
+        image: container image, with paxtrain in its working folder or installed.
+        claim: persistent volume claim that holds the job's `out`.
+        mount: path of the volume in the pods.
+        setup: shell lines before everything else.
     """
 
     name: str
@@ -41,9 +42,10 @@ class Kubernetes:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, and lists set in from their key."""
+    """YAML dumper that writes texts of several lines as blocks and indents lists below their key."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent every list below its key."""
         super().increase_indent(flow, False)
 
 
@@ -55,26 +57,26 @@ _Dumper.add_representer(str, _text)
 
 
 def is_name(name: str) -> bool:
-    """Whether it can begin the pods' names: a DNS label, short enough for what follows it."""
+    """Return whether pods' names can begin with `name`: a DNS label, short enough for the rest of the name."""
     return re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) is not None and len(name) <= 40
 
 
 def _host(name: str, pod: int) -> str:
-    """A pod's name in the JobSet's network."""
+    """Return a pod's name in the JobSet's network."""
     return f"{name}-{_WORKER}-0-{pod}.{name}"
 
 
-def _command(job: Job, kubernetes: Kubernetes) -> str:
-    """What the container runs."""
+def _command(job: Job, kubernetes: JobSetOptions) -> str:
+    """Return the shell script that the container runs."""
     hosts = ",".join(_host(kubernetes.name, pod) for pod in range(job.nodes))
     among = [f"--coordinator={_host(kubernetes.name, 0)}:{COORDINATOR}", f"--num_processes={job.nodes}"]
     watch = job.supervise(
         f"--hosts={hosts}", f"--port={PORT}", f"--logs={job.logs}", f"--start_timeout={START_TIMEOUT}"
     )
     lines = [
-        *kubernetes.setup,  # before `set -u`: conda's scripts read what is not set
+        *kubernetes.setup,  # before `set -u`, because conda's scripts read unset variables
         "set -eu",
-        # JOB_COMPLETION_INDEX is the pod's number in the Job, NODE_NAME the machine it is on.
+        # JOB_COMPLETION_INDEX is the pod's number in the Job, NODE_NAME the name of its machine.
         f'exec python {shell(watch, 2)} --host="$JOB_COMPLETION_INDEX" --name="$NODE_NAME" -- \\',
         f"  python {shell(job.run(*among), 2)} \\",
         '  --process_id="$JOB_COMPLETION_INDEX" --host_name="$NODE_NAME"',
@@ -83,16 +85,17 @@ def _command(job: Job, kubernetes: Kubernetes) -> str:
 
 
 def _kept(text: str) -> str:
-    """A text as Kubernetes leaves it: in arguments and variables it takes $$ for $, and $(NAME) for a variable."""
+    """Return a text escaped for Kubernetes, which replaces $$ and $(NAME) in arguments and variables."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
-def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
+def _container(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
+    """Return the container of each pod."""
     variables: list[dict[str, Any]] = [
-        # The planner measures machines, and pods have the same names on other machines after a restart.
+        # The planner measures machines. After a restart, pods of the same name may be on other machines.
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
-    container = {
+    container: dict[str, Any] = {
         "name": _CONTAINER,
         "image": kubernetes.image,
         "command": ["/bin/sh", "-c", _SHELL],
@@ -113,23 +116,23 @@ def _container(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     return container
 
 
-def _apart(kubernetes: Kubernetes) -> dict[str, Any]:
-    """Affinity that keeps two of the pods from one node: each counts on all of its node's network and memory."""
-    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": kubernetes.name}}  # which the controller gives all pods
+def _apart(kubernetes: JobSetOptions) -> dict[str, Any]:
+    """Return an affinity that gives each pod a separate node, because it uses all network and memory of the node."""
+    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": kubernetes.name}}  # the controller sets it on all pods
     term = {"labelSelector": own, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def manifest(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
-    """The JobSet as JSON values."""
+def manifest(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
+    """Return the JobSet as JSON values."""
     pod: dict[str, Any] = {
-        "restartPolicy": "Never",  # a pod that ends ends the Job, and the JobSet decides
+        "restartPolicy": "Never",  # the end of a pod ends the Job, and the JobSet decides what follows
         "terminationGracePeriodSeconds": job.signal_ahead,
         "affinity": _apart(kubernetes),
         "containers": [_container(job, kubernetes)],
         "volumes": [
             {"name": "out", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
-            # NCCL's transport between the GPUs of a node takes more than the 64 MB that containers have.
+            # NCCL's transport between the GPUs of a node needs more than a container's default 64 MB.
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -153,7 +156,7 @@ def manifest(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
             "network": {"enableDNSHostnames": True, "subdomain": kubernetes.name},
             "failurePolicy": {
                 "maxRestarts": job.max_restarts,
-                "restartStrategy": "BlockingRecreate",  # no pod of a start meets one of the start before
+                "restartStrategy": "BlockingRecreate",  # all pods of the previous start are gone before new ones begin
                 "rules": [never_again],
             },
             "replicatedJobs": [{"name": _WORKER, "replicas": 1, "template": {"spec": template}}],
@@ -161,7 +164,7 @@ def manifest(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     }
 
 
-def text(job: Job, kubernetes: Kubernetes) -> str:
-    """The manifest as YAML."""
+def text(job: Job, kubernetes: JobSetOptions) -> str:
+    """Return the manifest as YAML."""
     head = "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
     return head + yaml.dump(manifest(job, kubernetes), Dumper=_Dumper, sort_keys=False, width=1000)

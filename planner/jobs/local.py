@@ -1,4 +1,4 @@
-"""The job as processes of this machine, to try it out: a supervisor and planner.run for each host there would be."""
+"""A job as processes of this machine, for trials: a supervisor and planner.run for each host."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from planner.jobs.job import Job
 from planner.supervision.supervisor import FAULT, STOPPED
 from planner.supervision.worker_process import following
 
-_PROFILE = 20  # seconds for measuring links that are all the same
-_ALIKE = (b"error: ", b"note: ")  # how lines begin that all supervisors say alike
+_PROFILE = 20  # seconds for the measurement of links, which are all the same here
+_ALIKE = (b"error: ", b"note: ")  # beginnings of the lines that all supervisors print alike
 
 
 def _free_ports(count: int) -> list[int]:
@@ -26,32 +26,36 @@ def _free_ports(count: int) -> list[int]:
 
 
 def pipes(devices: int) -> tuple[int, ...]:
-    """Sizes of the pipe axis at which two data ranks at most are left.
+    """Return the sizes of the pipe axis that leave at most two data ranks.
 
-    Of more, the reduce-scatter of gloo, which carries collectives between CPUs, fails now and then.
+    With more, the reduce-scatter of gloo, which carries collectives between CPUs, fails now and then.
     """
     return tuple(sorted({max(1, devices // 2), devices}))
 
 
 def environment(variables: Mapping[str, str], out: str) -> dict[str, str]:
-    """The variables of all processes: CPU devices, and compiled programs that the next start finds."""
+    """Return the environment of all processes: CPU devices, and a cache of compiled programs for the next start."""
     kept = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(out, "cache").absolute())}
     return {**kept, **variables, "JAX_PLATFORMS": "cpu"}
 
 
 class Local:
-    """One job, started again after faults."""
+    """A local job, restarted after faults."""
 
     def __init__(self, job: Job, devices: int) -> None:
-        """`devices`: of each host."""
+        """Prepare a job with `devices` virtual CPU devices on each host."""
         self._job, self._devices = job, devices
         self._running: list[subprocess.Popen[bytes]] = []
-        self._asked = 0  # how often it was told to end
+        self._asked = 0  # how many times the user has asked it to end
         self._said: set[bytes] = set()
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        """Returns the exit code: 0, also after Ctrl-C with a checkpoint; 2 for bad input; FAULT."""
+        """Run the job.
+
+        Returns:
+            Exit code: 0, also after Ctrl-C with a checkpoint; 2 for bad input; FAULT.
+        """
         before = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
@@ -70,29 +74,34 @@ class Local:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _command(self, host: int, hosts: str, coordinator: int) -> list[str]:
+        """Return the command of one host's supervisor."""
+        job, count = self._job, self._job.nodes
+        mine = f"--hosts={hosts}", f"--host={host}", f"--name=host{host}", f"--logs={job.logs}"
+        among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
+        own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
+        # Hosts share this machine's cores. Compute is measured on one, because all at once would be slower. The one
+        # that compiles and measures for all may take minutes; a lost process is reported sooner by its supervisor.
+        shared = "--compute_hosts=1", "--answer_timeout=600"
+        limit = ",".join(map(str, pipes(count * self._devices)))
+        run = [sys.executable, *job.run(*among, *own, *shared, f"--pipe={limit}")]
+        return [sys.executable, *job.supervise(*mine), "--", *run]
+
     def _start(self) -> int:
-        """Starts all hosts and waits for their end; the code of the first, or another's that failed."""
+        """Start all hosts, wait for their end, and return one exit code for all of them."""
         job, count = self._job, self._job.nodes
         *ports, coordinator = _free_ports(count + 1)
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
         variables = environment(os.environ, job.out)
         self._said.clear()
         for host in range(count):
-            mine = f"--hosts={hosts}", f"--host={host}", f"--name=host{host}", f"--logs={job.logs}"
-            among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
-            own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
-            # They share this machine's cores: all measured at once would be slower, and the one that compiles and
-            # measures for all may take minutes. A lost process is known sooner, its supervisor tells.
-            own += ("--compute_hosts=1", "--answer_timeout=600")
-            limit = ",".join(map(str, pipes(count * self._devices)))
-            run = [sys.executable, *job.run(*among, *own, f"--pipe={limit}")]
             popen = subprocess.Popen(
-                following([sys.executable, *job.supervise(*mine), "--", *run]),
+                following(self._command(host, hosts, coordinator)),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C comes here, and goes on to each once
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on once
             )
             self._running.append(popen)
         if self._asked:  # while they were started
@@ -109,7 +118,7 @@ class Local:
     # --- Output -------------------------------------------------------------------------------------------------------
 
     def _copy(self, output: IO[bytes]) -> None:
-        """All that a supervisor says, but for what another has said before."""
+        """Print the output of a supervisor, except lines that another one has printed."""
         with output:
             for line in output:
                 with self._lock:
@@ -117,7 +126,7 @@ class Local:
                     if line.startswith(_ALIKE):
                         self._said.add(line)
                     if not again and not line.startswith(b"log     "):
-                        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+                        with contextlib.suppress(OSError, ValueError):  # the reader is gone
                             sys.stdout.buffer.write(line)
                             sys.stdout.flush()
 
@@ -128,7 +137,7 @@ class Local:
     # --- Ending -------------------------------------------------------------------------------------------------------
 
     def _stop(self, *_: object) -> None:
-        """The first time all may save a checkpoint; the second time they are killed."""
+        """Ask all hosts to save a checkpoint and end; the second time, kill them."""
         self._asked += 1
         if self._asked == 1:
             self._say("stopping with a checkpoint; once more ends it at once")
@@ -141,11 +150,16 @@ class Local:
 
 
 def _of_all(codes: Sequence[int], asked: bool) -> int:
-    """One exit code for all supervisors', which were asked to end or not."""
+    """Return one exit code for those of all supervisors.
+
+    Args:
+        codes: exit code of each supervisor.
+        asked: whether the user has asked them to end.
+    """
     if set(codes) == {0}:
         return 0
     if 2 in codes:
         return 2
-    # Who is asked before it can listen is ended by the signal itself.
+    # A process that is asked before it handles the signal is ended by it.
     stopped = {0, STOPPED, -signal.SIGTERM} if asked else {0, STOPPED}
     return STOPPED if set(codes) <= stopped else FAULT

@@ -1,4 +1,4 @@
-"""The batch script of a job under SLURM, to be read before it is submitted."""
+"""The batch script of a job under SLURM, written so that it can be read before it is submitted."""
 
 import dataclasses
 import re
@@ -9,13 +9,16 @@ from planner.supervision.supervisor import FAULT, STOPPED
 
 
 @dataclasses.dataclass(frozen=True)
-class Slurm:
-    """What is SLURM's own of a job.
+class SlurmOptions:
+    """Options of a job that only SLURM knows.
 
     Attributes:
-        name: of the job. time: limit as SLURM writes it; "": the partition's.
-        partition, account: "": the user's default.
-        lines: further `#SBATCH` options. setup: shell lines before all else.
+        name: name of the job.
+        time: time limit in SLURM's notation; "" for the partition's.
+        partition: partition; "" for the user's default.
+        account: account; "" for the user's default.
+        lines: further `#SBATCH` options.
+        setup: shell lines before everything else.
     """
 
     name: str = "paxtrain"
@@ -30,10 +33,9 @@ _SCRIPT = """\
 #!/bin/bash
 # Written by planner.launch; submit it with sbatch, from the folder that has paxtrain in it.
 #
-# It starts a supervisor (planner.supervise) with planner.run for each process, and starts again when it should: SLURM
-# requeues the job when a node fails or a job of higher priority takes it; the script itself requeues it when the time
-# limit is near, with a checkpoint, and after a fault while all nodes live. Training goes on from the last good
-# checkpoint, on the nodes that there are then.
+# It starts a supervisor (planner.supervise) with planner.run for each process. SLURM requeues the job when a node fails
+# or a job of higher priority preempts it. The script itself requeues it with a checkpoint when the time limit is near,
+# and after a fault if all nodes live. Training continues from the last good checkpoint, on the nodes of the new start.
 {options}
 {setup}set -u
 
@@ -128,13 +130,14 @@ requeue "fault $faults of $restarts"
 """
 
 
-def _options(job: Job, slurm: Slurm) -> list[str]:
+def _options(job: Job, slurm: SlurmOptions) -> list[str]:
+    """Return the `#SBATCH` lines."""
     nodes = f"{job.min_nodes}-{job.nodes}" if job.min_nodes < job.nodes else str(job.nodes)
     # No --ntasks-per-node, which is srun's: with it SLURM gives the fewest nodes of the range, though more are idle.
     given = [f"--job-name={slurm.name}", f"--nodes={nodes}"]
     if job.gpus_per_node:
         given.append(f"--gpus-per-node={job.gpus_per_node}")
-    given += ["--exclusive", "--mem=0"]  # all cores and all memory of a node: a task has one core otherwise
+    given += ["--exclusive", "--mem=0"]  # all cores and memory of a node; otherwise a task has one core
     for name in ("time", "partition", "account"):
         if value := getattr(slurm, name):
             given.append(f"--{name}={value}")
@@ -144,7 +147,7 @@ def _options(job: Job, slurm: Slurm) -> list[str]:
 
 
 def _variables(job: Job) -> list[str]:
-    """Lines that set what is not set, and on CPUs what must be."""
+    """Return the lines that set environment variables: on GPUs if they are not set, on CPUs in any case."""
     if not job.gpus_per_node:
         return ["", "# Also where jax would find GPUs.", "export JAX_PLATFORMS=cpu"]
     lines = [""]
@@ -157,8 +160,8 @@ def _variables(job: Job) -> list[str]:
     return lines
 
 
-def script(job: Job, slurm: Slurm) -> str:
-    """The text of the batch script."""
+def script(job: Job, slurm: SlurmOptions) -> str:
+    """Return the text of the batch script."""
     values = {
         "options": "\n".join(_options(job, slurm)),
         "out": shlex.quote(job.out),
@@ -166,7 +169,8 @@ def script(job: Job, slurm: Slurm) -> str:
         "nodes": str(job.nodes),
         "processes": str(job.processes_per_node),
         "restarts": str(job.max_restarts),
-        # Before `set -u` and the script's variables: conda's scripts read what is not set, and others may set `out`.
+        # Setup comes before `set -u`, since conda's scripts read unset variables, and before the script's variables,
+        # since it may set `out`.
         "setup": "".join(f"{line}\n" for line in slurm.setup),
         "variables": "".join(f"{line}\n" for line in _variables(job)),
         "supervise": shell(job.supervise()),

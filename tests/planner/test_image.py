@@ -43,7 +43,7 @@ def test_every_copied_source_exists(stages, stage):
 def test_the_image_has_the_modules_that_the_jobset_runs(stages, stage):
     """From any working folder: the folder of the copied packages is on PYTHONPATH, and nothing wraps the command."""
     job = Job("gpt_8b", "auto", "/data/run", nodes=2, min_nodes=2, gpus_per_node=8)
-    manifest = jobset.manifest(job, jobset.Kubernetes("tiny", "registry/paxtrain:1", "claim"))
+    manifest = jobset.manifest(job, jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim"))
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     [script] = pod["containers"][0]["args"]
     modules = re.findall(r"-m ([\w.]+)", script)
@@ -67,5 +67,5 @@ def test_the_image_installs_the_requirements_and_does_not_run_as_root(stages, st
     assert f"--requirement {requirements} " in installed and "kubernetes" in installed
     users = [a for what, a in stages[stage] if what == "USER"]
     assert users and users[-1] not in ("root", "0")
-    volume = jobset.Kubernetes("tiny", "image", "claim").mount
+    volume = jobset.JobSetOptions("tiny", "image", "claim").mount
     assert f"mkdir {volume}" in installed and f"chown paxtrain {volume}" in installed

@@ -25,7 +25,7 @@ from tests import mains
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ODD = "a b'c\"$HOME`id`"
 JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
-POD = jobset.Kubernetes("tiny", "registry/paxtrain:1", "claim")
+POD = jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim")
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ true
 class Batch:
     """A batch script and stand-ins for SLURM's commands, in a folder."""
 
-    def __init__(self, folder, job=JOB, own=slurm.Slurm()):  # noqa: B008
+    def __init__(self, folder, job=JOB, own=slurm.SlurmOptions()):  # noqa: B008
         self.folder, self.job = folder, dataclasses.replace(job, out=str(folder / "run"))
         commands = folder / "bin"
         commands.mkdir()
@@ -129,7 +129,9 @@ def test_the_script_starts_a_supervisor_and_a_run_on_every_node(tmp_path):
 
 def test_setup_comes_before_all_else(tmp_path):
     """It may read what is not set, and set what the script calls its own."""
-    batch = Batch(tmp_path, own=slurm.Slurm(setup=("echo entered$UNSET", "out=/elsewhere logs=/elsewhere restarts=0")))
+    batch = Batch(
+        tmp_path, own=slurm.SlurmOptions(setup=("echo entered$UNSET", "out=/elsewhere logs=/elsewhere restarts=0"))
+    )
     code, said = batch.run("3")
     assert code == 0 and "entered\n" in said and "fault 1 of 2; the job is requeued" in said
     assert f"--logs={batch.job.logs}" in batch.given[0]
@@ -206,7 +208,7 @@ def test_ahead_of_the_time_limit_the_step_is_stopped_and_the_job_requeued(batch)
 
 
 def test_options_of_sbatch():
-    own = slurm.Slurm("gpt", "2-00:00:00", "big", "me", ("--qos=high", "--exclude=n9"), ("source env/activate",))
+    own = slurm.SlurmOptions("gpt", "2-00:00:00", "big", "me", ("--qos=high", "--exclude=n9"), ("source env/activate",))
     lines = slurm.script(dataclasses.replace(JOB, signal_ahead=600), own).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     wanted = {"--nodes=2-4", "--gpus-per-node=8", "--time=2-00:00:00", "--partition=big", "--account=me", "--requeue",
@@ -226,7 +228,7 @@ def test_options_of_sbatch():
 def test_shellcheck_finds_nothing(tmp_path, gpus):
     job = dataclasses.replace(JOB, out="a run", gpus_per_node=gpus, per_gpu=gpus > 0, arguments=("--saves=a b",))
     file = tmp_path / "job.sbatch"
-    file.write_text(slurm.script(job, slurm.Slurm()))
+    file.write_text(slurm.script(job, slurm.SlurmOptions()))
     found = subprocess.run(["shellcheck", str(file)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
     file.write_text(file.read_text() + "echo $out\n")  # a control: unquoted
@@ -386,6 +388,18 @@ def launch(monkeypatch, capsys):
 def test_bad_input_is_one_sentence(launch, arguments, sentence):
     code, out, said = launch(*arguments)
     assert code == 2 and out == "" and said.count("\n") == 1 and said.startswith("error: ") and sentence in said
+
+
+@pytest.mark.parametrize("config", ["gpt_8b", "configs/gpt_8b.py"])
+def test_names_of_shipped_configurations_and_paths_are_passed_on_unchanged(launch, config):
+    """planner.run finds a shipped file by its name on the nodes, where the folder may be another one."""
+    slurm_command = [argument for argument in _SLURM if not argument.startswith("--config")]
+    pods_command = [argument for argument in _PODS if not argument.startswith("--config")]
+    for command in (slurm_command, pods_command):
+        code, out, _ = launch(*command, f"--config={config}")
+        assert code == 0 and f"--config={config} " in out.replace("\n", " ")
+    code, _, said = launch(*slurm_command, "--config=gpt_8bb")
+    assert code == 2 and "there is no shipped file 'gpt_8bb'; did you mean gpt_8b" in said
 
 
 def test_what_the_readme_says_works(launch):

@@ -1,0 +1,207 @@
+"""Options of a launch, their checks, and the job that they describe."""
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Collection
+
+from paxtrain.config.shipped import find
+from paxtrain.errors import UserError
+from planner.jobs import jobset, slurm
+from planner.jobs.job import Job, seconds
+from planner.jobs.local import Local
+
+KINDS = ("slurm", "kubernetes", "local")
+# Options that only some kinds of launch know.
+_ONLY = {
+    **dict.fromkeys(("time", "partition", "account", "sbatch"), ("slurm",)),
+    **dict.fromkeys(("image", "volume", "mount"), ("kubernetes",)),
+    **dict.fromkeys(("hosts", "cpu_devices"), ("local",)),
+    **dict.fromkeys(("nodes", "gpus_per_node", "signal_ahead", "setup", "name"), ("slurm", "kubernetes")),
+    **dict.fromkeys(("min_nodes", "per_gpu"), ("slurm",)),
+}
+_UNLIMITED = ("0", "UNLIMITED", "INFINITE")  # SLURM's words for a job without a time limit
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """Options of planner.launch, in the words of its flags.
+
+    Attributes:
+        kind: one of `KINDS`.
+        arguments: further flags of planner.run.
+        config: path or shipped name of the configuration file.
+        plan: path of a plan.json, or "auto".
+        out: folder of the run; "" for the default of the kind.
+        max_restarts: largest number of restarts after faults.
+        link_timeout: seconds for which a link or a host may be silent.
+        name: name of the job.
+        nodes: number of nodes; None if not given.
+        gpus_per_node: number of GPUs of each node; 0 to train on CPUs.
+        signal_ahead: seconds between SIGTERM and the end of the job.
+        setup: shell lines before everything else.
+        min_nodes: smallest number of nodes; None for all.
+        per_gpu: whether each GPU has its own process.
+        time: time limit in SLURM's notation; "" for the partition's.
+        partition: SLURM partition; "" for the default.
+        account: SLURM account; "" for the default.
+        sbatch: further options of sbatch.
+        image: container image.
+        volume: persistent volume claim that holds `out`.
+        mount: path of the volume in the pods.
+        hosts: number of hosts of a local run, each a process of this machine.
+        cpu_devices: number of virtual CPU devices of each local host.
+    """
+
+    kind: str
+    arguments: tuple[str, ...]
+    config: str | None
+    plan: str
+    out: str
+    max_restarts: int
+    link_timeout: float
+    name: str
+    nodes: int | None
+    gpus_per_node: int
+    signal_ahead: int
+    setup: tuple[str, ...]
+    min_nodes: int | None
+    per_gpu: bool
+    time: str
+    partition: str
+    account: str
+    sbatch: tuple[str, ...]
+    image: str
+    volume: str
+    mount: str
+    hosts: int
+    cpu_devices: int
+
+
+def check_kind(kind: str, arguments: tuple[str, ...], given: Collection[str]) -> None:
+    """Check what is launched, planner.run's arguments, and that every given option belongs to this kind.
+
+    Args:
+        kind: first argument of the command, or "".
+        arguments: other arguments of the command, which are flags of planner.run.
+        given: names of the options that the user gave.
+
+    Raises:
+        UserError: if one of them does not fit.
+    """
+    if kind not in KINDS:
+        said = f"got {kind!r}" if kind else "got none"
+        raise UserError(f"the first argument must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, {said}")
+    for name, kinds in _ONLY.items():
+        if name in given and kind not in kinds:
+            pods = kind == "kubernetes" and name == "min_nodes"
+            instead = "; a JobSet has as many pods as --nodes says" if pods else ""
+            raise UserError(f"--{name} is for {' and '.join(kinds)}, not for {kind}{instead}")
+    for argument in arguments:
+        if not argument.startswith("--"):
+            raise UserError(f"unexpected argument {argument!r}; what follows -- are flags of planner.run, --flag=value")
+        if argument.split("=")[0] in ("--config", "--plan", "--out"):
+            raise UserError(f"{argument} comes before the --, where the job's other files are named as well")
+
+
+def job_of(options: LaunchOptions) -> Job:
+    """Return the job that the options describe.
+
+    Raises:
+        UserError: if options are missing or do not fit each other.
+    """
+    o = options
+    if not o.config:
+        raise UserError("--config is missing; name a file such as configs/tiny.py")
+    nodes = o.hosts if o.kind == "local" else o.nodes
+    if nodes is None:
+        raise UserError("--nodes is missing; say how many nodes the job asks for")
+    least = o.min_nodes or nodes
+    if least > nodes:
+        raise UserError(f"--min_nodes={least} is above --nodes={nodes}; it may be at most as many")
+    if not math.isfinite(o.link_timeout):
+        raise UserError(f"--link_timeout must be a number of seconds, got {o.link_timeout}")
+    if o.per_gpu and not o.gpus_per_node:
+        raise UserError("--per_gpu needs --gpus_per_node of at least 1")
+    if o.kind != "kubernetes":  # a container image may have other files than this machine
+        _check_file("config", find(o.config.partition(":")[0]), o.config)
+        if o.plan != "auto":
+            _check_file("plan", o.plan, o.plan)
+    return Job(
+        config=o.config,
+        plan=o.plan,
+        out=o.out or (f"{o.mount}/run" if o.kind == "kubernetes" else "runs/job"),
+        nodes=nodes,
+        min_nodes=least,
+        gpus_per_node=0 if o.kind == "local" else o.gpus_per_node,
+        per_gpu=o.per_gpu,
+        max_restarts=o.max_restarts,
+        signal_ahead=o.signal_ahead,
+        link_timeout=o.link_timeout,
+        arguments=o.arguments,
+    )
+
+
+def _check_file(flag: str, path: str, given: str) -> None:
+    if path and not pathlib.Path(path).is_file():
+        file = given.partition(":")[0] if flag == "config" else given
+        raise UserError(f"there is no file --{flag}={file}; it is looked for from the folder where you launch")
+
+
+def slurm_script(options: LaunchOptions, job: Job) -> str:
+    """Return the batch script of a job.
+
+    Raises:
+        UserError: if an option of SLURM is not valid.
+    """
+    o = options
+    for flag, value in (("name", o.name), ("partition", o.partition), ("account", o.account)):
+        # They are part of #SBATCH lines, which sbatch splits at blanks; the name is also part of the log's name.
+        if not re.fullmatch(r"[\w.,+@=-]*" if flag != "name" else r"\w[\w.-]*", value, re.ASCII):
+            raise UserError(f"--{flag} must be one word, of letters, digits, '.', '_' and '-', got {value!r}")
+    if o.time and o.time.upper() not in _UNLIMITED:
+        limit = seconds(o.time)
+        if limit is None:
+            raise UserError(
+                f"--time must be as SLURM writes it, as 90 (minutes), 12:00:00 or 2-00:00:00, got {o.time!r}"
+            )
+        if limit <= job.signal_ahead:
+            raise UserError(
+                f"--time={o.time} leaves nothing beside --signal_ahead={job.signal_ahead}; "
+                "a checkpoint is written so long before the time limit"
+            )
+    for option in o.sbatch:
+        if not option.startswith("-"):
+            raise UserError(f"--sbatch must be an option of sbatch, as --sbatch=--qos=high, got {option!r}")
+    return slurm.script(job, slurm.SlurmOptions(o.name, o.time, o.partition, o.account, o.sbatch, o.setup))
+
+
+def jobset_manifest(options: LaunchOptions, job: Job) -> str:
+    """Return the JobSet of a job as YAML.
+
+    Raises:
+        UserError: if an option of Kubernetes is missing or not valid.
+    """
+    o = options
+    if not o.image:
+        raise UserError("--image is missing; name the container image that has paxtrain in it, REGISTRY/NAME:TAG")
+    out, mount = pathlib.PurePosixPath(job.out), pathlib.PurePosixPath(o.mount)
+    if not mount.is_absolute() or mount not in (out, *out.parents):
+        raise UserError(f"--out={job.out} must lie in the volume, below --mount={o.mount}; say --out={mount / 'run'}")
+    if not jobset.is_name(o.name):
+        raise UserError(f"--name must be at most 40 of a-z, 0-9 and -, beginning with a letter, got {o.name!r}")
+    return jobset.text(job, jobset.JobSetOptions(o.name, o.image, o.volume, o.mount, o.setup))
+
+
+def launch(options: LaunchOptions) -> int:
+    """Print the job of a cluster, or run it on this machine.
+
+    Returns:
+        Exit code.
+    """
+    job = job_of(options)
+    if options.kind == "local":
+        return Local(job, options.cpu_devices).run()
+    print({"slurm": slurm_script, "kubernetes": jobset_manifest}[options.kind](options, job), end="")
+    return 0
