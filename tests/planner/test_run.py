@@ -47,7 +47,7 @@ from paxtrain.run import training
 from planner import run
 
 class Run:
-    def __init__(self, config, mesh, progress, quiet):
+    def __init__(self, config, mesh, *_):
         self.mesh, self.done = mesh, config.run.steps <= 2
     def train(self):
         print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
