@@ -47,7 +47,11 @@ MAY_IMPORT = {
     "planner/supervision": ("paxtrain/process",),
 }
 MAY_IMPORT["planner/bench"] = (*_TRAINER, *_PLANNING, "planner/measure", "paxtrain/bench")
-MAY_IMPORT["planner"] = (*MAY_IMPORT["planner/bench"], *(room for room in MAY_IMPORT if room.startswith("planner/")))
+MAY_IMPORT["planner"] = (
+    "paxtrain",
+    *MAY_IMPORT["planner/bench"],
+    *(room for room in MAY_IMPORT if room.startswith("planner/")),
+)
 
 
 def room(path):

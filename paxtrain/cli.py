@@ -1,0 +1,48 @@
+"""Console scripts: `paxtrain COMMAND ...` is `python -m paxtrain.COMMAND ...`."""
+
+import runpy
+import sys
+from collections.abc import Mapping
+
+from paxtrain.errors import UserError, fail
+
+# Module, further arguments, and what the command does.
+Command = tuple[str, tuple[str, ...], str]
+COMMANDS: dict[str, Command] = {
+    "prepare": ("paxtrain.prepare", (), "turn text into token files"),
+    "train": ("paxtrain.train", (), "train a model"),
+    "sample": ("paxtrain.sample", (), "sample text from a checkpoint"),
+    "export": ("paxtrain.huggingface", ("export",), "write a checkpoint in Hugging Face's layout"),
+    "import": ("paxtrain.huggingface", ("import",), "read a model in Hugging Face's layout"),
+    "profile": ("paxtrain.profile", (), "show where the seconds of a training step go"),
+    "study": ("paxtrain.study", (), "compare training with different compression"),
+    "compare": ("paxtrain.compare", (), "draw the losses of runs beside each other"),
+    "bench": ("paxtrain.bench", (), "measure the training step"),
+}
+
+
+def run_command(program: str, commands: Mapping[str, Command]) -> None:
+    """Run the command that the first argument names, as the main of its module.
+
+    Args:
+        program: name of the console script.
+        commands: what there is.
+    """
+    name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name in ("--help", "-h", "help"):
+        width = max(map(len, commands))
+        lines = (f"  {command:<{width}}  {what}" for command, (_, _, what) in commands.items())
+        print("\n".join([f"usage: {program} COMMAND --flag=value ...", *lines]))
+        print(f"`{program} COMMAND --help` lists a command's flags.")
+        return
+    if name not in commands:
+        given = f"got {name!r}" if name else "got none"
+        fail(UserError(f"a command is needed, {given}; there are {', '.join(commands)}"))
+    module, more, _ = commands[name]
+    sys.argv = [f"{program} {name}", *more, *rest]
+    runpy.run_module(module, run_name="__main__")
+
+
+def main() -> None:
+    """Run `paxtrain COMMAND`."""
+    run_command("paxtrain", COMMANDS)

@@ -1,0 +1,19 @@
+"""Console scripts: `paxplan COMMAND ...` is `python -m planner.COMMAND ...`."""
+
+from paxtrain.cli import Command, run_command
+
+COMMANDS: dict[str, Command] = {
+    "plan": ("planner.plan", (), "choose the plan for a model on a cluster"),
+    "profile": ("planner.profile", (), "measure the cluster it runs on"),
+    "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one here"),
+    "run": ("planner.run", (), "plan for the nodes of a job, and train on them"),
+    "supervise": ("planner.supervise", (), "run a command beside its likes on other hosts"),
+    "validate": ("planner.validate", (), "score predictions against measured runs"),
+    "convert": ("planner.convert", (), "convert published trials for validate"),
+    "bench": ("planner.bench", (), "measure the planner"),
+}
+
+
+def main() -> None:
+    """Run `paxplan COMMAND`."""
+    run_command("paxplan", COMMANDS)

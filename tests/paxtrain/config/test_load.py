@@ -1,0 +1,60 @@
+"""Configurations by path and by name, from any folder."""
+
+import pytest
+
+from paxtrain.config import from_dict
+from paxtrain.config.load import load_config
+from paxtrain.config.shipped import find, folder, names
+from paxtrain.errors import UserError
+
+
+def test_a_name_is_the_shipped_file_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config("gpt_8b") == load_config(str(folder() / "gpt_8b.py"))
+    assert load_config("gpt_8b").model.layers == 72
+    assert find("h100_16x8", "clusters", ".json") == str(folder() / "clusters" / "h100_16x8.json")
+
+
+def test_a_file_comes_before_a_shipped_one_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").write_text("")
+    assert find("tiny") == "tiny"
+    assert find("nowhere/tiny") == "nowhere/tiny"
+
+
+def test_every_shipped_configuration_loads():
+    assert {"tiny", "gpt_8b", "llama_7b"} <= set(names("", ".py")) and "base" not in names("", ".py")
+    for name in names("", ".py"):
+        load_config(name)
+
+
+def test_overrides_are_values_by_dotted_key():
+    found = load_config("tiny", {"mesh.pipe": 4, "mesh.tensor": 1, "model.layers": 8})
+    assert (found.mesh.pipe, found.mesh.tensor, found.model.layers) == (4, 1, 8)
+    assert found.batch == load_config("tiny").batch
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("gpt_8", {}, ["no shipped file 'gpt_8'", "did you mean gpt_8b", "tiny"]),
+        ("nowhere.py", {}, ["cannot load the configuration nowhere.py", "configs/tiny.py"]),
+        ("tiny", {"mesh.foo": 1}, ["unknown configuration key mesh.foo", "known here: data"]),
+        ("tiny", {"mesh.data.x": 1}, ["unknown configuration key mesh.data.x", "data is a value"]),
+        ("tiny", {"mesh.pipe": "two"}, ["mesh.pipe must be of type int, got 'two'"]),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(name, overrides, words):
+    with pytest.raises(UserError) as error:
+        load_config(name, overrides)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_file_without_get_config_is_named(tmp_path):
+    (tmp_path / "none.py").write_text("get_config = 3\n")
+    with pytest.raises(UserError, match=r"none.py defines no get_config\(\)"):
+        load_config(str(tmp_path / "none.py"))
+    (tmp_path / "some.py").write_text(
+        "import types\ndef get_config():\n    return types.SimpleNamespace(to_dict=dict)\n"
+    )
+    assert load_config(str(tmp_path / "some.py")) == from_dict({})
