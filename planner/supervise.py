@@ -1,7 +1,7 @@
-"""Runs a command beside its likes on other hosts: python -m planner.supervise --host=I --hosts=a,b,c -- COMMAND.
+"""Run one host's command of a run under supervision: python -m planner.supervise --host=I --hosts=a,b,c -- COMMAND.
 
-Start it once per host (or per process, where a host has several). When one of the commands fails, or a host or a link
-is gone, all of them end within a bounded time with one sentence that names the first cause; see docs/faults.md.
+Start it once per host, or once per process if a host has several. When a command fails, or a host or a link is gone,
+all commands end within a bounded time with one sentence that names the first cause; see docs/faults.md.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from planner.supervision.peer_connections import PORT, PeerConnections
 from planner.supervision.supervisor import STOPPED, Limits, Supervisor, environment
 from planner.supervision.worker_process import WorkerProcess
 
-# Where launchers tell a process its number.
+# Environment variables in which launchers give a process its number.
 _NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]:
-    """Host and port of every supervisor.
+    """Return the host and port of every supervisor.
 
     Args:
         hosts: HOST or HOST:PORT, joined by commas, or @FILE with one a line.
-        port: where none is given.
-        per_host: supervisors of each host named, on this port and those after it.
+        port: port of hosts that are given without one.
+        per_host: number of supervisors of each host, on consecutive ports.
 
     Raises:
-        UserError: the file cannot be read, one makes no sense, or one comes twice.
+        UserError: if the file cannot be read, or an address is not valid or occurs twice.
     """
     if hosts.startswith("@"):
         try:
@@ -53,22 +53,27 @@ def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]
         first = int(number) if colon else port
         found += [(host.strip("[]"), first + i) for i in range(per_host)]
     if len(set(found)) < len(found):
-        host, number = next(each for each in found if found.count(each) > 1)
-        raise UserError(f"--hosts has {host}:{number} twice; give processes of one host different ports")
+        host, twice = next(each for each in found if found.count(each) > 1)
+        raise UserError(f"--hosts has {host}:{twice} twice; give processes of one host different ports")
     return found
 
 
 def names(found: Sequence[tuple[str, int]]) -> list[str]:
-    """What the hosts are called in messages: their names, with the port where several are on one host."""
+    """Return the names of the supervisors in messages: their hosts, with the port if a host has several."""
     hosts = [host for host, _ in found]
     return [host if hosts.count(host) == 1 else f"{host}:{port}" for host, port in found]
 
 
 def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:
-    """This host's number: as given, or as the launcher tells it.
+    """Return this host's number, as given or from the launcher's environment.
+
+    Args:
+        given: number from the flag; None if not given.
+        count: number of hosts.
+        variables: environment variables.
 
     Raises:
-        UserError: nobody says it, or there is no such host.
+        UserError: if the number is missing or out of range.
     """
     if given is None:
         told = next((variables[name] for name in _NUMBERS if variables.get(name, "").isdecimal()), None)
@@ -81,7 +86,7 @@ def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:
 
 
 def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
-    """What supervisors of this run have in common, and those of other runs of the same hosts mostly not."""
+    """Return an identifier that this run's supervisors share and that other runs of the same hosts rarely have."""
     job = [variables.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     return hashlib.sha256("/".join([hosts, *job]).encode()).hexdigest()[:16]
 
@@ -89,11 +94,11 @@ def _run_id(hosts: str, variables: Mapping[str, str]) -> str:
 def _logged(
     command: Sequence[str], variables: Mapping[str, str], log: pathlib.Path, name: str
 ) -> tuple[WorkerProcess, pathlib.Path | None]:
-    """The worker of the host of this name, and its log, which it does without where the folder of logs is not there."""
+    """Return the worker of the host `name` and its log, or None as the log if the folder cannot be written."""
     try:
         return WorkerProcess(command, variables, log), log
     except UserError as error:
-        # Without this supervisor all would wait for it; the run itself finds out who does not share its folder.
+        # If this supervisor ended, all others would wait for it. The run itself finds hosts without the shared folder.
         print(f"note: {name} keeps no log ({error.__cause__})", file=sys.stderr, flush=True)
         return WorkerProcess(command, variables, pathlib.Path(os.devnull)), None
 
@@ -106,7 +111,7 @@ async def _supervise(supervisor: Supervisor) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the command under a supervisor and leaves with its code."""
+    """Run the command under a supervisor and exit with its code."""
     f, command = flags.FLAGS, list(argv[1:])
     if not command:
         raise UserError("there is no command; write it after --, as in -- python -m paxtrain.train --config=...")
@@ -115,13 +120,14 @@ def main(argv: Sequence[str]) -> None:
     if not f.hosts:
         raise UserError("--hosts is missing; name all hosts, in the order of their numbers")
     for name in ("link_timeout", "hang_timeout", "phase_timeout", "start_timeout", "settle", "grace", "slow_step"):
-        if not math.isfinite(f[name].value):
-            raise UserError(f"--{name} must be a number, got {f[name].value}")
+        if not math.isfinite(getattr(f, name)):
+            raise UserError(f"--{name} must be a number, got {getattr(f, name)}")
     found = addresses(f.hosts, f.port, f.per_host)
     me = number(f.host, len(found), os.environ)
     limits = Limits(f.link_timeout, f.hang_timeout, f.phase_timeout, f.start_timeout, f.settle, f.grace, f.slow_step)
+    log: pathlib.Path | None
     log = pathlib.Path(f.log or (f"{f.logs}/rank{me}.log" if f.logs else f"runs/supervise/host{me}.log"))
-    report = f.report or (f"{f.logs}/rank{me}.json" if f.logs else None)
+    report = f.report or (f"{f.logs}/rank{me}.json" if f.logs else "")
     variables = environment(os.environ, limits)
     if f.log or not f.logs:
         worker = WorkerProcess(command, variables, log)
@@ -130,12 +136,13 @@ def main(argv: Sequence[str]) -> None:
     run_id = _run_id(",".join(f"{host}:{port}" for host, port in found), os.environ)
     channel = PeerConnections(me, found, run_id)
     machines = [host for host, _ in found] if f.per_host > 1 else names(found)
-    report = pathlib.Path(report) if report else None
-    supervisor = Supervisor(me, names(found), channel, worker, limits, report, machines)
+    supervisor = Supervisor(
+        me, names(found), channel, worker, limits, pathlib.Path(report) if report else None, machines
+    )
     if f.name:
         supervisor.call_me(f.name)
     code = asyncio.run(_supervise(supervisor))
-    # Of the first host alone: on the others a shared folder may not show yet what is new in it.
+    # Only the first host checks: on the others a shared folder may not show new files yet.
     if code == 0 and me == 0 and f.finished and not pathlib.Path(f.finished).exists():
         sys.exit(STOPPED)
     if code and log is not None:
@@ -144,7 +151,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define the flags of this main."""
     flags.DEFINE_string("hosts", None, "All hosts, HOST or HOST:PORT joined by commas, or @FILE with one a line.")
     flags.DEFINE_integer("host", None, "This one's place among them, from 0 on; launchers tell it themselves.")
     flags.DEFINE_string("name", None, "What this host is called in messages, as in the plan; default: as in --hosts.")

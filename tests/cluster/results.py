@@ -27,24 +27,25 @@ from tests.cluster.section import NOT_RUN, Drawing, Section, Target, table
 
 WIDTH = 120  # columns of a paragraph
 PARTS = (setting, links, accuracy, placement, compression, schedules, joint, growth, faults)
-INTRODUCTION = """All of this is computed from the raw records that `make lab` leaves in `runs/lab`; no figure is typed
-in, and `python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and
-a spread is half the distance between the quartiles."""
+INTRODUCTION = """Every figure on this page is computed from the raw records that `make lab` leaves in `runs/lab`.
+`python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and a
+spread is half the distance between the quartiles."""
 CAVEATS = (
-    """**Devices are emulated.** Their speed is a number in `tests/cluster/device.py`. So these figures say how well
-    step times are predicted from profiled compute and links, and what placement and compression gain at a given ratio
-    of compute to communication. They say nothing of how fast a GPU is, nor of compute that varies.""",
-    """**The CPU backend waits for what it receives.** What overlaps on GPUs does not overlap here. The simulator's
-    blocking model is tested, the overlapping one is only shown.""",
-    """**Placements are made by moving links under processes** that stay where they are. Hosts are alike but for their
-    links, so it should come to the same; one placement was made both ways.""",
+    """**Devices are emulated.** Their speed is a number in `tests/cluster/device.py`. These figures therefore show
+    how well step times are predicted from profiled compute and links, and what placement and compression gain at a
+    given ratio of compute to communication. They do not show how fast a GPU is, and they do not cover compute that
+    varies.""",
+    """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
+    here. The simulator's blocking model is tested; its overlapping model is only shown.""",
+    """**Placements are made by moving links under processes** that stay where they are. Hosts differ only in their
+    links, so the result should be the same; one placement was made both ways.""",
     """**One machine.** All hosts share its cores, its memory and its clock. Links have rates, but there are no
-    switches, no other traffic and next to no latency.""",
-    """**A small model.** Its messages take as long on these links as large ones do on fast links, but what a message
-    costs whatever its size weighs more.""",
-    """**Two data ranks.** gloo's reduce-scatter over more than two ranks aborted now and then ("received data size
-    doesn't match"), which is not understood; so no mesh here has more.""",
-    """**One seed** of rates, placements and training. The spread is that of repeats within one run.""",
+    switches, no other traffic and almost no latency.""",
+    """**A small model.** Its messages take as long on these links as large messages do on fast links, but the fixed
+    cost of a message weighs more.""",
+    """**Two data ranks.** gloo's reduce-scatter over more than two ranks sometimes aborted ("received data size
+    doesn't match"). The cause is not known, so no mesh here has more than two data ranks.""",
+    """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 _MET = {True: "yes", False: "**no**", None: "open"}
 

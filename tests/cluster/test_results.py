@@ -195,7 +195,8 @@ def test_the_planned_order_has_its_place_among_all(tmp_path):
     assert judged(section, placement.OF_ORDERS).seen == "+2.0%"
     assert judged(section, placement.OF_ORDERS).met
     words = " ".join(section.blocks[0].split())
-    assert "The slowest takes 2.00x of the quickest. The planned one is number 2, +2.0% against the quickest" in words
+    assert "The slowest order takes 2.00x the time of the quickest. " in words
+    assert " The planned one is number 2, +2.0% against the quickest" in words
     assert "MAPE 10.0%, rank correlation 1.000" in words
     assert "on links of 8 to 80 Mbit/s, drawn at random" in words
 
@@ -249,7 +250,7 @@ def test_compression_against_dense(tmp_path):
     assert judged(section, compression.FASTEST).met
     assert judged(section, compression.CLOSE).seen == "+0.50% (100 steps, one seed)"
     assert judged(section, compression.CLOSE).met
-    said = "as measured the links take 30% where 40% was predicted, 30% where 70% was predicted."
+    said = "as measured, the links therefore take 30% where 40% was predicted, 30% where 70% was predicted."
     assert said in " ".join(section.blocks[0].split())
     # "everything" is quicker still, and so are all stages at 70%, but not as good.
     said = "1.43x at 40% (50 Mbit/s) (CB+FE+SC), 1.25x at 70% (12 Mbit/s) (CB+FE)."

@@ -129,9 +129,10 @@ def _plans(found: list[Pair]) -> str:
 
 def _repeats(found: list[Pair]) -> str:
     spreads = [pair.spread for pair in found]
-    return f"""A pair's measured time is the median of {span(pair.repeats for pair in found)} repeats, taken in turn
-    with all other pairs'. The spread is {percent(float(np.median(spreads)))} of the median for the middle pair and
-    {percent(max(spreads))} for the worst. Placements that were chosen in several ways are one pair."""
+    return f"""A pair's measured time is the median of {span(pair.repeats for pair in found)} repeats, alternating
+    with the repeats of all other pairs. The spread is {percent(float(np.median(spreads)))} of the median for the
+    middle pair and {percent(max(spreads))} for the worst. A placement that was chosen in several ways counts as one
+    pair."""
 
 
 def _again(folder: pathlib.Path) -> tuple[str, ...]:
@@ -141,10 +142,10 @@ def _again(folder: pathlib.Path) -> tuple[str, ...]:
         return ()
     first = np.array([line["first_predicted"] / summary(line["seconds"])["median"] for line in lines])
     return (
-        f"""Predictions of step times on this page are not those of the measuring run, which had a MAPE of
-        {percent(float(np.abs(first - 1).mean()))} here: they were computed again, from the same profiles, after the
-        planner had learned what docs/planner.md says of transfers on CPUs. Placements and plans had been chosen
-        before.""",
+        f"""The predictions of step times on this page are newer than the measurements. The predictions of the
+        measuring run had a MAPE of {percent(float(np.abs(first - 1).mean()))} here. They were computed again from the
+        same profiles, after the planner's model gained the transfers on CPUs that docs/planner.md describes.
+        Placements and plans had been chosen before.""",
     )
 
 
@@ -156,15 +157,16 @@ def section(folder: pathlib.Path) -> Section:
     blocks = (
         _repeats(found),
         *_again(folder),
-        """Top-1 regret is the measured time of the pair that is predicted best over that of the best, less 1, within a
-        scenario: what somebody loses who trusts the prediction. **A rank correlation of all pairs together flatters**:
-        slow and fast scenarios are easily told apart, but nobody chooses among scenarios. The one within a scenario is
-        what counts. Where a plan's placements are equally fast their ranks are noise.""",
+        """Top-1 regret is the measured time of the pair with the best prediction over the best measured time, minus
+        1, within a scenario. It is the loss of a user who trusts the prediction. **A rank correlation over all pairs
+        together flatters the model**: slow and fast scenarios are easy to tell apart, but nobody chooses among
+        scenarios. The correlation within a scenario is what counts. If a plan's placements are equally fast, their
+        ranks are noise.""",
         _scores(forms),
         _scenarios(found, forms),
         Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),
-        """Where the error sits, by plan: predicted over measured, less 1. Pipette's and AMP's forms do not know the
-        schedule, the embedding's exchange and the optimizer. Head and embedding are in their stages' F and B here.""",
+        """Errors by plan: predicted over measured, minus 1. Pipette's and AMP's forms do not model the schedule, the
+        embedding's exchange or the optimizer. Here, head and embedding are part of the F and B of their stages.""",
         _plans(found),
     )
     return Section(TITLE, lab("placements"), (SOURCE,), _targets(found, forms), blocks)

@@ -104,14 +104,15 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     repeats = span(len(times) for line in lines for times in line["seconds"].values())
     where = f"{paper['share']:.0%} is what it takes" if paper else "One of the shares is what it takes"
     chosen = ", ".join(f"{_stages(line['selected'], pipe)} at {line['share']:.0%}" for line in lines)
-    words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width}, rank
-    {all_["data_rank"]} over data. CB compresses the gradients between stages that nothing hides, with rank
-    {cb["backward_rank"]}, FE fuses the tied embedding's synchronisation, SC compresses the gradients over data of those
-    stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}" compresses every
-    message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients over data. The links
-    are set so that communication takes a given share of a dense step, by the planner's prediction. {where} for 8.3B
-    parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats
-    of each, taken in turn; the spread of a speed-up is that of each repeat's own ratio."""
+    words = f"""Eight hosts of two devices, mesh {"x".join(map(str, split.mesh))}, the papers' 1F1B, width {width},
+    rank {all_["data_rank"]} over data. CB compresses the exposed gradients between stages with rank
+    {cb["backward_rank"]}, FE fuses the synchronisation of the tied embedding, and SC compresses the gradients over
+    data of the stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}"
+    compresses every message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients
+    over data. The links are set so that communication takes a given share of a dense step, by the planner's
+    prediction. {where} for 8.3B parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures.
+    {_predicted(paper)} {repeats} repeats of each kind, taken in turn. The spread of a speed-up is taken over the
+    ratios of the single repeats."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
 
 
@@ -119,9 +120,9 @@ def _ranks(usual: int, small: int) -> str:
     """Why there are two: what they make of a message."""
     here, there = experiment.messages()
     left = lambda rank, message: percent(1 / compression_ratio(*message, rank))  # noqa: E731
-    return f"""In that setting rank {usual} makes {left(usual, there)} of a message between stages. Here messages are so
-    small that it makes {left(usual, here)}, and rank {small} {left(small, here)}: CB, which sends few, has the
-    former, to which its loss belongs; "{ALL}", which is about speed, the latter."""
+    return f"""In that setting rank {usual} makes {left(usual, there)} of a message between stages. Here messages are
+    so small that it leaves {left(usual, here)}, and rank {small} {left(small, here)}: CB sends few messages and uses
+    the former, and its loss is measured with it; "{ALL}", whose purpose is speed, uses the latter."""
 
 
 def _unlimited(lines: list[dict], paper: dict | None) -> str:
@@ -131,8 +132,8 @@ def _unlimited(lines: list[dict], paper: dict | None) -> str:
     free = {kind: summary(times)["median"] for kind, times in paper["unlimited"].items()}
     shares = [1 - free[DENSE] / summary(line["seconds"][DENSE])["median"] for line in lines]
     said = ", ".join(f"{share:.0%} where {line['share']:.0%} was predicted" for share, line in zip(shares, lines))
-    return f"""With links of no limit a dense step takes {seconds(free[DENSE])}, and one with everything compressed
-    {seconds(free[ALL])}: so as measured the links take {said}."""
+    return f"""With unlimited links a dense step takes {seconds(free[DENSE])}, and one with everything compressed
+    {seconds(free[ALL])}: as measured, the links therefore take {said}."""
 
 
 def _stages(selected: str, pipe: int) -> str:
@@ -217,17 +218,17 @@ def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
     ]
     if paper:
         words = """Bytes on the wire: what all devices send between hosts in a step, counted in the compiled program.
-        Forward and backward are the messages between stages; embedding is what the first and the last stage exchange of
-        the tied table; the rest goes over data. What tensor groups exchange stays inside of hosts and is not counted.
-        Over gloo the stages between take part in the embedding's collectives over data, with zeros."""
+        Forward and backward are the messages between stages. Embedding is the exchange of the tied table between the
+        first and the last stage. The rest goes over data. Messages of tensor groups stay inside hosts and are not
+        counted. Over gloo, the stages between the first and the last take part in the embedding's collectives over
+        data with zeros."""
         blocks += [words, _wire(paper)]
     if traced := [line for line in lines if parts(line)]:
         caption = "Parts of a step, by kind of compression."
         blocks += [
             f"""Where a step's time goes with communication at {_links(traced[0])}, mean over hosts;
-            `paxtrain/profiling/breakdown.py` says what each part is. Waiting for the other end of a transfer counts
-            as that
-            transfer.""",
+            `paxtrain/profiling/breakdown.py` defines the parts. The wait for the other end of a transfer counts as
+            part of that transfer.""",
             _breakdown(traced[0]),
             Drawing("breakdown", caption, _draw_parts(traced)),
         ]

@@ -36,6 +36,6 @@ def section(folder: pathlib.Path) -> Section:
         figures = [_value(line[name]) if name in line else "" for name in columns]
         rows.append((line["fault"], _RUN.sub("run/", line.get("sentence", "")), "; ".join(rest), *figures))
     headings = ("fault", "what is said", "also", *map(_heading, columns))
-    words = """One supervised run on four hosts goes through all of it, from one fault to the next; docs/faults.md says
-    what is promised."""
+    words = """One supervised run on four hosts passes through all faults, one after the other; docs/faults.md
+    describes the guarantees."""
     return Section(TITLE, lab("faults"), (SOURCE,), (), (words, table(headings, rows, words=3)))

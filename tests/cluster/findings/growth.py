@@ -38,10 +38,11 @@ def _draw(hosts: np.ndarray, step: dict[str, np.ndarray]) -> Figure:
 def _words(hosts: np.ndarray, repeats: str) -> str:
     splits = [experiment.SPLITS[size] for size in hosts]
     layers = listed([f"{split.layers} layers on {'x'.join(map(str, split.mesh))}" for split in splits])
-    return f"""Model and batch grow with the hosts ({layers}), so that every device keeps its layers and micro-batches.
-    What a step takes longer than on {hosts[0]} hosts is the price of growth: communication, and the pipeline's bubble
-    where there are more stages. Efficiency is the step time on {hosts[0]} hosts over that on so many; tokens/s are of
-    different models. All links have {experiment.RATE:g} Mbit/s. Medians of {repeats} repeats."""
+    return f"""Model and batch grow with the hosts ({layers}), so that every device keeps its layers and
+    micro-batches. The additional time of a step over that on {hosts[0]} hosts is the cost of growth: communication,
+    and the pipeline's bubble if there are more stages. Efficiency is the step time on {hosts[0]} hosts over that on
+    the given number of hosts; tokens/s belong to different models. All links have {experiment.RATE:g} Mbit/s. Medians
+    of {repeats} repeats."""
 
 
 def section(folder: pathlib.Path) -> Section:

@@ -33,8 +33,9 @@ def section(folder: pathlib.Path) -> Section:
     ]  # fmt: skip
     headings = ("what the planner chooses", "plan", "step", "spread", "predicted", "error", "speed-up",
                 "MB on the wire")  # fmt: skip
-    words = f"""On the links of two_racks. Nothing chosen is 1F1B over hosts in order, without compression; the speed-up
-    is over that. Each single choice is what the planner predicts to be the quickest of its kind, with all else as it is
-    there. MB on the wire are what all devices together send in a step, counted in the compiled program. Medians
-    of {span(len(line["seconds"]) for line in lines.values())} repeats, taken in turn."""
+    words = f"""All runs use the links of two_racks. The baseline of the speed-ups, with nothing chosen, is 1F1B over
+    hosts in order without compression. Each single choice is the quickest of its kind by the planner's prediction,
+    with everything else as in the baseline. MB on the wire are the bytes that all devices together send in a step,
+    counted in the compiled program. Medians of {span(len(line["seconds"]) for line in lines.values())} repeats, taken
+    in turn."""
     return Section(TITLE, lab("placements"), (SOURCE,), (target,), (words, table(headings, rows, words=2)))

@@ -71,11 +71,11 @@ def section(folder: pathlib.Path) -> Section:
             for p in profiles
         ]  # fmt: skip
         headings = ("profile", "links", "set, Mbit/s", "median error", "largest error", "mean, signed", "takes")
-        caption = "Rates of the links as they were set and as the planner's profile has found them; rows send."
+        caption = "Rates of the links as set and as measured by the planner's profile; rows are senders."
         blocks = [
-            """Every direction of every link has a rate of its own, drawn at random. `planner.profile` runs on all hosts
-            and knows nothing of the rates. Its seconds are those of the whole command, from the first process's start
-            to the last one's end.""",
+            """Every direction of every link has a different rate, drawn at random. `planner.profile` runs on all
+            hosts and does not know the rates. Its time is that of the whole command, from the start of the first
+            process to the end of the last.""",
             table(headings, rows),
             Drawing("links", caption, _draw(profiles[0])),
         ]

@@ -18,9 +18,9 @@ from tests.cluster.section import Drawing, Section, Target, factor, lab, percent
 TITLE, ORDERS = "Planned placement", "schedules.jsonl"
 SCENARIO, GAIN = "two_racks", 1.25
 PLANNED, HOST_ORDER, WORST = "planned", "host order", "worst"
-WORDS = """Host order is what a run without a planner does. "Worst" is the worst prediction of 500 random placements.
-Speed-ups are their times over the planned placement's. The best measured is the best of the few placements that were
-measured, not of all there are; and the least of several noisy medians lies a little too low."""
+WORDS = """Host order is the placement of a run without a planner. "Worst" is the worst prediction of 500 random
+placements. Speed-ups are their times over that of the planned placement. The best measured is the best of the few
+measured placements, not of all possible ones, and the minimum of several noisy medians is slightly too low."""
 _MARKS = {PLANNED: ("#2f6f9f", "D"), HOST_ORDER: ("#22272e", "o"), WORST: ("#c0392b", "X")}
 FASTER = Target.at_least(
     f"Speed-up of the planned placement over host order on {SCENARIO}, the plan that is predicted fastest", GAIN, factor
@@ -177,13 +177,13 @@ def _about(found: Orders) -> str:
         where = "None of them is marked as the planned one."
     else:
         faster = int((found.measured < found.measured[found.planned]).sum())
-        where = f"""The planned one is number {faster + 1}, {signed(found.above_best)} against the quickest; its own
+        where = f"""The planned one is number {faster + 1}, {signed(found.above_best)} against the quickest; its
         spread is {percent(found.spread[found.planned] / found.measured[found.planned])}."""
     slowest = factor(found.measured[-1] / found.measured[0])
     return f"""All {len(found.measured)} orders of four hosts in one pipeline have been measured, on links of
-    {found.rates[0]:.0f} to {found.rates[1]:.0f} Mbit/s, drawn at random. The slowest takes {slowest} of the quickest.
-    {where} Predictions of these orders, which the scores above leave out: MAPE {percent(float(off.mean()))}, rank
-    correlation {rank(spearman(found.predicted, found.measured))}."""
+    {found.rates[0]:.0f} to {found.rates[1]:.0f} Mbit/s, drawn at random. The slowest order takes {slowest} the time
+    of the quickest. {where} Predictions of these orders, which are not part of the scores above: MAPE
+    {percent(float(off.mean()))}, rank correlation {rank(spearman(found.predicted, found.measured))}."""
 
 
 def _table(found: list[Placed], short: dict[str, str]) -> str:
@@ -205,7 +205,7 @@ def _placed_by(folder: pathlib.Path) -> list[str]:
             order, moved = (summary(line["placed_by"][how]) for how in ("order", "links"))
             said.append(
                 f"""A placement is made by moving links under processes. One of them, the first planned one of
-                {SCENARIO}, was also made as training makes it, by the order of the devices in the mesh:
+                {SCENARIO}, was also made in the way that training makes it, by the order of the devices in the mesh:
                 {seconds(order["median"])} (spread {percent(order["spread"] / order["median"])}) against
                 {seconds(moved["median"])} (spread {percent(moved["spread"] / moved["median"])}),
                 {signed(moved["median"] / order["median"] - 1)}."""
@@ -222,7 +222,7 @@ def section(folder: pathlib.Path) -> Section:
     if found:
         worst = max(found, key=lambda p: p.above_best)
         best = BEST.judged(worst.above_best, f"{short[worst.plan]} on {worst.scenario}; {len(found)} cases")
-        caption = "Every measured placement of every plan; grey: random ones."
+        caption = "Every measured placement of every plan; grey dots are random placements."
         drawing = Drawing("placements", caption, _draw(found, short))
         blocks = [WORDS, _table(found, short), drawing, *_placed_by(folder)]
     if all_orders:

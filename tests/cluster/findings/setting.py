@@ -13,24 +13,24 @@ from tests.cluster.records import Records
 from tests.cluster.section import Section, listed, table
 
 TITLE, SOURCE = "What was run, on what", "environment.json"
-LINKS = """**Links.** Every host is a network namespace, every pair of hosts has a link of its own (veth), and each
-direction of it a token bucket (tc tbf) that carries the rate of TCP payload. Messages are those of jax's own
-collectives, over gloo and TCP, between processes that jax.distributed joins. A placement is made by giving the
-processes the links of the hosts onto which it puts them, so that all placements of a mesh run the same compiled
-program."""
+LINKS = """**Links.** Every host is a network namespace, every pair of hosts has a separate link (veth), and each
+direction of a link has a token bucket (tc tbf) that sets the rate of TCP payload. Messages are those of jax's own
+collectives, over gloo and TCP, between processes that jax.distributed joins. A placement gives each process the links
+of its assigned host, so all placements of a mesh run the same compiled program."""
 
 
 def _devices() -> str:
     model, other = models.MODEL, compression.SPLITS["dense"]
     return f"""**Devices.** Every host is a process on this machine's cores, and the speed of its devices is emulated.
-    Forward, backward and loss are computed for real, with the collectives of tensor groups in them, and then take at
-    least so long: {1e3 * device.LAYER:g} ms for F of a layer on {device.TOKENS} tokens,
-    {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and {1e3 * device.HEAD:g} ms for the loss (with
-    two devices on a host, for compression, six times as long). What is left of an op's time the process sleeps, as a
-    GPU leaves its host's cores alone; everything else takes the time that it takes. The model is a GPT over bytes of
+    Forward, backward and loss are really computed, including the collectives of tensor groups, and then extended to a
+    minimum duration: {1e3 * device.LAYER:g} ms for F of a layer on {device.TOKENS} tokens,
+    {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and {1e3 * device.HEAD:g} ms for the loss
+    (with two devices on a host, for compression, six times as long). The process sleeps for the rest of an op's time,
+    because a GPU does not use its host's cores. Everything else takes its real time. The model is a GPT over bytes of
     {model["layers"]} layers ({other.layers} for compression), width {model["hidden"]} ({other.hidden} for
-    compression), sequence {model["sequence"]}, in {model["dtype"]}: so small that its real compute fits into that time
-    with all hosts at once. A plan's name has the sizes of its axes, data x pipe x tensor, and its schedule."""
+    compression), sequence {model["sequence"]}, in {model["dtype"]}: it is so small that the real compute of all hosts
+    together fits into that time. The name of a plan consists of the sizes of its axes, data x pipe x tensor, and its
+    schedule."""
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -44,8 +44,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
 def _restarts(folder: pathlib.Path) -> Iterator[str]:
     broken = [line["why"] for line in Records(folder / "restarts.jsonl")]
     if broken:
-        yield f"""**Broken sessions.** {len(broken)} broke and were begun again where the records ended, since a
-        collective of gloo's failed: {listed(broken)}."""
+        yield f"""**Broken sessions.** {len(broken)} broke because a collective of gloo failed, and were restarted
+        where the records ended: {listed(broken)}."""
 
 
 def _scene(scene: scenario.Scenario) -> str:
