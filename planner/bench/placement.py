@@ -1,15 +1,11 @@
-"""How good placements are: against exhaustive search, and on measured links against host order and others' rules.
-
-python -m planner.bench.placement --sections=exhaustive,measured,large
-"""
+"""The quality of placements: against exhaustive search, and on measured links against host order and others' rules."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from absl import flags
 
-from paxtrain import errors
 from paxtrain.config import ModelConfig
 from planner.cluster import cluster
 from planner.cluster.cluster import Cluster
@@ -18,13 +14,20 @@ from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import bounds, exact
 from planner.placement.place import amp_rule, gain, pipette_rule, place
 
-_SECTIONS = ["exhaustive", "measured", "large"]
 GPT_8B = ModelConfig(vocab_size=50257, layers=72, hidden=3072, heads=24, sequence=1024)
 GPT_175B = ModelConfig(vocab_size=50257, layers=96, hidden=12288, heads=96, sequence=2048)
 
 
 def random_cluster(hosts: int, seed: int, spread: float = 0.5, nics: int = 1, per_host: int = 8) -> Cluster:
-    """Hosts of A100s, links of 200 Gbit/s between them, each slower by a random share up to `spread`."""
+    """Return hosts of A100s with links of 200 Gbit/s between them, each slower by a random share.
+
+    Args:
+        hosts: number of hosts.
+        seed: seed of the draw.
+        spread: largest share by which a link is slower.
+        nics: NICs per host.
+        per_host: devices per host.
+    """
     rng = np.random.default_rng(seed)
     same = np.eye(hosts, dtype=bool)
     return Cluster(
@@ -41,18 +44,27 @@ def random_cluster(hosts: int, seed: int, spread: float = 0.5, nics: int = 1, pe
 
 
 def candidate(
-    model: ModelConfig, mesh: tuple[int, int, int], micro_batch: int, batch: int, schedule: str, **changes: int | str
+    model: ModelConfig, mesh: tuple[int, int, int], micro_batch: int, batch: int, schedule: str, **changes: Any
 ) -> Candidate:
-    """A candidate with layers spread evenly, the first stages having one more."""
+    """Return a candidate with layers spread evenly, where the first stages may have one more.
+
+    Args:
+        model: the model.
+        mesh: data, pipe and tensor ranks.
+        micro_batch: sequences per micro-batch.
+        batch: sequences per step.
+        schedule: name of the schedule.
+        changes: further fields of the candidate.
+    """
     data, pipe, tensor = mesh
     counts = tuple(model.layers // pipe + (s < model.layers % pipe) for s in range(pipe))
     return Candidate(data, pipe, tensor, micro_batch, batch // data // micro_batch, schedule, counts, **changes)
 
 
 def against_exhaustive(seeds: Sequence[int]) -> list[tuple[str, float]]:
-    """What annealing leaves, as a share of the best step: on random 8-host clusters, for meshes of all shapes.
+    """Return the gap of annealing to the best step, as a share, on random 8-host clusters for meshes of all shapes.
 
-    Place itself would evaluate everything here: annealing is made to do without.
+    On so few hosts `place` would evaluate all placements, so annealing is forced.
     """
     found = []
     for seed in seeds:
@@ -62,18 +74,26 @@ def against_exhaustive(seeds: Sequence[int]) -> list[tuple[str, float]]:
             for mesh in ((8, 1, 8), (4, 2, 8), (2, 4, 8), (1, 8, 8)):
                 problem = Problem(nodes, GPT_8B, candidate(GPT_8B, mesh, 2, 256, schedule))
                 every = exact.placements(*mesh[:2], 1, np.full(8, -1), 50_000)
-                _, best = exact.search(lambda hosts, p=problem, f=links: p.step(f, hosts).total, every)
+                assert every is not None, "8 hosts have few placements"
+
+                def seconds(hosts: np.ndarray, problem: Problem = problem, links: Fabric = links) -> np.ndarray:
+                    return problem.step(links, hosts).total
+
+                _, best = exact.search(seconds, every)
                 annealed = place(problem, links, seed=seed, exactly=False).seconds
                 found.append((f"{schedule} {mesh} seed {seed}", annealed / best - 1))
     return found
 
 
 def exhaustive(seeds: int) -> None:
+    """Print how far annealing is from exhaustive search on `seeds` random clusters."""
     began = time.perf_counter()
     found = against_exhaustive(range(seeds))
     left = np.array([share for _, share in found])
-    print(f"exhaustive: {len(left)} instances of 8 hosts, {(left < 1e-9).mean():.1%} equal, "
-          f"worst {left.max():.3%} above, {time.perf_counter() - began:.0f} s")  # fmt: skip
+    equal, took = (left < 1e-9).mean(), time.perf_counter() - began
+    print(
+        f"exhaustive: {len(left)} instances of 8 hosts, {equal:.1%} equal, worst {left.max():.3%} above, {took:.0f} s"
+    )
 
 
 def _line(problem: Problem, links: Fabric, noise: bool) -> str:
@@ -84,8 +104,8 @@ def _line(problem: Problem, links: Fabric, noise: bool) -> str:
     began = time.perf_counter()
     bounds.lower(problem, links)
     bound_took = time.perf_counter() - began
-    text = (f"{c.schedule:10} {c.data:4} x {c.pipe:2} x {c.tensor}: {found.seconds:.4f} s, gap {found.gap:.2%}, "
-            f"{found.source}, {found.evaluations} placements, {took:.2f} s (bound {bound_took:.2f} s)")  # fmt: skip
+    text = f"{c.schedule:10} {c.data:4} x {c.pipe:2} x {c.tensor}: {found.seconds:.4f} s, gap {found.gap:.2%}, "
+    text += f"{found.source}, {found.evaluations} placements, {took:.2f} s (bound {bound_took:.2f} s)"
     order = host_order(c, problem.cluster.devices_per_host)[0]
     for name, hosts in (("host order", order), ("AMP", amp_rule(problem)), ("Pipette", pipette_rule(problem))):
         if noise:
@@ -99,6 +119,7 @@ def _line(problem: Problem, links: Fabric, noise: bool) -> str:
 
 
 def measured(path: str) -> None:
+    """Print the gains of placements on a cluster file's measured links."""
     nodes = cluster.load(path)
     for mesh, micro_batch in (((8, 4, 4), 2), ((4, 4, 8), 2), ((16, 8, 1), 1)):
         for schedule in ("eager_1f1b", "1f1b"):
@@ -106,31 +127,11 @@ def measured(path: str) -> None:
             print(_line(Problem(nodes, GPT_8B, made), fabric(nodes), noise=True), flush=True)
 
 
-def _large() -> None:
+def large() -> None:
+    """Print the gains of placements on 128 and 1,024 hosts with random links."""
     for hosts, batch, meshes in ((128, 1536, ((8, 16, 8), (16, 16, 4))), (1024, 4096, ((64, 16, 8), (32, 32, 8)))):
         nodes = random_cluster(hosts, seed=0, spread=0.1, nics=8)
         for mesh in meshes:
             for schedule in ("eager_1f1b", "1f1b"):
                 made = candidate(GPT_175B, mesh, 1, batch, schedule, save="layer_inputs")
                 print(_line(Problem(nodes, GPT_175B, made), fabric(nodes), noise=False), flush=True)
-
-
-def main(argv: Sequence[str]) -> None:
-    del argv
-    sections: dict[str, Callable[[], None]] = {
-        "exhaustive": lambda: exhaustive(flags.FLAGS.seeds),
-        "measured": lambda: measured(flags.FLAGS.cluster),
-        "large": _large,
-    }
-    for section in flags.FLAGS.sections:
-        sections[section]()
-
-
-def define_flags() -> None:
-    flags.DEFINE_multi_enum("sections", _SECTIONS, _SECTIONS, "What to run.")
-    flags.DEFINE_string("cluster", "configs/clusters/a100_16x8_measured.json", "The cluster of section measured.")
-    flags.DEFINE_integer("seeds", 10, "Random clusters of section exhaustive.", lower_bound=1)
-
-
-if __name__ == "__main__":
-    errors.run(main, define_flags)

@@ -119,7 +119,7 @@ def test_layouts_fill_hosts_and_differ(data, pipe, slots):
 
 
 def test_annealed_placements_of_eight_hosts_are_the_best():
-    """A sample of what python -m planner.bench.placement --sections=exhaustive runs."""
+    """A sample of what python -m planner.bench --sections=placement runs."""
     left = np.array([share for _, share in against_exhaustive([3])])
     assert (left < 1e-9).mean() >= 0.8 and left.max() < 5e-3
 
