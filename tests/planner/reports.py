@@ -1,4 +1,4 @@
-"""A report made of real objects, small enough to be made in no time."""
+"""A report of real objects, small enough to be made quickly."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from tests.planner.examples import MODEL, cluster
 def made_report(
     micro_batches: int = 16, schedule: str = "eager_1f1b", pipe: int = 4, **changes: Any
 ) -> contents.Report:
-    """Four plans for four hosts of four devices, the first one placed; `changes` of the report's attributes."""
+    """Return a report on four plans for four hosts of four devices; `changes` replace its attributes."""
     some = changes.get("cluster") or cluster(4, 4)
     choices = Choices(
         tensor=(2,), pipe=(pipe,), micro_batch=(1,), schedules=(schedule,), saves=("dots",), data_ranks=(),
@@ -50,5 +50,5 @@ def made_report(
 
 
 def other_choice(made: contents.Report, n: int) -> contents.Report:
-    """The same report with another of the ranked plans chosen."""
+    """Return the same report with the ranked plan `n` chosen."""
     return dataclasses.replace(made, chosen=made.outcome.ranked[n])

@@ -1,4 +1,4 @@
-"""The profile: a cluster file from one process's devices, its bounds, bad input, and processes that do not come."""
+"""The profile: a cluster file from one process's devices, its time limit, bad input, and missing processes."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60,
 
 @pytest.fixture(autouse=True, scope="module")
 def _short():
-    """Short measurements: what is tested is not how exact they are."""
+    """Shorten the measurements, since their precision is not tested."""
     before, compute_timing._LEAST = compute_timing._LEAST, 0.004
     yield
     compute_timing._LEAST = before
@@ -57,7 +57,7 @@ def profiled(group, machines, config):
     return profile_cluster.profile(group, machines, config, options, "mine")
 
 
-def test_who_is_there(machines):
+def test_machines_are_found(machines):
     assert machines.hosts == (socket.gethostname(),)
     assert machines.kinds == ("cpu",)
     assert machines.racks == ("rack0",)
@@ -142,8 +142,8 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
     assert takes(4 * size) > seconds / 2 or size == profile_links._LARGEST
 
 
-def test_who_measures_nothing_takes_part_in_the_decisions(config):
-    """However many turns process 0 wants, both ask each other as often: else they would wait for ever."""
+def test_a_bystander_takes_part_in_the_decisions(config):
+    """Both ask each other equally often, however many turns process 0 wants; otherwise they would wait forever."""
     turns = compute_timing.Bystander(config)
     asked = iter(x * compute_timing._LEAST for x in (0.02, 0.4, 1.2, 4, 0.2, 1.1, 6))
     turns.settle(lambda mine: next(asked) + mine)
@@ -186,7 +186,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
 
 @pytest.mark.slow
 def test_every_kind_takes_longer_with_more_turns():
-    """Were a loop's work hoisted out of it, or dropped, more turns would take no longer."""
+    """If a loop's work were hoisted out of it, or dropped, more turns would take no longer."""
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
     turns = compute_timing.LoopTimer(config, 1, 4, jax.devices()[:1])
     for kind in turns.kinds:
@@ -223,8 +223,8 @@ print(json.dumps([[device.id for device in optimizer.devices] for optimizer in m
 """
 
 
-def test_each_process_times_the_optimizer_on_devices_of_its_own():
-    """Of a host with two processes, as with one for each of its devices."""
+def test_each_process_times_the_optimizer_on_its_own_devices():
+    """A host has two processes, as with one process per device."""
     outputs = run_two_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 8}))
     first, second = (json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("[["))
     assert [len(ids) for ids in first] == [1, 2, 8]

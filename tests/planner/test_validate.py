@@ -22,7 +22,7 @@ KEYS = ["n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean"
 
 
 def _rows():
-    """Two clusters, several batches and layouts; seconds that follow work done, one row not run."""
+    """Return rows of two clusters, several batches and layouts; seconds follow the work, and one row was not run."""
     rows = []
     for cluster, slow in (("lab", 1.0), ("old", 2.5)):
         for batch, hidden in ((16, 512), (32, 512), (16, 1024)):
@@ -55,7 +55,7 @@ def table(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """run(*flags): exit code, stdout and stderr of planner.validate."""
+    """Return run(*flags), which gives exit code, stdout and stderr of planner.validate."""
     return lambda *arguments: (mains.run(monkeypatch, validate, *arguments), *capfd.readouterr())
 
 

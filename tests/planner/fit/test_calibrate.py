@@ -24,7 +24,7 @@ def trial(**changes):
 
 
 def seconds(rows, method="simulate", speed=1.0, factor=1.0, **changes):
-    """Predicted seconds of trials with typical constants but for `changes`."""
+    """Return the predicted seconds of trials with typical constants, except for `changes`."""
     model = TrialModel(rows, method)
     constants = np.array([{**TYPICAL, **changes}[name] for name in NAMES])
     slots = np.ones((1, len(rows), model.slots))
@@ -111,7 +111,7 @@ def test_the_slowest_pipeline_and_device_count():
 
 
 def _grid(cluster="lab", kinds="A100", **changes):
-    """All layouts of two model sizes on 16 devices."""
+    """Return all layouts of two model sizes on 16 devices."""
     rows = []
     for hidden, tp, pp, micro in itertools.product((1024, 2048), (1, 2, 4), (1, 2, 4), (1, 2, 4)):
         rows.append(trial(cluster=cluster, device_kinds=kinds, hidden=hidden, tp=tp, pp=pp, dp=16 // (tp * pp),
@@ -120,7 +120,7 @@ def _grid(cluster="lab", kinds="A100", **changes):
 
 
 def _measured(rows, noise, seed, factor_spread=0.0, **changes):
-    """The rows as a cluster with other than typical constants would measure them; its constants and factors."""
+    """Return the rows as a cluster with atypical constants would measure them, its constants and its factors."""
     random = np.random.default_rng(seed)
     constants = np.array([c.typical * np.exp(0.8 * c.spread * random.normal()) for c in CONSTANTS])
     constants = np.clip(constants, [c.low for c in CONSTANTS], [c.high for c in CONSTANTS])
@@ -221,7 +221,7 @@ def test_hosts_of_different_kinds():
 
 @pytest.mark.parametrize("scale", [0.1, 1, 300])
 def test_devices_and_links_that_no_datasheet_knows(scale):
-    """A cluster ten times faster or hundreds of times slower than what stands in for it."""
+    """The cluster is ten times faster, or hundreds of times slower, than the stand-in for unknown devices."""
     rows, _, _ = _measured(_grid(kinds="", host_gbit="", intra_gbit=""), 0.01, 6)
     rows = [dataclasses.replace(row, seconds=row.seconds * scale) for row in rows]
     fitted, held = _halves(rows, 30)

@@ -82,7 +82,7 @@ def test_which_constants_are_meant_is_told(write):
 
 
 def test_what_a_fit_writes_is_read(tmp_path):
-    """Through the file, and the costs of the plan are those of the fitted model but for what they count differently."""
+    """The plan's costs are those of the fitted model, except for the passes over memory that only the plan counts."""
     rows = [trial(micro_batch=b, pp=p, dp=8 // p) for b in (1, 2, 4) for p in (1, 2, 4)]
     truth = dict(zip(NAMES, [c.typical for c in CONSTANTS])) | {"compute_efficiency": 0.7}
     model = TrialModel(rows)

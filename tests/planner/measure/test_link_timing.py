@@ -1,4 +1,4 @@
-"""Rounds of links: everybody meets everybody, the programs move what they say, and times become links."""
+"""Link rounds: all hosts are paired, the programs move the right messages, and times become links."""
 
 import itertools
 
@@ -96,7 +96,7 @@ def test_a_line_is_never_negative():
 
 
 def _enter(book, repeat, number, speeds, echo=1e-4, ratio=1.0):
-    """Enters a round of 3 hosts, in which host 2 has two processes of which one took no part."""
+    """Enter a round of 3 hosts, in which one of host 2's two processes took no part."""
     times: dict[int, list[MessageTimes]] = {}
     for a, b in book.rounds[number].hosts:
         there, back = (list(book.sizes / speed * ratio) for speed in (speeds[a, b], speeds[b, a]))

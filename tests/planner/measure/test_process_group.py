@@ -1,4 +1,4 @@
-"""Processes that keep together: verdicts, lost ones by name, and hosts that cannot be reached."""
+"""Process groups: verdicts, the names of lost processes, and hosts that cannot be reached."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from planner.supervision import first_cause
 
 
 class Store:
-    """A key-value store as jax.distributed's client has it, in one process."""
+    """The key-value store of jax.distributed's client, in one process."""
 
     def __init__(self):
         self.values = {}
@@ -135,7 +135,7 @@ def test_hosts_are_really_called(processes, monkeypatch):
 
 
 def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
-    """Where the coordinator's own name stands for 127.0.1.1, it takes its address on the way to another process."""
+    """A coordinator whose own name stands for 127.0.1.1 takes its address on the way to another process."""
     store, (first, second, _) = processes
     monkeypatch.setattr(process_group.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(process_group.jax_private, "coordinator_address", lambda: "127.0.0.1:1234")
@@ -155,7 +155,7 @@ def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
 
 
 def test_a_name_that_stands_for_loopback_is_bad_input():
-    """No cascade of another one's fault: to start again would not help."""
+    """It is not the consequence of another process's fault, so a restart would not help."""
     said = unreachable(["n0", "n1"], ["127.0.1.1", "10.0.0.1"], [(1, 0, "Connection refused")])
     assert said.startswith("n0 (127.0.1.1) cannot be reached from n1: Connection refused; its own name stands for ")
     assert not first_cause._CASCADE.search(said)

@@ -1,4 +1,4 @@
-"""Drawings show what was found: intervals, links, fronts and rasters against plain recomputation."""
+"""Drawings against plain recomputation: intervals, links, fronts and rasters."""
 
 import base64
 import dataclasses

@@ -1,4 +1,4 @@
-"""The report says what was found, in a terminal's width and on a page that fetches nothing."""
+"""The report in words: within a terminal's width, and on a page that fetches nothing."""
 
 import dataclasses
 import html.parser
@@ -99,7 +99,7 @@ def test_layers_are_told_in_short(counts, width, words):
 
 
 class Balanced(html.parser.HTMLParser):
-    """Notes tags that are closed in another order than they were opened, and what would be fetched."""
+    """A parser that records wrongly nested tags and everything that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
