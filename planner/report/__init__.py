@@ -1,4 +1,4 @@
-"""The planner's report: text, figures and the HTML page.
+"""The planner's report: its contents, the text for a terminal, and the HTML page with its figures.
 
 May import `cluster`, `cost` and `search`.
 """
