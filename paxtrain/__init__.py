@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from paxtrain.run.run import TrainingResult
     from paxtrain.run.sampling import sample
     from paxtrain.run.training import train
+    from paxtrain.schedule.drawing import draw_schedule
+    from paxtrain.schedule.table import build as schedule_table
 
 # Module and name there of everything public.
 _EXPORTS = {
@@ -47,10 +49,12 @@ _EXPORTS = {
     "Trainer": "paxtrain.parallel.step:Trainer",
     "TrainingResult": "paxtrain.run.run:TrainingResult",
     "UserError": "paxtrain.errors:UserError",
+    "draw_schedule": "paxtrain.schedule.drawing:draw_schedule",
     "join": "paxtrain.process.distributed:initialize",
     "load_config": "paxtrain.config.load:load_config",
     "make_mesh": "paxtrain.parallel.mesh:make_mesh",
     "sample": "paxtrain.run.sampling:sample",
+    "schedule_table": "paxtrain.schedule.table:build",
     "train": "paxtrain.run.training:train",
 }
 __all__ = [
@@ -69,10 +73,12 @@ __all__ = [
     "Trainer",
     "TrainingResult",
     "UserError",
+    "draw_schedule",
     "join",
     "load_config",
     "make_mesh",
     "sample",
+    "schedule_table",
     "train",
 ]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from planner.cluster.cluster import Cluster
+    from planner.cost.simulate import SimulatedStep, simulate
     from planner.cost.step_time import Candidate
     from planner.planning.options import PlanOptions
     from planner.planning.planning import Plans, RankedPlan, plan
@@ -20,7 +21,9 @@ _EXPORTS = {
     "PlanOptions": "planner.planning.options:PlanOptions",
     "Plans": "planner.planning.planning:Plans",
     "RankedPlan": "planner.planning.planning:RankedPlan",
+    "SimulatedStep": "planner.cost.simulate:SimulatedStep",
     "plan": "planner.planning.planning:plan",
+    "simulate": "planner.cost.simulate:simulate",
 }
 __all__ = [
     "Candidate",
@@ -28,7 +31,9 @@ __all__ = [
     "PlanOptions",
     "Plans",
     "RankedPlan",
+    "SimulatedStep",
     "plan",
+    "simulate",
 ]
 
 

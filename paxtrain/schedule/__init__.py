@@ -1,4 +1,5 @@
 """Pipeline schedules as data: what each schedule is, its table of rows x stages, and where values wait between rows.
 
-May import `compress.policy`, and nothing else of the project. Plain numpy: the executor and the planner both read it.
+May import `compress.policy`, and nothing else of the project. Tables are plain numpy: the executor and the planner
+both read them.
 """

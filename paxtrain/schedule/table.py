@@ -266,14 +266,19 @@ _BUILDERS = {
 
 @functools.lru_cache(maxsize=64)
 def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The training schedule of that name.
+    """Return the table of a training schedule.
 
     Args:
         name: "eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b" or "zb_h1".
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank and step, any number from 1 on.
         chunks: virtual stages per stage, v; above 1 with interleaved_1f1b only.
+
+    Raises:
+        ValueError: there is no schedule of that name.
     """
+    if name not in _BUILDERS:
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(_BUILDERS)}")
     return _BUILDERS[name](stages, chunks, micro_batches)
 
 

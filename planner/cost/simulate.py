@@ -1,0 +1,88 @@
+"""The simulated step of one configuration on one cluster."""
+
+import dataclasses
+
+import numpy as np
+
+from paxtrain.config import Config
+from planner.cluster.cluster import Cluster
+from planner.cost.links import fabric
+from planner.cost.step_time import Candidate, Problem, host_order
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """The predicted step of one configuration on one placement, in seconds.
+
+    Attributes:
+        seconds: the whole step.
+        gather: float [stages], gathering of the weights before the first row.
+        finish: float [stages], when the last data rank of a stage has left its last row.
+        reduce: float [stages], reduction of a stage's gradients over data.
+        compressed: bool [stages], whether the stage's gradients over data are compressed.
+        optimizer: update of the weights.
+        hosts: int [data, stages], host of each tensor group.
+    """
+
+    seconds: float
+    gather: np.ndarray
+    finish: np.ndarray
+    reduce: np.ndarray
+    compressed: np.ndarray
+    optimizer: float
+    hosts: np.ndarray
+
+
+def candidate_of_config(config: Config) -> Candidate:
+    """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them."""
+    mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
+    over_data = compress.data != "none" and mesh.data > 1
+    return Candidate(
+        data=mesh.data,
+        pipe=mesh.pipe,
+        tensor=mesh.tensor,
+        micro_batch=config.batch.micro_batch,
+        micro_batches=config.micro_batches,
+        schedule=pipeline.schedule,
+        counts=config.stage_layers,
+        chunks=pipeline.virtual_stages,
+        save=pipeline.save,
+        zero1=mesh.zero1,
+        sequence_parallel=mesh.sequence_parallel,
+        backward=compress.backward if mesh.pipe > 1 else "none",
+        backward_rank=compress.backward_rank,
+        data_rank=compress.data_rank if over_data else 0,
+    )
+
+
+def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) -> SimulatedStep:
+    """Simulate the step of a configuration on a cluster.
+
+    Args:
+        config: configuration; its mesh has as many devices as the cluster, or fewer.
+        cluster: cluster, see `Cluster.load`.
+        hosts: int [data, stages], host of each tensor group; None places them in the order of the devices.
+
+    Raises:
+        ValueError: the mesh or the placement does not fit the cluster.
+    """
+    candidate = candidate_of_config(config)
+    if candidate.tensor > cluster.devices_per_host or cluster.devices_per_host % candidate.tensor:
+        per_host = cluster.devices_per_host
+        raise ValueError(f"mesh.tensor={candidate.tensor} does not divide the {per_host} devices of a host")
+    if config.mesh.devices > cluster.devices:
+        raise ValueError(f"the mesh has {config.mesh.devices} devices, but the cluster {cluster.devices}")
+    shape = (candidate.data, candidate.pipe)
+    placed = host_order(candidate, cluster.devices_per_host)[0] if hosts is None else np.asarray(hosts, int)
+    if placed.shape != shape or placed.min() < 0 or placed.max() >= len(cluster.hosts):
+        raise ValueError(f"hosts must be an array {shape} of numbers below {len(cluster.hosts)}, got {placed.shape}")
+    step = Problem(cluster, config.model, candidate).step(fabric(cluster), placed[None])
+    return SimulatedStep(
+        seconds=float(step.total[0]),
+        gather=step.gather[0],
+        finish=step.finish[0],
+        reduce=step.reduce[0],
+        compressed=step.compressed[0],
+        optimizer=float(step.optimizer[0]),
+        hosts=placed,
+    )
