@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    """Waits while another process's tests, of pytest-xdist's for instance, have a cluster."""
+    """Wait while another process's tests, such as those of pytest-xdist, use a cluster."""
     with (pathlib.Path(tempfile.gettempdir()) / "paxtrain-cluster.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

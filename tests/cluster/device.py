@@ -35,7 +35,7 @@ _slowness = 1.0  # times as long as said above; 0: as fast as the machine
 
 
 def slow_down(factor: float) -> None:
-    """Makes ops take so many times as long as said above; 0: no longer than they need."""
+    """Make ops take `times` times as long as documented above; 0: no longer than they need."""
     global _slowness
     _slowness = factor
 

@@ -49,7 +49,7 @@ def _figures(name: str, broken: float, ended: float, sentence: str, **more: Any)
 
 
 def _go_on(lab: Lab, steps: int) -> int:
-    """Lets it train for so many steps, and until there is a checkpoint; the last one."""
+    """Let the run train for that many steps and until there is a checkpoint; return the last step."""
     if lab.running is None or any(popen.poll() is not None for popen in lab.running.supervisors.values()):
         lab.start()
     lab.running.wait_for_step(max(lab.last_step() + steps, EVERY + 2))
@@ -57,7 +57,7 @@ def _go_on(lab: Lab, steps: int) -> int:
 
 
 def killed_worker(lab: Lab) -> Figures:
-    """SIGKILL to one worker in the midst of a step; all come again."""
+    """Kill one worker with SIGKILL in the middle of a step; all are restarted."""
     _go_on(lab, 3)
     run = lab.running
     [worker] = _children(run.supervisors[2].pid)
@@ -69,7 +69,7 @@ def killed_worker(lab: Lab) -> Figures:
 
 
 def killed_host(lab: Lab) -> Figures:
-    """SIGKILL to all that runs on a host; the planner plans for those that are left, and training goes on there."""
+    """Kill everything on a host with SIGKILL; the planner plans for the others, and training continues there."""
     _go_on(lab, 3)
     run, lost = lab.running, 3
     broken = time.monotonic()
@@ -89,7 +89,7 @@ def killed_host(lab: Lab) -> Figures:
 
 
 def short_cut(lab: Lab) -> Figures:
-    """A link is down for less than the limit: training waits and goes on."""
+    """Cut a link for less than the limit: training waits and continues."""
     _go_on(lab, 3)
     run, last = lab.running, lab.last_step()
     broken = time.monotonic()
@@ -105,7 +105,7 @@ def short_cut(lab: Lab) -> Figures:
 
 
 def long_cut(lab: Lab) -> Figures:
-    """A link is down for longer than the limit, and mended before the run is started again."""
+    """Cut a link for longer than the limit, and restore it before the restart."""
     _go_on(lab, 3)
     run = lab.running
     broken = time.monotonic()
@@ -117,7 +117,7 @@ def long_cut(lab: Lab) -> Figures:
 
 
 def slow_host(lab: Lab) -> Figures:
-    """A host gets less of its CPU: training goes on, at its pace, and it is named."""
+    """Give a host less of its CPU: training continues at its pace, and the host is named."""
     last = _go_on(lab, 3)
     run, began = lab.running, time.monotonic()
     lab.cluster.limit(SLOW, 2)
@@ -131,7 +131,7 @@ def slow_host(lab: Lab) -> Figures:
 
 
 def full_disk(lab: Lab) -> Figures:
-    """The disk fills up while training saves checkpoints; space is made and it goes on."""
+    """Fill the disk while training saves checkpoints; free space, and training continues."""
     _go_on(lab, EVERY + 1)
     run, filler = lab.running, lab.out / sampling.CHECKPOINTS / "filler"
     broken = time.monotonic()
@@ -145,7 +145,7 @@ def full_disk(lab: Lab) -> Figures:
 
 
 def corrupted_checkpoint(lab: Lab) -> Figures:
-    """The newest checkpoint's bytes change on disk: the one before it is used."""
+    """Change the newest checkpoint's bytes on disk: the one before it is used."""
     _go_on(lab, EVERY + 1)
     lab.running.stop()
     *_, older, newest = checkpoints(lab.out)
@@ -185,7 +185,7 @@ runpy.run_module("paxtrain.train", run_name="__main__")
 
 
 def alone(lab: Lab, steps: int, out: pathlib.Path, program: Sequence[str] = ("-m", "paxtrain.train")) -> pathlib.Path:
-    """A run of the same settings on this machine alone, to which nothing happens; its folder."""
+    """Run the same settings on this machine without faults, and return the run's folder."""
     settings = lab.settings(**{"run.out": out, "run.steps": steps})
     variables = {**os.environ, **lab.environment}
     command = [sys.executable, *program, *settings, "--cpu_devices=4"]
@@ -195,19 +195,19 @@ def alone(lab: Lab, steps: int, out: pathlib.Path, program: Sequence[str] = ("-m
 
 
 def losses(out: pathlib.Path) -> dict[int, float]:
-    """Loss by step, as the metrics have it; each step must be there once."""
+    """Return the loss of each step in the metrics; each step must occur once."""
     found = [(record["step"], record["loss"]) for record in metrics.read(out / metrics.FILE) if "loss" in record]
     require([step for step, _ in found] == list(range(1, len(found) + 1)), "steps are missing, or there twice")
     return dict(found)
 
 
 def difference(there: dict[int, float], here: dict[int, float]) -> float:
-    """The largest relative difference between two curves, over the steps of both."""
+    """Return the largest relative difference between two curves, over the steps of both."""
     return max(abs(here[step] / there[step] - 1) for step in there.keys() & here.keys())
 
 
 def whole_curve(lab: Lab) -> Figures:
-    """Ends the run and compares all of it with one to which nothing happened, and that one with itself a batch late."""
+    """End the run and compare its losses with those of a run without faults, and with those shifted by a batch."""
     lab.running.stop()
     here, newest = losses(lab.out), max(checkpoints(lab.out))
     consumed = read_meta(lab.out / sampling.CHECKPOINTS, newest)["samples"]

@@ -16,7 +16,7 @@ LEGEND = {"frameon": False, "fontsize": 9}
 
 
 def plain_log(axis: Axis, ticks: Sequence[float] | None = None) -> None:
-    """Labels a logarithmic axis that has its limits with plain numbers, at round ones if not at given ticks."""
+    """Label a logarithmic axis with plain numbers, at the given ticks or at round ones."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
     if ticks is not None:
@@ -26,12 +26,12 @@ def plain_log(axis: Axis, ticks: Sequence[float] | None = None) -> None:
 
 
 def from_zero(axes: Axes, *values: Iterable[float]) -> None:
-    """Shows an axis from 0 to somewhat above the largest value."""
+    """Show an axis from 0 to somewhat above the largest value."""
     axes.set_ylim(0, 1.08 * max(value for some in values for value in some))
 
 
 def matrix(axes: Axes, values: np.ndarray, title: str, colors: str, norm: Normalize, show: Callable) -> AxesImage:
-    """Draws what holds from each host (row) to each other (column), float [H, H]; the diagonal says nothing."""
+    """Draw values from each host (row) to each other (column), float [H, H]; the diagonal is left out."""
     hosts = len(values)
     shown = np.where(np.eye(hosts, dtype=bool), np.nan, values)
     image = axes.imshow(shown, cmap=colors, norm=norm)
@@ -50,7 +50,7 @@ def matrix(axes: Axes, values: np.ndarray, title: str, colors: str, norm: Normal
 
 
 def bars_of_parts(axes: Axes, parts: dict[str, dict[str, float]], colors: dict[str, str]) -> None:
-    """Horizontal stacked bars, downwards in the order of `parts`: label -> part -> length; totals at their ends."""
+    """Draw horizontal stacked bars in the order of `parts`: label -> part -> length, with totals at their ends."""
     left = np.zeros(len(parts))
     for part, color in colors.items():
         width = np.array([values.get(part, 0.0) for values in parts.values()])

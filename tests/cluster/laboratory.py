@@ -120,7 +120,7 @@ class Bench:
         self.cluster.set_rates(None)
 
     def shape(self, rates: np.ndarray) -> None:
-        """Gives the links their rates, Mbit/s [H, H]."""
+        """Give the links their rates, Mbit/s [H, H]."""
         self.cluster.set_rates(rates.tolist())
 
     def check(self, split: Split) -> float:
@@ -163,7 +163,7 @@ class Bench:
         return cluster
 
     def time(self, names: list[str], repeats: int, steps: int = 1) -> dict[str, list[float]]:
-        """Seconds per step, the slowest host's, of each program and repeat, in turn."""
+        """Return seconds per step on the slowest host, for each program and repeat, in turn."""
         answers = self.session.ask("time", names=names, repeats=repeats, steps=steps)
         return {name: np.max([answer[name] for answer in answers], axis=0).tolist() for name in names}
 

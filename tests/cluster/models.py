@@ -37,7 +37,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """Short, and different for different splits."""
+        """A short name that differs between splits."""
         parts = [
             "x".join(map(str, self.mesh)),
             self.schedule,
@@ -50,7 +50,7 @@ class Split:
         return " ".join(parts)
 
     def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
-        """The configuration, nested."""
+        """Return the configuration as nested values."""
         mesh = dict(zip(("data", "pipe", "tensor"), self.mesh)) | {"zero1": self.zero1}
         return {
             "model": MODEL | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden},
@@ -74,7 +74,7 @@ class Split:
 
     @property
     def candidate(self) -> Candidate:
-        """The same for the planner."""
+        """Split as a candidate of the planner."""
         c = self.config
         stages = c.mesh.pipe * self.chunks
         data = c.compress.data
@@ -105,5 +105,5 @@ def moved(rates: np.ndarray, hosts: np.ndarray) -> np.ndarray:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """A configuration as JSON."""
+    """Return a configuration as JSON."""
     return to_dict(config)

@@ -40,7 +40,7 @@ def _shape(peer: int, mbit: float, verb: str) -> str:
 
 
 class Network:
-    """The namespaces `{token}-{host}` and their links. Taking down is the janitor's work."""
+    """The namespaces `{token}-{host}` and their links; the janitor removes them."""
 
     def __init__(self, token: str, hosts: int) -> None:
         self.token, self.hosts = token, hosts
@@ -49,7 +49,7 @@ class Network:
         return f"{self.token}-{host}"
 
     def up(self, rates: list[list[float]]) -> None:
-        """Makes namespaces and links. Rates in Mbit/s, from row to column."""
+        """Create namespaces and links, with rates in Mbit/s from row to column."""
         everyone = range(self.hosts)
         _run(["ip", "-batch", "-"], [f"netns add {self.namespace(a)}" for a in everyone])
         pairs = [(a, b) for a in everyone for b in everyone if a < b]
@@ -82,22 +82,22 @@ class Network:
         self._tc(a, [f"qdisc del dev {_device(b)} root", _shape(b, mbit, "add")])
 
     def rates(self, rates: list[list[float]]) -> None:
-        """Sets all rates, Mbit/s."""
+        """Set all rates, Mbit/s."""
         for a in range(self.hosts):
             lines = [_shape(b, rates[a][b], "change") for b in range(self.hosts) if b != a]
             if lines:
                 self._tc(a, lines)
 
     def cut(self, a: int, b: int) -> None:
-        """Takes the link between two hosts down, in both directions."""
+        """Take the link between two hosts down, in both directions."""
         _run(["ip", "-n", self.namespace(a), "link", "set", _device(b), "down"])
 
     def hang(self, a: int, b: int) -> None:
-        """Lets all that goes between two hosts vanish without a word: it is sent to somebody else."""
+        """Drop everything between two hosts silently, by sending it to another address."""
         for here, there in ((a, b), (b, a)):
             nobody = ["neigh", "replace", address(there), "lladdr", "02:00:00:00:00:01", "dev", _device(there)]
             _run(["ip", "-n", self.namespace(here), *nobody])
 
     def restore(self, a: int, b: int) -> None:
-        """Brings it up again; the kernel has dropped the route with it."""
+        """Bring the link up again, with its route, which the kernel has dropped."""
         _run(["ip", "-n", self.namespace(a), "-batch", "-"], [f"link set {_device(b)} up", self._route(a, b)])

@@ -37,7 +37,7 @@ def share_programs() -> None:
 
 @contextlib.contextmanager
 def _without_persistent_cache() -> Iterator[None]:
-    """Compiles for sure: a program for CPUs that was loaded cannot be written again ("Function ... not found")."""
+    """Compile anew: a loaded program for CPUs cannot be written again ("Function ... not found")."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
@@ -48,7 +48,7 @@ def _without_persistent_cache() -> Iterator[None]:
 
 
 class _Pickler(serialize_executable._JaxPjrtPickler):
-    """Writes devices as their places in a mesh."""
+    """Pickler that writes devices as their places in a mesh."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]) -> None:
         super().__init__(file)
@@ -61,7 +61,7 @@ class _Pickler(serialize_executable._JaxPjrtPickler):
 
 
 class _Unpickler(serialize_executable._JaxPjrtUnpickler):
-    """Reads places in a mesh as its devices, and tells the program which they are."""
+    """Unpickler that reads places in a mesh as its devices, and gives them to the program."""
 
     def __init__(self, file: io.BytesIO, devices: Sequence[jax.Device]) -> None:
         super().__init__(file, jax.devices()[0].client, devices)
@@ -89,7 +89,7 @@ class Programs:
     def compile(
         self, lowered: jax.stages.Lowered, options: dict[str, Any], devices: Sequence[jax.Device]
     ) -> tuple[str, bool]:
-        """Compiles a program unless one like it is there: its key, and whether it was."""
+        """Compile a program unless it is there; return its key, and whether it was there."""
         settings = (
             jax.__version__,
             importlib.metadata.version("jaxlib"),
@@ -116,7 +116,7 @@ class Programs:
         part.rename(self._file(key))
 
     def load(self, key: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """A program on these devices, which are in the order of its mesh."""
+        """Return a program on these devices, which are in the order of its mesh."""
         whole = io.BytesIO(zlib.decompress(self._file(key).read_bytes()))
         executable, arguments, in_tree, out_tree, no_kwargs = _Unpickler(whole, devices).load()
         return jax.stages.Compiled(

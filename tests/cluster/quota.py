@@ -13,7 +13,7 @@ _V1, _V2 = pathlib.Path("/sys/fs/cgroup/cpu"), pathlib.Path("/sys/fs/cgroup")
 
 
 def root() -> pathlib.Path | None:
-    """Where control groups with a CPU quota can be made, or None."""
+    """Return the folder for control groups with a CPU quota, or None."""
     if (_V1 / "cpu.cfs_quota_us").exists():
         home = _V1
     elif "cpu" in _controllers(_V2):
@@ -40,13 +40,13 @@ def _writable(home: pathlib.Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Quotas:
-    """The control groups of a cluster's hosts, below one folder of their own."""
+    """The control groups of a cluster's hosts, below a separate folder."""
 
     home: pathlib.Path
 
     @classmethod
     def make(cls, token: str, hosts: int) -> "Quotas | None":
-        """Makes the groups, without a limit yet; None where the machine does not let us."""
+        """Create the groups without a limit; return None if the machine does not allow it."""
         top = root()
         if top is None:
             return None
@@ -60,11 +60,11 @@ class Quotas:
         return cls(home)
 
     def procs(self, host: int) -> pathlib.Path:
-        """The file that a process joins by writing its number into it."""
+        """Return the file that a process joins by writing its number into it."""
         return self.home / str(host) / "cgroup.procs"
 
     def limit(self, host: int, share: float | None) -> None:
-        """Gives a host that share of one core, or as much as it likes."""
+        """Limit a host to that share of one core, or remove its limit."""
         folder, period = self.home / str(host), 0 if share is None else round(_SLICE / share)
         if (folder / "cpu.max").exists():
             (folder / "cpu.max").write_text("max" if share is None else f"{_SLICE} {period}")

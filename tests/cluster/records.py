@@ -37,7 +37,7 @@ class Records:
         return len(self._lines)
 
     def add(self, key: str, **values: Any) -> dict[str, Any]:
-        """Writes a line."""
+        """Write a line."""
         line = {"key": key, **values}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

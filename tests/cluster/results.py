@@ -63,7 +63,7 @@ def _targets(targets: list[Target]) -> str:
 
 
 def _shortfalls(sections: list[Section]) -> Iterator[str]:
-    """What was missed, what cannot be said, and what has not been run, in words."""
+    """Yield what was missed, what is open, and what has not been run."""
     targets = [target for section in sections for target in section.targets]
     for t in targets:
         if t.met is False:
@@ -92,7 +92,7 @@ def _blocks(section: Section, folder: str) -> Iterator[str]:
 
 
 def write(records: pathlib.Path, page: pathlib.Path) -> None:
-    """Writes the page, with its figures in a folder of its name beside it, from the records that there are."""
+    """Write the page from the records, with its figures in a folder of the same name beside it."""
     sections = [part.section(records) for part in PARTS]
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the page from a folder of records."""
+    """Write the page from a folder of records."""
     f = flags.FLAGS
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; the folder of records is named with --out=FOLDER")
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define the flags of this main."""
     flags.DEFINE_string("out", "runs/lab", "The lab's folder of records.")
     flags.DEFINE_string(
         "page", "docs/results.md", "The page that is written, figures in a folder of its name beside it."

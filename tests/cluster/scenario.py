@@ -52,12 +52,12 @@ class Scenario:
         return len(self.rates)
 
     def scaled(self, factor: float) -> "Scenario":
-        """The same with all links faster by a factor."""
+        """Return the same scenario with all links faster by a factor."""
         return dataclasses.replace(self, rates=self.rates * factor)
 
 
 def names() -> list[str]:
-    """The scenarios that come with the lab."""
+    """Return the names of the lab's scenarios."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -101,7 +101,7 @@ def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
 
 
 def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
-    """[H, H] Mbit/s."""
+    """Return [H, H] rates in Mbit/s."""
     if not isinstance(links, dict) or set(links) not in _KINDS:
         kinds = "; ".join(", ".join(sorted(kind)) for kind in _KINDS)
         raise UserError(f"links must have the keys of one of these: {kinds}; got {links!r}")
@@ -127,7 +127,7 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _spread(name: str, hosts: int, random: np.random.Generator) -> np.ndarray:
-    """[H, H] factors around 1, drawn from the links of a measured cluster."""
+    """Return [H, H] factors around 1, drawn from the links of a measured cluster."""
     from planner.cluster import cluster as clusters
 
     measured = clusters.load(ROOT / name)

@@ -10,43 +10,43 @@ from matplotlib.figure import Figure
 
 
 def percent(x: float) -> str:
-    """A share: 3.4%."""
+    """Return a share, such as 3.4%."""
     return f"{100 * x:.1f}%"
 
 
 def signed(x: float) -> str:
-    """A difference: +3.4%."""
+    """Return a difference, such as +3.4%."""
     return f"{100 * x:+z.1f}%"
 
 
 def factor(x: float) -> str:
-    """A ratio: 1.32x."""
+    """Return a ratio, such as 1.32x."""
     return f"{x:.2f}x"
 
 
 def seconds(x: float) -> str:
-    """Milliseconds are told below 10 s."""
+    """Return seconds, with milliseconds below 10 s."""
     return f"{x:.3f} s" if x < 10 else f"{x:.1f} s"
 
 
 def rank(x: float) -> str:
-    """A rank correlation; "-" where there was nothing to rank."""
+    """Return a rank correlation, or "-" if there was nothing to rank."""
     return "-" if math.isnan(x) else f"{x:z.3f}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """a, b and c."""
+    """Return words as a list: a, b and c."""
     return " and ".join([", ".join(words[:-1]), *words[-1:]]) if len(words) > 1 else "".join(words)
 
 
 def span(values: Iterable[float], show: Callable[[float], str] = str) -> str:
-    """From the least to the most."""
+    """Return the range from the least to the greatest value."""
     least, most = show(min(found := list(values))), show(max(found))
     return least if least == most else f"{least} to {most}"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table in Markdown, whose first columns, so many, are words; the others are figures."""
+    """Return a table in Markdown; the first `words` columns are text, the others figures."""
     marks = ["---" if i < words else "---:" for i in range(len(headings))]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in (headings, marks, *cells))
@@ -85,14 +85,14 @@ class Target:
         return cls(what, f"at least {show(limit)}", limit=limit, least=True, show=show)
 
     def judged(self, value: float, note: str = "") -> "Target":
-        """The target with a value seen; NaN is one that says nothing."""
+        """Return the target with a measured value; NaN leaves it open."""
         words = self.show(value) + (f" ({note})" if note else "")
         if math.isnan(value):
             return self.said(words, None)
         return self.said(words, value >= self.limit if self.least else value <= self.limit)
 
     def said(self, seen: str, met: bool | None) -> "Target":
-        """The target with what was seen, in words."""
+        """Return the target with what was seen, in words."""
         return dataclasses.replace(self, seen=seen, met=met)
 
 
@@ -101,7 +101,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawing:
-    """A figure, the name of its file, and what it shows."""
+    """A figure, the name of its file, and its caption."""
 
     name: str
     caption: str
@@ -129,5 +129,5 @@ class Section:
 
 
 def lab(experiment: str) -> str:
-    """The command of an experiment."""
+    """Return the command of an experiment."""
     return f"python -m tests.cluster.lab --experiments={experiment}"

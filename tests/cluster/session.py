@@ -29,7 +29,7 @@ ENVIRONMENT = {
 
 
 class SessionError(UserError):
-    """A worker failed or ended; the message says which and where its log is."""
+    """Failure of a worker; the message names it and its log."""
 
 
 class Session:
@@ -130,7 +130,7 @@ class Session:
         return [answers[host] for host in range(self.cluster.hosts)]
 
     def ask(self, do: str, **arguments: Any) -> list[Any]:
-        """Gives all workers a task at once; their answers by host."""
+        """Give all workers a task at once, and return their answers by host."""
         for host in range(self.cluster.hosts):
             self._send(host, do, **arguments)
         return self._answers()
@@ -172,6 +172,6 @@ class Session:
         return [self._answer(i % cores) for i in range(len(tasks))]
 
     def ask_one(self, host: int, do: str, **arguments: Any) -> Any:
-        """One worker's answer to a task in which the others have no part."""
+        """Return one worker's answer to a task in which the others take no part."""
         self._send(host, do, **arguments)
         return self._answer(host)

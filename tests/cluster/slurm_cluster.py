@@ -33,12 +33,12 @@ _PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-clie
 
 
 class SlurmError(AssertionError):
-    """SLURM did not do what it was asked to."""
+    """SLURM did not do what it was asked."""
 
 
 @functools.cache
 def why_not() -> str:
-    """Why there can be no SLURM here, in one sentence; empty if there can."""
+    """Return the reason why there can be no SLURM here, or ""."""
     if problem := hosts.why_not():
         return problem
     missing = [package for program, package in _PROGRAMS.items() if not _program(program)]
@@ -82,7 +82,7 @@ class Job:
 
 
 def _expanded(names: str) -> tuple[str, ...]:
-    """pax[0-2] or pax0,pax[2-3] as single names."""
+    """Return the single names in pax[0-2] or pax0,pax[2-3]."""
     found: list[str] = []
     for prefix, ranges, single in re.findall(r"(\w+)\[([^]]*)\]|(\w+)", names):
         if single:
@@ -168,12 +168,12 @@ class Slurm:
     # --- Nodes --------------------------------------------------------------------------------------------------------
 
     def start_node(self, host: int) -> None:
-        """Starts the daemon of a host, for the first time or again."""
+        """Start the daemon of a host, for the first time or again."""
         log = self.folder / f"slurmd.{host}.said"
         self.cluster.start(host, [_program("slurmd"), "-D"], log=log, env=self.environment)
 
     def nodes(self) -> dict[str, str]:
-        """The state of each node, as sinfo says it."""
+        """Return the state of each node, as sinfo prints it."""
         rows = self.ask("sinfo", "--noheader", "--Node", "--format=%N %T").split("\n")
         return dict(row.split() for row in rows if row.strip())
 
@@ -194,7 +194,7 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(self, script: pathlib.Path, env: Mapping[str, str], *options: str) -> int:
-        """The number of the job."""
+        """Submit a batch script and return the number of the job."""
         return int(self.ask("sbatch", "--parsable", *options, str(script), env=env))
 
     def job(self, number: int) -> Job:

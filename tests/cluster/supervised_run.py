@@ -46,7 +46,7 @@ Figures = dict[str, Any]
 
 
 class FaultError(AssertionError):
-    """Something did not go as docs/faults.md promises."""
+    """A fault did not end as docs/faults.md promises."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -56,7 +56,7 @@ def require(holds: bool, what: str) -> None:
 
 @dataclasses.dataclass
 class Running:
-    """A supervised run that has been started: a supervisor on each of some hosts."""
+    """A started supervised run, with a supervisor on each of some hosts."""
 
     lab: "Lab"
     hosts: tuple[int, ...]
@@ -71,7 +71,7 @@ class Running:
         return "\n".join(f"{host}: {self.said(host)}" for host in self.hosts)
 
     def wait_for(self, what: str, holds: Callable[[], bool], limit: float) -> float:
-        """Seconds since the start when it holds; all supervisors must live until then."""
+        """Return the seconds since the start when the condition holds; all supervisors must live until then."""
         until = time.monotonic() + limit
         while not holds():
             ended = [host for host, popen in self.supervisors.items() if popen.poll() is not None]
@@ -87,7 +87,7 @@ class Running:
         return self.wait_for(f"{words!r} on host {host}", lambda: words in self.said(host), limit)
 
     def wait_for_end(self, dead: Sequence[int] = (), limit: float = LIMITS.bound) -> tuple[float, str]:
-        """When the last survivor has ended, and the one sentence that all of them have said."""
+        """Return when the last survivor ended, and the one sentence that all of them printed."""
         survivors = [host for host in self.hosts if host not in dead]
         until = time.monotonic() + limit
         while any(self.supervisors[host].poll() is None for host in survivors):
@@ -105,7 +105,7 @@ class Running:
         return json.loads((self.folder / f"host{host}.json").read_text())
 
     def stop(self, limit: float = PATIENCE) -> None:
-        """SIGTERM, as a scheduler gives it: the run saves a checkpoint and ends well."""
+        """Send SIGTERM, as a scheduler does: the run saves a checkpoint and ends well."""
         for popen in self.supervisors.values():
             popen.send_signal(signal.SIGTERM)
         codes = [popen.wait(limit) for popen in self.supervisors.values()]
@@ -113,12 +113,12 @@ class Running:
 
 
 def checkpoints(out: pathlib.Path) -> list[int]:
-    """Steps of a run's finished checkpoints, ascending."""
+    """Return the steps of a run's finished checkpoints, ascending."""
     return sorted(int(path.name) for path in (out / sampling.CHECKPOINTS).iterdir() if path.name.isdecimal())
 
 
 class Lab:
-    """The run that everything happens to: its hosts, its data, its folder."""
+    """The run that all faults happen to: its hosts, its data, its folder."""
 
     def __init__(self, cluster: Cluster, home: pathlib.Path, cache: pathlib.Path, **settings: Any) -> None:
         """`settings` as `section.name`, beside or instead of those that are the same for all."""
@@ -145,7 +145,7 @@ class Lab:
         self._hold_disk()
 
     def _hold_disk(self) -> None:
-        """A small disk for the checkpoints, which is gone with the process that holds it."""
+        """Mount a small disk for the checkpoints; it ends with the process that holds it."""
         place = self.out / sampling.CHECKPOINTS
         script = 'mount -t tmpfs -o size="$1"m none "$2" && touch "$2/held" && exec sleep infinity'
         holder = self.cluster.start(0, ["/bin/sh", "-c", script, "sh", str(DISK), str(place)])
@@ -163,7 +163,7 @@ class Lab:
         return [f"--config.{name}={value}" for name, value in values.items()]
 
     def last_step(self) -> int:
-        """The last one in the metrics."""
+        """Return the last step in the metrics."""
         path = self.out / metrics.FILE
         records = metrics.read(path) if path.exists() else []
         return max((record["step"] for record in records if "loss" in record), default=0)
@@ -174,7 +174,7 @@ class Lab:
         return path.stat().st_ino if path.exists() else 0
 
     def start(self, hosts: Sequence[int] = range(HOSTS), plan: pathlib.Path | None = None) -> Figures:
-        """Starts the command on some hosts, again or for the first time; figures of how it came up."""
+        """Start the command on some hosts, and return figures of its start."""
         self._starts += 1
         folder = self.home / f"start{self._starts}"
         folder.mkdir()
@@ -202,7 +202,7 @@ class Lab:
 
 
 def plan_without(lab: Lab, names: Sequence[str]) -> tuple[pathlib.Path, float]:
-    """The planner's plan for the hosts that are left, and the seconds it took."""
+    """Return the planner's plan for the remaining hosts, and the seconds it took."""
     began, file = time.monotonic(), lab.home / "cluster.json"
     links = {"alpha": 1e-4, "bandwidth": [[MBIT * 1e6 / 8] * HOSTS] * HOSTS}
     sizes = {"tensor": 1, "micro_batch": 1, "hidden": 32, "heads": 4, "sequence": 32, "vocab": 257}

@@ -72,13 +72,13 @@ class Program:
         self.fresh()
 
     def fresh(self) -> None:
-        """A new state, and the batches from their beginning."""
+        """Start from a new state, and the batches from their beginning."""
         self.state = self._init()
         self._batches = self.batches("train")
         self._batch = next(self._batches)
 
     def batches(self, name: str) -> Any:
-        """Global batches of "train" or "validation", without end."""
+        """Yield global batches of "train" or "validation", without end."""
         c = self.config
         file = token_files.load(getattr(c.data, name), vocab_size=c.model.vocab_size, sequence=c.model.sequence)
         local = token_files.batches(
@@ -95,14 +95,14 @@ class Program:
             yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
 
     def step(self, batch: jax.Array | None = None) -> Any:
-        """One step, waited for; without a batch on always the same one."""
+        """Run one step and wait for it; without a batch, always on the same one."""
         self.state, metrics = self.compiled(self.state, self._batch if batch is None else batch)
         jax.block_until_ready((self.state, metrics))
         return metrics
 
 
 class Worker:
-    """What the tasks work on."""
+    """State that the tasks work on."""
 
     def __init__(self, limit: float, programs: Programs) -> None:
         self._compiled = programs
@@ -120,7 +120,7 @@ class Worker:
         jax.block_until_ready(self._barrier(self._ones))
 
     def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
-        """The cluster's links and compute, written to `path`."""
+        """Write the cluster's links and compute to `path`."""
         options = ProfileOptions(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
         began = time.perf_counter()
         cluster, said = profile_cluster.profile(self.group, self.machines, from_dict(config), options, name)
@@ -146,20 +146,20 @@ class Worker:
         return {"found": program.found, "keys": program.keys}
 
     def wire(self, name: str) -> dict[str, int]:
-        """Bytes that all devices together put on the links in a step, by what they are."""
+        """Return the bytes that all devices together put on the links in a step, by kind."""
         return probe.wire_bytes(self.programs[name].trainer)
 
     def speed(self, slowness: float) -> None:
-        """How many times as long as usual devices take; 0: no longer than they need."""
+        """Set how many times as long as usual devices take; 0: no longer than they need."""
         device.slow_down(slowness)
 
     def forget(self, names: list[str]) -> None:
-        """Frees programs and their states."""
+        """Free programs and their states."""
         for name in names:
             del self.programs[name]
 
     def warm(self, names: list[str]) -> None:
-        """One step of each, which also connects those who will exchange messages."""
+        """Run one step of each program, which also opens the connections between processes."""
         for name in names:
             self.programs[name].step()
 
@@ -177,13 +177,13 @@ class Worker:
         return seconds
 
     def breakdown(self, name: str) -> dict[str, float]:
-        """Seconds of a step by what they are spent on, means over this host's devices."""
+        """Return the seconds of a step by part, as means over this host's devices."""
         program = self.programs[name]
         found = breakdown.breakdown(program.step, program.compiled, program.trainer.mesh, steps=2)
         return {part: float(seconds.mean()) for part, seconds in found.seconds.items()}
 
     def train(self, name: str, steps: int, eval_every: int) -> dict[str, Any]:
-        """Trains from a fresh state: the loss of every step, and validation losses as [step, loss]."""
+        """Train from a fresh state; return the loss of every step, and validation losses as [step, loss]."""
         program = self.programs[name]
         program.fresh()
         config, losses, validation = program.config, [], []
@@ -198,7 +198,7 @@ class Worker:
         return {"losses": losses, "validation": validation}
 
     def compute(self, config: dict, repeats: int) -> list[float]:
-        """Seconds of a fixed piece of compute on this host, in which nobody communicates."""
+        """Return the seconds of a fixed piece of compute on this host, during which nothing communicates."""
         if self._turns is None:
             config = from_dict(config)
             tensor = config.mesh.tensor
@@ -225,7 +225,7 @@ def _serve(worker: Worker, answers: Any) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Joins, says that it is there, and serves until its input ends."""
+    """Join the others, report it, and serve until the input ends."""
     del argv
     f = flags.FLAGS
     answers = os.fdopen(os.dup(1), "w")
@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define the flags of this main."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
     flags.DEFINE_integer("num_processes", None, "How many there are.")
     flags.DEFINE_integer("process_id", None, "Which of them this is.")

@@ -5,7 +5,7 @@ from tests.cluster.laboratory import Lab
 
 
 def run(lab: Lab) -> None:
-    """Breaks what can break, once."""
+    """Run all fault experiments once."""
     records = lab.records("faults")
     if "done" in records:
         return

@@ -51,7 +51,7 @@ SPLITS = {kind: _split(changes) for kind, changes in KINDS.items()}
 
 
 def selected(cluster: Cluster) -> str:
-    """The stages that selective compression chooses on this cluster, as in "0,1"; "none" if it chooses none."""
+    """Return the stages that selective compression chooses on this cluster, such as "0,1", or "none"."""
     split = SPLITS[SELECTIVE]
     order = host_order(split.candidate, cluster.devices_per_host)
     [chosen] = Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).compressed
@@ -59,12 +59,12 @@ def selected(cluster: Cluster) -> str:
 
 
 def splits(stages: str) -> dict[str, Split]:
-    """By kind, where selective compression has chosen these stages."""
+    """Return the splits by kind, given the stages of selective compression."""
     return SPLITS | {SELECTIVE: _split(KINDS[SELECTIVE] | {"data": stages})}
 
 
 def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
-    """Of a predicted step, what links between hosts take: what they would save if they took no time."""
+    """Return the share of a predicted step that links between hosts take: the time saved if they were free."""
     order = host_order(candidate, cluster.devices_per_host)
     inside = ~between(cluster)
     instant = dataclasses.replace(
@@ -75,14 +75,14 @@ def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
 
 
 def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
-    """The setting of Optimus-CC: 8.3B parameters on 128 A100s."""
+    """Return the setting of Optimus-CC: 8.3B parameters on 128 A100s."""
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
     return clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
 
 
 def messages() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of a message between stages here and in that setting."""
+    """Return rows and columns of a message between stages, here and in that setting."""
     _, model, candidate = _paper()
     here = SPLITS["dense"]
     return (
@@ -92,12 +92,12 @@ def messages() -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def paper_share() -> float:
-    """Of a step in that setting, by the planner's figures: what communication between hosts takes."""
+    """Return the share of a step in that setting that communication between hosts takes, by the planner's figures."""
     return _share(*_paper())
 
 
 def paper_speedups() -> dict[str, float]:
-    """What the planner predicts for that setting itself; it knows neither FE nor compressed activations."""
+    """Return the planner's predictions for that setting; it models neither FE nor compressed activations."""
     cluster, model, dense = _paper()
     kinds = {
         "CB": dataclasses.replace(dense, backward="epilogue"),
@@ -110,12 +110,12 @@ def paper_speedups() -> dict[str, float]:
 
 
 def _at(cluster: Cluster, rate: float) -> Cluster:
-    """The same with links of so many Mbit/s between hosts."""
+    """Return the same cluster with another rate, Mbit/s, of the links between hosts."""
     return dataclasses.replace(cluster, samples=np.where(between(cluster), rate * 1e6 / 8, cluster.samples))
 
 
 def rate_for(cluster: Cluster, split: Split, share: float) -> float:
-    """Mbit/s at which communication takes that share of a step, by bisection on the profiled cluster."""
+    """Return the Mbit/s at which communication takes that share of a step, by bisection on the profiled cluster."""
     low, high = 1.0, 10_000.0
     for _ in range(40):
         middle = float(np.sqrt(low * high))
@@ -125,7 +125,7 @@ def rate_for(cluster: Cluster, split: Split, share: float) -> float:
 
 
 def run(lab: Lab) -> None:
-    """Measures step times, then losses."""
+    """Measure step times, then losses."""
     records = lab.records("compression")
     if not all(f"share {share}" in records for share in SHARES):
         _all_times(lab, records)

@@ -10,7 +10,7 @@ from tests.cluster.scenario import Scenario
 
 
 def run(lab: Lab, scene: Scenario, steps: int) -> None:
-    """Trains so many steps under each way to choose a plan; prints what each took and reached."""
+    """Train under each way to choose a plan, and print the times and losses."""
     with lab.session(scene, scene.name) as bench:
         bench.shape(scene.rates)
         base = joint.base(scene.hosts, scene.devices_per_host)

@@ -20,12 +20,12 @@ SPLITS = {
 
 
 def done(lab: Lab, hosts: int) -> bool:
-    """Whether that size has been measured."""
+    """Return whether that size has been measured."""
     return f"{hosts} hosts" in lab.records("growth")
 
 
 def measure(lab: Lab, bench: Bench, hosts: int) -> None:
-    """Measures one size in a session of so many hosts, where its program has been compiled."""
+    """Measure one size in a session of that many hosts, where its program has been compiled."""
     records, split = lab.records("growth"), SPLITS[hosts]
     if done(lab, hosts):
         return
@@ -47,7 +47,7 @@ def measure(lab: Lab, bench: Bench, hosts: int) -> None:
 
 
 def run(lab: Lab) -> None:
-    """Measures two hosts; the sessions of four and of eight measure theirs."""
+    """Measure two hosts; the sessions of four and eight hosts measure the other sizes."""
     if done(lab, 2):
         return
     with lab.session(Scenario("two hosts", "two hosts", np.full((2, 2), RATE)), "growth") as bench:

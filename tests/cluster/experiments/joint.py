@@ -26,7 +26,7 @@ COMPRESSED = (("backward", "all"), ("backward_rank", RANK), ("data", "all"), ("d
 
 
 def base(hosts: int, devices_per_host: int = 1) -> Split:
-    """What a run without a planner would take: tensor groups fill hosts, two data ranks, eight micro-batches each."""
+    """Return the plan of a run without a planner: tensor groups fill hosts, two data ranks of eight micro-batches."""
     data = 2 if hosts > 2 and hosts % 2 == 0 else 1
     pipe = hosts // data
     return Split((data, pipe, devices_per_host), "1f1b", global_batch=32 * data)
@@ -36,7 +36,7 @@ BASE = base(8)
 
 
 def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
-    """The candidate as the lab runs it; compressed: bool [P], stages over data."""
+    """Return the candidate as a split of the lab."""
     c = candidate
     stages = ",".join(map(str, np.flatnonzero(compressed)))
     compress = dict(COMPRESSED) | {"backward": c.backward, "data": stages or "none"}
@@ -53,7 +53,7 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
 
 
 def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray, float]:
-    """The planner's choice among all it knows: the split, its hosts [D, P], and its predicted seconds."""
+    """Return the planner's choice among all candidates: the split, its hosts [D, P], and its predicted seconds."""
     config, groups = base.config, cluster.devices // base.mesh[2]
     choices = Choices(
         tensor=(base.mesh[2],),
@@ -75,7 +75,7 @@ def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray,
 
 
 def _compressed(base: Split, cluster: Cluster, order: np.ndarray) -> Split:
-    """The kinds of compression that the planner predicts to be the quickest on these hosts."""
+    """Return the kinds of compression that the planner predicts to be the quickest on these hosts."""
     model, links, found = base.config.model, fabric(cluster), []
     for backward in BACKWARD:
         for data_rank in (0, RANK):
@@ -88,7 +88,7 @@ def _compressed(base: Split, cluster: Cluster, order: np.ndarray) -> Split:
 
 
 def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, np.ndarray, float]]:
-    """Each way to choose: the split, the hosts of its groups, and the predicted seconds."""
+    """Return each way to choose: the split, the hosts of its groups, and the predicted seconds."""
     links, model = fabric(cluster), base.config.model
 
     def seconds(split: Split, hosts: np.ndarray) -> float:
@@ -108,7 +108,7 @@ def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, 
 
 
 def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: np.ndarray) -> None:
-    """Compiles what is chosen, and times all of it in turn."""
+    """Compile the choices and time all of them in turn."""
     if "done" in records:
         return
     chosen = choices(BASE, cluster, lab.seed)

@@ -17,12 +17,12 @@ SIZES = "0.125,0.5"  # MiB
 
 
 def rates(seed: int) -> np.ndarray:
-    """[H, H] Mbit/s from 20 to 200, each direction by itself."""
+    """Return [H, H] rates from 20 to 200 Mbit/s, drawn for each direction separately."""
     return np.exp(np.random.default_rng(seed).uniform(np.log(20), np.log(200), (HOSTS, HOSTS)))
 
 
 def profile(cluster: hosts.Cluster, out: pathlib.Path, logs: pathlib.Path, config: pathlib.Path) -> float:
-    """Runs `python -m planner.profile` on every host; its seconds, from the first process's start to the last's end."""
+    """Run `python -m planner.profile` on every host and return the seconds of the whole command."""
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "planner.profile", f"--config={config}", f"--out={out}", f"--sizes={SIZES}"]
     command += ["--repeats=2", "--links_only", "--answer_timeout=120"]
@@ -44,7 +44,7 @@ def profile(cluster: hosts.Cluster, out: pathlib.Path, logs: pathlib.Path, confi
 
 
 def run(lab: Lab) -> None:
-    """Profiles once, and keeps set and measured rates."""
+    """Profile once, and record the set and the measured rates."""
     records = lab.records("links")
     if "eight hosts" in records:
         return

@@ -62,7 +62,7 @@ class Pair:
 
 
 def pairs(cluster: Cluster, random: int, seed: int) -> list[Pair]:
-    """Of every plan the planned placement, host order, the worst of many, and random ones."""
+    """Return the planned placement, host order, the worst of many, and random placements of every plan."""
     draw, found = np.random.default_rng(seed), []
     for split in SPLITS:
         c = split.candidate
@@ -82,7 +82,7 @@ def pairs(cluster: Cluster, random: int, seed: int) -> list[Pair]:
 
 
 def run(lab: Lab) -> None:
-    """Measures all pairs of all scenarios, and what else needs eight hosts: the joint choice, part of the growth."""
+    """Measure all pairs of all scenarios, and what else needs eight hosts: the joint choice, part of growth."""
     records, chosen_together = lab.records("placements"), lab.records("joint")
     scenes = {name: scenarios.load(name, 8, lab.seed) for name in SCENARIOS}
     if all(f"{name} done" in records for name in SCENARIOS) and "done" in chosen_together:
@@ -128,7 +128,7 @@ def _scenario(lab: Lab, bench: Bench, records: Records, name: str, rates: np.nda
 
 
 def _ordered(lab: Lab, bench: Bench, records: Records, pair: Pair, rates: np.ndarray) -> None:
-    """The same placement made by the order of the devices in the mesh, and by moving the links, in turn."""
+    """Measure one placement made by the order of the devices in the mesh and by moving the links, in turn."""
     [name] = bench.compile([pair.split], [pair.hosts.ravel().tolist()])
     seconds: dict[str, list[float]] = {"order": [], "links": []}
     for _ in range(lab.repeats):

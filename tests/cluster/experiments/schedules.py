@@ -28,12 +28,12 @@ ORDERED = SPLITS[0]
 
 
 def _uneven(seed: int) -> np.ndarray:
-    """[4, 4] Mbit/s between 8 and 80, each direction by itself."""
+    """Return [4, 4] rates between 8 and 80 Mbit/s, drawn for each direction separately."""
     return np.exp(np.random.default_rng(seed).uniform(np.log(8), np.log(80), (4, 4)))
 
 
 def run(lab: Lab) -> None:
-    """Measures schedules at all rates, all orders, and this size's part of the growth."""
+    """Measure schedules at all rates, all orders, and this size's part of growth."""
     records = lab.records("schedules")
     scene = Scenario("four hosts", "four hosts", np.full((4, 4), 100.0))
     if "orders done" in records and growth.done(lab, 4):
@@ -69,7 +69,7 @@ def _schedules(lab: Lab, bench: Bench, records: Records, rate: float) -> None:
 
 
 def _predicted(cluster: Cluster, split: Split, overlap: bool = False, hosts: np.ndarray | None = None) -> float:
-    """Step seconds by the planner; with `overlap` as if transfers ran beside compute, as on GPUs."""
+    """Return the planner's step seconds; with `overlap` as if transfers ran beside compute, as on GPUs."""
     problem = Problem(cluster, split.config.model, split.candidate)
     problem.overlap = overlap
     hosts = np.arange(4).reshape(1, 4) if hosts is None else hosts

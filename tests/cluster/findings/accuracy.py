@@ -25,7 +25,7 @@ REGRET = Target.at_most("Top-1 regret within a scenario, the largest", 0.03)
 
 
 class Form:
-    """How good one form's predictions are: all pairs together, and within each scenario."""
+    """Accuracy of one form's predictions: over all pairs together, and within each scenario."""
 
     def __init__(self, found: list[Pair], form: str) -> None:
         self.pooled = score(found, form)
@@ -136,7 +136,7 @@ def _repeats(found: list[Pair]) -> str:
 
 
 def _again(folder: pathlib.Path) -> tuple[str, ...]:
-    """What is to be said where predictions are not those of the measuring run."""
+    """Return a note if the predictions are not those of the measuring run."""
     lines = [line for line in Records(folder / SOURCE) if "first_predicted" in line]
     if not lines:
         return ()
@@ -150,7 +150,7 @@ def _again(folder: pathlib.Path) -> tuple[str, ...]:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Scores of all forms, pooled, by scenario and by plan."""
+    """Return the scores of all forms: pooled, by scenario and by plan."""
     if not (found := pairs(folder)):
         return Section(TITLE, lab("placements"), (SOURCE,), (COUNT, MAPE, POOLED, INSIDE, REGRET, *BETTER))
     forms = {form: Form(found, form) for form in FORMS}

@@ -31,7 +31,7 @@ _PARTS = {
 
 
 def speedups(line: dict) -> dict[str, tuple[float, float]]:
-    """Of every kind over dense: the ratio of medians, and the spread of the ratios of each repeat by itself."""
+    """Return every kind's speed-up over dense: the ratio of medians, and the spread of the single repeats' ratios."""
     dense = line["seconds"][DENSE]
     return {
         kind: (
@@ -43,7 +43,7 @@ def speedups(line: dict) -> dict[str, tuple[float, float]]:
 
 
 def parts(line: dict) -> dict[str, dict[str, float]]:
-    """Seconds by kind and part, means over the hosts (and their devices)."""
+    """Return seconds by kind and part, as means over the hosts and their devices."""
     found = {}
     for kind, hosts in line.get("parts", {}).items():
         names = dict.fromkeys(name for host in hosts for name in host)
@@ -117,7 +117,7 @@ def _words(lines: list[dict], paper: dict | None) -> str:
 
 
 def _ranks(usual: int, small: int) -> str:
-    """Why there are two: what they make of a message."""
+    """Return the reason for two ranks: the share of a message that each leaves."""
     here, there = experiment.messages()
     left = lambda rank, message: percent(1 / compression_ratio(*message, rank))  # noqa: E731
     return f"""In that setting rank {usual} makes {left(usual, there)} of a message between stages. Here messages are
@@ -126,7 +126,7 @@ def _ranks(usual: int, small: int) -> str:
 
 
 def _unlimited(lines: list[dict], paper: dict | None) -> str:
-    """What communication takes as measured, beside what was predicted."""
+    """Return the measured share of communication beside the predicted one."""
     if not paper or "unlimited" not in paper:
         return ""
     free = {kind: summary(times)["median"] for kind, times in paper["unlimited"].items()}
@@ -151,7 +151,7 @@ def _predicted(paper: dict | None) -> str:
 
 
 def _most(paper: dict) -> str:
-    """What there is to gain if nothing had to travel at all."""
+    """Return the speed-up if nothing had to travel."""
     if "unlimited" not in paper:
         return f"without it {factor(1 / (1 - paper['share']))}, as predicted"
     free = summary(paper["unlimited"][DENSE])["median"]
@@ -159,7 +159,7 @@ def _most(paper: dict) -> str:
 
 
 def _trained(line: dict, paper: dict | None) -> dict[str, str]:
-    """By kind the name of its losses: other stages of selective compression have their own."""
+    """Return the name of each kind's losses: other stages of selective compression have separate losses."""
     names = {kind: kind for kind in experiment.KINDS}
     if paper and line.get("selected", paper["selected"]) != paper["selected"]:
         names[PAPER] = f"{PAPER} of stages {line['selected']}"
@@ -167,7 +167,7 @@ def _trained(line: dict, paper: dict | None) -> dict[str, str]:
 
 
 def _quickest(times: dict[str, dict[str, float]], curves: dict[str, losses.Curve]) -> str:
-    """What compression gains at most where it costs next to nothing."""
+    """Return the largest speed-up among the kinds with almost no cost in loss."""
     near = {kind for kind, curve in curves.items() if kind != DENSE and curve.last <= losses.NEAR * curves[DENSE].last}
     within = f"within {losses.NEAR - 1:.0%} of dense's loss after equal steps, or below it"
     best = {
@@ -236,7 +236,7 @@ def _blocks(lines: list[dict], paper: dict | None) -> list[str | Drawing]:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Step times, bytes, breakdown and losses of every kind of compression."""
+    """Return step times, bytes, breakdown and losses of every kind of compression."""
     records = Records(folder / SOURCE)
     lines = sorted((line for line in records if "share" in line), key=lambda line: line["share"])
     paper = next((line for line in lines if line["key"] == AT), None)

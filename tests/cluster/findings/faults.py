@@ -24,7 +24,7 @@ def _value(value: Any) -> str:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """A table of what there is: figures that several faults have in columns, the others by name."""
+    """Return a table of the faults: figures that several faults share are columns, the others are listed by name."""
     lines = [line for line in Records(folder / SOURCE) if "fault" in line]
     if not lines:
         return Section(TITLE, lab("faults"), (SOURCE,))

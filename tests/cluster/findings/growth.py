@@ -46,7 +46,7 @@ def _words(hosts: np.ndarray, repeats: str) -> str:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Step time, tokens/s and efficiency by the number of hosts."""
+    """Return step time, tokens/s and efficiency by the number of hosts."""
     lines = sorted((line for line in Records(folder / SOURCE) if "hosts" in line), key=lambda line: line["hosts"])
     if not lines:
         return Section(TITLE, COMMAND, (SOURCE,))

@@ -12,7 +12,7 @@ FASTEST = Target("Joint choice of plan, placement and compression", "faster than
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Each way to choose, and what it gains over choosing nothing."""
+    """Return each way to choose, and its gain over choosing nothing."""
     records = Records(folder / SOURCE)
     lines = {line["key"]: line for line in records if "predicted" in line}
     if not lines:

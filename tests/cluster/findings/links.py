@@ -29,7 +29,7 @@ class Profile:
 
     @property
     def wanted(self) -> np.ndarray:
-        """Errors [links] of those for which something is wanted."""
+        """Errors [links] of the links for which there is a target."""
         return self.error[(self.given >= RANGE[0]) & (self.given <= RANGE[1])]
 
 
@@ -54,7 +54,7 @@ def _draw(profile: Profile) -> Figure:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Links by profile; the first profile is drawn."""
+    """Return the links by profile; the first profile is drawn."""
     profiles = [Profile(line) for line in Records(folder / SOURCE) if "measured" in line]
     error, cost = ERROR, COST
     if wanted := [p.wanted for p in profiles if p.wanted.size]:

@@ -20,13 +20,13 @@ a few tenths of a percent mean little."""
 
 
 def signed(x: float) -> str:
-    """A difference of losses: +0.34%."""
+    """Return a difference of losses, such as +0.34%."""
     return f"{100 * x:+.2f}%"
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Validation losses [n] after so many steps [n]."""
+    """Validation losses [n] after given steps [n]."""
 
     steps: np.ndarray
     losses: np.ndarray
@@ -40,11 +40,11 @@ class Curve:
         return float(self.losses[-1])
 
     def at(self, step: float) -> float:
-        """The loss after so many steps, which need not be whole."""
+        """Return the loss after a number of steps, which may be fractional."""
         return float(np.interp(step, self.steps, self.losses))
 
     def reaches(self, loss: float) -> float:
-        """Steps after which it first is as low; NaN if never."""
+        """Return the steps after which the loss is first as low, or NaN if never."""
         below = np.flatnonzero(self.losses <= loss)
         if not below.size:
             return math.nan
@@ -75,7 +75,7 @@ def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: 
 
 
 def _compared(curve: Curve, seconds: float, dense: Curve, dense_seconds: float, until: float) -> tuple[str, str]:
-    """The loss against dense's after so much time, and how much sooner it is near dense's last."""
+    """Return the loss against dense's after that time, and how much sooner it comes near dense's last loss."""
     near = NEAR * dense.last
     against = curve.at(until / seconds) / dense.at(until / dense_seconds) - 1
     sooner = dense.reaches(near) * dense_seconds / (curve.reaches(near) * seconds)

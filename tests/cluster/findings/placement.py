@@ -41,7 +41,7 @@ class Placed:
     measured: tuple[float, ...]
 
     def over(self, how: str) -> float:
-        """How much faster the planned placement is than another one."""
+        """Return how much faster the planned placement is than another one."""
         return self.by[how].measured / self.by[PLANNED].measured
 
     @property
@@ -50,7 +50,7 @@ class Placed:
 
 
 def placed(found: list[Pair]) -> list[Placed]:
-    """Of every scenario and plan of which planned, host order and worst have been measured."""
+    """Return every scenario and plan whose planned placement, host order and worst placement are measured."""
     made = []
     for scenario, some in grouped(found).items():
         for plan in dict.fromkeys(pair.plan for pair in some):
@@ -198,7 +198,7 @@ def _table(found: list[Placed], short: dict[str, str]) -> str:
 
 
 def _placed_by(folder: pathlib.Path) -> list[str]:
-    """Whether moving links under processes is as good as moving processes."""
+    """Return a comparison of moving links under processes with moving processes."""
     said = []
     for line in Records(folder / SOURCE):
         if "placed_by" in line:
@@ -214,7 +214,7 @@ def _placed_by(folder: pathlib.Path) -> list[str]:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Planned, host order, worst and measured best; and all orders of four hosts."""
+    """Return planned, host order, worst and measured best placements, and all orders of four hosts."""
     found, all_orders = placed(pairs(folder)), orders(folder)
     short = short_names([p.plan for p in found])
     best, of_orders = BEST, OF_ORDERS

@@ -29,7 +29,7 @@ def _medians(line: dict) -> dict[str, float]:
 
 
 def _judged(lines: list[dict]) -> Target:
-    """Measured where it can be; this backend waits for its transfers, so that the prediction alone is no answer."""
+    """Return the target. This backend waits for its transfers, so the prediction alone cannot meet it."""
     slow = [line for line in lines if line["transfer_share"] >= SHARE]
     if not slow:
         return FASTER.said(f"no rate at which transfers take {SHARE:.0%}", None)
@@ -88,7 +88,7 @@ def _words(lines: list[dict]) -> str:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Step times by schedule and rate."""
+    """Return step times by schedule and rate."""
     records = Records(folder / SOURCE)
     lines = sorted((line for line in records if "predicted_overlapping" in line), key=lambda line: -line["rate"])
     if not lines:

@@ -62,7 +62,7 @@ def _took(folder: pathlib.Path) -> Iterator[str]:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """The machine, the emulated devices and links, and the scenarios."""
+    """Return the machine, the emulated devices and links, and the scenarios."""
     scenes = [f"`{name}` ({_scene(scenario.load(name, 8))})" for name in scenario.names() if name != "uniform"]
     path, machine = folder / SOURCE, "Nothing says on which machine this was run."
     if path.exists():
