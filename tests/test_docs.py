@@ -1,0 +1,68 @@
+"""The pages of docs/ are true: snippets run, and commands name what there is."""
+
+import pathlib
+import re
+
+import pytest
+
+from paxtrain.prepare import prepare
+from tests.build_file import ROOT
+
+API = ROOT / "docs" / "api.md"
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> pathlib.Path:
+    """Return a folder with data as `paxtrain.prepare --out=runs/data` writes it."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "corpus.txt").write_text(" ".join(map(str, range(20_000))))
+    prepare([str(folder / "corpus.txt")], folder / "runs" / "data")
+    return folder
+
+
+def snippets(page: pathlib.Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.once
+def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys, cache):
+    monkeypatch.chdir(home)
+    found = snippets(API)
+    assert len(found) == 7
+    names: dict = {"__name__": "api"}
+    for snippet in found:
+        exec(compile(snippet, API.name, "exec"), names)
+    assert names["run"].finished and len(names["run"].losses) == 6
+    assert (names["run"].losses[-1] < names["run"].losses[0]) and (home / "runs" / "zb_h1.png").exists()
+    error = names["compress"].codec_error(names["Sign"](), names["gradient"], steps=8)
+    assert error[-1] < error[0] / 2
+    assert "16x" in capsys.readouterr().out
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_run(path, home, monkeypatch, cache):
+    monkeypatch.chdir(home)
+    exec(compile(path.read_text(), path.name, "exec"), {"__name__": "example"})
+
+
+def modules_of(text: str) -> set[str]:
+    return set(re.findall(r"python -m ((?:paxtrain|planner|compress|tests)(?:\.\w+)*)", text))
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FILE = r"(?<![\w/.])((?:paxtrain|planner|compress|configs|docs|examples)/[\w./-]*\.(?:py|md|json|png))"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_mains_and_paths_exist(page):
+    text = page.read_text()
+    for module in modules_of(text):
+        path = ROOT / module.replace(".", "/")
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert file.exists() and '__name__ == "__main__"' in file.read_text(), module
+    for path in re.findall(_FILE, text):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+        assert (page.parent / path).exists(), path
