@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one sentence, and the exit code that goes with it."""
+"""Errors of the user, reported in one sentence with exit code 2."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ class UserError(Exception):
 
 
 def fail(error: Exception) -> None:
-    """Prints the sentence and leaves with exit code 2."""
+    """Print the error's sentence and exit with code 2."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
-    # config_flags loads the configuration file while flags are defined or parsed, so any of these is about the command
-    # line. Of its text about a missing file, the last line says which and why.
+    # config_flags loads the configuration file while flags are defined or parsed, so these errors concern the
+    # command line. The last line of its text about a missing file names the file and the reason.
     try:
         define_flags()
         return flags.FLAGS(argv)

@@ -16,7 +16,7 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
         name: name of the flag; `--name.section.key=value` overrides a value.
         default: name of a shipped file; None if the flag may be left out.
         description: help of the flag.
-        unknown_keys: let overrides of unknown keys through, for `from_dict` to say which keys there are.
+        unknown_keys: let overrides of unknown keys through, so that `from_dict` can name the valid ones.
     """
     config_flags.DEFINE_config_file(
         name, default and find(default), description, lock_config=not unknown_keys, accept_new_attributes=unknown_keys

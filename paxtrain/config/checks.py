@@ -1,4 +1,4 @@
-"""What the dataclasses of the configuration demand of their values, with messages that say what would fit."""
+"""Checks of the configuration's values, with messages that say what would fit."""
 
 import math
 from typing import Any
@@ -7,13 +7,13 @@ from paxtrain.errors import UserError
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises UserError(message) unless the condition holds."""
+    """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
 
 
 def divisors_near(n: int, target: int) -> str:
-    """The divisors of n that surround `target`, as a phrase."""
+    """Return the divisors of n nearest to `target`, as a phrase."""
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     below = [d for d in divisors if d <= target][-1:]
     above = [d for d in divisors if d > target][:1]
@@ -21,19 +21,19 @@ def divisors_near(n: int, target: int) -> str:
 
 
 def positive(section: str, config: Any, *names: str) -> None:
-    """Demands that some values of a section are above zero."""
+    """Require that the named values of a section are above zero."""
     for name in names:
         value = getattr(config, name)
         require(value > 0, f"{section}.{name} must be positive, got {value}")
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Demands one of a few words."""
+    """Require that `value` is one of `choices`."""
     require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """The numbers of a list joined by commas; an empty text is an empty list."""
+    """Return the numbers of a comma-separated list; an empty text is an empty list."""
     try:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -46,7 +46,7 @@ def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
 
 
 def steps(name: str, text: str, last: int) -> range:
-    """The steps of "FIRST:END", END not among them, in a run of `last` steps; no step for an empty text."""
+    """Return the steps of "FIRST:END", END excluded, in a run of `last` steps; an empty text gives no steps."""
     if not text:
         return range(0)
     parts = text.split(":")

@@ -1,4 +1,4 @@
-"""The section `compress` of the configuration."""
+"""The compress section of the configuration: which messages and gradients are compressed, and how."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
 
 @dataclasses.dataclass(frozen=True)
 class CompressConfig:
-    """What crosses the links compressed, as low-rank factors (Optimus-CC, Song et al. 2023).
+    """Low-rank compression of what crosses the links (Optimus-CC, Song et al. 2023).
 
     Attributes:
         backward: activation gradients between stages: "none", "epilogue" (those that no compute hides: the drain of the
@@ -19,24 +19,24 @@ class CompressConfig:
         backward_ranks: ranks link by link, "16,8,16", the link between stages 0 and 1 first (with virtual stages the
             one between the last stage and the first comes last); empty: backward_rank for all.
         forward, forward_rank: activations between stages, "none" or "all"; beyond the paper.
-        error: what a compressed message leaves out goes into the next one on its link (lazy error propagation):
+        error: lazy error propagation, which adds what a compressed message leaves out to the next one on its link:
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
             compute dtype.
         form: "solve" (normal equations, no orthogonalisation) or "qr" (its check).
         embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (a mean over data on each,
-            then their sum: the baseline), or "auto": fused where there are two copies.
+            then their sum: the baseline), or "auto": fused if there are two copies.
         data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
             "0,1", or "selective": those whose reduction would end the step.
-        data_rank: rank of their factors; the highest rank where ranks adapt.
+        data_rank: rank of their factors; the highest rank if ranks adapt.
         data_start: fraction of the run's steps before data-parallel compression starts.
         data_adapt_every: steps between adaptions of each stage's rank to its residual; 0: ranks stay.
-        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles where the part of the
+        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles if the part of the
             gradient left out (0 to 1, by norm) is above residual_high, and halves below residual_low.
         stage_seconds, reduce_seconds, compressed_seconds: for data=selective, a number per stage each: when its last
             backward ends, how long its reduction takes dense and compressed; empty: measured before the first step.
-        min_ratio: no matrix is compressed whose factors do not save this many times its bytes.
-        implementation: of the passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto": triton on H100,
+        min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
+        implementation: passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto": triton on H100,
             H200 and B200 GPUs for ranks up to 128.
     """
 
@@ -105,16 +105,16 @@ class CompressConfig:
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
-        """stage_seconds, reduce_seconds and compressed_seconds, each a number per stage; empty where not given."""
+        """Return stage_seconds, reduce_seconds and compressed_seconds, a number per stage each; empty if not given."""
         return tuple(numbers(name, getattr(self, name), float) for name in SECONDS)
 
     def data_stages(self, pipe: int) -> tuple[int, ...]:
-        """Stages that compress over data, as far as the configuration alone says; "selective" has none yet."""
+        """Return the stages that compress over data by the configuration alone; "selective" has none yet."""
         if self.data in ("none", "selective"):
             return ()
         return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
 
     def link_ranks(self, links: int) -> tuple[int, ...]:
-        """Rank of every link's gradients."""
+        """Return the rank of every link's gradients."""
         ranks = numbers("compress.backward_ranks", self.backward_ranks, int)
         return ranks or (self.backward_rank,) * links

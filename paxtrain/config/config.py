@@ -1,7 +1,7 @@
 """The configuration: small frozen dataclasses that validate themselves.
 
 Config files (configs/*.py) hold an ml_collections ConfigDict, which absl flags override; `from_dict` turns it
-into these dataclasses at the edge, and nothing behind the mains sees a ConfigDict.
+into these dataclasses at the edge; nothing below the mains sees a ConfigDict.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
 
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-SPLIT = ("zb_h1",)  # those that run the backward in two parts, B and W
+SPLIT = ("zb_h1",)  # schedules that run the backward in two parts, B and W
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
-SPLIT_SAVES = ("dots", "residuals")  # those that they can use
+SPLIT_SAVES = ("dots", "residuals")  # save modes that these schedules can use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class MeshConfig:
     Attributes:
         zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
             False replicates them (all-reduce).
-        sequence_parallel: devices of a tensor group split the sequence between the matrices that they split, so that
-            each keeps and sends a part of the activations.
+        sequence_parallel: split the sequence over a tensor group between the split matrices, so that each device
+            keeps and sends a part of the activations.
     """
 
     data: int = 1
@@ -52,13 +52,13 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How micro-batches flow through the stages.
+    """The flow of micro-batches through the stages.
 
     Attributes:
         schedule: one of SCHEDULES; zb_h1 needs a save of SPLIT_SAVES.
         virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
-        pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as they get, the last ones shorter.
-        save: what a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
+        pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
+        save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
             "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).
         scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": from 9 layers per stage on.
     """
@@ -97,7 +97,7 @@ class PipelineConfig:
             )
 
     def layers_per_virtual_stage(self, layers: int, pipe: int) -> tuple[int, ...]:
-        """Layers of each of the pipe * virtual_stages virtual stages, in the order in which a token meets them.
+        """Return the layers of each of the pipe * virtual_stages virtual stages, in the order of the forward pass.
 
         Raises:
             UserError: the list has another length or sum, or there are fewer layers than virtual stages.
@@ -134,7 +134,7 @@ class BatchConfig:
         positive("batch", self, "global_batch", "micro_batch")
 
     def micro_batches(self, data: int) -> int:
-        """Micro-batches per data rank and step.
+        """Return the micro-batches per data rank and step.
 
         Raises:
             UserError: global_batch is not divisible by data * micro_batch.
@@ -158,12 +158,12 @@ class OptimizerConfig:
         name: "adamw", or "muon": Muon on the layers' matrices (paxtrain/parallel/muon.py) and AdamW on all else.
         schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
-        clip_norm: largest global gradient norm; 0 leaves gradients as they are.
+        clip_norm: largest global gradient norm; 0: no clipping.
         muon_momentum: decay of Muon's momentum (Nesterov's).
         muon_steps: iterations of Newton-Schulz.
-        muon_rms: what the entries of an update [n, k] are made to be about: it is scaled by muon_rms x sqrt(max(n, k)).
+        muon_rms: approximate RMS of the entries of an update [n, k], which is scaled by muon_rms x sqrt(max(n, k)).
             At 0.2 updates are as large as AdamW's, and its learning rate and decay serve both (Liu et al. 2025). 0:
-            Jordan's sqrt(max(1, k / n)) instead, which wants another learning rate.
+            Jordan's sqrt(max(1, k / n)) instead, which needs another learning rate.
     """
 
     name: str = "adamw"
@@ -203,14 +203,14 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept.
+    """The interval of checkpoints, and the choice of those that are kept.
 
     Attributes:
         every: steps between checkpoints; 0: only at the end and on SIGTERM.
         keep: newest checkpoints kept.
-        keep_every: besides, each checkpoint whose step is a multiple of this is kept for good; 0: none.
+        keep_every: interval of checkpoints that are never deleted, in steps; 0: none.
         resume: continue from the newest good checkpoint of the output directory if there is one.
-        reset_codec: where the checkpoint's compression state does not fit this run's, start compression afresh.
+        reset_codec: start compression afresh if the checkpoint's compression state does not fit this run's.
     """
 
     every: int = 100
@@ -232,10 +232,10 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Length of the run, where it writes, and how often it reports.
+    """Length of the run, its output folder, and how often it reports.
 
     Attributes:
-        steps: optimizer steps in total, those before a resume included.
+        steps: optimizer steps in total, including those before a resume.
         out: folder for checkpoints, metrics and figures.
         eval_every: steps between validations; 0: only before the first step and after the last.
         eval_batches: global batches per validation, the same ones each time.
@@ -263,7 +263,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything one training run needs. Checks here are those that join sections.
+    """The configuration of one training run; its own checks are those that involve several sections.
 
     Attributes:
         profile: "10:13" traces the steps 10, 11 and 12 into the run's folder (paxtrain/profiling/profiler.py); "":
@@ -350,12 +350,12 @@ class Config:
 
     @property
     def links(self) -> int:
-        """Pairs of stages that exchange messages; with virtual stages the last and the first do, too."""
+        """Return the number of links between stages; virtual stages add one from the last stage to the first."""
         return self.mesh.pipe - (self.pipeline.virtual_stages == 1)
 
     @property
     def profiled(self) -> range:
-        """The steps that `profile` names."""
+        """Return the steps that `profile` names."""
         return steps("profile", self.profile, self.run.steps)
 
     @property
@@ -368,13 +368,13 @@ class Config:
 
 
 def read_section(cls: type, values: Any, path: str) -> Any:
-    """A dataclass of this module from a mapping of its fields.
+    """Return a dataclass of this module, made from a mapping of its fields.
 
     Args:
         path: the section's name, for messages.
 
     Raises:
-        UserError: no mapping, an unknown key, a value of another type or out of bounds.
+        UserError: the values are no mapping, a key is unknown, or a value has another type or is out of bounds.
     """
     require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
@@ -395,17 +395,17 @@ def read_section(cls: type, values: Any, path: str) -> Any:
 
 
 def from_dict(values: Any) -> Config:
-    """The Config that a (possibly partial) mapping of sections describes.
+    """Return the Config that a (possibly partial) mapping of sections describes.
 
     Args:
         values: a dict or ConfigDict; sections and keys left out keep their defaults.
 
     Raises:
-        UserError: an unknown key, a value of another type, or values that do not fit each other.
+        UserError: a key is unknown, a value has another type, or values do not fit each other.
     """
     return read_section(Config, values, "")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The nested dict of plain values that `from_dict` reads."""
+    """Return the nested dict of plain values that `from_dict` reads."""
     return dataclasses.asdict(config)

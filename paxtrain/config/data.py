@@ -1,4 +1,4 @@
-"""The data section of the configuration: which token files a run trains and validates on, and in what proportions."""
+"""The data section of the configuration: the token files of a run, and their proportions."""
 
 import dataclasses
 import math
@@ -7,16 +7,16 @@ from fractions import Fraction
 
 from paxtrain.config.checks import positive, require
 
-# A mixture repeats its pattern after as many samples as its weights, as whole numbers, add up to.
+# The weights, scaled to integers, add up to the period of the mixture in samples.
 LONGEST_PERIOD = 10_000
 
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/\d+", re.IGNORECASE)  # 1e999999999 is long in the making
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/\d+", re.IGNORECASE)  # 1e999999999 takes long to expand
 _EXAMPLE = "web=runs/web/train,code=runs/code/train"
 
 
 def _sets(key: str, text: str) -> dict[str, str]:
-    """Prefixes by name; a single one without a name has the name ""."""
+    """Return the prefixes by name; a single one without a name has the name ""."""
     matches = [_NAMED.fullmatch(part.strip()) for part in text.split(",")]
     if len(matches) == 1 and not matches[0]:
         return {"": text}
@@ -47,9 +47,9 @@ class DataConfig:
 
     Attributes:
         train, validation: one data set, "runs/data/train", or several with names,
-            "web=runs/web/train,code=runs/code/train". Those to train on are mixed; each one to validate on has a
-            validation loss of its own.
-        weights: of several data sets to train on, "web=0.7,code=0.3"; only their proportions count.
+            "web=runs/web/train,code=runs/code/train". Training sets are mixed; each validation set has a
+            separate validation loss.
+        weights: shares of several training sets, "web=0.7,code=0.3"; only their proportions count.
         prefetch: batches read ahead.
     """
 
@@ -60,21 +60,21 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive("data", self, "prefetch")
-        _ = self.mixture, self.validation_sets  # both say what is wrong with the texts
+        _ = self.mixture, self.validation_sets  # both raise if a text is wrong
 
     @property
     def train_sets(self) -> dict[str, str]:
-        """Prefixes by name of what is trained on."""
+        """Return the prefixes of the training sets by name."""
         return _sets("data.train", self.train)
 
     @property
     def validation_sets(self) -> dict[str, str]:
-        """Prefixes by name of what is validated on."""
+        """Return the prefixes of the validation sets by name."""
         return _sets("data.validation", self.validation)
 
     @property
     def mixture(self) -> dict[str, int]:
-        """How many samples of each training set, by name, there are in a period of the mixture; names are sorted."""
+        """Return the samples of each training set in a period of the mixture, by name; names are sorted."""
         sets = sorted(self.train_sets)
         names = ", ".join(sets)
         if not self.weights and len(sets) == 1:

@@ -1,4 +1,4 @@
-"""The model section of the configuration: the shape of a GPT-2 or a Llama, and how it is computed."""
+"""The model section of the configuration: the shape of a GPT-2 or a Llama, its dtype and its attention."""
 
 import dataclasses
 import math
@@ -15,17 +15,17 @@ class ModelConfig:
     Attributes:
         family: one of FAMILIES. "gpt2": learned positions, LayerNorm, GELU, biases. "llama": rotary positions, RMSNorm,
             SwiGLU, no biases.
-        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` whatever the mesh, so
+        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` on every mesh, so
             that checkpoints fit every mesh; padded rows never receive probability.
         kv_heads: heads of keys and values, each shared by heads/kv_heads queries; 0: as many as heads.
         intermediate: size of the feed-forward part; 0: 4 * hidden.
         sequence: positions, S.
-        tied_head: the head's table is the embedding's.
+        tied_head: the head uses the embedding's table.
         rope_theta: base of the rotary angles. norm_epsilon: added to a norm's mean square.
         embedding_dropout, residual_dropout: rates after the embedding and on both residual branches
             (GPT-2's embd_pdrop and resid_pdrop).
         dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
-            micro-batches and the optimizer are float32 always.
+            micro-batches and the optimizer are always float32.
         attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
         separator: id of the token that documents begin with (one that ends them begins the next one). Attention stays
             within a document and positions count from its beginning; -1: all tokens of a sample are one document.
@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def fits_flash(self) -> bool:
-        """Whether cuDNN has flash attention for this shape; its masks want an even sequence."""
+        """Return whether cuDNN has flash attention for this shape; its masks need an even sequence."""
         small = self.head_dim % 8 == 0 and self.head_dim <= 128
         return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 
@@ -113,38 +113,38 @@ class ModelConfig:
 
     @property
     def key_value(self) -> int:
-        """Size of a token's keys."""
+        """Return the size of a token's keys."""
         return self.key_value_heads * self.head_dim
 
     @property
     def matrices(self) -> int:
-        """Parameters of a layer's matrices, with which every token is multiplied."""
+        """Return the number of parameters in a layer's matrices, which multiply every token."""
         feed_forward = 3 if self.family == "llama" else 2
         return self.hidden * (2 * self.hidden + 2 * self.key_value + feed_forward * self.ffn)
 
     @property
     def vectors(self) -> int:
-        """Parameters of a layer's norms and biases."""
+        """Return the number of parameters in a layer's norms and biases."""
         return 2 * self.hidden if self.family == "llama" else 9 * self.hidden + self.ffn
 
     @property
     def positions(self) -> int:
-        """Rows of the table of positions."""
+        """Return the rows of the position table."""
         return 0 if self.family == "llama" else self.sequence
 
     @property
     def tables(self) -> int:
-        """Tables of the vocabulary: the embedding's, and the head's where that is another one."""
+        """Return the number of vocabulary tables: the embedding's, and the head's if it is untied."""
         return 1 if self.tied_head else 2
 
     @property
     def split_sizes(self) -> dict[str, int]:
-        """What tensor parallelism splits evenly, by name."""
+        """Return the sizes that tensor parallelism splits evenly, by name."""
         names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
         return {name: getattr(self, name) for name in names}
 
     def parameter_count(self) -> int:
-        """Parameters of the model as published: the padding of the vocabulary is not counted."""
+        """Return the number of parameters as published, without the padding of the vocabulary."""
         final_norm = self.hidden if self.family == "llama" else 2 * self.hidden
         rows = self.tables * self.vocab_size + self.positions
         return self.layers * (self.matrices + self.vectors) + rows * self.hidden + final_norm

@@ -1,4 +1,4 @@
-"""A plan: which mesh on which devices, how the pipeline runs, what is compressed.
+"""A plan: the mesh and its devices, the pipeline, the batch and the compression.
 
 `--plan=plan.json` overrides these sections of the configuration.
 """
@@ -30,15 +30,15 @@ class Plan:
 
     Attributes:
         mesh: sizes of the axes.
-        pipeline: schedule, layers per stage, what is saved.
+        pipeline: schedule, layers per stage, and saved activations.
         batch: global batch and micro-batch.
-        compress: what crosses links compressed.
-        hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order in which
-            the processes come.
+        compress: compression of messages and gradients.
+        hosts: names of the hosts in the order in which `device_order` counts their devices; empty: the order of
+            the processes.
         devices_per_host: devices of each host.
-        device_order: for every mesh position (row-major over data, pipe, tensor) an index into all hosts' devices,
-            host after host; empty: 0, 1, 2, ...
-        predicted: figures of the planner with their sources, for people to read; the trainer does not use them.
+        device_order: index into all hosts' devices, host after host, for every mesh position (row-major over data,
+            pipe, tensor); empty: 0, 1, 2, ...
+        predicted: the planner's figures with their sources, for people to read; the trainer does not use them.
     """
 
     mesh: MeshConfig
@@ -66,7 +66,7 @@ class Plan:
             )
 
     def apply(self, values: Mapping[str, Any]) -> Config:
-        """The configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
+        """Return the configuration of `values` (sections, as for config.from_dict) with this plan's sections.
 
         Raises:
             UserError: they do not fit each other.
@@ -75,20 +75,20 @@ class Plan:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values."""
+    """Return the plan as JSON values."""
     return json.loads(json.dumps({"version": VERSION, **dataclasses.asdict(plan)}))
 
 
 def save(plan: Plan, path: str | pathlib.Path) -> None:
-    """Writes a plan as JSON."""
+    """Write a plan as JSON."""
     pathlib.Path(path).write_text(json.dumps(to_json(plan), indent=2) + "\n")
 
 
 def load(path: str | pathlib.Path) -> Plan:
-    """Reads a plan.
+    """Read a plan.
 
     Raises:
-        UserError: the file cannot be read, is no JSON object, has unknown or missing keys or values that do not fit.
+        UserError: the file cannot be read or is no JSON object, or it has wrong keys or values.
     """
     try:
         values = json.loads(pathlib.Path(path).read_text())
@@ -102,10 +102,10 @@ def load(path: str | pathlib.Path) -> Plan:
 
 
 def from_json(values: Any) -> Plan:
-    """The plan of JSON values.
+    """Return the plan that JSON values describe.
 
     Raises:
-        UserError: no JSON object, unknown or missing keys, or values that do not fit.
+        UserError: the values are no JSON object, keys are unknown or missing, or values do not fit.
     """
     if not isinstance(values, dict):
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")

@@ -27,13 +27,13 @@ def _sum(x: jax.Array, axis: str | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copy(x: jax.Array, axis: str | None) -> jax.Array:
-    """Hands a replicated x to column-parallel weights: identity forward, sum over the axis backward."""
+    """Pass a replicated x to column-parallel weights: identity forward, sum over the axis backward."""
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def reduce(x: jax.Array, axis: str | None) -> jax.Array:
-    """Completes row-parallel partial sums: sum over the axis forward, identity backward."""
+    """Complete row-parallel partial sums: sum over the axis forward, identity backward."""
     return _sum(x, axis)
 
 
@@ -43,14 +43,14 @@ reduce.defvjp(lambda x, axis: (reduce(x, axis), None), lambda axis, _, g: (g,))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather(x: jax.Array, axis: str) -> jax.Array:
-    """[B, S/T, H] of each rank as the whole [B, S, H]: all-gather, and reduce-scatter backward."""
+    """Gather every rank's [B, S/T, H] into [B, S, H]: all-gather forward, reduce-scatter backward."""
     with jax.named_scope("tensor"):
         return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def scatter(x: jax.Array, axis: str) -> jax.Array:
-    """Partial sums [B, S, H] as each rank's part of their sum, [B, S/T, H]: reduce-scatter, and all-gather backward."""
+    """Sum partial sums [B, S, H] into each rank's [B, S/T, H]: reduce-scatter forward, all-gather backward."""
     with jax.named_scope("tensor"):
         return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
 
@@ -60,11 +60,11 @@ scatter.defvjp(lambda x, axis: (scatter(x, axis), None), lambda axis, _, g: (gat
 
 
 class Group(NamedTuple):
-    """How devices share a layer.
+    """The split of a layer over devices.
 
     Attributes:
-        axis: of the mesh, over which heads, ffn and vocabulary are split; None: they are whole.
-        sequence: between the split matrices each device has a part of the sequence.
+        axis: mesh axis over which heads, ffn and vocabulary are split; None: they are whole.
+        sequence: whether each device has only a part of the sequence between the split matrices.
     """
 
     axis: str | None = None
@@ -72,7 +72,7 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts the sequence is split."""
+        """Return the number of parts of the sequence."""
         return lax.axis_size(self.axis) if self.sequence else 1
 
 
@@ -80,17 +80,17 @@ WHOLE = Group()
 
 
 def enter(x: jax.Array, group: Group) -> jax.Array:
-    """x [B, S/T or S, H] as column-parallel weights want it, [B, S, H] on every device."""
+    """Return x [B, S/T or S, H] as column-parallel weights need it: [B, S, H] on every device."""
     return gather(x, group.axis) if group.sequence else copy(x, group.axis)
 
 
 def leave(x: jax.Array, group: Group) -> jax.Array:
-    """The sum of row-parallel partial sums x [B, S, H], [B, S/T or S, H]."""
+    """Return the sum of row-parallel partial sums x [B, S, H] as [B, S/T or S, H]."""
     return scatter(x, group.axis) if group.sequence else reduce(x, group.axis)
 
 
 def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
-    """This device's part of an array that has the whole sequence in that dim."""
+    """Return this device's part of an array that has the whole sequence in dimension `dim`."""
     if not group.sequence:
         return x
     size = x.shape[dim] // group.parts
@@ -98,11 +98,12 @@ def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
 
 
 def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
-    """Token ids as rows of this rank's vocabulary shard.
+    """Convert token ids into rows of this rank's vocabulary shard.
 
     Args:
         ids: int [...].
         rows: rows of the shard.
+        axis: mesh axis that splits the vocabulary; None: it is whole.
 
     Returns:
         ([...] row in the shard, clipped into it; [...] whether the id lives here).
@@ -112,7 +113,16 @@ def local_ids(ids: jax.Array, rows: int, axis: str | None) -> tuple[jax.Array, j
 
 
 def embedding_lookup(table: jax.Array, ids: jax.Array, group: Group) -> jax.Array:
-    """Rows of a vocabulary-parallel table [V/T, H] for ids [B, S]; [B, S, H], or this device's part of the sequence."""
+    """Return the rows of a vocabulary-parallel table for token ids.
+
+    Args:
+        table: [V/T, H], this rank's shard.
+        ids: int [B, S].
+        group: the split of the vocabulary and the sequence.
+
+    Returns:
+        [B, S, H], or this device's part of the sequence.
+    """
     if group.axis is None:
         return table[ids]
     local, here = local_ids(ids, table.shape[0], group.axis)
@@ -121,7 +131,7 @@ def embedding_lookup(table: jax.Array, ids: jax.Array, group: Group) -> jax.Arra
 
 @jax.custom_vjp
 def project(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x [..., H] times table [V, H] transposed, accumulated and returned in float32.
+    """Multiply x [..., H] by the transpose of table [V, H], accumulated and returned in float32.
 
     The backward casts the float32 gradient to the compute dtype first, so that its two matrix products run at the
     speed of that dtype.
@@ -139,9 +149,16 @@ project.defvjp(lambda x, table: (project(x, table), (x, table)), _project_backwa
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
-    """Cross-entropy in nats [B, S] of vocabulary-parallel logits [B, S, V/T] (float32) for targets [B, S].
+    """Return the cross-entropy of vocabulary-parallel logits, in nats [B, S]; full logits are never gathered.
 
-    Full logits are never gathered. Ids from vocab_size on are padding and get no probability.
+    Args:
+        logits: float32 [B, S, V/T].
+        targets: int [B, S].
+        vocab_size: number of token ids; ids from here on are padding and get no probability.
+        axis: mesh axis that splits the vocabulary; None: it is whole.
+
+    References:
+        Shoeybi et al. 2019, Megatron-LM.
     """
     rows = logits.shape[-1]
     ids = jnp.arange(rows) + (lax.axis_index(axis) * rows if axis else 0)
