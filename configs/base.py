@@ -8,14 +8,14 @@ from paxtrain.config import Config, to_dict
 
 
 def gpt(**sections: dict[str, Any]) -> ConfigDict:
-    """All defaults, with some values of some sections replaced: gpt(model={"layers": 12}, mesh={"data": 2})."""
+    """Return all defaults with some values of some sections replaced: gpt(model={"layers": 12}, mesh={"data": 2})."""
     config = ConfigDict(to_dict(Config()))
     config.update(sections)
     return config
 
 
 def _large(out: str, data: str, **sections: dict[str, Any]) -> ConfigDict:
-    """What runs of real size have in common, with some values of some sections replaced."""
+    """Return the defaults of large runs with some values of some sections replaced."""
     defaults = {
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 2000},
         "run": {
@@ -33,7 +33,7 @@ def _large(out: str, data: str, **sections: dict[str, Any]) -> ConfigDict:
 
 
 def gpt2(layers: int, hidden: int, heads: int, out: str, **sections: dict[str, Any]) -> ConfigDict:
-    """A model with GPT-2's vocabulary at sequence length 1024, and data prepared with `--tokenizer=gpt2`."""
+    """Return a model with GPT-2's vocabulary at sequence length 1024, and data made with `--tokenizer=gpt2`."""
     model = {"vocab_size": 50257, "sequence": 1024, "layers": layers, "hidden": hidden, "heads": heads}
     sections["model"] = model | sections.get("model", {})
     return _large(out, "runs/gpt2_data", **sections)
@@ -42,10 +42,10 @@ def gpt2(layers: int, hidden: int, heads: int, out: str, **sections: dict[str, A
 def llama(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, out: str, **sections: dict[str, Any]
 ) -> ConfigDict:
-    """A model with Llama 2's shape and size of vocabulary, and data in its tokens.
+    """Return a model with Llama 2's shape and vocabulary size, and data in its tokens.
 
-    `paxtrain.prepare --tokenizer=tokenizer.json --end_of_text='</s>'` makes those; files of Megatron's tools are read
-    as they are.
+    `paxtrain.prepare --tokenizer=tokenizer.json --end_of_text='</s>'` makes such data; files of Megatron's tools load
+    unchanged.
     """
     model = {
         "family": "llama",

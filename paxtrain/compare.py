@@ -1,4 +1,4 @@
-"""Draws the losses of runs beside each other: python -m paxtrain.compare --runs=runs/a,runs/b --out=losses.png."""
+"""Draw the losses of several runs in one figure: python -m paxtrain.compare --runs=runs/a,runs/b --out=losses.png."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ HINT = "runs are named --runs=FOLDER,FOLDER"
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define this main's flags."""
     flags.DEFINE_list("runs", None, "Folders of the runs, joined by commas.", required=True)
     flags.DEFINE_string("out", None, "The PNG.", required=True)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Draws."""
+    """Draw the figure that the flags describe."""
     out = flags.FLAGS.out
     if not out.endswith(".png"):
         raise UserError(f"--out={out} must be the name of a .png")

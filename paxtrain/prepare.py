@@ -1,4 +1,4 @@
-"""Turns text into token files: DIR/train.{bin,idx}, DIR/validation.{bin,idx} and DIR/tokenizer.json.
+"""Turn text into token files: DIR/train.{bin,idx}, DIR/validation.{bin,idx} and DIR/tokenizer.json.
 
     python -m paxtrain.prepare --out=runs/data                                # Python's standard library, as bytes
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
@@ -51,10 +51,10 @@ _BATCH_CHARACTERS = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What `prepare` wrote; the pairs are (training, validation).
+    """The files that `prepare` wrote; pairs are (training, validation).
 
     Attributes:
-        prefixes: paths of the data sets without suffix, as config's data.train and data.validation want them.
+        prefixes: paths of the data sets without suffix, as data.train and data.validation take them.
         tokenizer: path of tokenizer.json.
     """
 
@@ -66,13 +66,15 @@ class Prepared:
 
 
 def stdlib_files() -> list[str]:
-    """The running Python's standard library without its tests: some 10 MB of text that need no download."""
+    """Return the files of this Python's standard library without its tests: about 10 MB of text, no download."""
     root = Path(sysconfig.get_path("stdlib"))
     return [str(path) for path in sorted(root.rglob("*.py")) if not _NOT_STDLIB & {*path.relative_to(root).parts}]
 
 
 def input_files(inputs: Sequence[str]) -> list[str]:
-    """The files that paths, folders (all files but hidden ones, recursively), globs and "stdlib" name, each once.
+    """Return the files named by paths, folders, globs and "stdlib", each once.
+
+    A folder stands for all files below it except hidden ones.
 
     Raises:
         UserError: there are no inputs, or one of them names no file.
@@ -96,7 +98,7 @@ def input_files(inputs: Sequence[str]) -> list[str]:
         files += found
     once: dict[str, str] = {}
     for file in files:
-        # A document under two names could be held out and trained on.
+        # A document under two names could be both held out and trained on.
         once.setdefault(os.path.realpath(file), file)
     return list(once.values())
 
@@ -149,7 +151,7 @@ def _file_documents(path: str, json_key: str) -> Iterator[str]:
 
 
 def documents(files: Sequence[str], json_key: str = "text") -> Iterator[str]:
-    """The documents of all files in order; empty ones are left out.
+    """Yield the documents of all files in order, without empty ones.
 
     Raises:
         UserError: a file cannot be read, is not UTF-8, or a .jsonl line holds no object with a text under `json_key`.
@@ -167,7 +169,7 @@ def documents(files: Sequence[str], json_key: str = "text") -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Corpus:
-    """Documents and which of them are held out; a single document gives its text from `cut` on."""
+    """Documents and the indices of those held out; a single document holds out its text from `cut` on."""
 
     files: Sequence[str]
     json_key: str
@@ -176,7 +178,7 @@ class _Corpus:
     characters: int
 
     def __iter__(self) -> Iterator[tuple[str, bool]]:
-        """(text, held out) of each document."""
+        """Yield (text, held out) for each document."""
         for index, text in enumerate(documents(self.files, self.json_key)):
             if self.cut:
                 yield text[: self.cut], False
@@ -189,7 +191,7 @@ class _Corpus:
 
 
 def _split(files: Sequence[str], json_key: str, fraction: float, seed: int) -> _Corpus:
-    """Reads everything once, so that bad input is said before anything is written, and chooses what is held out."""
+    """Read everything once, to refuse bad input before anything is written, and choose the held-out documents."""
     lengths = [len(text) for text in tqdm(documents(files, json_key), "reading", unit=" documents", disable=None)]
     count, characters = len(lengths), sum(lengths)
     if characters < 2:
@@ -208,7 +210,7 @@ class _Piece(NamedTuple):
 
 
 def _batches(corpus: _Corpus, cut: bool) -> Iterator[list[_Piece]]:
-    """All documents, maybe cut into pieces, in lists of about _BATCH_CHARACTERS."""
+    """Yield all documents, cut into pieces if `cut`, in lists of about _BATCH_CHARACTERS."""
     batch: list[_Piece] = []
     characters = 0
     for text, held_out in corpus:
@@ -238,7 +240,7 @@ def _encode(corpus: _Corpus, tokenizer: Tokenizer, end: int, training: TokenWrit
 
 
 def _publish(staging: Path, out: Path) -> None:
-    """Moves a complete data set into place; whenever that stops, train.idx is missing or everything is in place."""
+    """Move a complete data set into place; an interruption leaves no partial set that loads."""
     for name in ("train.idx", "validation.idx"):
         (out / name).unlink(missing_ok=True)
     for name in ("tokenizer.json", "validation.bin", "train.bin", "validation.idx", "train.idx"):
@@ -293,21 +295,21 @@ def prepare(
     validation_fraction: float = 0.05,
     seed: int = 0,
 ) -> Prepared:
-    """Tokenizes text files into `out`; a run that is stopped leaves no data set that loads by halves.
+    """Tokenize text files into `out`; an interrupted run leaves no partial data set that loads.
 
     Args:
         inputs: files, folders, globs or "stdlib", see `input_files`.
         tokenizer: "bytes", "bpe" (trained on the training documents), "gpt2" (from `vocab` and `merges`), or the path
             of another data set's or a model's tokenizer.json.
-        end_of_text: the token after each document; another than the default with a tokenizer.json only.
+        end_of_text: token after each document; only a tokenizer.json allows another than the default.
         vocab_size: largest vocabulary of "bpe"; None: DEFAULT_BPE_VOCABULARY.
         vocab, merges: paths of GPT-2's vocab.json and merges.txt.
-        json_key: where the text is in the objects of .jsonl files.
-        validation_fraction: share of the documents, at least one, that is held out; of one document, its end.
-        seed: decides which documents are held out.
+        json_key: key of the text in the objects of .jsonl files.
+        validation_fraction: share of the documents that is held out, at least one; a single document gives its end.
+        seed: seed of the choice of held-out documents.
 
     Raises:
-        UserError: options that do not fit each other, unusable input (see `documents`), or an unwritable `out`.
+        UserError: options do not fit each other, input is unusable (see `documents`), or `out` is not writable.
     """
     _check_options(tokenizer, end_of_text, vocab_size, vocab, merges, validation_fraction, seed)
     files = input_files(inputs)
@@ -342,7 +344,7 @@ def prepare(
 
 
 def define_flags() -> None:
-    """Defines this main's flags, which other mains that import `prepare` must not get."""
+    """Define this main's flags; mains that import `prepare` must not get them."""
     flags.DEFINE_list("input", ["stdlib"], "Text and .jsonl files, folders or globs; stdlib: Python's own library.")
     flags.DEFINE_string("out", "runs/data", "Directory for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.")
     flags.DEFINE_string(
@@ -358,7 +360,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prepares what the flags say and prints what came of it."""
+    """Prepare the data set that the flags describe, and print its sizes."""
     options = flags.FLAGS
     prepared = prepare(
         options.input,

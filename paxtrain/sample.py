@@ -1,4 +1,4 @@
-"""Samples text from a checkpoint: python -m paxtrain.sample --checkpoint=runs/tiny --prompt="def "."""
+"""Sample text from a checkpoint: python -m paxtrain.sample --checkpoint=runs/tiny --prompt="def "."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ HINT = "give the prompt with --prompt="
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define this main's flags."""
     flags.DEFINE_string("checkpoint", None, "Directory of a training run (its run.out).", required=True)
     flags.DEFINE_integer("step", None, "Step of the checkpoint; the newest good one if not given.")
     flags.DEFINE_string("prompt", "\n", "Text to continue.")
@@ -23,7 +23,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the prompt and what continues it."""
+    """Print the prompt and its continuation."""
     f = flags.FLAGS
     if not math.isfinite(f.temperature):
         raise UserError(f"--temperature must be a number such as 0.8, got {f.temperature}")

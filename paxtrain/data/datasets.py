@@ -1,4 +1,4 @@
-"""The data sets of a run: opened and checked, mixed for training, each by itself for validation."""
+"""The data sets of a run: opened, checked, mixed for training, and read separately for validation."""
 
 import pathlib
 import zlib
@@ -17,7 +17,7 @@ from paxtrain.errors import UserError
 
 
 def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
-    """Demands equal tokenizers beside all files that have one: ids of one would mean something else in the other."""
+    """Require that all files with a tokenizer have the same one; otherwise equal ids would differ in meaning."""
     folders = dict.fromkeys(pathlib.Path(file.prefix).parent for file in files)
     found = [path for path in (folder / TOKENIZER for folder in folders) if path.exists()]
     for path in found[1:]:
@@ -33,17 +33,17 @@ def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
 
 
 class DataSets:
-    """What a run trains and validates on. Which tokens sample n is does not depend on mesh, batch size or resumption.
+    """The training and validation sets of a run. Sample n is the same for any mesh, batch size and resumption.
 
     Attributes:
         train, validation: the token files by name; one set without a name has the name "".
     """
 
     def __init__(self, config: Config) -> None:
-        """Opens all files and finds what would stop a run.
+        """Open all files and check for anything that would stop a run.
 
         Raises:
-            UserError: as data.load; or the data sets are of different tokenizers.
+            UserError: a file is unusable (see token_files.load), or the data sets have different tokenizers.
         """
         self._config, model = config, config.model
 
@@ -59,15 +59,15 @@ class DataSets:
 
     @property
     def tokenizer(self) -> pathlib.Path:
-        """Where the tokenizer of all sets is, if it has been kept beside one to train on."""
+        """Return the path of the sets' tokenizer.json if one lies beside a training set."""
         paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
         return next((path for path in paths if path.exists()), paths[0])
 
     def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
-        """This process's rows of the global batches to train on, without end, see data.stream.
+        """Yield this process's rows of the global training batches without end, see token_files.stream.
 
-        Every set goes through its own epochs, in an order that depends on the seed and its name: not on other sets or
-        on weights.
+        Every set has separate epochs. Their order depends on the seed and the set's name, not on other sets or
+        weights.
 
         Args:
             seed: default: the configuration's.
@@ -93,7 +93,7 @@ class DataSets:
         )
 
     def validating(self, name: str, rows: Sequence[int]) -> Iterator[np.ndarray]:
-        """This process's rows of the global batches of one validation set, in the file's order."""
+        """Yield this process's rows of the global batches of one validation set, in the file's order."""
         c = self._config
         return token_files.batches(
             self.validation[name],
@@ -105,7 +105,7 @@ class DataSets:
         )
 
     def identity(self) -> dict[str, Any]:
-        """What decides which tokens sample n is; a file is known by its number of tokens and the first million."""
+        """Return the values that determine sample n; a file is known by its length and its first million tokens."""
         sets = {
             name: {"tokens": len(file), "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes())}
             for name, file in self.train.items()
@@ -115,7 +115,7 @@ class DataSets:
         return sets.get("", {"sets": mixed}) | order
 
     def describe(self) -> list[tuple[str, str]]:
-        """Rows for the table of a run's start: each named set, its share, and how often the run goes through it."""
+        """Return the table rows of each named set: its share, and its number of epochs in the run."""
         if "" in self.train:
             return []
         c, rows = self._config, []

@@ -1,4 +1,4 @@
-"""Which data set each sample of a weighted mixture comes from, and which of that data set's samples it is.
+"""Weighted mixtures: the data set that each sample comes from, and its number within that data set.
 
 Sample n depends on n and the weights alone, so a run needs no state but its count of samples, on any mesh. The rule is
 the quota method of apportionment: of the data sets that are below their share of the first n + 1 samples, the one with
@@ -17,7 +17,7 @@ class Mixture:
     """The samples of a mixture of data sets, numbered from 0 without end."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """`weights`: of each data set; after their sum all shares are exact, and the pattern begins again."""
+        """Set the integer weight of each data set; after their sum shares are exact and the pattern repeats."""
         self._weights, self._period = tuple(weights), sum(weights)
         self._pattern: list[tuple[int, int]] = []
         given = [0] * len(weights)
@@ -29,7 +29,7 @@ class Mixture:
             given[chosen] += 1
 
     def __call__(self, sample: int) -> tuple[int, int]:
-        """The data set that a sample comes from, and its number among that data set's samples."""
+        """Return the index of the data set that a sample comes from, and the sample's number within it."""
         periods, place = divmod(sample, self._period)
         chosen, number = self._pattern[place]
         return chosen, periods * self._weights[chosen] + number

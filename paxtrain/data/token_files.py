@@ -43,16 +43,17 @@ Prefix = str | os.PathLike[str]
 
 
 class TokenWriter:
-    """Writes one data set, a sequence per document; without its index, written last, the data set does not load.
+    """Writer of one data set, with one sequence per document.
 
-    A context manager: the index is written when the block ends without an exception.
+    It is a context manager. The index is written last, when the block ends without an exception; without it the data
+    set does not load.
 
     Attributes:
         tokens: tokens written so far.
     """
 
     def __init__(self, prefix: Prefix, vocab_size: int) -> None:
-        """Opens PREFIX.bin; `vocab_size` decides between uint16 and int32."""
+        """Open PREFIX.bin; `vocab_size` decides between uint16 and int32."""
         self._prefix = os.fspath(prefix)
         self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
         self._bin = open(f"{self._prefix}.bin", "wb")  # noqa: SIM115 (closed by __exit__)
@@ -61,18 +62,18 @@ class TokenWriter:
         self.tokens = 0
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids to the current document."""
+        """Append ids to the current document."""
         self._bin.write(np.asarray(ids, self._dtype.newbyteorder("<")).tobytes())
         self.tokens += len(ids)
 
     def end_document(self) -> None:
-        """Ends the current document; the next `extend` begins another one."""
+        """End the current document; the next `extend` begins another one."""
         self._sizes.append(self.tokens - self._ended)
         self._ended = self.tokens
 
     @property
     def documents(self) -> int:
-        """Documents ended so far."""
+        """Return the number of documents ended so far."""
         return len(self._sizes)
 
     def __enter__(self) -> "TokenWriter":
@@ -93,7 +94,7 @@ class TokenWriter:
 
 
 def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
-    """(dtype, tokens, documents, tokens of the first that has any) of an .idx file whose parts fit each other."""
+    """Return (dtype, tokens, documents, tokens of the first non-empty document) of a consistent .idx file."""
     length = os.path.getsize(path)
     if length == 0:
         raise UserError(f"{path} is empty; write the data set again")
@@ -140,13 +141,13 @@ class TokenFile:
     Attributes:
         prefix: path without ".bin" and ".idx".
         vocab_size: ids must be below this.
-        dtype: of the ids in the file.
+        dtype: dtype of the ids in the file.
         documents: number of documents.
-        first_document: tokens of the first one that has any.
+        first_document: tokens of the first non-empty document.
     """
 
     def __init__(self, prefix: Prefix, vocab_size: int = 2**31) -> None:
-        """Opens PREFIX.bin and PREFIX.idx and checks that they fit each other; ids are checked when they are read.
+        """Open PREFIX.bin and PREFIX.idx and check that they fit each other; ids are checked when they are read.
 
         Raises:
             UserError: a file is missing, empty, cut off or no Megatron data set, or its tokens are not integers.
@@ -173,11 +174,11 @@ class TokenFile:
         self._tokens = np.memmap(path, self.dtype.newbyteorder("<"), "r")
 
     def __len__(self) -> int:
-        """Tokens of all documents."""
+        """Return the number of tokens in all documents."""
         return len(self._tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop) as int32 [stop - start].
+        """Return the tokens [start, stop) as int32 [stop - start].
 
         Raises:
             UserError: an id is outside the vocabulary.
@@ -193,21 +194,21 @@ class TokenFile:
 
 
 def samples_per_epoch(tokens: int, sequence: int) -> int:
-    """Samples of `sequence` + 1 tokens, each beginning with the last token of the one before."""
+    """Return the number of samples of `sequence` + 1 tokens, each beginning with the last token of the one before."""
     return (tokens - 1) // sequence
 
 
 def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1) -> TokenFile:
-    """Opens a data set and says at once, before anything is compiled, what would stop a training run.
+    """Open a data set, and refuse one that would stop a training run before anything is compiled.
 
     Ids are scanned in the first 64 MiB; later ones are checked when they are read.
 
     Args:
-        separator: the token with which documents begin or end; -1: any.
+        separator: token that begins or ends documents; -1: any.
 
     Raises:
-        UserError: as TokenFile; a file that cannot be read; too few tokens for one sample; an id outside the
-            vocabulary; another separator.
+        UserError: a file is unusable (see TokenFile) or cannot be read, has too few tokens for one sample or an id
+            outside the vocabulary, or uses another separator.
     """
     try:
         file = TokenFile(prefix, vocab_size)
@@ -236,7 +237,7 @@ def _require_separator(file: TokenFile, separator: int) -> None:
 
 
 class _Samples:
-    """Sample j = tokens [j * sequence, (j + 1) * sequence + 1), as a grain data source."""
+    """A grain data source whose sample j is tokens [j * sequence, (j + 1) * sequence + 1)."""
 
     def __init__(self, file: TokenFile, sequence: int) -> None:
         self._file = file
@@ -256,11 +257,13 @@ class _Samples:
 def epochs(
     file: TokenFile, sequence: int, *, seed: int | Sequence[int] = 0, shuffle: bool = True
 ) -> Sequence[np.ndarray]:
-    """The samples of a file through all epochs, numbered 0, 1, 2, ... without end: int32 [sequence + 1] each.
+    """Return the samples of a file through all epochs, numbered from 0 without end: int32 [sequence + 1] each.
 
     Args:
-        seed: decides, together with the epoch, the order of the samples within an epoch.
-        shuffle: False: in the file's order, for validation.
+        file: the token file.
+        sequence: tokens per sample, without the last target.
+        seed: seed that, with the epoch's number, determines the order of samples in an epoch.
+        shuffle: whether to shuffle; False keeps the file's order, for validation.
     """
     samples = grain.MapDataset.source(_Samples(file, sequence))
     if shuffle:
@@ -277,14 +280,14 @@ def stream(
     start_sample: int = 0,
     prefetch: int = 2,
 ) -> Iterator[np.ndarray]:
-    """This process's rows of all global batches, without end; other rows are not read.
+    """Yield this process's rows of all global batches without end; other rows are not read.
 
-    What sample i is depends neither on the mesh nor on the batch size: a run resumes by `start_sample` on any of them.
+    Sample i depends on neither the mesh nor the batch size, so a run resumes from `start_sample` on any of them.
 
     Args:
         sample: sample number i, int32 [sequence + 1].
         global_batch: samples per batch over all processes.
-        rows: which rows of each global batch to read, in this order.
+        rows: rows of each global batch to read, in this order.
         start_sample: samples consumed before.
         prefetch: batches read ahead, each in its own thread.
 
@@ -311,7 +314,7 @@ def batches(
     shuffle: bool = True,
     prefetch: int = 2,
 ) -> Iterator[np.ndarray]:
-    """The `stream` of one file's `epochs`."""
+    """Return the `stream` of one file's `epochs`; see there for the arguments."""
     samples = epochs(file, sequence, seed=seed, shuffle=shuffle)
     return stream(
         samples.__getitem__, global_batch=global_batch, rows=rows, start_sample=start_sample, prefetch=prefetch

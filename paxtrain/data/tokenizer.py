@@ -1,7 +1,7 @@
-"""The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library with `<|endoftext|>`, and kept ones.
+"""The tokenizers of paxtrain.prepare: byte-level BPEs of the `tokenizers` library, and those of a tokenizer.json.
 
-None of the former normalizes, so decoding returns the text that was encoded, and a text that happens to contain
-`<|endoftext|>` is encoded like any other text.
+The byte-level BPEs have the token `<|endoftext|>`. They do not normalize, so decoding returns the encoded text.
+A text that happens to contain `<|endoftext|>` is encoded like any other text.
 """
 
 import os
@@ -31,22 +31,22 @@ def _byte_level(model: models.Model, *, split_words: bool) -> Tokenizer:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """One token per UTF-8 byte, its id the byte's value; `<|endoftext|>` is 256."""
+    """Return a tokenizer with one token per UTF-8 byte: the id is the byte's value, and `<|endoftext|>` is 256."""
     # GPT-2 writes printable bytes as themselves and the others as the characters from 256 on.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(BYTES) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(BYTES + i): byte for i, byte in enumerate(others)}
-    # Without merges words make no difference, but finding them takes three times as long as all the rest.
+    # Words make no difference without merges, and finding them takes three times as long as all the rest.
     tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]), split_words=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 
 def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
-    """GPT-2's BPE from its vocab.json and merges.txt.
+    """Return GPT-2's BPE, made from its vocab.json and merges.txt.
 
     Raises:
-        UserError: a file is missing or does not hold what it should.
+        UserError: a file is missing or has the wrong content.
     """
     for path in (vocab, merges):
         if not os.path.isfile(path):
@@ -62,7 +62,7 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
 
 
 def load(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a tokenizer.json.
+    """Return the tokenizer of a tokenizer.json.
 
     Raises:
         UserError: the file is no tokenizer.
@@ -74,17 +74,17 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
-    """The tokenizer of a data set that was prepared before or of a model, from its tokenizer.json.
+    """Return the tokenizer of an existing data set or model, from its tokenizer.json.
 
     Raises:
-        UserError: the file is no tokenizer, or has no such token as `end_of_text`.
+        UserError: the file is no tokenizer, or lacks the token `end_of_text`.
     """
     tokenizer = load(path)
     if tokenizer.token_to_id(end_of_text) is None:
         raise UserError(
             f"{path} has no token {end_of_text}; name the one that ends its documents, such as --end_of_text='</s>'"
         )
-    tokenizer.encode_special_tokens = True  # which the file does not keep
+    tokenizer.encode_special_tokens = True  # the file does not store this setting
     # What a model's file may keep is for its prompts, not for documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -92,9 +92,9 @@ def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A BPE with GPT-2's word pattern trained on `texts`; it may stay below `vocab_size` where there is little text.
+    """Train a BPE with GPT-2's word pattern on `texts`; little text may give fewer tokens than `vocab_size`.
 
-    Needs room for the bytes and `<|endoftext|>`: a vocab_size of SMALLEST_BPE_VOCABULARY or more.
+    `vocab_size` must be SMALLEST_BPE_VOCABULARY or more: the bytes and `<|endoftext|>` need that many.
     """
     tokenizer = _byte_level(models.BPE(), split_words=True)
     trainer = trainers.BpeTrainer(
@@ -109,28 +109,28 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def alike(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Whether ids mean the same in two tokenizer.json."""
+    """Return whether ids have the same meaning in two tokenizer.json files."""
     return load(one).get_vocab() == load(other).get_vocab()
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The largest id plus one, which is what a model needs even where ids have gaps."""
+    """Return the largest id plus one, which a model needs even if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def cuts(tokenizer: Tokenizer) -> bool:
-    """Whether it gives the `pieces` of a text the ids of the whole: GPT-2's way to find words does, others may not."""
+    """Return whether the `pieces` of a text encode to the ids of the whole; only GPT-2's word pattern ensures it."""
     words = tokenizer.pre_tokenizer
     plain = isinstance(words, pre_tokenizers.ByteLevel) and not words.add_prefix_space
-    # Without words a token may reach across a cut, but for tokens of one byte.
+    # Without words a token may reach across a cut, unless all tokens are one byte.
     alone = plain and (words.use_regex or vocabulary_size(tokenizer) <= SMALLEST_BPE_VOCABULARY)
     return alone and tokenizer.normalizer is None
 
 
 def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """Cuts a text into pieces of about `characters` that encode, one by one, to the ids of the whole text (see `cuts`).
+    """Cut a text into pieces of about `characters` that encode, one by one, to the ids of the whole text (see `cuts`).
 
-    The library needs 150 bytes of memory per character, and works on several pieces at the same time.
+    The library needs 150 bytes of memory per character, and encodes several pieces at the same time.
     """
     start = 0
     while start < len(text):

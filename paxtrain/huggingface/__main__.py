@@ -1,10 +1,10 @@
-"""Models from and to Hugging Face's layout, a folder of config.json, *.safetensors and tokenizer.json.
+"""Export and import of models in Hugging Face's layout: config.json, *.safetensors and tokenizer.json.
 
     python -m paxtrain.huggingface export --checkpoint=runs/tiny --out=runs/tiny_hf
     python -m paxtrain.huggingface import --model=FOLDER --config=configs/gpt2_125m.py --config.run.out=runs/finetuned
 
-What is exported loads with transformers' AutoModelForCausalLM and AutoTokenizer. What is imported becomes the
-checkpoint of step 0 in run.out: paxtrain.train with the same configuration goes on from it.
+An exported model loads with transformers' AutoModelForCausalLM and AutoTokenizer. An imported model becomes the
+checkpoint of step 0 in run.out: paxtrain.train with the same configuration continues from it.
 """
 
 import json
@@ -33,9 +33,9 @@ from paxtrain.run import checkpoint, sampling
 
 CONFIG, ONE_FILE = "config.json", "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
-SHARD = "5GB"  # at most in one file, as transformers' own
+SHARD = "5GB"  # largest file, as in transformers
 SETTINGS = "tokenizer_config.json"  # beside tokenizer.json; an import keeps it for an export
-# Arrays that old files have beside a model's weights: masks, and angles that follow from rope_theta.
+# Arrays besides the weights in old files: masks, and angles that follow from rope_theta.
 _NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
@@ -43,7 +43,7 @@ _NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
 def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> None:
-    """Writes one file, or several and their index."""
+    """Write the arrays as one file, or as several with an index."""
     size = lambda x: x.size * jnp.dtype(dtype).itemsize  # noqa: E731
     split = split_state_dict_into_shards_factory(
         arrays, get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD
@@ -57,14 +57,14 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
 
 
 def _special(settings: dict[str, Any], name: str, tokenizer: Tokenizer) -> int | None:
-    """The id of the token that settings name, as text or as an object with its content."""
+    """Return the id of the token that settings name, as text or as an object with its content."""
     token = settings.get(name)
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
 def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer_config.json of a run: an imported model's, or that of paxtrain.prepare's tokenizers."""
+    """Return the tokenizer_config.json of a run: an imported model's, or that of paxtrain.prepare's tokenizers."""
     if (run / SETTINGS).exists():
         return _read_json(run / SETTINGS)
     known = tokenizer.token_to_id(END_OF_TEXT) is not None
@@ -73,12 +73,13 @@ def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def export(directory: str, step: int | None, out: str, dtype: str) -> None:
-    """Writes a run's checkpoint as a model of transformers.
+    """Write a run's checkpoint as a model of transformers.
 
     Args:
-        directory: of the run. step: of the checkpoint; None: the newest good one.
-        out: a folder, which must not hold a model.
-        dtype: of the saved arrays, "float32" or "bfloat16".
+        directory: folder of the run.
+        step: step of the checkpoint; None: the newest good one.
+        out: folder of the model, which must not hold one yet.
+        dtype: dtype of the saved arrays, "float32" or "bfloat16".
 
     Raises:
         UserError: there is no good checkpoint, or `out` holds a model or cannot be written.
@@ -95,7 +96,7 @@ def export(directory: str, step: int | None, out: str, dtype: str) -> None:
     tokenizer.save(str(folder / sampling.TOKENIZER))
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     values = architectures.to_config(config.model, dtype, begin=begin, end=end)
-    # Last, so that a folder with it is whole.
+    # Written last, so that a folder with this file is complete.
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -119,7 +120,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 class _Arrays:
-    """The arrays of a model by name; files are mapped, and read when an array is asked for."""
+    """The arrays of a model by name; files are memory-mapped, and read when an array is asked for."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         if (folder / INDEX).exists():
@@ -141,7 +142,7 @@ class _Arrays:
             self._holder |= dict.fromkeys(opened.keys(), opened)
 
     def __call__(self, name: str) -> np.ndarray:
-        # Files of the model without its head, as GPT-2's first ones, lack the names' first part.
+        # Files of a model without its head, such as the original GPT-2 files, lack the names' first part.
         for key in (name, name.partition(".")[2]):
             if key in self._holder:
                 self._read.add(key)
@@ -149,7 +150,7 @@ class _Arrays:
         raise UserError(f"{self._folder} has no array {name}; its *.safetensors are of another model than its {CONFIG}")
 
     def check_all_read(self, tied_head: bool) -> None:
-        """Demands that nothing is left that a model of this architecture does not have, such as quantised scales."""
+        """Require that no array is left over, such as quantized scales, which this architecture does not have."""
         tied = {"lm_head.weight"} if tied_head else set()  # the embedding again
         left = sorted(key for key in self._holder.keys() - self._read - tied if not _NO_WEIGHTS.fullmatch(key))
         if left:
@@ -173,11 +174,11 @@ def _check_architecture(config: Config, fields: dict[str, Any], folder: pathlib.
 
 
 def import_model(source: str, config: Config) -> pathlib.Path:
-    """Makes a model of transformers the checkpoint of step 0 of a run that is to come; returns the run's folder.
+    """Save a model of transformers as the checkpoint of step 0 of a new run, and return the run's folder.
 
     Raises:
-        UserError: another architecture than the configuration's or than any that is implemented, arrays that are
-            missing or of other shapes, or a run that has checkpoints.
+        UserError: the architecture is not implemented or not the configuration's, arrays are missing or have other
+            shapes, or the run already has checkpoints.
     """
     folder, out = pathlib.Path(source), pathlib.Path(config.run.out)
     home = out / sampling.CHECKPOINTS
@@ -214,7 +215,7 @@ def import_model(source: str, config: Config) -> pathlib.Path:
 
 
 def _imported_settings(folder: pathlib.Path, values: dict[str, Any]) -> dict[str, Any]:
-    """A model's tokenizer_config.json, with the tokens that its config.json knows by their ids alone."""
+    """Return a model's tokenizer_config.json, with the tokens that its config.json gives only by id."""
     settings = _read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     tokenizer = load(folder / sampling.TOKENIZER)
     for name in ("bos_token", "eos_token"):
@@ -232,7 +233,7 @@ _INSTEAD = {"out": "; a run's folder is --config.run.out"}
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define this main's flags."""
     flags.DEFINE_string("checkpoint", None, "export: directory of a training run (its run.out).")
     flags.DEFINE_integer("step", None, "export: step of the checkpoint; the newest good one if not given.")
     flags.DEFINE_string("out", None, "export: folder to write.")
@@ -246,7 +247,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Exports or imports."""
+    """Export or import, as the first argument says."""
     f, what = flags.FLAGS, argv[1] if len(argv) == 2 else ""
     needed = {"export": ("checkpoint", "out"), "import": ("model", "config")}
     if what not in needed:

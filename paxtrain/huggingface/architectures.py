@@ -1,7 +1,7 @@
-"""GPT-2 and Llama as Hugging Face's transformers names and shapes them, from and to the canonical parameters.
+"""Conversion between the canonical parameters and the names and shapes of Hugging Face's transformers.
 
-GPT-2's kernels are [in, out] there as here; Llama's are [out, in], and what is one array here (keys and values, gate
-and up) is two there. The vocabulary is padded here and not there. Rotary dims are paired alike, i with i + D/2.
+GPT-2's kernels are [in, out] in both. Llama's are [out, in] in transformers, which also has two arrays for each stacked
+one of ours (keys and values, gate and up). Only our vocabulary is padded. Both pair rotary dims i and i + D/2.
 """
 
 import math
@@ -17,7 +17,7 @@ from paxtrain.model.transformer import Params
 
 Path = tuple[str, str]
 
-# Arrays of one layer by path: their names, several where they are stacked along dim 1 here.
+# Names of one layer's arrays by path; several names are stacked along dim 1 here.
 _LAYER: dict[str, dict[Path, tuple[str, ...]]] = {
     "gpt2": {
         ("ln1", "scale"): ("ln_1.weight",),
@@ -43,7 +43,7 @@ _LAYER: dict[str, dict[Path, tuple[str, ...]]] = {
         ("down", "kernel"): ("mlp.down_proj.weight",),
     },
 }
-# What comes before a layer's names, with its number; and the other arrays but for the vocabulary's tables.
+# Prefix of a layer's names, with its number; and the other arrays except the vocabulary's tables.
 _PREFIX = {"gpt2": "transformer.h.{}.", "llama": "model.layers.{}."}
 _REST: dict[str, dict[Path, str]] = {
     "gpt2": {
@@ -62,7 +62,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The arrays of transformers' state_dict, from canonical parameters in numpy."""
+    """Return the arrays of transformers' state_dict, from canonical parameters in numpy."""
     family, vocab = config.family, config.vocab_size
     turned = family == "llama"
     token = params["embedding"]["token"]
@@ -86,13 +86,14 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
-    """Canonical parameters in numpy, float32.
+    """Return canonical parameters in numpy, float32.
 
     Args:
-        read: the array of a name, of any float dtype.
+        read: function that returns the array of a name, of any float dtype.
+        config: the architecture.
 
     Raises:
-        UserError: an array of another shape than the architecture's, or of numbers that stand for others (quantised).
+        UserError: an array has another shape than the architecture's, or is quantized.
     """
     family, shapes = config.family, transformer.shapes(config)
     turned = family == "llama"
@@ -107,7 +108,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
         return x.astype(np.float32)
 
     def kept(name: str, key: str, shape: tuple[int, ...]) -> np.ndarray:
-        """An array of a layer, whose kernels are matrices in files and whose biases vectors."""
+        """Return an array of a layer; files hold kernels as matrices and biases as vectors."""
         if name == "kernel":
             matrix = (shape[0], math.prod(shape[1:]))
             return (checked(key, matrix[::-1]).T if turned else checked(key, matrix)).reshape(shape)
@@ -136,11 +137,12 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 
 
 def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None) -> dict[str, Any]:
-    """The config.json of an architecture.
+    """Return the config.json of an architecture.
 
     Args:
-        dtype: of the saved arrays.
-        begin, end: the tokens that begin and end a document, if there are any.
+        config: the architecture.
+        dtype: dtype of the saved arrays.
+        begin, end: ids of the tokens that begin and end a document, if there are any.
     """
     common = {
         "vocab_size": config.vocab_size,
@@ -187,7 +189,7 @@ def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end:
 
 
 def _demand(values: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Demands of settings that have a default, the first one named, that they are among what is implemented."""
+    """Require that settings have implemented values; the first value of each is its default."""
     for name, known in wanted.items():
         if (value := values.get(name, known[0])) not in known:
             raise UserError(
@@ -197,13 +199,14 @@ def _demand(values: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[An
 
 
 def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of ModelConfig that a config.json settles.
+    """Return the fields of ModelConfig that a config.json determines.
 
     Args:
-        where: the file, for messages.
+        values: content of the config.json.
+        where: name of the file, for messages.
 
     Raises:
-        UserError: an architecture that is not implemented, or a size that is missing or none.
+        UserError: the architecture is not implemented, or a size is missing or invalid.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _LAYER:

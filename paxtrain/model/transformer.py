@@ -17,13 +17,11 @@ Llama has rotary positions, RMSNorm, SwiGLU and K values for the keys of its few
                 gate_up: kernel [L, H, 2, F]                      down: kernel [L, F, H]
     final_norm  scale [H]
 
-With an untied head token is [2, V, H]: the embedding's table, and the head's. So a stage of a pipeline holds one table,
-whichever it is.
+With an untied head, token is [2, V, H]: the embedding's table, then the head's. A pipeline stage holds one of them.
 
-Every function takes `group`, which says over which mesh axis heads, ffn and vocabulary are split, and whether the
-sequence is, too: then S is a device's part of it in all that lies between the split matrices.
-The train step has nothing of `loss` and `logits`: they are the plain model on one device, for sampling, for comparison,
-and to read.
+`group` names the mesh axis that splits heads, ffn and vocabulary, and tells whether the sequence is split as well. If
+it is, S is one device's part of the sequence between the split matrices. The train step does not use `loss` and
+`logits`: they are the plain model on one device, for sampling, for comparison, and to read.
 
 References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
@@ -46,8 +44,8 @@ from paxtrain.model import tensor_parallel as tp
 
 Params = dict[str, Any]
 
-# What save="dots" keeps of a layer besides its input: enough that no matrix product runs again, and no collective but
-# the all-gathers of sequence parallelism, whose results would be whole.
+# Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
+# the all-gathers of sequence parallelism: their results would have the whole sequence.
 SAVED_NAMES = ("qkv", "context", "middle", "up")
 
 
@@ -55,8 +53,8 @@ class Dropout(NamedTuple):
     """Randomness of one micro-batch, the same on any mesh.
 
     Attributes:
-        key: uint32 [2], the step's.
-        samples: int [B], each sequence's index in the global batch.
+        key: key of the step, uint32 [2].
+        samples: index of each sequence in the global batch, int [B].
     """
 
     key: jax.Array
@@ -64,10 +62,10 @@ class Dropout(NamedTuple):
 
 
 def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
-    """Where in its row the document of each token begins, for ids [..., S]: int32 [..., S], or None without separators.
+    """Return the index at which each token's document begins in its row, or None without separators.
 
-    A document begins with config.separator, or where the row does. Tokens with equal starts see each other, and a
-    token's position is its index minus its start.
+    A document begins with config.separator, or at the row's beginning. For ids [..., S] the result is int32 [..., S].
+    Tokens with equal starts see each other, and a token's position is its index minus its start.
     """
     if config.separator < 0:
         return None
@@ -76,12 +74,12 @@ def document_starts(tokens: jax.Array, config: ModelConfig) -> jax.Array | None:
 
 
 def positions(starts: jax.Array) -> jax.Array:
-    """Of the tokens in their documents, int32 [B, S]."""
+    """Return the positions of tokens in their documents, int32 [B, S]."""
     return jnp.arange(starts.shape[-1], dtype=jnp.int32) - starts
 
 
 def shapes(config: ModelConfig) -> Params:
-    """The canonical parameters as float32 jax.ShapeDtypeStruct."""
+    """Return the canonical parameters as float32 jax.ShapeDtypeStruct."""
     layers, h, f = config.layers, config.hidden, config.ffn
     table = (config.padded_vocab, h) if config.tied_head else (2, config.padded_vocab, h)
     if config.family == "llama":
@@ -117,7 +115,7 @@ def shapes(config: ModelConfig) -> Params:
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Random canonical parameters as GPT-2 draws them: N(0, 0.02), residual projections over sqrt(2L)."""
+    """Draw random canonical parameters as GPT-2 does: N(0, 0.02), residual projections over sqrt(2L)."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes(config))
     keys = dict(zip([path for path, _ in leaves], jax.random.split(key, len(leaves))))
 
@@ -137,7 +135,13 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
-    """LayerNorm over the last dim, or RMSNorm where p has no bias; computed in float32, returned in x's dtype."""
+    """Normalize x over the last dim in float32, and return it in its dtype.
+
+    Args:
+        p: scale [H] and bias [H] of a LayerNorm, or the scale alone of an RMSNorm.
+        x: [..., H].
+        epsilon: added to the variance or mean square.
+    """
     wide = x.astype(jnp.float32)
     if "bias" not in p:
         return (wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]).astype(x.dtype)
@@ -147,10 +151,10 @@ def norm(p: Params, x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions of x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D).
+    """Apply rotary positions to x [B, S, N, D]: dims i and i + D/2 of position s turn by s / theta^(2i/D).
 
-    Positions count from the row's beginning also where documents begin within it: queries and keys meet as the
-    difference of their positions, which is the same from any beginning.
+    Positions count from the row's beginning, even if documents begin within it: attention depends on the difference
+    of two positions, which is the same from any beginning (Su et al. 2021).
     """
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
@@ -160,20 +164,20 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
 
 
 def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int, group: tp.Group) -> jax.Array:
-    """Drops elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
+    """Drop elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
     if not rate or dropout is None:
         return x
     key = jax.random.fold_in(dropout.key, place)
-    sequence = (group.parts * x.shape[1], x.shape[2])  # drawn for all of it, to be the same on any mesh
+    sequence = (group.parts * x.shape[1], x.shape[2])  # the whole sequence, so that masks are the same on any mesh
     keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 1 - rate, sequence))(dropout.samples)
     return jnp.where(tp.own(keep, 1, group), x / (1 - rate), 0).astype(x.dtype)
 
 
 def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
-    """The configuration with attention="auto" settled for a device: "cudnn" where flash attention runs, else "xla".
+    """Return `config` with attention="auto" replaced: "cudnn" if the device runs flash attention, else "xla".
 
     Raises:
-        UserError: "cudnn" is asked for where it does not run.
+        UserError: "cudnn" is asked for, and the device cannot run it.
     """
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     if config.attention == "auto":
@@ -186,7 +190,7 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
 
 
 def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, S, N, D] each, of a normalised h [B, S, H]; keys and values may have fewer heads."""
+    """Return queries, keys and values [B, S, N, D] of a normalized h [B, S, H]; the last two may have fewer heads."""
     heads = lambda x: x.reshape(*x.shape[:2], -1, config.head_dim)  # noqa: E731
     if config.family == "llama":
         q = checkpoint_name(h @ p["q"]["kernel"], "qkv")
@@ -200,7 +204,7 @@ def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[
 
 
 def _feed_forward(p: Params, h: jax.Array, config: ModelConfig) -> jax.Array:
-    """What goes into `down`, [B, S, F]."""
+    """Return the input of `down`, [B, S, F]."""
     if config.family == "llama":
         gate_up = checkpoint_name(jnp.einsum("bsh,hcf->bscf", h, p["gate_up"]["kernel"]), "up")
         return jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
@@ -209,7 +213,7 @@ def _feed_forward(p: Params, h: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
-    """x [B, S, N/T] times a kernel [N/T, H] that is split by rows, and the bias if there is one."""
+    """Multiply x [B, S, N/T] by a kernel [N/T, H] that is split by rows, and add the bias if there is one."""
     y = tp.leave(x @ p["kernel"], group)
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
@@ -218,17 +222,20 @@ def layer(
     p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int,
     starts: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """One transformer layer.
+    """Return the output of one transformer layer, [B, S, H] in the compute dtype.
 
     Args:
         p: one layer's parameters, without the leading L.
         x: [B, S, H] in the compute dtype.
+        config: the model's shape.
+        group: the split of the layer over devices.
+        dropout: randomness of the micro-batch; None: no dropout.
         index: the layer's number in the model; it seeds its dropout.
-        starts: of the documents, see `document_starts`.
+        starts: beginnings of the documents, see `document_starts`; None: one document per row.
     """
     h = tp.enter(norm(p["ln1"], x, config.norm_epsilon), group)
     q, k, v = _queries_keys_values(p, h, config)
-    # "auto" that nobody has settled (the plain model) is XLA's attention.
+    # The plain model leaves "auto" as it is, which means XLA's attention here.
     implementation = "cudnn" if config.attention == "cudnn" else "xla"
     mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
     context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
@@ -246,7 +253,19 @@ def embed(
     p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None,
     starts: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Embedding of ids [B, S], with their learned positions if there are any, in the compute dtype."""
+    """Return the embedding of token ids, with learned positions if the model has them.
+
+    Args:
+        p: token [V/T, H], or [1 or 2, V/T, H] if the head is untied, and position [S, H] if any.
+        tokens: int [B, S].
+        config: the model's shape.
+        group: the split of the vocabulary and the sequence.
+        dropout: randomness of the micro-batch; None: no dropout.
+        starts: beginnings of the documents, see `document_starts`; None: one document per row.
+
+    Returns:
+        [B, S, H] in the compute dtype, or this device's part of the sequence.
+    """
     table = p["token"] if config.tied_head else p["token"][0]
     x = tp.embedding_lookup(table, tokens, group)
     if "position" in p:
@@ -260,11 +279,17 @@ def embed_gradient(
     grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, group: tp.Group,
     dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
 ) -> Params:  # fmt: skip
-    """Adds the embedding's gradient for g [B, S, H], in place where XLA can: no dense [V, H] term is made.
+    """Add the embedding's gradient to `grads`, in place if XLA can; no dense [V, H] term is made.
 
     Args:
-        grads: token [V/T, H], or [1 or 2, V/T, H] where the head is untied, and position [S, H] if any; float32.
-        active: whether this stage holds the live embedding; where False nothing is added.
+        grads: token [V/T, H], or [1 or 2, V/T, H] if the head is untied, and position [S, H] if any; float32.
+        tokens: int [B, S].
+        g: gradient of the embedding's output, [B, S, H].
+        config: the model's shape.
+        group: the split of the vocabulary and the sequence.
+        dropout: randomness that `embed` got.
+        active: whether this stage holds the live embedding; if False, nothing is added.
+        starts: beginnings of the documents that `embed` got.
     """
     g = tp.enter(_dropout(g, config.embedding_dropout, dropout, 0, group), group).astype(jnp.float32)
     token = grads["token"]
@@ -279,7 +304,7 @@ def embed_gradient(
 
 
 def head_table(embedding: Params, config: ModelConfig) -> jax.Array:
-    """The table [V/T, H] that the last layer's output is compared with."""
+    """Return the head's table [V/T, H], which projects the last layer's output to logits."""
     return embedding["token"] if config.tied_head else embedding["token"][-1]
 
 
@@ -290,13 +315,22 @@ def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, config: Mod
 def head_loss(
     final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, group: tp.Group
 ) -> jax.Array:
-    """Mean cross-entropy in nats of the last layer's output y [B, S, H] for targets [B, S]; table is [V/T, H]."""
+    """Return the mean cross-entropy of the last layer's output, in nats.
+
+    Args:
+        final_norm: parameters of the final norm, [H] each.
+        table: the head's table, [V/T, H].
+        y: the last layer's output, [B, S, H].
+        targets: int [B, S].
+        config: the model's shape.
+        group: the split of the vocabulary and the sequence.
+    """
     logits = _head_logits(final_norm, table, y, config, group)
     return tp.cross_entropy(logits, targets, config.vocab_size, group.axis).mean()
 
 
 def cast(params: Params, dtype: str) -> Params:
-    """Matrices in the compute dtype; norms and biases stay in float32, they are small and are used so."""
+    """Return the parameters with matrices in the compute dtype; norms and biases are small and stay in float32."""
     return jax.tree_util.tree_map_with_path(
         lambda path, w: w.astype(dtype) if path[-1].key in ("kernel", "token", "position") else w, params
     )
@@ -312,7 +346,7 @@ def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Drop
 
 
 def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """Next-token logits [B, S, V] in float32 of ids [B, S], by the plain model on one device."""
+    """Return the next-token logits [B, S, V] of ids [B, S] in float32, by the plain model on one device."""
     params = cast(params, config.dtype)
     y = _trunk(params, tokens, config, None)
     table = head_table(params["embedding"], config)
@@ -321,7 +355,7 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
 
 @functools.partial(jax.named_call, name="plain_loss")
 def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None) -> jax.Array:
-    """Mean next-token cross-entropy in nats of ids [B, S+1], by the plain model on one device."""
+    """Return the mean next-token cross-entropy of ids [B, S+1] in nats, by the plain model on one device."""
     params = cast(params, config.dtype)
     y = _trunk(params, tokens[:, :-1], config, dropout)
     table = head_table(params["embedding"], config)
