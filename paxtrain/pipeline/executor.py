@@ -1,8 +1,8 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
-One program for all stages. Per row (see schedule.py): gradients travel, F, activations travel, W, B. They are those of
-stage.py: F puts what its backward needs into a ring, so no autodiff crosses a transfer, and both transfers of a row can
-run under its compute.
+All stages run one program. A row (see paxtrain.schedule.table) is, in this order: gradients travel, F, activations
+travel, W, B. The ops F, B and W are those of paxtrain.pipeline.stage. F puts what its backward needs into a ring, so
+no autodiff crosses a transfer, and both transfers of a row can run under its compute.
 
 Two ways for a stage that is idle in a row:
     masked schedules    compute on scrap (it is bubble time anyway) with a zero cotangent: rows without a branch
@@ -254,7 +254,7 @@ def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
 
 @jax.named_scope("backward")
 def zeros_like(weights: Weights) -> Weights:
-    """Float32 gradient accumulators. Each has a zero of its own: XLA would copy one shared array of zeros into each."""
+    """Return float32 gradient accumulators, each from a separate zero: XLA would copy a shared one into each."""
     leaves, structure = jax.tree.flatten(weights)
     own = lax.optimization_barrier([jnp.float32(0)] * len(leaves))
     return structure.unflatten([jnp.broadcast_to(zero, w.shape) for zero, w in zip(own, leaves, strict=True)])

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward: the save modes, and a vjp whose residuals can wait in a ring."""
+"""The values that a forward keeps for its backward: the save modes, and a vjp whose residuals can wait in a ring."""
 
 import functools
 from collections.abc import Callable

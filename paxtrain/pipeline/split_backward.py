@@ -2,8 +2,8 @@
 
 The jaxpr of the backward is cut. W has the matrix products on which the gradient of the input does not depend, and what
 is made of them. B has all else: every collective, and the gradients of norms and biases. It leaves for W those operands
-that depend on the incoming gradient. The others W makes again of what F has kept, but for those that take a matrix
-product or a collective: B leaves these, too. So no matrix product runs twice, and W waits for nobody.
+that depend on the incoming gradient. W recomputes the others from what F has kept, except those that take a
+matrix product or a collective: B leaves these, too. So no matrix product runs twice, and W waits for no other device.
 
 What B leaves takes the places of what F has kept and W does not read, as far as shapes agree.
 
@@ -44,7 +44,7 @@ def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
 
 
 def _evaluate(jaxpr: Any, *inputs: Any) -> list[Any]:
-    """What a jaxpr, closed or without constants, makes of its inputs."""
+    """Return the outputs of a jaxpr, closed or without constants, for its inputs."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*getattr(jaxpr, "consts", ()), *inputs], strict=True))
     _run(jaxpr.eqns, values)
     return [_value(values, atom) for atom in jaxpr.outvars]
@@ -78,7 +78,7 @@ class SplitBackward:
         self._place(vjp.kept)
 
     def _cut(self, equations: list[core.JaxprEqn]) -> None:
-        """Which equations are B's, which W's, and what B leaves."""
+        """Divide the equations into those of B and those of W, and find what B leaves for W."""
         maker = {made: i for i, equation in enumerate(equations) for made in equation.outvars}
 
         def inputs(i: int) -> list[core.Var]:

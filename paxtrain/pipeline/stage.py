@@ -52,7 +52,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the compiled code depends on: everything static.
+    """The static facts that the compiled code depends on.
 
     Attributes:
         group: of tensor and sequence parallelism.
@@ -146,7 +146,7 @@ class Stage:
         return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
 
     def _documents(self, mb: jax.Array) -> jax.Array | None:
-        """Where the documents of a micro-batch start, see model.document_starts."""
+        """Return the document starts of a micro-batch, see model.document_starts."""
         return None if self._starts is None else self._starts[mb]
 
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
@@ -168,7 +168,7 @@ class Stage:
         return self._layer_residuals((slots,))
 
     def scratch(self) -> Any:
-        """Where B of save="inputs" writes scanned layers' residuals: one for all rows, else XLA makes one for each."""
+        """Return a buffer for scanned layers' residuals in B of save="inputs"; without it XLA makes one per row."""
         again = self.program.save == "inputs" and self.program.scan_layers
         return self._layer_residuals(()) if again else ()
 
@@ -257,7 +257,7 @@ class Stage:
     def input_gradient(
         self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
     ) -> tuple[jax.Array, Weights, Any]:
-        """B of a chunk without W: as `backward`, but for matrices' gradients; last the ring with what W needs."""
+        """Run B of a chunk as `backward` does, without matrices' gradients; return last the ring with what W needs."""
 
         def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
             (ring, total), at = part, (*slot, *place.at)

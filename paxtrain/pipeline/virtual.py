@@ -49,7 +49,7 @@ def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
 
 
 def _factors(axes: list[tuple[str, ...]]) -> list[str | int]:
-    """What the global dims are products of, major first: the axes of a dim, then its number for the shard's own dim."""
+    """Return the factors of the global dims, major first: a dim's axes, then its number for the shard's dim."""
     return [factor for dim, names in enumerate(axes) for factor in (*names, dim)]
 
 

@@ -1,4 +1,4 @@
-"""Where a schedule's values live between rows: slots of rings, and the rows grouped into loops.
+"""Ring slots that hold a schedule's values between rows, and the rows grouped into loops.
 
 Each stage keeps three rings, as small as the schedule allows: residuals (from F to B, or to W where the backward is
 split), activations received and not yet used, gradients received or made by the loss and not yet used. A slot is an
@@ -16,7 +16,7 @@ from paxtrain.schedule.table import IDLE, Pair, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class RowKind:
-    """What the compiled code of a row depends on; rows of one kind differ in numbers only.
+    """The static facts that a row's compiled code depends on; rows of one kind differ in numbers only.
 
     Attributes:
         receive: stage pairs of the gradients that travel before the forward phase as they are.

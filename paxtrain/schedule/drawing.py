@@ -18,7 +18,7 @@ def draw_schedule(table: Schedule) -> Figure:
         table: schedule, see `schedule_table`.
 
     Returns:
-        A figure of its own, without pyplot's global state; `figure.savefig(path)` writes it.
+        A new figure, made without pyplot's global state; `figure.savefig(path)` writes it.
     """
     figure = Figure(figsize=(min(24.0, 2 + 0.32 * table.rows), 1.2 + 0.5 * table.stages), layout="constrained")
     axes = figure.add_subplot()

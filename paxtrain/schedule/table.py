@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Which stage does what, row by row.
+    """A table of the ops of every stage, row by row.
 
     Attributes:
         forward: [rows, stages] micro-batch whose F a stage runs in that row, or IDLE.

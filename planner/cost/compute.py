@@ -144,7 +144,7 @@ def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
 
 
 def _distance(a: tuple, b: tuple) -> float:
-    """How unlike two shapes are: differences of their sizes' logarithms, and a lot for another dtype or save mode."""
+    """Return the distance of two shapes: the differences of log2 sizes, plus 4 per differing dtype or save mode."""
     sizes = sum(abs(math.log2(x / y)) for x, y in zip(a, b) if isinstance(x, int))
     return sizes + 4.0 * sum(x != y for x, y in zip(a, b) if isinstance(x, str))
 
@@ -212,7 +212,7 @@ def layer(
 
 
 def source(cluster: Cluster) -> str:
-    """Where compute times come from, for reports."""
+    """Return the source of the compute times, in words for reports."""
     profiled = {row["kind"] for row in cluster.compute}
     if profiled >= set(cluster.kinds):
         return "compute profile of the cluster"

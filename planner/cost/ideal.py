@@ -1,9 +1,8 @@
-"""What a schedule allows: each op begins as soon as its stage is free and its message has come.
+"""The times that a schedule allows: each op begins as soon as its stage is free and its message has arrived.
 
-The executor's tables make a stage wait for all messages of a row (planner.cost.simulator). Systems whose transfers
-are calls
-of their own, such as Megatron-LM, come closer to this: a message begins when it is made, holds no stage, and waits for
-nobody. Trials of such systems are modelled by it, and it says what the executor's rows cost.
+The executor's tables make a stage wait for all messages of a row (planner.cost.simulator). Systems with separate
+transfer calls, such as Megatron-LM, come closer to this model: a message begins when it is made, holds no stage, and
+waits for no other message. It models trials of such systems, and it shows what the executor's rows cost.
 """
 
 import collections
@@ -27,7 +26,7 @@ class _State:
         self.gradients = [collections.deque() for _ in range(self.last + 1)]
 
     def row(self, row: Row) -> None:
-        """All ops of a row; messages are used from the next row on, but for the loss's own gradient."""
+        """Run all ops of a row; messages are used from the next row on, except the gradient that the loss makes."""
         s, made = self.seconds, []
         for stage, virtual in zip(*map(numbers, row.forward)) if row.forward else ():
             begin = self.now[stage]

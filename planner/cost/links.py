@@ -50,7 +50,7 @@ def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Ar
     """Messages from every stage to its neighbour, `step` 1 forward or -1 back, round the ring of stages.
 
     Between the first and the last stage only interleaved schedules send, a message in P: it takes no other's share of a
-    NIC, and shares one with the flows of its own group alone.
+    NIC, and shares one only with the flows of the same group.
 
     Returns:
         Seconds of latency and seconds per byte, [batch, D, P] by sender.
@@ -102,7 +102,7 @@ def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Paths:
-    """What placements make of the links, whatever is sent: seconds of latency and seconds per byte.
+    """Latency in seconds, and seconds per byte, of the links that placements use, whatever is sent.
 
     Attributes:
         forward, backward: [batch, D, P] of a message to the next and to the previous stage, by sender.

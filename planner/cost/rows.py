@@ -14,7 +14,7 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Which table is replayed, and which of its gradient messages travel compressed.
+    """A schedule's table to replay, and which of its gradient messages travel compressed.
 
     Attributes:
         schedule: its name in paxtrain.schedule.table.

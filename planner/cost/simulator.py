@@ -1,9 +1,8 @@
 """The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
 
 It replays, row by row, what `paxtrain.pipeline.executor.Rows.row` does on every stage: gradients travel, F,
-activations travel,
-W, B. A transfer starts when both of its ends have come to it: a GPU's send waits for its receive to be posted, and so
-does gloo's on CPUs. What waits for its end differs by backend:
+activations travel, W, B. A transfer starts when both of its ends have reached it: a GPU's send waits until its receive
+is posted, and so does gloo's on CPUs. The backends differ in what waits for the end of a transfer:
 
     overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
                       end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
@@ -13,7 +12,7 @@ does gloo's on CPUs. What waits for its end differs by backend:
                       start, since the socket takes the message at once. In rows that are not turns of a loop of one
                       row XLA for CPUs puts F before the B of the row before, with two stages its sends too; with more
                       they follow that B. The loss comes after the sends of its row. So it does with 2, 4 and 8
-                      stages, but for some of the first and last rows. In zb_h1 rows stay as they are.
+                      stages, except in some of the first and last rows. In zb_h1 rows stay as they are.
 
 All of this is maxima and sums, so the result is monotone in every duration; and what is added to the state of all
 stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
@@ -34,7 +33,7 @@ from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
 
-# Relative to the time so far; a period's increments that agree this well are equal but for rounding.
+# Relative to the time so far; a period's increments that agree this well are equal except for rounding.
 EQUAL = 1e-13
 
 
@@ -101,7 +100,7 @@ Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their beg
 
 
 def _joined(stretches: list[Run]) -> list[Run]:
-    """Rows that come once are one computation with those beside them; what repeats is a loop of its own."""
+    """Join neighbouring stretches that run once; a stretch that repeats stays a separate loop."""
     joined: list[Run] = []
     for rows, repeats in stretches:
         if joined and repeats == joined[-1][1] == 1:
@@ -259,7 +258,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What one stage does from `begin` to `end`, seconds.
+    """One operation of one stage, from `begin` to `end` in seconds.
 
     Attributes:
         what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
@@ -274,7 +273,7 @@ class Event:
 
 
 def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event]:
-    """All that happens in one candidate's pipeline, in program order; scrap that idle stages compute included."""
+    """Return all events of one candidate's pipeline in program order, including scrap that idle stages compute."""
     events: list[Event] = []
 
     def record(what: str, where: Where, begin: Array, end: Array) -> None:

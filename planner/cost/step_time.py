@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def parts(self) -> int:
-        """Of the sequence, in what a device keeps and sends."""
+        """Number of parts of the sequence; a device keeps and sends one."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkSeconds:
-    """What a batch of placements makes of a candidate's messages.
+    """Seconds of a candidate's messages on a batch of placements.
 
     Attributes:
         activation, gradient, packed: [batch, D, P] seconds of a message, by sender; packed: of a compressed gradient.
@@ -207,7 +207,7 @@ class Problem:
         return self.evaluate(self.links(paths(fabric, hosts, self.candidate.tensor)), self.kind_of_host[hosts])
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
-        """What the simulator takes, with a batch of all pipelines of all placements."""
+        """Return the simulator's durations, with all pipelines of all placements as one batch."""
         c = self.candidate
         flat = lambda x: x.reshape(-1, c.pipe)  # noqa: E731
         stage = np.tile(np.arange(c.pipe), c.chunks) + np.repeat(np.arange(c.chunks), c.pipe) * c.pipe

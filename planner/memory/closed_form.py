@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def parts(self) -> Any:
-        """Of the sequence, in what is sharded over tensor between the split matrices."""
+        """Number of parts of the sequence in what is sharded over tensor between the split matrices."""
         return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
@@ -307,7 +307,7 @@ def _backward(shape: Shape) -> Any:
 
 
 def analytic(shape: Shape) -> Memory:
-    """What XLA allocates for the train step, to some percent: arrays over candidates, the same for every stage.
+    """Return what XLA allocates for the train step, to some percent: arrays over candidates, equal on every stage.
 
     Its sum is comparable to OracleMemory.total: arguments and temporaries at once.
     """
@@ -331,9 +331,9 @@ def analytic(shape: Shape) -> Memory:
 
 
 def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
-    """What each stage has in use of one configuration's allocation: arrays [stages], for drawings.
+    """Return the part of one configuration's allocation that each stage uses: arrays [stages], for drawings.
 
-    Less than `analytic`, which is the same on every stage: what a stage does not use is allocated there all the same.
+    It is less than `analytic`, which is equal on every stage: a stage also allocates what it does not use.
     """
     shape = of(config, capability)
     stages, v, m = config.mesh.pipe, config.pipeline.virtual_stages, config.micro_batches

@@ -49,7 +49,7 @@ class OracleMemory:
 
 
 class Request(NamedTuple):
-    """What `oracles` asks for: a configuration on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS."""
+    """An input of `oracles`: a configuration on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS."""
 
     config: Config
     kind: str
@@ -69,7 +69,7 @@ def _sources() -> str:
 
 
 def program(config: Config) -> dict[str, Any]:
-    """What of a configuration the compiled step's memory depends on, as JSON values.
+    """Return the parts of a configuration that the compiled step's memory depends on, as JSON values.
 
     Numbers of the optimizer are constants in the program: only whether a part of it exists counts.
     """
@@ -82,7 +82,7 @@ def program(config: Config) -> dict[str, Any]:
 
 
 def cuda() -> bool:
-    """Whether jax's CUDA plugin is installed, so that GPUs can be compiled for."""
+    """Return whether jax's CUDA plugin is installed, which compiling for GPUs needs."""
     return any("cuda" in plugin.value for plugin in importlib.metadata.entry_points(group="jax_plugins"))
 
 

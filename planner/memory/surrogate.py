@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 
 
 def features(shape: Shape, memory: Memory) -> np.ndarray:
-    """What the network sees of candidates, float64 [candidates, features]; no feature has a unit.
+    """Return the network's inputs, float64 [candidates, features]; no feature has a unit.
 
     Args:
         memory: the candidates' `analytic`.
@@ -140,7 +140,7 @@ def load(path: str | pathlib.Path = WEIGHTS) -> Surrogate:
 
 
 def fits(bytes_: Any, device_memory: Any, usable: float = USABLE) -> Any:
-    """Whether so many bytes fit into the part of a device's memory that a plan may use.
+    """Return whether the bytes fit into the part of a device's memory that a plan may use.
 
     Args:
         bytes_: a `bound`, or the oracle's total.
