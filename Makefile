@@ -35,9 +35,10 @@ test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)
 
-lint: $(VENV)/dev.txt  ## ruff: rules and format
+lint: $(VENV)/dev.txt  ## rules, format and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
 
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info

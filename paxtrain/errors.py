@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 
@@ -14,7 +15,7 @@ class UserError(Exception):
     """Bad input: the message is one sentence that says what is wrong, what was given and what would work."""
 
 
-def fail(error: Exception) -> None:
+def fail(error: Exception) -> NoReturn:
     """Print the error's sentence and exit with code 2."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)

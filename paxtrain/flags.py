@@ -27,7 +27,7 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
     def parse(path: Any) -> Any:
         return load(_resolved(path) if isinstance(path, str) else path)
 
-    parser.parse = parse
+    parser.parse = parse  # type: ignore[method-assign,assignment]  # ml_collections has no hook for paths
     if default is not None:
         # A file that could not be loaded raises when it is first used: here, while flags are parsed.
         requirement = "get_config() must return a ConfigDict"

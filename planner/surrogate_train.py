@@ -257,7 +257,8 @@ def train(rows: Sequence[Row], seed: int = 0) -> surrogate.Surrogate:
     layers = [(np.asarray(kernel, float), np.asarray(bias, float)) for kernel, bias in fitted]
 
     def ensemble(factor: float, margin: float, source: dict[str, Any]) -> surrogate.Surrogate:
-        last = tuple(part * factor for part in layers[-1])
+        kernel, bias = layers[-1]
+        last = kernel * factor, bias * factor
         bounds = float(min(y.min(), 0)), float(max(y.max(), 0))
         return surrogate.Surrogate((*layers[:-1], last), mean, scale, *bounds, margin, source)
 

@@ -1,6 +1,7 @@
 """Flags of `PlanOptions`, for the mains that plan."""
 
 import dataclasses
+from typing import Any
 
 from absl import flags
 
@@ -61,4 +62,5 @@ def options(**more: str) -> PlanOptions:
         elif isinstance(value, list):
             given[name] = tuple(value)
     given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
-    return PlanOptions(**given, **more)
+    values: dict[str, Any] = {**given, **more}
+    return PlanOptions(**values)

@@ -163,7 +163,7 @@ def plan_sections(
     search = Search(cluster, model, batch_size, choices, limits, options.search())
     planning = _Planning(search, compress, values, batch_size, say)
     outcome = search.run(progress=say)
-    chosen, rows = outcome.ranked[0], ()
+    chosen, rows = outcome.ranked[0], tuple[contents.OracleRow, ...]()
     if _compiles(options.oracle, cluster):
         chosen, rows = planning.recheck(outcome)
         ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]

@@ -116,8 +116,7 @@ def decide(
         if kept:
             [found] = kept
             more = f", which is of {found.hosts} hosts" * (found.hosts > len(machines.hosts))
-            links = {"source": f"{found.path}{more}"}
-            return _search(found.cluster, request, links | {"measured": found.measured})
+            return _search(found.cluster, request, {"source": f"{found.path}{more}", "measured": found.measured})
         allocation.keep_profile(cluster, request.out / PROFILES)
         links = {"source": f"measured in {seconds:.0f} s{missing}", "measured": time.time()}
         return _search(cluster, request, links)
