@@ -31,7 +31,7 @@ from planner.planning import flags as plan_flags
 from planner.planning.options import PlanOptions
 from planner.planning.planning import sections
 from planner.start import allocation, environment, job_plan, rendezvous
-from planner.start.job_plan import Decision, Request
+from planner.start.job_plan import Decision, PlanRequest
 
 HINT = OVERRIDES
 AUTO = "auto"
@@ -73,7 +73,7 @@ def _check_data(group: ProcessGroup, config: Config) -> None:
     group.gather(problem, verdict)
 
 
-def _decide(group: ProcessGroup, machines: Machines, request: Request, progress: supervised.Progress) -> Decision:
+def _decide(group: ProcessGroup, machines: Machines, request: PlanRequest, progress: supervised.Progress) -> Decision:
     """The plan that --plan and --replan ask for, the same on every process."""
     f, began = flags.FLAGS, time.monotonic()
     if f.plan == AUTO:
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> None:
             machines = find_machines(group, f.rack, f.host_name)
             allocation.check_shared(group, out)
             _check_data(group, neutral)
-            request = Request(values, options, out, f.profile_seconds, f.profile_age, f.compute_hosts)
+            request = PlanRequest(values, options, out, f.profile_seconds, f.profile_age, f.compute_hosts)
             decision = _decide(group, machines, request, progress)
             if group.process == 0:
                 print(job_plan.describe(decision, machines), flush=True)

@@ -37,7 +37,7 @@ _FIELDS = (
 )
 
 
-class Row(NamedTuple):
+class LabelRow(NamedTuple):
     """A label.
 
     Attributes:
@@ -129,13 +129,15 @@ def designs() -> list[tuple[str, Config]]:
 # --- Labels ---------------------------------------------------------------------------------------------------------
 
 
-def make_labels(kind: str, workers: int, seconds: float, known: Sequence[Row] = ()) -> list[Row]:
+def make_labels(kind: str, workers: int, seconds: float, known: Sequence[LabelRow] = ()) -> list[LabelRow]:
     """Compiles all designs but those that are known; those that fail or take too long are reported and left out."""
     per_host, before = 8, {_fields(row.config): row for row in known}
     chosen = designs()
     new = [config for _, config in chosen if _fields(config) not in before]
     requests = [
-        compiled.Request(config, kind, math.ceil(config.mesh.devices / per_host), min(config.mesh.devices, per_host))
+        compiled.CompileRequest(
+            config, kind, math.ceil(config.mesh.devices / per_host), min(config.mesh.devices, per_host)
+        )
         for config in new
     ]
     answers = dict(zip(map(_fields, new), compiled.oracles(requests, workers, seconds, progress=True), strict=True))
@@ -145,7 +147,7 @@ def make_labels(kind: str, workers: int, seconds: float, known: Sequence[Row] = 
         if isinstance(answer, str):
             print(f"left out: {answer}")
         else:
-            rows.append(Row(name, config, answer) if answer else before[_fields(config)])
+            rows.append(LabelRow(name, config, answer) if answer else before[_fields(config)])
     return rows
 
 
@@ -154,7 +156,7 @@ def _fields(config: Config) -> tuple:
     return tuple(getattr(getattr(config, section), name) for section, names in _FIELDS for name in names)
 
 
-def write(rows: Sequence[Row], path: pathlib.Path) -> None:
+def write(rows: Sequence[LabelRow], path: pathlib.Path) -> None:
     """Writes labels as CSV: set, the configuration's fields that vary, and the oracle's answer."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -167,7 +169,7 @@ def write(rows: Sequence[Row], path: pathlib.Path) -> None:
             )
 
 
-def read(path: pathlib.Path) -> list[Row]:
+def read(path: pathlib.Path) -> list[LabelRow]:
     """Reads what `write` wrote.
 
     Raises:
@@ -187,14 +189,14 @@ def read(path: pathlib.Path) -> list[Row]:
             answer = compiled.OracleMemory(
                 **figures, compile_seconds=float(line["compile_seconds"]), source=line["source"]
             )
-            rows.append(Row(line["set"], from_dict(values), answer))
+            rows.append(LabelRow(line["set"], from_dict(values), answer))
     return rows
 
 
 # --- Training -------------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+def _table(rows: Sequence[LabelRow]) -> tuple[np.ndarray, np.ndarray]:
     """Features [n, features] and log(oracle / analytic) [n]."""
     x, y = [], []
     for row in rows:
@@ -205,7 +207,7 @@ def _table(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(x), np.array(y)
 
 
-def train(rows: Sequence[Row], seed: int = 0) -> surrogate.Surrogate:
+def train(rows: Sequence[LabelRow], seed: int = 0) -> surrogate.Surrogate:
     """An ensemble of small networks, member i trained without the labels i, i + members, ...
 
     The error of a label is that of the member that did not see it. What all members say is shrunk by the factor that
@@ -281,7 +283,7 @@ def train(rows: Sequence[Row], seed: int = 0) -> surrogate.Surrogate:
 # --- Figures --------------------------------------------------------------------------------------------------------
 
 
-def report(rows: Sequence[Row], trained: surrogate.Surrogate) -> str:
+def report(rows: Sequence[LabelRow], trained: surrogate.Surrogate) -> str:
     """What closed form and surrogate make of each set, and what the oracle took, as a Markdown table."""
     lines = [
         "| set | configurations | parameters/device | analytic: mean, max error | learned: mean, max error "

@@ -86,6 +86,18 @@ def test_every_room_is_in_the_table_and_small():
     assert {name: count for name, count in modules.items() if count > MOST_MODULES} == {}
 
 
+def test_a_class_name_has_one_meaning():
+    """Leading underscores do not make a name another one."""
+    homes = collections.defaultdict(list)
+    for path in build_file.sources():
+        if path.startswith(PRODUCT):
+            found = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.ClassDef))
+            for node in found:
+                homes[node.name.lstrip("_")].append(path)
+    assert len(homes) > 100
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 def test_every_room_says_what_lives_there():
     for name in MAY_IMPORT:
         docstring = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))

@@ -86,8 +86,8 @@ class PipelineConfig:
         )
         require(
             self.schedule not in SPLIT or self.save in SPLIT_SAVES,
-            f"pipeline.save={self.save} is to spare what pipeline.schedule={self.schedule} keeps until a layer's "
-            f"weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
+            f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "
+            f"residuals until its weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
         )
         if self.pipe_layers:
             parts = self.pipe_layers.split(",")

@@ -100,7 +100,7 @@ class Place(NamedTuple):
     at: Index
 
     def of(self, parts: list[Any]) -> Any:
-        """The part that has this layer's, at `at`, of per segment one or a list."""
+        """Return the part that holds this layer: its segment's, or one of the segment's list."""
         return parts[self.segment] if self.at else parts[self.segment][self.layer]
 
 

@@ -48,7 +48,7 @@ class OracleMemory:
     source: str
 
 
-class Request(NamedTuple):
+class CompileRequest(NamedTuple):
     """An input of `oracles`: a configuration on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS."""
 
     config: Config
@@ -86,7 +86,7 @@ def cuda() -> bool:
     return any("cuda" in plugin.value for plugin in importlib.metadata.entry_points(group="jax_plugins"))
 
 
-def _cache_file(request: Request) -> pathlib.Path:
+def _cache_file(request: CompileRequest) -> pathlib.Path:
     key = [
         program(request.config),
         [request.kind, request.hosts, request.per_host] if cuda() else "cpu",
@@ -116,7 +116,7 @@ def _save(path: pathlib.Path, memory: OracleMemory) -> None:
         return
 
 
-def cached(request: Request) -> OracleMemory | None:
+def cached(request: CompileRequest) -> OracleMemory | None:
     """The answer to a request if it was compiled before; imports no jax."""
     return _load(_cache_file(request))
 
@@ -128,14 +128,14 @@ def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory
         UserError: an unknown kind, the mesh does not have that many devices, or there is neither the CUDA plugin nor
             enough CPU devices in this process.
     """
-    request = Request(config, kind, hosts, per_host)
+    request = CompileRequest(config, kind, hosts, per_host)
     path = _cache_file(request)
     memory = _load(path) or _compile(request)
     _save(path, memory)
     return memory
 
 
-def _devices(request: Request) -> tuple[list[Any], str]:
+def _devices(request: CompileRequest) -> tuple[list[Any], str]:
     """The devices to compile for, and what to call the compilation."""
     import jax
 
@@ -157,7 +157,7 @@ def _devices(request: Request) -> tuple[list[Any], str]:
     return devices, f"XLA for {devices[0].device_kind}"
 
 
-def _compile(request: Request) -> OracleMemory:
+def _compile(request: CompileRequest) -> OracleMemory:
     import jax
 
     from paxtrain.parallel.mesh import make_mesh
@@ -200,7 +200,7 @@ class _Worker:
     def __init__(self, cpu_devices: int):
         self._cpu_devices, self._process = cpu_devices, None
 
-    def __call__(self, request: Request, seconds: float) -> OracleMemory | str:
+    def __call__(self, request: CompileRequest, seconds: float) -> OracleMemory | str:
         if self._process is None:
             # Not a fork: jax's threads would not survive it.
             context = multiprocessing.get_context("spawn")
@@ -227,7 +227,7 @@ class _Worker:
 
 
 def oracles(
-    requests: Sequence[Request], workers: int = 1, seconds: float = 300, progress: bool = False
+    requests: Sequence[CompileRequest], workers: int = 1, seconds: float = 300, progress: bool = False
 ) -> list[OracleMemory | str]:
     """`oracle` of many requests, at most `workers` at a time in processes of their own.
 
@@ -248,7 +248,7 @@ def oracles(
     for worker in pool:
         idle.put(worker)
 
-    def answer(request: Request) -> OracleMemory | str:
+    def answer(request: CompileRequest) -> OracleMemory | str:
         if found := cached(request):
             return found
         worker = idle.get()

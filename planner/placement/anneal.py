@@ -42,7 +42,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
+class AnnealedPlacement:
     """The best placement.
 
     Attributes:
@@ -216,7 +216,7 @@ def anneal(
     iterations: int,
     seconds: float = math.inf,
     enough: float = 0.0,
-) -> Found:
+) -> AnnealedPlacement:
     """Anneals `chains` chains from the best of the starts.
 
     The result depends on `rng` alone unless `seconds` cut it short.
@@ -230,7 +230,7 @@ def anneal(
     values = objective(np.array([start.order[start.layout] for start in begin]))
     ranked = np.argsort(values, kind="stable")
     top, evaluations = begin[ranked[0]], len(begin)
-    first = Found(top.order[top.layout], float(values[ranked[0]]), True, evaluations)
+    first = AnnealedPlacement(top.order[top.layout], float(values[ranked[0]]), True, evaluations)
     if first.value <= enough:
         return first
     # Half of the chains begin with the best starts, the others with one after the other.
@@ -265,7 +265,7 @@ def anneal(
     if kept_value[winner] >= first.value:
         return dataclasses.replace(first, evaluations=evaluations)
     hosts = kept.hosts(kept.layout[[winner]], kept.order[[winner]])[0]
-    return Found(hosts, float(kept_value[winner]), False, evaluations)
+    return AnnealedPlacement(hosts, float(kept_value[winner]), False, evaluations)
 
 
 def _temperature(objective: Objective, state: _Chains, value: Array) -> tuple[float, int]:

@@ -38,7 +38,7 @@ _SUBSETS = 64  # sets of stages that are tried for slow devices
 
 
 @dataclasses.dataclass(frozen=True)
-class _Links:
+class _CaseLinks:
     """The fabric's extremes for a candidate.
 
     Attributes:
@@ -87,9 +87,9 @@ class _Case:
     stages: int
 
 
-def _links(problem: Problem, fabric: Fabric) -> _Links:
+def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
     apart = ~np.eye(len(fabric.alpha), dtype=bool)
-    return _Links(
+    return _CaseLinks(
         np.where(apart, fabric.alpha, np.inf),
         np.where(apart, fabric.per_byte, np.inf),
         np.diagonal(fabric.alpha),
@@ -115,7 +115,7 @@ def bottleneck(cost: Array) -> float:
     return float(values[low])
 
 
-def _cases(problem: Problem, links: _Links, slots: int) -> Iterator[_Case]:
+def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
     """All placements belong to one of these."""
     c, hosts = problem.candidate, len(links.inside_alpha)
     most = min(slots, c.pipe)
@@ -149,7 +149,7 @@ def _cases(problem: Problem, links: _Links, slots: int) -> Iterator[_Case]:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), k)
 
 
-def _all_hops(links: _Links, size: float, slots: int, crossing: int, count: int) -> float:
+def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: int) -> float:
     """Least seconds of `count` messages of one direction together, `crossing` or more of them between hosts."""
     each = links.across(size)
     rest = (count - crossing) * min(links.inside(size), float(each.min()))

@@ -37,7 +37,7 @@ _REPEATS, _MICRO_BATCHES = 3, (1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a plan is asked for.
 
     Attributes:
@@ -84,7 +84,7 @@ def measurable(values: dict[str, Any]) -> Config:
 
 
 def decide(
-    group: ProcessGroup, machines: Machines, request: Request, why: str, progress: supervised.Progress
+    group: ProcessGroup, machines: Machines, request: PlanRequest, why: str, progress: supervised.Progress
 ) -> Decision:
     """The plan, the same on every process.
 
@@ -149,7 +149,7 @@ def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any
     return told
 
 
-def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
+def _former(machines: Machines, request: PlanRequest) -> tuple[Plan | None, str]:
     """The plan of an earlier start, if it is still the right one, and why it is or not."""
     path = request.out / PLAN
     for name in (PLAN, REPORT, PROFILES):
@@ -169,7 +169,7 @@ def _former(machines: Machines, request: Request) -> tuple[Plan | None, str]:
     return plan, f"{path} again: same nodes, configuration and search flags"
 
 
-def _profile(group: ProcessGroup, machines: Machines, config: Config, request: Request) -> tuple[Cluster, str]:
+def _profile(group: ProcessGroup, machines: Machines, config: Config, request: PlanRequest) -> tuple[Cluster, str]:
     """The cluster as measured, and which links there was no time for."""
     allowed = request.options.tensor
     tensor = tuple(
@@ -206,7 +206,7 @@ def _ends(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _search(cluster: Cluster, request: Request, links: dict[str, Any]) -> Any:
+def _search(cluster: Cluster, request: PlanRequest, links: dict[str, Any]) -> Any:
     """Searches, and writes plan and report; the plan as JSON values.
 
     Args:

@@ -50,7 +50,7 @@ def test_an_answer_is_kept_until_what_it_depends_on_changes(no_plugin, monkeypat
     monkeypatch.setattr(oracle, "_compile", lambda request: compiled.append(request) or first)
     same = config(optimizer={"learning_rate": 0.5}, run={"out": "elsewhere"}, pipeline={"pipe_layers": "1,1"})
     assert oracle.oracle(same, "h100", 1, 2) == first
-    assert oracle.cached(oracle.Request(same, "h100", 1, 2)) == first
+    assert oracle.cached(oracle.CompileRequest(same, "h100", 1, 2)) == first
     assert not compiled
     other = [
         config(batch={"micro_batch": 1}),
@@ -60,21 +60,21 @@ def test_an_answer_is_kept_until_what_it_depends_on_changes(no_plugin, monkeypat
         config(optimizer={"clip_norm": 0.0}),
     ]
     for changed in other:
-        assert oracle.cached(oracle.Request(changed, "h100", 1, 2)) is None
+        assert oracle.cached(oracle.CompileRequest(changed, "h100", 1, 2)) is None
         oracle.oracle(changed, "h100", 1, 2)
     assert len(compiled) == len(other)
     with monkeypatch.context() as patch:
         patch.setattr(oracle, "_sources", lambda: "other code")
-        assert oracle.cached(oracle.Request(config(), "h100", 1, 2)) is None
+        assert oracle.cached(oracle.CompileRequest(config(), "h100", 1, 2)) is None
     for file in private_cache.iterdir():
         file.write_text("{damaged")
-    assert oracle.cached(oracle.Request(config(), "h100", 1, 2)) is None
+    assert oracle.cached(oracle.CompileRequest(config(), "h100", 1, 2)) is None
 
 
 def test_with_the_plugin_kind_and_cluster_count(monkeypatch):
     monkeypatch.setattr(oracle, "cuda", lambda: True)
     files = {
-        oracle._cache_file(oracle.Request(config(), *where))
+        oracle._cache_file(oracle.CompileRequest(config(), *where))
         for where in [("h100", 1, 2), ("h200", 1, 2), ("h100", 2, 1), ("h100", 1, 2)]
     }
     assert len(files) == 3
@@ -103,7 +103,7 @@ def test_for_a_gpu_xla_counts_the_gpus_memory():
 
 
 def test_many_go_through_processes_of_their_own_and_a_failure_is_a_sentence():
-    good, bad = oracle.Request(config(), "h100", 1, 2), oracle.Request(config(), "h100", 1, 4)
+    good, bad = oracle.CompileRequest(config(), "h100", 1, 2), oracle.CompileRequest(config(), "h100", 1, 4)
     answers = oracle.oracles([bad, good], workers=1)
     assert "UserError: " in answers[0]
     assert "there are 4" in answers[0]
@@ -113,7 +113,10 @@ def test_many_go_through_processes_of_their_own_and_a_failure_is_a_sentence():
 
 
 def test_one_that_takes_too_long_is_ended_and_the_next_is_answered(no_plugin, monkeypatch):
-    slow, known = oracle.Request(config(), "h100", 1, 2), oracle.Request(config(model={"hidden": 96}), "h100", 1, 2)
+    slow, known = (
+        oracle.CompileRequest(config(), "h100", 1, 2),
+        oracle.CompileRequest(config(model={"hidden": 96}), "h100", 1, 2),
+    )
     answer = oracle.OracleMemory(1, 2, 3, 0.5, "of old")
     oracle._save(oracle._cache_file(known), answer)
     assert oracle.oracles([slow, known], workers=1, seconds=0.01) == ["not compiled in 0.01 s", answer]

@@ -20,7 +20,7 @@ def shipped() -> surrogate.Surrogate:
 
 
 @pytest.fixture(scope="module")
-def labels() -> list[maker.Row]:
+def labels() -> list[maker.LabelRow]:
     return maker.read(surrogate.DATA / "memory_labels.csv")
 
 
@@ -44,8 +44,8 @@ def candidates(n: int) -> closed_form.Shape:
     )
 
 
-def row(config, total: float, name: str = "label") -> maker.Row:
-    return maker.Row(name, config, compiled.OracleMemory(1, int(total) - 1, int(total), 1.0, "made up"))
+def row(config, total: float, name: str = "label") -> maker.LabelRow:
+    return maker.LabelRow(name, config, compiled.OracleMemory(1, int(total) - 1, int(total), 1.0, "made up"))
 
 
 def test_the_shipped_labels_are_small_and_few_and_the_held_out_ones_two_to_eight_times_as_large(labels):

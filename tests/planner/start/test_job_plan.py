@@ -19,7 +19,7 @@ from planner.measure.process_group import ProcessGroup
 from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, sections
 from planner.start import allocation, job_plan
-from planner.start.job_plan import PROFILES, Request
+from planner.start.job_plan import PROFILES, PlanRequest
 from tests.planner.examples import cluster
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
@@ -32,8 +32,8 @@ def values(**model) -> dict:
     return given | {"batch": {"global_batch": 16, "micro_batch": 1}}
 
 
-def request(out, age: float = 100.0, options: PlanOptions = OPTIONS, **model) -> Request:
-    return Request(values(**model), options, out, 20.0, age)
+def request(out, age: float = 100.0, options: PlanOptions = OPTIONS, **model) -> PlanRequest:
+    return PlanRequest(values(**model), options, out, 20.0, age)
 
 
 def machines(*hosts: str) -> Machines:
@@ -41,7 +41,7 @@ def machines(*hosts: str) -> Machines:
     return Machines(hosts, (0,) * many, (), 2, ("a100-80gb",) * many, (8e10,) * many, ("",) * many)
 
 
-def decide(request: Request, *hosts: str, why: str = ""):
+def decide(request: PlanRequest, *hosts: str, why: str = ""):
     return job_plan.decide(ProcessGroup(30), machines(*hosts), request, why, supervised.Progress({}))
 
 
