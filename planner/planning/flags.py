@@ -7,7 +7,7 @@ from absl import flags
 
 from paxtrain.config import SCHEDULES
 from paxtrain.errors import UserError
-from planner.planning.options import KINDS, MEMORY, SEQUENCE, PlanOptions
+from planner.planning.options import KINDS, SEQUENCE, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages")
 
@@ -35,7 +35,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("uneven", d.uneven, "Also split layers unevenly over the stages.")
     flags.DEFINE_integer("tensor_hosts", d.tensor_hosts, "Hosts in a row that each tensor group spans.", lower_bound=1)
     flags.DEFINE_float("usable_memory", d.usable_memory, "Share of a device's memory to use.", 0.05, 1.0)
-    flags.DEFINE_enum("memory", d.memory, list(MEMORY), "The memory estimate to search by.")
+    flags.DEFINE_bool("memory_margin", d.memory_margin, "Add the safety margin to the closed form's memory.")
     description = "Quantile of the link samples for which placements are optimized."
     flags.DEFINE_float("quantile", d.quantile, description, 0.0, 1.0)
     flags.DEFINE_integer("top", d.top, "Plans to rank.", lower_bound=1)

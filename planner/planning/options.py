@@ -13,7 +13,6 @@ from planner.search.space import BACKWARD, TRIED, Choices
 
 KINDS = ("epilogue", "all", "data")
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
-MEMORY = ("learned", "analytic")
 ORACLE = ("auto", "yes", "no")
 
 
@@ -36,7 +35,7 @@ class PlanOptions:
         uneven: also split layers unevenly over the stages.
         tensor_hosts: hosts in a row that each tensor group spans.
         usable_memory: share of a device's memory to use, 0.05 to 1.
-        memory: memory estimate to search by.
+        memory_margin: add the safety margin of the closed form to the memory that plans are held to need.
         quantile: quantile of the link samples for which placements are optimized, 0 to 1.
         top: plans to rank.
         placed: plans to place at most.
@@ -61,7 +60,7 @@ class PlanOptions:
     uneven: bool = True
     tensor_hosts: int = 1
     usable_memory: float = closed_form.USABLE
-    memory: str = "learned"
+    memory_margin: bool = True
     quantile: float = 0.5
     top: int = 10
     placed: int = 4
@@ -82,7 +81,7 @@ class PlanOptions:
             if not all(type(value) is int and value > 0 for value in values):
                 given = ",".join(map(str, values))
                 raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
-        for name, choices in (("sequence_parallel", SEQUENCE), ("memory", MEMORY), ("oracle", ORACLE)):
+        for name, choices in (("sequence_parallel", SEQUENCE), ("oracle", ORACLE)):
             if getattr(self, name) not in choices:
                 raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         bounds = {"gain": (0.0, math.inf), "usable_memory": (0.05, 1.0), "quantile": (0.0, 1.0)}
@@ -134,7 +133,7 @@ class PlanOptions:
             error: how compressed messages keep their errors, see CompressConfig.
             scan_layers: see PipelineConfig.
         """
-        return Budget(self.usable_memory, error, scan_layers, learned=self.memory == "learned")
+        return Budget(self.usable_memory, error, scan_layers, margin=self.memory_margin)
 
 
 def _check_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:

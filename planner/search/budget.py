@@ -7,7 +7,8 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.devices.gpus import GPUS
 from planner.cluster.cluster import Cluster
-from planner.memory import closed_form, surrogate
+from planner.memory import closed_form
+from planner.memory.margin import ORIGIN, with_margin
 from planner.search.space import Space
 
 Array = np.ndarray
@@ -21,13 +22,13 @@ class Budget:
         usable: share of a device's memory.
         error: how compressed messages keep their errors, as CompressConfig.error.
         scan_layers: as PipelineConfig's.
-        learned: by the surrogate of the compiler, with its safety margin; False: in closed form.
+        margin: add the safety margin of the closed form, for programs like those that it was measured on.
     """
 
     usable: float = closed_form.USABLE
     error: str = "lazy"
     scan_layers: str = "auto"
-    learned: bool = True
+    margin: bool = True
 
     def limit(self, cluster: Cluster) -> float:
         """Bytes on the cluster's smallest device: all stages run one program."""
@@ -59,20 +60,17 @@ class Budget:
 
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         """Bytes per device [N] that candidates are held to need, the safety margin included."""
-        shape = self.shape(cluster, model, space)
-        if self.uses_surrogate(cluster, model):
-            return np.asarray(surrogate.load().predict(shape).bound, float)
-        return np.broadcast_to(closed_form.analytic(shape).total, (len(space),)).astype(float)
+        total = closed_form.analytic(self.shape(cluster, model, space)).total
+        total = np.broadcast_to(total, (len(space),)).astype(float)
+        return with_margin(total) if self.has_margin(cluster, model) else total
 
-    def uses_surrogate(self, cluster: Cluster, model: ModelConfig) -> bool:
-        """The surrogate is of GPU programs of GPT-2."""
-        return self.learned and cluster.overlaps and model.family == "gpt2"
+    def has_margin(self, cluster: Cluster, model: ModelConfig) -> bool:
+        """Return whether the margin applies: it was measured on GPU programs of GPT-2."""
+        return self.margin and cluster.overlaps and model.family == "gpt2"
 
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
         """Which estimate the figures are."""
-        if self.uses_surrogate(cluster, model):
-            return "learned from the compiler's memory, with its safety margin"
-        return "closed form"
+        return ORIGIN if self.has_margin(cluster, model) else "closed form"
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:

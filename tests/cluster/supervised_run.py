@@ -219,7 +219,7 @@ def plan_without(lab: Lab, names: Sequence[str]) -> tuple[pathlib.Path, float]:
         f"--without={','.join(names)}",
         f"--global_batch={BATCH}",
         "--compress=none",
-        "--memory=analytic",
+        "--nomemory_margin",
     ]
     out = lab.home / "plan"
     done = subprocess.run([*command, f"--out={out}"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"there is no SLURM here
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOSTS, MBIT = 4, 200.0
 BATCH, EVERY, STEPS = 12, 20, 160  # samples of a step; steps between two checkpoints; steps in all
-SEARCH = ["--pipe=2,3,4", "--micro_batch=3", "--schedules=eager_1f1b", "--compress=none", "--memory=analytic"]
+SEARCH = ["--pipe=2,3,4", "--micro_batch=3", "--schedules=eager_1f1b", "--compress=none", "--nomemory_margin"]
 SEARCH += ["--profile_seconds=5"]
 # The job's `python`, but that processes of planner.run share what one of them has compiled: a fourth of the time.
 PYTHON = """#!/bin/sh

@@ -23,7 +23,7 @@ def made_report(
         backward=("epilogue",), virtual_stages=(2,),
     )  # fmt: skip
     batch = some.devices // (2 * pipe) * micro_batches
-    search = Search(some, MODEL, batch, choices, Budget(learned=False), Options(top=4, placed=1))
+    search = Search(some, MODEL, batch, choices, Budget(margin=False), Options(top=4, placed=1))
     outcome = search.run()
     chosen = outcome.ranked[0]
     values = {

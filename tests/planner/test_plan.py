@@ -14,7 +14,7 @@ from tests import mains
 from tests.planner.examples import cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-MODEL = ["--model=configs/gpt2_125m.py", "--memory=analytic", "--oracle=no", "--global_batch=32"]
+MODEL = ["--model=configs/gpt2_125m.py", "--nomemory_margin", "--oracle=no", "--global_batch=32"]
 
 
 def planned(*arguments: str) -> subprocess.CompletedProcess:

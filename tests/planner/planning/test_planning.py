@@ -12,7 +12,7 @@ from paxtrain.config import plan as plans
 from planner.planning.planning import PLAN, REPORT
 from tests.planner.examples import cluster
 
-OPTIONS = planner.PlanOptions(memory="analytic", top=3, placed=1, oracle="no")
+OPTIONS = planner.PlanOptions(memory_margin=False, top=3, placed=1, oracle="no")
 
 
 @pytest.fixture(scope="module")

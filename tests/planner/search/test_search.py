@@ -17,7 +17,7 @@ from planner.search.search import Options, Search
 from planner.search.space import Choices
 from tests.planner.examples import MODEL, cluster
 
-CLOSED = Budget(learned=False)
+CLOSED = Budget(margin=False)
 CHOICES = Choices(virtual_stages=(2,), data_ranks=(32,))
 
 
@@ -44,7 +44,7 @@ def test_the_best_are_the_best_of_all(nics, looked_at):
 
 def test_nothing_that_does_not_fit_is_ranked():
     roomy = search()
-    tight = search(budget=Budget(usable=float(np.quantile(roomy.bytes, 0.1)) / 85.1e9, learned=False))
+    tight = search(budget=Budget(usable=float(np.quantile(roomy.bytes, 0.1)) / 85.1e9, margin=False))
     outcome = tight.run()
     assert 0 < outcome.fitting < outcome.enumerated / 5
     assert all(found.memory <= tight.limit for found in outcome.ranked)
@@ -63,7 +63,7 @@ def test_memory_is_that_of_the_split_that_was_taken():
 
 def test_where_nothing_fits_the_closest_is_told():
     with pytest.raises(UserError) as error:
-        search(budget=Budget(usable=0.001, learned=False)).run()
+        search(budget=Budget(usable=0.001, margin=False)).run()
     least = search().bytes.min() / 1e9
     assert f"needs {least:.1f} GB, {least - 0.0851:.1f} GB too much" in str(error.value)
 
@@ -97,7 +97,7 @@ def test_the_zero_bubble_schedule_is_taken_where_it_fits():
         least[int(one.space.schedule[i])] = min(least.get(int(one.space.schedule[i]), np.inf), one.bytes[i])
     assert best.candidate.schedule == "zb_h1"
     plain, split = (least[SCHEDULES.index(name)] for name in choices.schedules)
-    tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), learned=False)
+    tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), margin=False)
     assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
 
 
@@ -106,7 +106,7 @@ def test_sequence_parallelism_is_taken_where_memory_or_links_are_short():
     one = search(choices=choices)
     assert one.run().ranked[0].candidate.sequence_parallel  # hosts are far from each other
     whole, parts = (one.bytes[one.space.sequence_parallel == value].min() for value in (False, True))
-    tight = Budget(usable=(whole + parts) / 2 / float(one.cluster.memory.min()), learned=False)
+    tight = Budget(usable=(whole + parts) / 2 / float(one.cluster.memory.min()), margin=False)
     assert {f.candidate.sequence_parallel for f in search(budget=tight, choices=choices).run().ranked} == {True}
 
 
@@ -158,7 +158,7 @@ def test_a_plan_survives_its_file(tmp_path):
 
 
 def test_every_neighbour_gets_a_reason():
-    one = search(budget=Budget(usable=0.2, learned=False))
+    one = search(budget=Budget(usable=0.2, margin=False))
     found = one.run().ranked[0]
     reasons = explain.neighbours(one, found, 32)
     for line in reasons:

@@ -24,7 +24,7 @@ from tests.planner.examples import cluster
 
 MODEL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
 HOSTS = ("a", "b", "c", "d")
-OPTIONS = PlanOptions(memory="analytic", compress=(), top=2, placed=1, oracle="no")
+OPTIONS = PlanOptions(memory_margin=False, compress=(), top=2, placed=1, oracle="no")
 
 
 def values(**model) -> dict:

@@ -1,11 +1,12 @@
-"""Makes the labels of the memory surrogate with the oracle, and trains it: `python -m planner.surrogate_train`.
+"""What the compiler says of the memory of small models, as labels for the closed form: python -m planner.memory.labels.
 
 Labels are small models of varied proportions, compiled for one kind of GPU: compiling takes as long for small models as
-for large ones, and the network sees proportions only. A second set with 2 to 8 times the parameters per device of any
-label is held out; the table at the end says what was predicted of it. The oracle keeps its answers on disk, so a run
-that was stopped goes on where it was, and what is in memory_labels.csv already is not compiled again.
+for large ones. A second set with 2 to 8 times the parameters per device of any label is held out. The table at the end
+says how far the closed form is off, and how often the compiler exceeds it with its margin (planner/memory/margin.py).
+The compiler's answers are kept on disk, so that a run that was stopped continues. Labels that are in the file already
+are not compiled again.
 
-    --evaluate      trains nothing: the shipped surrogate and the labels in the file
+    --evaluate      compiles nothing: the table of the labels in the file
 """
 
 import csv
@@ -20,14 +21,13 @@ from absl import flags
 from paxtrain import errors
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError
-from planner.memory import closed_form, compiled, surrogate
+from planner.memory import closed_form, compiled
+from planner.memory.margin import LABELS as FILE
+from planner.memory.margin import with_margin
 
 _FLAGS = flags.FLAGS
 LABELS, HELD_OUT = 96, 30
 _SETS = ("label", "held out")
-_MEMBERS, _STEPS = 16, 600
-_WIDTHS = (16, 8)
-_NOISE, _DECAY = 0.6, 0.03  # few labels, many features: each is blurred by 0.6 of its deviation, and weights stay small
 _FIELDS = (
     ("model", ("vocab_size", "layers", "hidden", "heads", "sequence", "attention")),
     ("mesh", ("data", "pipe", "tensor", "zero1")),
@@ -176,7 +176,7 @@ def read(path: pathlib.Path) -> list[LabelRow]:
         UserError: there is no such file.
     """
     if not path.exists():
-        raise UserError(f"there are no labels at {path}; python -m planner.surrogate_train makes them")
+        raise UserError(f"there are no labels at {path}; python -m planner.memory.labels makes them")
     defaults, rows = Config(), []
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
@@ -193,146 +193,49 @@ def read(path: pathlib.Path) -> list[LabelRow]:
     return rows
 
 
-# --- Training -------------------------------------------------------------------------------------------------------
-
-
-def _table(rows: Sequence[LabelRow]) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, features] and log(oracle / analytic) [n]."""
-    x, y = [], []
-    for row in rows:
-        shape = closed_form.of(row.config)
-        closed = closed_form.analytic(shape)
-        x.append(surrogate.features(shape, closed)[0])
-        y.append(math.log(row.memory.total / float(closed.total)))
-    return np.array(x), np.array(y)
-
-
-def train(rows: Sequence[LabelRow], seed: int = 0) -> surrogate.Surrogate:
-    """An ensemble of small networks, member i trained without the labels i, i + members, ...
-
-    The error of a label is that of the member that did not see it. What all members say is shrunk by the factor that
-    makes these errors smallest: where what is left of the closed form cannot be learned, the closed form stays.
-    """
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    x, y = _table(rows)
-    order = np.random.default_rng(seed).permutation(len(x))
-    x, y, fold = x[order], y[order], np.arange(len(x)) % _MEMBERS
-    mean, scale, spread = x.mean(axis=0), np.maximum(x.std(axis=0), 0.05), y.std()
-    inputs = jnp.asarray(np.clip((x - mean) / scale, -3, 3))
-    seen = jnp.asarray(fold[None] != np.arange(_MEMBERS)[:, None])
-    widths = (x.shape[1], *_WIDTHS, 1)
-
-    def init(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        sizes = list(zip(widths, widths[1:]))
-        layers = [(jax.random.normal(k, nm) * nm[0] ** -0.5, jnp.zeros(nm[1])) for k, nm in
-                  zip(jax.random.split(key, len(sizes)), sizes)]  # fmt: skip
-        return [*layers[:-1], (jnp.zeros(sizes[-1]), jnp.zeros(1))]  # which says: as the closed form
-
-    def predict(layers: list, inputs: jax.Array) -> jax.Array:
-        for kernel, bias in layers[:-1]:
-            inputs = jnp.tanh(inputs @ kernel + bias)
-        kernel, bias = layers[-1]
-        return (inputs @ kernel + bias)[:, 0]
-
-    def loss(layers: list, seen: jax.Array, key: jax.Array) -> jax.Array:
-        blurred = inputs + _NOISE * jax.random.normal(key, inputs.shape)
-        errors = optax.huber_loss(predict(layers, blurred), jnp.asarray(y / spread))
-        return (errors * seen).sum() / seen.sum() + _DECAY * sum((kernel**2).sum() for kernel, _ in layers)
-
-    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, _STEPS))
-
-    @jax.jit
-    @jax.vmap
-    def fit(key: jax.Array, seen: jax.Array) -> list:
-        def step(carry: tuple, key: jax.Array) -> tuple:
-            layers, state = carry
-            updates, state = optimizer.update(jax.grad(loss)(layers, seen, key), state, layers)
-            return (optax.apply_updates(layers, updates), state), None
-
-        layers = init(key)
-        return jax.lax.scan(step, (layers, optimizer.init(layers)), jax.random.split(key, _STEPS))[0][0]
-
-    fitted = fit(jax.random.split(jax.random.key(seed), _MEMBERS), seen)
-    layers = [(np.asarray(kernel, float), np.asarray(bias, float)) for kernel, bias in fitted]
-
-    def ensemble(factor: float, margin: float, source: dict[str, Any]) -> surrogate.Surrogate:
-        kernel, bias = layers[-1]
-        last = kernel * factor, bias * factor
-        bounds = float(min(y.min(), 0)), float(max(y.max(), 0))
-        return surrogate.Surrogate((*layers[:-1], last), mean, scale, *bounds, margin, source)
-
-    def unseen(factor: float) -> np.ndarray:
-        return ensemble(factor, 0.0, {}).members(x)[fold, np.arange(len(x))]
-
-    raw = unseen(spread)
-    shrink = float(np.clip(raw @ y / np.maximum(raw @ raw, 1e-12), 0, 1))
-    honest = unseen(spread * shrink)
-    source = {
-        "labels": len(x),
-        "program": rows[0].memory.source,
-        "shrink": round(shrink, 3),
-        "error": round(float(np.abs(np.expm1(honest - y)).mean()), 4),
-        "exceeded": round(1 / (len(x) + 1), 4),
-    }
-    return ensemble(spread * shrink, float(max(0.0, (y - honest).max())), source)
-
-
-# --- Figures --------------------------------------------------------------------------------------------------------
-
-
-def report(rows: Sequence[LabelRow], trained: surrogate.Surrogate) -> str:
-    """What closed form and surrogate make of each set, and what the oracle took, as a Markdown table."""
+def report(rows: Sequence[LabelRow]) -> str:
+    """Return how far the closed form is off on each set, and what compiling took, as a Markdown table."""
     lines = [
-        "| set | configurations | parameters/device | analytic: mean, max error | learned: mean, max error "
-        "| over the bound | bound over oracle, median | compile s: mean, total |",
-        "|---|---|---|---|---|---|---|---|",
+        "| set | configurations | parameters/device | closed form: mean, max error "
+        "| over the bound | bound over compiler, median | compile s: mean, total |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in _SETS:
         some = [row for row in rows if row.set == name]
         if not some:
             continue
-        shapes = [closed_form.of(row.config) for row in some]
         truth = np.array([row.memory.total for row in some])
-        closed = np.array([float(closed_form.analytic(shape).total) for shape in shapes])
-        learned = [trained.predict(shape) for shape in shapes]
-        expected, bound = (np.array([float(getattr(p, key)[0]) for p in learned]) for key in ("expected", "bound"))
+        closed = np.array([float(closed_form.analytic(closed_form.of(row.config)).total) for row in some])
+        bound = with_margin(closed)
         sizes = [parameters(row.config) / 1e6 for row in some]
         seconds = [row.memory.compile_seconds for row in some]
-        off = [np.abs(x / truth - 1) * 100 for x in (closed, expected)]
+        off = np.abs(closed / truth - 1) * 100
         lines.append(
-            f"| {name} | {len(some)} | {min(sizes):.0f} to {max(sizes):.0f} M "
-            + "".join(f"| {x.mean():.1f}%, {x.max():.1f}% " for x in off)
-            + f"| {int((truth > bound).sum())} | {np.median(bound / truth):.2f} "
+            f"| {name} | {len(some)} | {min(sizes):.0f} to {max(sizes):.0f} M | {off.mean():.1f}%, {off.max():.1f}% "
+            f"| {int((truth > bound).sum())} | {np.median(bound / truth):.2f} "
             f"| {np.mean(seconds):.1f}, {np.sum(seconds):.0f} |"
         )
     return "\n".join(lines)
 
 
 def _define_flags() -> None:
-    flags.DEFINE_string("out", str(surrogate.DATA), "folder of memory_labels.csv and memory_surrogate.npz")
+    flags.DEFINE_string("out", str(FILE), "file of the labels")
     flags.DEFINE_string("kind", "h100", "GPU to compile for")
     flags.DEFINE_integer("workers", 2, "compilations at a time", lower_bound=1)
     flags.DEFINE_float("seconds", 300, "limit of one compilation", lower_bound=1)
-    flags.DEFINE_boolean("evaluate", False, "print the figures of the labels and the surrogate in --out")
-    flags.DEFINE_boolean("labels", True, "compile the labels; --nolabels trains on those in --out")
+    flags.DEFINE_boolean("evaluate", False, "print the figures of the labels in --out")
 
 
 def main(_: Sequence[str]) -> None:
-    out = pathlib.Path(_FLAGS.out)
-    labels, weights = out / "memory_labels.csv", out / surrogate.WEIGHTS.name
-    if _FLAGS.labels and not _FLAGS.evaluate:
+    """Compile the labels that are missing, and print what they say of the closed form."""
+    labels = pathlib.Path(_FLAGS.out)
+    if not _FLAGS.evaluate:
         if not compiled.cuda():
             raise UserError("labels need jax's CUDA plugin to compile for GPUs; pip install -r requirements-gpu.txt")
-        out.mkdir(parents=True, exist_ok=True)
+        labels.parent.mkdir(parents=True, exist_ok=True)
         known = read(labels) if labels.exists() else []
         write(make_labels(_FLAGS.kind, _FLAGS.workers, _FLAGS.seconds, known), labels)
-    rows = read(labels)
-    if not _FLAGS.evaluate:
-        train([row for row in rows if row.set == "label"]).save(weights)
-    print(report(rows, surrogate.load(weights)))
+    print(report(read(labels)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""The compiler's labels, and the safety margin of the closed form that they give."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from planner.memory import closed_form, compiled, margin
+from planner.memory import labels as maker
+from tests.build_file import ROOT
+
+
+@pytest.fixture(scope="module")
+def labels() -> list[maker.LabelRow]:
+    return maker.read(margin.LABELS)
+
+
+def row(config, total: float, name: str = "label") -> maker.LabelRow:
+    return maker.LabelRow(name, config, compiled.OracleMemory(1, int(total) - 1, int(total), 1.0, "made up"))
+
+
+def test_the_shipped_labels_are_small_and_few_and_the_held_out_ones_two_to_eight_times_as_large(labels):
+    sizes = {name: [maker.parameters(r.config) for r in labels if r.set == name] for name in ("label", "held out")}
+    assert 40 <= len(sizes["label"]) <= 100
+    assert len(sizes["held out"]) >= 10
+    ratios = np.array(sizes["held out"]) / max(sizes["label"])
+    assert ratios.min() >= 2
+    assert ratios.max() <= 8.5
+    assert all(r.memory.source.startswith("XLA for NVIDIA H100") for r in labels)
+
+
+def logs(labels, name):
+    """log(compiler / closed form) of the labels of a set."""
+    some = [r for r in labels if r.set == name]
+    closed = [float(closed_form.analytic(closed_form.of(r.config)).total) for r in some]
+    return np.log([r.memory.total for r in some]) - np.log(closed)
+
+
+def test_the_margin_is_the_most_that_the_compiler_exceeded_the_closed_form_by(labels):
+    found = logs(labels, "label")
+    assert len(found) == margin.LABEL_COUNT
+    assert pytest.approx(found.max(), abs=1e-4) == margin.LOG_MARGIN
+    assert f"{math.expm1(found.max()):.0%}" in margin.ORIGIN and str(len(found)) in margin.ORIGIN
+
+
+def test_the_margin_holds_for_programs_that_it_was_not_measured_on(labels):
+    found = logs(labels, "held out")
+    assert (found <= margin.LOG_MARGIN).all() and np.abs(np.expm1(-found)).mean() <= 0.12
+    assert (found > 0).any()  # without the margin some would not fit
+
+
+def test_with_margin_is_that_much_more():
+    np.testing.assert_allclose(margin.with_margin([1.0, 2.0]), np.exp(margin.LOG_MARGIN) * np.array([1.0, 2.0]))
+
+
+def test_the_memory_estimate_imports_no_jax():
+    code = (
+        "import sys; from planner.memory import closed_form, margin; from paxtrain.config import Config;"
+        "margin.with_margin(closed_form.analytic(closed_form.of(Config())).total); assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_table_has_a_line_for_each_set(labels):
+    lines = maker.report(labels).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["label", "held out"]
+    assert f"| {margin.LABEL_COUNT} |" in lines[2]
+
+
+def test_labels_survive_the_file(tmp_path):
+    rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.designs())]
+    maker.write(rows, tmp_path / "labels.csv")
+    assert maker.read(tmp_path / "labels.csv") == rows
