@@ -14,6 +14,7 @@ from paxtrain.data import token_files
 from paxtrain.data.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
 from paxtrain.errors import UserError
 from paxtrain.prepare import documents, input_files, prepare
+from tests import mains
 
 ROOT = Path(__file__).parents[2]
 GPT2 = ROOT.parent / "shared" / "data" / "gpt2"
@@ -378,6 +379,6 @@ def test_the_main_says_what_is_wrong_and_leaves_with_2(tmp_path):
     assert result.stderr.startswith("error: --input=") and result.stderr.count("\n") == 1
 
 
-def test_the_main_takes_no_positional_arguments():
-    with pytest.raises(UserError, match=r"unexpected argument 'a\.txt'; name text files with --input="):
-        prepare_module.main(["prepare", "a.txt"])
+def test_the_main_takes_no_positional_arguments(monkeypatch, capfd):
+    assert mains.run(monkeypatch, mains.load("paxtrain.prepare"), "--out=nowhere", "a.txt") == 2
+    assert "unexpected argument 'a.txt'; name text files with --input=" in capfd.readouterr().err
