@@ -1,4 +1,4 @@
-"""What to compress, from when on and to which rank.
+"""The policy of compression: what to compress, from when on, to which rank.
 
 The functions are plain Python on measured or predicted seconds, bytes and residuals, without arrays. The trainer and
 the planner both use them.

@@ -1,4 +1,4 @@
-"""What compression does to training: python -m paxtrain.study --out=runs/study [--seeds=3] [--config.x.y=...].
+"""The effect of compression on training: python -m paxtrain.study --out=runs/study [--seeds=3] [--config.x.y=...].
 
 Trains one model again and again, from the same start on the same data, with more and more of what crosses the links
 compressed. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and

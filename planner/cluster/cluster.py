@@ -52,7 +52,7 @@ _KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "me
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What of its data sheet a device reaches, where it was not measured; planner.fit.recalibrate takes what runs say.
+    """Shares of its data sheet that an unmeasured device reaches; planner.fit.recalibrate takes them from runs.
 
     The defaults are assumptions. They put GPT-3 on 1,024 A100s (8 x 16 x 8, batch 1,536, layers recomputed) at 140
     TFLOP/s a device, recomputation included, which is what Megatron-LM reports (Narayanan et al. 2021, section 5.1).
@@ -77,7 +77,7 @@ ASSUMED = Shares()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cluster:
-    """What a planner knows of a cluster.
+    """A cluster, as the planner knows it.
 
     Attributes:
         hosts: names, H of them. named: they are the real ones, not made up from a count.
@@ -130,7 +130,7 @@ class Cluster:
         return np.median(self.samples, axis=0)
 
     def quantile(self, q: float) -> np.ndarray:
-        """[H, H] bytes/s that a link keeps but for a share `q` of its samples."""
+        """Return the bytes/s [H, H] that a link exceeds in all but a share `q` of its samples."""
         return np.quantile(self.samples, q, axis=0)
 
 

@@ -135,7 +135,7 @@ class Problem:
         self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
         self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
         self.head = np.array([x.head for x in self.layer])
-        # The optimizer's time is passes over memory: so fast is memory in the other passes, too.
+        # The optimizer is passes over memory, so its speed is also that of the other passes.
         self.per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What a profile measures."""
+"""Options of a profile."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ProfileOptions:
-    """What a profile measures, and for how long.
+    """Options of a profile: what is measured, and for how long.
 
     Attributes:
         sizes: bytes of the large messages; empty: as large as the links can send in the time.

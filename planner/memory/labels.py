@@ -1,4 +1,4 @@
-"""What the compiler says of the memory of small models, as labels for the closed form: python -m planner.memory.labels.
+"""The compiler's memory of small models, as labels for the closed form: python -m planner.memory.labels.
 
 Labels are small models of varied proportions, compiled for one kind of GPU: compiling takes as long for small models as
 for large ones. A second set with 2 to 8 times the parameters per device of any label is held out. The table at the end
@@ -152,7 +152,7 @@ def make_labels(kind: str, workers: int, seconds: float, known: Sequence[LabelRo
 
 
 def _fields(config: Config) -> tuple:
-    """What of a configuration a label says."""
+    """Return the values of a configuration that a label keeps."""
     return tuple(getattr(getattr(config, section), name) for section, names in _FIELDS for name in names)
 
 

@@ -28,7 +28,7 @@ _FLAT = 8  # batches of random moves that must change nothing before all placeme
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Where a chain may begin.
+    """A placement at which a chain may begin.
 
     Attributes:
         layout: [D, P] virtual host of each group.

@@ -55,7 +55,7 @@ class _CaseLinks:
     nics: int
 
     def share(self, groups: Array | float) -> Array:
-        """What a flow is slowed down by where `groups` groups send."""
+        """Return the factor by which a flow is slowed down if `groups` groups send."""
         return np.maximum(np.asarray(groups, float) * self.tensor / self.nics, 1.0)
 
     def across(self, size: float, groups: int = 1) -> Array:

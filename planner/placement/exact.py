@@ -1,4 +1,4 @@
-"""Exact search over placements where there are few: all of them but for symmetries, evaluated in batches.
+"""Exact search over placements where there are few: all of them, without symmetric copies, evaluated in batches.
 
 Two placements are the same to the simulator if they differ in which slot of a host a group takes, in where the data
 rings begin (data rank d becomes d + 1, around), or by an exchange of hosts whose links and devices are the same.
@@ -38,14 +38,14 @@ def twins(fabric: Fabric, kinds: Array) -> Array:
 
 
 def _exchangeable(links: Array, a: int, b: int) -> bool:
-    """Whether a matrix stays what it is when two of its indices are exchanged."""
+    """Return whether a matrix stays the same when two of its indices are exchanged."""
     exchange = np.arange(len(links))
     exchange[[a, b]] = b, a
     return np.array_equal(links[a, exchange], links[b]) and np.array_equal(links[exchange, a], links[:, b])
 
 
 def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Array | None:
-    """All placements but for symmetries, [count, D, P] hosts, or None where there are more than `most`.
+    """Return all placements without symmetric copies, [count, D, P] hosts; None if there are more than `most`.
 
     Of the rotations of a placement at least the one is kept that has host 0 in data rank 0.
 

@@ -27,7 +27,7 @@ _GROUPS = 4096  # in all chains: a batch that costs little more than the calls t
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the tensor groups lie.
+    """A placement of the tensor groups.
 
     Attributes:
         hosts: int [D, P].
@@ -173,7 +173,7 @@ def gain(
     seed: int = 0,
     iterations: int | None = None,
 ) -> Gain:
-    """What a placement gains over another one on each sample of the links; both hosts [D, P].
+    """Return the gain of a placement over another one on each sample of the links; both hosts [D, P].
 
     A placement that is optimized on noisy links looks better on them than it is. So where there are two samples or
     more, the cluster is placed anew on each half of them alone.

@@ -57,7 +57,7 @@ class RankedPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plans:
-    """What planning found.
+    """The ranked plans, the recommended one, and the report on it.
 
     Attributes:
         plan: the recommended plan, as `paxtrain.train` takes it.
@@ -317,7 +317,7 @@ class _Planning:
         )
 
     def sources(self, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:
-        """Where each kind of figure comes from."""
+        """Return the source of each kind of figure."""
         search, cluster = self.search, self.search.cluster
         measured = f"{len(cluster.samples)} sample(s), quantile {search.options.quantile:g}"
         return {

@@ -1,4 +1,4 @@
-"""What the chosen plan gains over what others would have done on the same cluster."""
+"""Gains of the chosen plan over the plans of others' rules on the same cluster."""
 
 import dataclasses
 

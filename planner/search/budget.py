@@ -1,4 +1,4 @@
-"""Which candidates fit into memory, by the estimate that the search filters by."""
+"""The memory budget: the candidates that fit, by the estimate that the search filters by."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ class Budget:
         return self.margin and cluster.overlaps and model.family == "gpt2"
 
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
-        """Which estimate the figures are."""
+        """Return which estimate the figures are."""
         return ORIGIN if self.has_margin(cluster, model) else "closed form"
 
 

@@ -1,4 +1,4 @@
-"""Why not another plan: what is wrong with each neighbour of the chosen one."""
+"""Reasons against other plans: what is wrong with each neighbour of the chosen one."""
 
 from collections.abc import Iterator
 
@@ -102,7 +102,7 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
 
 
 def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
-    """Why there is no such candidate."""
+    """Return why there is no such candidate."""
     cluster, model = search.cluster, search.model
     data, pipe, tensor, micro = (changed[name] for name in ("data", "pipe", "tensor", "micro_batch"))
     if cluster.devices_per_host % tensor:

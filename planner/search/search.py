@@ -36,7 +36,7 @@ _TOGETHER = 256
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to search.
+    """Options of the search.
 
     Attributes:
         top: plans to rank; the rest is bounded away.
@@ -87,7 +87,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         ranked: the best candidates, quickest first.
@@ -130,7 +130,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
 
 
 def _mesh(c: Candidate) -> tuple:
-    """What candidates with good placements in common have in common."""
+    """Return the mesh and schedule: candidates that share them share good placements."""
     return c.data, c.pipe, c.tensor, c.schedule, c.chunks
 
 
@@ -176,7 +176,7 @@ class Search:
     # --- One candidate ------------------------------------------------------------------------------------------------
 
     def splits(self, some: list[int]) -> list[tuple[int, tuple[int, ...], float]]:
-        """Of some candidates even layers, and the exact best split where it differs and fits; with bytes per device."""
+        """Return some candidates with even layers, and with the best split if it differs and fits; and their bytes."""
         stages = [int(self.space.pipe[i] * self.space.chunks[i]) for i in some]
         even = [(i, layers.even(self.model.layers, count), float(self.bytes[i])) for i, count in zip(some, stages)]
         if not self.options.uneven:

@@ -21,7 +21,7 @@ TRIED = tuple(name for name in SCHEDULES if name not in SPLIT)
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What the search may choose from; the compression kinds and ranks are the budget of quality.
+    """The choices of the search. The kinds and ranks of compression are the budget of quality.
 
     Attributes:
         tensor, pipe, micro_batch: sizes to try; empty: all that divide.
@@ -74,7 +74,7 @@ class Space:
 
     @property
     def parts(self) -> Array:
-        """Of the sequence, in what a device keeps and sends."""
+        """Parts into which devices split the sequence that they keep and send."""
         return np.where(self.sequence_parallel, self.tensor, 1)
 
     def take(self, where: Array) -> "Space":

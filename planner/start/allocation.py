@@ -26,7 +26,7 @@ _PAUSE = 0.2
 
 
 def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
-    """Why these are not the `gpus` GPUs (0: CPUs) that a process of the host is to have; empty if they are."""
+    """Return why these are not the `gpus` GPUs (0: CPUs) that a process must find; empty if they are."""
     found = [device.device_kind for device in devices if device.platform != "cpu"]
     if len(found) == gpus:
         return ""
@@ -66,7 +66,7 @@ def check_devices(group: ProcessGroup, gpus: int, host: str) -> None:
 
 
 def _seen(token: pathlib.Path, within: float) -> bool:
-    """Whether the file is seen here, with its name in it."""
+    """Return whether this process sees the file, with its name in it."""
     until = time.monotonic() + within
     while True:
         try:
@@ -119,7 +119,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def why_not(plan: Plan, machines: Machines) -> str:
-    """Why a plan is not for these nodes, "pax4 is not in it"; empty if it is. The order of nodes does not matter."""
+    """Return why a plan is not for these nodes ("pax4 is not in it"), in whatever order; empty if it is."""
     there, devices = len(machines.hosts) * machines.per_host, plan.mesh.devices
     reasons = []
     if plan.hosts:

@@ -1,4 +1,4 @@
-"""What a run was made with, kept beside its checkpoints: environment.json, a list with one entry per start."""
+"""The environment of a run, kept beside its checkpoints: environment.json, a list with one entry per start."""
 
 import contextlib
 import importlib.metadata

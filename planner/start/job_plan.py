@@ -38,7 +38,7 @@ _REPEATS, _MICRO_BATCHES = 3, (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for.
+    """A request for a plan.
 
     Attributes:
         values: the whole configuration, nested.
@@ -57,7 +57,7 @@ class PlanRequest:
     compute_hosts: int = 0
 
     def asked(self) -> dict[str, Any]:
-        """What a plan depends on besides the nodes, as JSON values."""
+        """Return what a plan depends on besides the nodes, as JSON values."""
         sections = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
         return json.loads(json.dumps({**sections, "search": dataclasses.asdict(self.options)}))
 
@@ -127,7 +127,7 @@ def decide(
 
 
 def _source(again: bool, reason: str, why: str) -> str:
-    """Where the plan is from, in words.
+    """Return the origin of the plan, in words.
 
     Args:
         again: whether it is the one of an earlier start. reason: why it is that one, or is not. why: as decide has it.

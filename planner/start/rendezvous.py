@@ -1,4 +1,4 @@
-"""Who has come, asked before the processes join: jax.distributed only says that somebody has not.
+"""A roll call before the processes join: jax.distributed only says that a process is missing, not which one.
 
 Process 0 listens for a moment where jax's coordinator will. Every other process calls there, says its number and its
 host, and hears either that all are there or who is missing.
@@ -49,7 +49,7 @@ def hosts_of_launcher(environment: Mapping[str, str], processes: int) -> list[st
 def missing_sentence(
     missing: Sequence[int], came: Mapping[int, str], hosts: Sequence[str] | None, address: str, timeout: float
 ) -> str:
-    """Who has not come, and who has."""
+    """Return a sentence that names the processes that are missing and those that have come."""
     who = [f"process {i}" + (f" (host {hosts[i]})" if hosts else "") for i in missing]
     there = f"those on {', '.join(sorted(set(came.values())))} have" if came else "no other one has"
     return (

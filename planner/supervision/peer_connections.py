@@ -89,7 +89,7 @@ class PeerConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed or closing."""
+        """True if the connection is closed or closing."""
         return self._writer.is_closing()
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ class Supervisor:
 
     @property
     def _alarm(self) -> bool:
-        """Whether a host has noticed a fault."""
+        """True if a host has noticed a fault."""
         return bool(self._channel.board.numbers("report/"))
 
     def _reports(self) -> dict[int, HostReport]:

@@ -77,7 +77,7 @@ class WorkerStatus:
 
     @property
     def good(self) -> bool:
-        """Whether it ended with exit code 0."""
+        """True if the worker ended with exit code 0."""
         return self.state == "ended" and self.code == 0
 
 
@@ -282,7 +282,7 @@ class WorkerProcess:
 
     @property
     def over(self) -> bool:
-        """Whether the worker has ended or has reported an exception that ends it."""
+        """True if the worker has ended or has reported an exception that ends it."""
         return self._ended is not None or bool(self._said["failed"])
 
     def status(self) -> WorkerStatus:
