@@ -7,7 +7,7 @@ import jax
 
 from paxtrain.bench import two_processes
 from paxtrain.bench.steps import PipelinedStep, configuration, interleave
-from paxtrain.config import SPLIT
+from paxtrain.schedule.spec import SPECS
 
 
 def bubble(repeats: int) -> None:
@@ -28,7 +28,7 @@ def bubble(repeats: int) -> None:
     slope = min((times[many] - times[few]) / (many - few) for times in measured.values())
     for schedule, times in measured.items():
         for m, value in times.items():
-            ideal = (m + (1 / 3 if schedule in SPLIT else 1)) / m
+            ideal = (m + (1 / 3 if SPECS[schedule].splits else 1)) / m
             print(f"  {schedule:<14}{m:>4}{value:>10.4f}{value / (m * slope):>10.3f}{ideal:>8.3f}")
 
 

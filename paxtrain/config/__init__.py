@@ -1,13 +1,11 @@
 """The configuration of a run: frozen dataclasses that validate themselves, and plans that override parts of them.
 
-May import nothing of the project but `paxtrain.errors`.
+May import `paxtrain.schedule`, and `paxtrain.errors` as everything may.
 """
 
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import (
     SAVE_MODES,
-    SCHEDULES,
-    SPLIT,
     SPLIT_SAVES,
     BatchConfig,
     CheckpointConfig,
@@ -18,6 +16,7 @@ from paxtrain.config.config import (
     RunConfig,
     from_dict,
     read_section,
+    scans,
     to_dict,
 )
 from paxtrain.config.data import DataConfig
@@ -25,8 +24,6 @@ from paxtrain.config.model import ModelConfig
 
 __all__ = [
     "SAVE_MODES",
-    "SCHEDULES",
-    "SPLIT",
     "SPLIT_SAVES",
     "BatchConfig",
     "CheckpointConfig",
@@ -40,5 +37,6 @@ __all__ = [
     "RunConfig",
     "from_dict",
     "read_section",
+    "scans",
     "to_dict",
 ]

@@ -13,11 +13,20 @@ from paxtrain.config.checks import choice, divisors_near, positive, require, ste
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
+from paxtrain.schedule.spec import SPECS, ScheduleSpec
 
-SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1")
-SPLIT = ("zb_h1",)  # schedules that run the backward in two parts, B and W
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
-SPLIT_SAVES = ("dots", "residuals")  # save modes that these schedules can use
+SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
+
+
+def scans(scan_layers: str, common: Any) -> Any:
+    """Return whether layers run in a loop, as PipelineConfig.scan_layers says: one bool, or an array of them.
+
+    Args:
+        scan_layers: "auto", "on" or "off".
+        common: layers of the smallest virtual stage, a number or an array of candidates'. One alone needs no loop.
+    """
+    return ((scan_layers == "on") | ((scan_layers == "auto") & (common > 8))) & (common > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +64,7 @@ class PipelineConfig:
     """The flow of micro-batches through the stages.
 
     Attributes:
-        schedule: one of SCHEDULES; zb_h1 needs a save of SPLIT_SAVES.
+        schedule: a name in paxtrain.schedule.spec.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
         virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
@@ -70,22 +79,21 @@ class PipelineConfig:
     scan_layers: str = "auto"
 
     def __post_init__(self) -> None:
-        choice("pipeline.schedule", self.schedule, SCHEDULES)
+        choice("pipeline.schedule", self.schedule, tuple(SPECS))
         choice("pipeline.save", self.save, SAVE_MODES)
         choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
         positive("pipeline", self, "virtual_stages")
-        interleaved = self.schedule == "interleaved_1f1b"
         require(
-            interleaved or self.virtual_stages == 1,
-            f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule=interleaved_1f1b, "
-            f"got {self.schedule}",
+            self.spec.interleaves or self.virtual_stages == 1,
+            f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
+            f"{' or '.join(name for name, spec in SPECS.items() if spec.interleaves)}, got {self.schedule}",
         )
         require(
-            not interleaved or self.virtual_stages > 1,
-            "pipeline.schedule=interleaved_1f1b needs pipeline.virtual_stages of 2 or more, got 1",
+            not self.spec.interleaves or self.virtual_stages > 1,
+            f"pipeline.schedule={self.schedule} needs pipeline.virtual_stages of 2 or more, got 1",
         )
         require(
-            self.schedule not in SPLIT or self.save in SPLIT_SAVES,
+            not self.spec.splits or self.save in SPLIT_SAVES,
             f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "
             f"residuals until its weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
         )
@@ -95,6 +103,19 @@ class PipelineConfig:
                 all(part.strip().isdecimal() and int(part) > 0 for part in parts),
                 f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
             )
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """Facts about the schedule."""
+        return SPECS[self.schedule]
+
+    def scans(self, common: Any) -> Any:
+        """Return whether layers run in a loop: one bool, or an array of them.
+
+        Args:
+            common: layers of the smallest virtual stage, a number or an array of candidates'.
+        """
+        return scans(self.scan_layers, common)
 
     def layers_per_virtual_stage(self, layers: int, pipe: int) -> tuple[int, ...]:
         """Return the layers of each of the pipe * virtual_stages virtual stages, in the order of the forward pass.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from paxtrain.config import SPLIT, Config
+from paxtrain.config import Config
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE, Group
 from paxtrain.pipeline.stage import Program
@@ -100,7 +100,6 @@ class Layout:
     def program(self) -> Program:
         """Program of the pipeline's stages."""
         config = self.config
-        scan = config.pipeline.scan_layers
         return Program(
             model=config.model,
             stages=self.stages,
@@ -108,8 +107,8 @@ class Layout:
             layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
             counts=self.counts,
             save=config.pipeline.save,
-            scan_layers=scan == "on" or (scan == "auto" and min(self.counts) > 8),
-            splits=config.pipeline.schedule in SPLIT and self.stages > 1,
+            scan_layers=config.pipeline.scans(min(self.counts)),
+            splits=config.pipeline.spec.splits and self.stages > 1,
             group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,
         )

@@ -32,7 +32,8 @@ from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule import buffers
-from paxtrain.schedule import table as schedule
+from paxtrain.schedule.spec import build, forward_only
+from paxtrain.schedule.table import Schedule
 
 BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
@@ -133,10 +134,10 @@ class Trainer:
         return make_optimizer(self.config, [self._shardings(specs) for specs in muon.route(self.layout)])
 
     @functools.cached_property
-    def schedule(self) -> schedule.Schedule:
+    def schedule(self) -> Schedule:
         """Pipeline schedule of a step."""
         c = self.config
-        return schedule.build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
+        return build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
 
     @functools.cached_property
     def buffers(self) -> buffers.Buffers:
@@ -443,7 +444,7 @@ class Trainer:
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)
-        table = schedule.forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
+        table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
         return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))
 
     @functools.cached_property

@@ -78,9 +78,8 @@ class Program:
     def segments(self) -> tuple[Segment, ...]:
         """All stages' common layers unconditionally, then each further slot by itself."""
         common, slots = min(self.counts), max(self.counts)
-        scan = self.scan_layers and common > 1
         return (
-            Segment(0, common, optional=False, scan=scan),
+            Segment(0, common, optional=False, scan=self.scan_layers),
             *(Segment(slot, 1, optional=True, scan=False) for slot in range(common, slots)),
         )
 

@@ -5,8 +5,7 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import SPLIT
-from paxtrain.schedule import table as schedules
+from paxtrain.schedule.spec import SPECS, build
 from paxtrain.schedule.table import IDLE, Schedule
 
 Array = np.ndarray
@@ -17,7 +16,7 @@ class Table:
     """A schedule's table to replay, and which of its gradient messages travel compressed.
 
     Attributes:
-        schedule: its name in paxtrain.schedule.table.
+        schedule: its name in paxtrain.schedule.spec.SPECS.
         stages, micro_batches, chunks: P, m and v.
         compressed: "none", "epilogue" or "all".
     """
@@ -102,7 +101,7 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
             plain=ends(sends[t] & ~packed[t], -1),
             packed=ends(packed[t], -1),
             activations=ends(f[t] & (f_virtual[t] < last), 1),
-            hides=schedule.masked or schedule.splits,
+            hides=SPECS[schedule.name].hides_gradients,
         )
 
     kinds: dict[bytes, Row] = {}
@@ -131,7 +130,7 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 
 @functools.lru_cache(maxsize=1024)
 def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: str, scrap: bool) -> list[Run]:
-    schedule = schedules.build(name, stages, micro_batches, chunks)
+    schedule = build(name, stages, micro_batches, chunks)
     return _runs(_rows(schedule, compressed, scrap), longest=3 * schedule.virtual_stages)
 
 
@@ -141,10 +140,14 @@ def runs(table: Table, scrap: bool = True) -> list[Run]:
 
     Many micro-batches only repeat the steady rows of few, so no larger table is built.
     """
-    step = table.stages if table.chunks > 1 else 1
+    spec = SPECS[table.schedule]
+    step = table.stages if spec.interleaves else 1
     # Enough that some stage has rows in which all that is steady happens, whatever is left over.
-    few = (4 if table.chunks > 1 or table.schedule in SPLIT else 2) * table.stages + table.micro_batches % step
-    make = lambda m: _few(table.schedule, table.stages, m, table.chunks, table.compressed, scrap)  # noqa: E731
+    few = spec.settles * table.stages + table.micro_batches % step
+
+    def make(m: int) -> list[Run]:
+        return _few(table.schedule, table.stages, m, table.chunks, table.compressed, scrap)
+
     if table.micro_batches <= few + step:
         return make(table.micro_batches)
     less, more = make(few), make(few + step)

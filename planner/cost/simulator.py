@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SPLIT
+from paxtrain.schedule.spec import SPECS
 from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
@@ -116,7 +116,7 @@ class _Replay:
     def __init__(self, table: Table, seconds: Seconds, overlap: bool, record: Recorder | None) -> None:
         self.seconds = spread(table, seconds)
         self.now = self.seconds.start.copy()
-        self.overlap, self.record, self.splits = overlap, record, table.schedule in SPLIT
+        self.overlap, self.record, self.splits = overlap, record, SPECS[table.schedule].splits
 
     def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
         """Until when each end of the messages waits, per pair."""

@@ -12,7 +12,8 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import SPLIT, ModelConfig
+from paxtrain.config import ModelConfig
+from paxtrain.schedule.spec import SPECS
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import simulator
@@ -130,7 +131,7 @@ class Problem:
         first = np.zeros(len(counts))
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
         self.forward = np.array([x.forward * counts + x.embedding * first for x in self.layer])  # [kinds, V]
-        splits = c.schedule in SPLIT and c.pipe > 1
+        splits = SPECS[c.schedule].splits and c.pipe > 1
         backward = [x.backward_input if splits else x.backward for x in self.layer]
         self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
         self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, Config, ModelConfig
+from paxtrain.config import SAVE_MODES, Config, ModelConfig
+from paxtrain.schedule.spec import code, each
 
 # Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
 # NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
@@ -39,7 +40,7 @@ class Shape:
         virtual_stages: chunks of layers per stage.
         slots, common: layers of the largest and of the smallest virtual stage.
         micro_batch: sequences; micro_batches: per data rank and step.
-        schedule, save: index into paxtrain.config.config.SCHEDULES and SAVE_MODES.
+        schedule, save: index into paxtrain.schedule.spec.SPECS and paxtrain.config.SAVE_MODES.
         zero1: state and gradients are sharded over data.
         sequence_parallel: activations between the split matrices are sharded over tensor.
         scan: layers run in a loop.
@@ -109,7 +110,6 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """One configuration as a Shape of scalars, on GPUs of a compute capability."""
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
-    scan = pipeline.scan_layers == "on" or (pipeline.scan_layers == "auto" and min(counts) > 8)
     return Shape(
         model=settle(config.model, capability),
         data=mesh.data,
@@ -120,10 +120,10 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         common=min(counts),
         micro_batch=config.batch.micro_batch,
         micro_batches=config.micro_batches,
-        schedule=SCHEDULES.index(pipeline.schedule),
+        schedule=code(pipeline.schedule),
         save=SAVE_MODES.index(pipeline.save),
         zero1=int(mesh.zero1),
-        scan=int(scan and min(counts) > 1),
+        scan=int(pipeline.scans(min(counts))),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward_rank if compress.forward != "none" else 0,
         data_rank=compress.data_rank if compress.data != "none" else 0,
@@ -133,18 +133,17 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
 
 
 def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
-    """Depths of the rings of residuals, activations and gradients as buffers.assign finds them, without scrap slots.
+    """Return the depths of the rings of residuals, activations and gradients, without scrap slots.
 
-    Residuals exactly, min(in flight, m v): eager 2(P-1)+1, gpipe m, 1f1b and zb_h1 P, interleaved 2(P-1)+(v-1)P+1.
-    Messages of interleaved schedules, which are small, to within a few slots: 2 activations, P/2+1 gradients.
+    They are those of the first stage, the deepest: `buffers.assign` finds the same, except that the message rings of
+    interleaved schedules, which are small, are known to within a few slots.
     """
     p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
-    which = [shape.schedule == SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1")]
     several = np.asarray(p) > 1
-    flight = np.select(which, [2 * (p - 1) + 1, m, p, p], 2 * (p - 1) + (v - 1) * p + 1)
-    activation = np.select(which, [0, 0, 1, 1], 2) * several
-    gradient = np.select(which, [0, m, 1, 1], np.minimum(p // 2 + 1, m)) * several
-    return np.where(several, np.minimum(flight, m * v), 0), activation, gradient
+    residual = each(shape.schedule, lambda spec: spec.residual_slots(0, p, v, m))
+    activation = each(shape.schedule, lambda spec: spec.activation_slots)
+    gradient = each(shape.schedule, lambda spec: spec.gradient_slots(p, m))
+    return residual * several, activation * several, gradient * several
 
 
 def kept(shape: Shape) -> dict[str, Any]:
@@ -251,7 +250,7 @@ def _codec_state(shape: Shape) -> Any:
 
 def ring_slots(shape: Shape) -> Any:
     """Slots of the ring of residuals, the scrap slot of schedules without branches included; 1 with one stage."""
-    masked = np.isin(shape.schedule, [SCHEDULES.index("eager_1f1b"), SCHEDULES.index("gpipe")])
+    masked = each(shape.schedule, lambda spec: spec.masked)
     return np.where(np.asarray(shape.pipe) == 1, 1, ring_depths(shape)[0] + masked)
 
 
@@ -315,7 +314,7 @@ def analytic(shape: Shape) -> Memory:
     # One micro-batch on one stage is the whole sum: XLA leaves the accumulators out.
     adds = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) > 1)
     layer = kept(shape)
-    splits = np.isin(shape.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (np.asarray(shape.pipe) > 1)
+    splits = each(shape.schedule, lambda spec: spec.splits) & (np.asarray(shape.pipe) > 1)
     layer |= {mode: layer[mode] + splits * more for mode, more in left(shape).items()}
     layer["residuals"] = np.where(np.asarray(shape.pipe) == 1, _fused(shape), layer["residuals"])  # no ring
     modes = [shape.save == SAVE_MODES.index(name) for name in layer]
@@ -344,19 +343,12 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
     table = (tables * shape.model.padded_vocab // shape.tensor + shape.model.positions) * shape.model.hidden
     held = float(table / parameters(shape)[0])  # the embedding's share of the slots' parameters
     used = of_layers * (1 - held) + np.isin(s, (0, stages - 1)) * held
-    flight = {
-        "eager_1f1b": 2 * (stages - 1 - s) + 1,
-        "gpipe": np.full(stages, m),
-        "1f1b": stages - s,
-        "interleaved_1f1b": 2 * (stages - 1 - s) + (v - 1) * stages + 1,
-        "zb_h1": np.full(stages, stages),
-    }[config.pipeline.schedule]
-    in_flight = np.minimum(flight, m * v) / np.maximum(ring_slots(shape), 1)
+    in_use = config.pipeline.spec.residual_slots(s, stages, v, m) / np.maximum(ring_slots(shape), 1)
     return Memory(
         weights=allocated.weights * used,
         optimizer=allocated.optimizer * used,
         gradients=allocated.gradients * used,
-        activations=allocated.activations * in_flight * of_layers,
+        activations=allocated.activations * in_use * of_layers,
         buffers=np.where(s == stages - 1, allocated.buffers, _messages(shape) + _backward(shape)),
         compression=np.full(stages, allocated.compression, float),
     )

@@ -4,8 +4,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
+from paxtrain.schedule.spec import SPECS
 from planner.memory import closed_form
 from planner.search.budget import Budget
 from planner.search.search import Options
@@ -71,9 +72,9 @@ class PlanOptions:
         for kind in self.compress:
             if kind not in KINDS:
                 raise UserError(f"--compress must be none or some of {', '.join(KINDS)}, got {kind!r}")
-        _check_known("schedules", self.schedules, SCHEDULES)
+        _check_known("schedules", self.schedules, tuple(SPECS))
         _check_known("saves", self.saves, SAVE_MODES)
-        if set(self.schedules) <= set(SPLIT) and not set(self.saves) & set(SPLIT_SAVES):
+        if all(SPECS[name].splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
             known = " or ".join(SPLIT_SAVES)
             raise UserError(f"--schedules={','.join(self.schedules)} needs --saves={known}, got {','.join(self.saves)}")
         for name in ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.schedule import table as schedules
+from paxtrain.schedule import spec as schedules
 from paxtrain.schedule.table import IDLE
 from planner.cost import simulator
 from planner.cost.links import paths

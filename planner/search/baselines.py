@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from paxtrain.config import SCHEDULES
+from paxtrain.schedule.spec import code
 from planner.cluster.cluster import between
 from planner.cost import closed_forms
 from planner.cost.step_time import MASTER, Candidate, Problem
@@ -37,7 +37,7 @@ def _chosen_by(search: Search, rule: str) -> int:
     each mesh takes the quickest that fits, nor ZeRO-1.
     """
     space, cluster, model = search.space, search.cluster, search.model
-    plain = (space.schedule == SCHEDULES.index("1f1b")) | (space.pipe == 1)
+    plain = (space.schedule == code("1f1b")) | (space.pipe == 1)
     some = np.flatnonzero(plain & (space.backward == 0) & (space.data_rank == 0) & np.isfinite(search.bounds))
     if not len(some):
         return -1

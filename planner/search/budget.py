@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from paxtrain.config import ModelConfig
+from paxtrain.config import ModelConfig, scans
 from paxtrain.devices.gpus import GPUS
 from planner.cluster.cluster import Cluster
 from planner.memory import closed_form
@@ -37,7 +37,6 @@ class Budget:
     def shape(self, cluster: Cluster, model: ModelConfig, space: Space) -> closed_form.Shape:
         """Candidates as the memory estimates take them."""
         common = model.layers // (space.pipe * space.chunks)
-        scan = {"on": True, "off": False, "auto": common > 8}[self.scan_layers]
         return closed_form.Shape(
             model=closed_form.settle(model, capability(cluster)),
             data=space.data,
@@ -52,7 +51,7 @@ class Budget:
             save=space.save,
             zero1=space.zero1.astype(int),
             sequence_parallel=space.sequence_parallel.astype(int),
-            scan=(scan & (common > 1)) * 1,
+            scan=scans(self.scan_layers, common) * 1,
             backward_rank=space.backward_rank,
             data_rank=space.data_rank,
             error=("none", "explicit", "lazy").index(self.error),

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES
+from paxtrain.schedule.spec import SPECS, code
 from planner.search.search import Found, Search
 from planner.search.space import BACKWARD
 
-_NAMES = {"schedule": SCHEDULES, "save": SAVE_MODES, "backward": BACKWARD}
+_NAMES = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD}
 _FLAGS = ("zero1", "sequence_parallel")
 
 
@@ -56,17 +57,25 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
     table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
     c = chosen.candidate
     now = {
-        "data": c.data, "pipe": c.pipe, "tensor": c.tensor, "micro_batch": c.micro_batch,
-        "schedule": SCHEDULES.index(c.schedule), "chunks": c.chunks, "save": SAVE_MODES.index(c.save),
-        "zero1": int(c.zero1), "sequence_parallel": int(c.sequence_parallel),
-        "backward": BACKWARD.index(c.backward), "data_rank": c.data_rank,
+        "data": c.data,
+        "pipe": c.pipe,
+        "tensor": c.tensor,
+        "micro_batch": c.micro_batch,
+        "schedule": code(c.schedule),
+        "chunks": c.chunks,
+        "save": SAVE_MODES.index(c.save),
+        "zero1": int(c.zero1),
+        "sequence_parallel": int(c.sequence_parallel),
+        "backward": BACKWARD.index(c.backward),
+        "data_rank": c.data_rank,
         "backward_rank": c.backward_rank if c.backward != "none" else 0,
-    }  # fmt: skip
+    }
     found = []
     for changed in _moves(now, search):
-        if changed["schedule"] != now["schedule"] and SCHEDULES[changed["schedule"]] == "interleaved_1f1b":
+        spec = SPECS[_NAMES["schedule"][changed["schedule"]]]
+        if changed["schedule"] != now["schedule"] and spec.interleaves:
             changed = changed | {"chunks": 2}
-        elif SCHEDULES[changed["schedule"]] != "interleaved_1f1b":
+        elif not spec.interleaves:
             changed = changed | {"chunks": 1}
         if changed["backward"] == 0:
             changed = changed | {"backward_rank": 0}
@@ -116,6 +125,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
-    if SCHEDULES[changed["schedule"]] in SPLIT and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+    if SPECS[_NAMES["schedule"][changed["schedule"]]].splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
         return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

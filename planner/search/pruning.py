@@ -2,22 +2,26 @@
 
 The parts, each below what planner.cost.step_time says of any placement and any split of the layers:
 
-    pipeline    every stage runs its own work one after another. Stages that compute while idle (eager_1f1b, gpipe) do
+    pipeline    every stage runs its own work one op after another. Stages that compute while idle (masked schedules) do
                 so for P-1 micro-batches more. In 1f1b stage s must wait for its first gradient, with at most P-s
                 micro-batches forwarded: the best split of the work over the stages is then a linear program with a
-                closed solution. Where a transfer has nothing to lie under (all but eager_1f1b), stages wait for it.
-    links       as fast as the fastest that a message or ring can get: inside a host only where several tensor groups
-                share one and a ring's ranks find room in it; the NIC is shared by one tensor group's flows at least.
-    reduction   the compressed one where that is quicker.
+                closed solution. If a transfer has nothing to lie under, stages wait for it.
+    links       as fast as the fastest that a message or ring can get: inside a host only if several tensor groups share
+                one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
+    reduction   compressed if that is quicker.
 """
+
+import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, ModelConfig
+from paxtrain.config import SAVE_MODES, ModelConfig
+from paxtrain.schedule.spec import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
 from planner.cost.step_time import MASTER, POWER_PASSES
-from planner.search.space import BACKWARD, MASKED, Space
+from planner.search.space import BACKWARD, Space
 
 Array = np.ndarray
 
@@ -95,64 +99,108 @@ def _one_f_one_b(p: Array, m: Array, work: Array, share: Array, wait: Array) -> 
         return np.where(m > 1, work + (work + waiting) / inverse, work)
 
 
-def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
-    """Seconds [N] below which no placement and no split of layers brings a candidate's predicted step."""
-    c = compute(cluster, model, space)
-    p, m, d = space.pipe, space.micro_batches, space.data
-    splits = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT]) & (p > 1)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Facts:
+    """What several parts of the bound need of all candidates: columns [N].
+
+    Attributes:
+        costs: layer costs on the quickest kind of device, see `compute`.
+        hop_latency, hop_byte: latency and seconds per byte of the fastest hop.
+        ring_latency, ring_byte: those of the fastest slowest link of a ring over data.
+        held: parameters of a stage's layer slots on one device.
+        table: parameters of the embedding on one device.
+    """
+
+    costs: dict[str, Array]
+    hop_latency: Array
+    hop_byte: Array
+    ring_latency: Array
+    ring_byte: Array
+    held: Array
+    table: Array
+
+
+def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
+    def by_tensor(quantity: Callable[[int], float]) -> Array:
+        sizes = sorted(set(space.tensor.tolist()))
+        return np.array([quantity(t) for t in sizes])[np.searchsorted(sizes, space.tensor)]
+
+    table = by_tensor(lambda t: costs.embedding_parameters(model, t, 2)) * np.where(space.pipe == 1, model.tables, 1)
+    fastest = _fastest(cluster, space)
+    return _Facts(compute(cluster, model, space), *fastest, parameters(model, space), table)
+
+
+def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
+    """Return the least seconds [N] until all stages, and until the first one, have run their rows."""
+    c, p, m = facts.costs, space.pipe, space.micro_batches
+    several = p > 1
+    splits = each(space.schedule, lambda spec: spec.splits) & several
     layer = c["forward"] + np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
-    masked = np.isin(space.schedule, MASKED)
-    rows = m + np.where(masked, p - 1, 0)
+    rows = m + np.where(each(space.schedule, lambda spec: spec.masked), p - 1, 0)
     whole = rows * (model.layers * layer + c["embedding"]) + m * c["head"]
     fullest = rows * -(-model.layers // p) * layer
-    hop_alpha, hop_byte, ring_alpha, ring_byte = _fastest(cluster, space)
 
-    size = item(model)
     tokens = space.micro_batch * model.sequence // space.parts
-    message = hop_alpha + tokens * model.hidden * size * hop_byte
-    packed = hop_alpha + space.backward_rank * (tokens + model.hidden) * size * hop_byte
+    message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
+    packed = facts.hop_latency + space.backward_rank * (tokens + model.hidden) * item(model) * facts.hop_byte
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
-    alone = p == 1
-    gpipe, plain = (space.schedule == SCHEDULES.index(name) for name in ("gpipe", "1f1b"))
-    waits = np.where(gpipe & ~alone, m * (message + gradient) * (p - 1), 0.0)
+    bare = each(space.schedule, lambda spec: spec.order == "forwards_first") & several
+    waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
     pipeline = np.maximum((whole + waits) / p, fullest)
-    first = (m * (model.layers * layer + c["embedding"] + c["head"]) + waits) / p
-    some = np.flatnonzero(plain & ~alone)
+    one = model.layers * layer + c["embedding"] + c["head"]
+    first = (m * one + waits) / p
+    some = np.flatnonzero(each(space.schedule, _waits_for_its_first_gradient) & several)
     if len(some):
-        # Of a stage with one layer and the embedding, half of which is F: no stage has a larger share but the last,
-        # for which it does not matter.
+        # The share of F is that of a stage with one layer and the embedding, half of which is F. No stage has a larger
+        # one except the last, for which it does not matter.
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
-        one = model.layers * layer + c["embedding"] + c["head"]
         found = _one_f_one_b(p[some], m[some], one[some], share[some], np.minimum(message, gradient)[some])
         pipeline[some], first[some] = np.maximum(pipeline[some], found), np.maximum(first[some], found)
+    return pipeline, first
 
-    tensors = {t: i for i, t in enumerate(sorted(set(space.tensor.tolist())))}
-    index = np.array([tensors[t] for t in space.tensor.tolist()])
-    held = parameters(model, space)
-    table = np.array([costs.embedding_parameters(model, t, 2) for t in tensors])[index] * np.where(
-        alone, model.tables, 1
-    )
-    share = (d - 1) / d * ring_byte
-    latency = (d - 1) * ring_alpha
+
+def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
+    """Return whether stage s forwards at most P-s micro-batches before a B that makes all gradients of its layers."""
+    return spec.order == "alternating" and not (spec.splits or spec.interleaves)
+
+
+def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
+    """Return the least seconds [N] of the layers' reduction and gather over data, and of the embedding's gradient."""
+    d, held, table = space.data, facts.held, facts.table
+    share = (d - 1) / d * facts.ring_byte
+    latency = (d - 1) * facts.ring_latency
     turns = np.where(space.zero1, 1, 2)
     dense = turns * (latency + held * MASTER * share)
-    rest = np.array(
-        [costs.layer_parameters(model, t) - sum(n * k for n, k in costs.kernels(model, t)) for t in tensors]
-    )
-    sides = np.array([sum(n + k for n, k in costs.kernels(model, t)) for t in tensors])
-    factors = space.slots * space.chunks * (rest[index] + space.data_rank * sides[index]) * MASTER
-    small = (
-        4 * latency
-        + 2 * factors * share
-        + POWER_PASSES * held * MASTER * c["optimizer"] / cluster.shares.optimizer_bytes
-    )
+    sizes = sorted(set(space.tensor.tolist()))
+    index = np.searchsorted(sizes, space.tensor)
+    kernels = {t: costs.kernels(model, t) for t in sizes}
+    rest = np.array([costs.layer_parameters(model, t) - sum(n * k for n, k in kernels[t]) for t in sizes])[index]
+    sides = np.array([sum(n + k for n, k in kernels[t]) for t in sizes])[index]
+    factors = space.slots * space.chunks * (rest + space.data_rank * sides) * MASTER
+    passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
+    small = 4 * latency + 2 * factors * share + passes
     reduce = np.where(space.data_rank > 0, np.minimum(dense, small), dense)
-    gather = np.where(space.zero1, latency + held * size * share, 0.0)
+    gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     over = np.where(d > 1, reduce + gather, 0.0)
-    # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, where it is
-    # tied, to exchange.
     edge = np.where(d > 1, turns * (latency + table * MASTER * share), 0.0)
-    edge += np.where(alone | (not model.tied_head), 0.0, hop_alpha + table * MASTER / d * hop_byte)
-    optimizer = (held + table) / np.where(space.zero1, d, 1) * c["optimizer"]
+    tied = model.tied_head & (space.pipe > 1)
+    edge += np.where(tied, facts.hop_latency + table * MASTER / d * facts.hop_byte, 0.0)
+    return over, edge
+
+
+def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
+    """Return the seconds [N] below which no placement and no split of layers brings a candidate's predicted step.
+
+    Args:
+        cluster: devices and links.
+        model: model to train.
+        space: N candidates.
+    """
+    facts = _facts(cluster, model, space)
+    pipeline, first = _pipeline(model, space, facts)
+    over, edge = _reduction(cluster, model, space, facts)
+    optimizer = (facts.held + facts.table) / np.where(space.zero1, space.data, 1) * facts.costs["optimizer"]
+    # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the
+    # embedding is tied to the head, to exchange.
     return np.maximum(pipeline + over, first + over + edge) + optimizer

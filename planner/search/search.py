@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, ModelConfig
+from paxtrain.config import SAVE_MODES, ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.schedule.spec import SPECS
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
 from planner.cost.links import Paths, fabric, paths
@@ -25,7 +26,7 @@ from planner.placement.bounds import lower
 from planner.placement.place import Placement, place
 from planner.search import layers, pruning
 from planner.search.budget import Budget
-from planner.search.space import BACKWARD, MASKED, Choices, Space, enumerate_candidates
+from planner.search.space import BACKWARD, Choices, Space, enumerate_candidates
 
 Array = np.ndarray
 
@@ -117,7 +118,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
         tensor=int(space.tensor[i]),
         micro_batch=int(space.micro_batch[i]),
         micro_batches=int(space.micro_batches[i]),
-        schedule=SCHEDULES[space.schedule[i]],
+        schedule=tuple(SPECS)[space.schedule[i]],
         chunks=int(space.chunks[i]),
         save=SAVE_MODES[space.save[i]],
         zero1=bool(space.zero1[i]),
@@ -197,7 +198,7 @@ class Search:
         extra = np.zeros(len(on))
         extra[0] = problem.layer[on[0]].embedding
         # The head runs m times, layers in stages that compute while idle more often.
-        rows = c.micro_batches + (c.pipe - 1 if SCHEDULES.index(c.schedule) in MASKED else 0)
+        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masked else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
         return layers.split(self.model.layers, unit, extra)
 

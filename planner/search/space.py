@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT, SPLIT_SAVES, ModelConfig
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
+from paxtrain.schedule.spec import SPECS, code
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
-MASKED = tuple(SCHEDULES.index(name) for name in ("eager_1f1b", "gpipe"))
 # Without those that split the backward: real processes took longer with zb_h1 than is predicted (docs/planner.md).
-TRIED = tuple(name for name in SCHEDULES if name not in SPLIT)
+TRIED = tuple(name for name, spec in SPECS.items() if not spec.splits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Space:
-    """Candidates as columns [N]; schedule, save and backward are indices into SCHEDULES, SAVE_MODES and BACKWARD.
+    """Candidates as columns [N]; schedule, save and backward are indices into SPECS, SAVE_MODES and BACKWARD.
 
     Attributes:
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
@@ -122,14 +122,14 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         if global_batch % data:
             continue
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
-        for micro_batch, (schedule, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
+        for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // data // micro_batch
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
-            saves = [s for s in choices.saves if SCHEDULES[schedule] not in SPLIT or s in SPLIT_SAVES]
+            saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
             for sequence in _sequence_parallel(choices, model, tensor):
                 policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
                 for save, zero, policy in itertools.product(saves, zero1, policies):
-                    how = (schedule, chunks, SAVE_MODES.index(save), zero, sequence)
+                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence)
                     rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
     if not rows:
         smallest = sorted({data for data, *_ in meshes})
@@ -148,17 +148,17 @@ def _listed(values: Sequence[int]) -> str:
     return ",".join(map(str, values)) if len(values) else "any"
 
 
-def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tuple[int, int]]:
-    """(index of the schedule, chunks). With one stage all are the same."""
+def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tuple[str, int]]:
+    """Yield (schedule, chunks); with one stage all schedules are the same."""
     if pipe == 1:
-        plain = [name for name in choices.schedules if name != "interleaved_1f1b"]
-        plain.sort(key=lambda name: name in SPLIT)  # which cannot use all saves
-        yield from [(SCHEDULES.index(name), 1) for name in plain[:1]]
+        plain = [name for name in choices.schedules if not SPECS[name].interleaves]
+        plain.sort(key=lambda name: SPECS[name].splits)  # a split backward cannot use all saves
+        yield from [(name, 1) for name in plain[:1]]
         return
     for name in choices.schedules:
-        for chunks in choices.virtual_stages if name == "interleaved_1f1b" else (1,):
+        for chunks in choices.virtual_stages if SPECS[name].interleaves else (1,):
             if pipe * chunks <= model.layers:
-                yield SCHEDULES.index(name), chunks
+                yield name, chunks
 
 
 def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from compress.policy import AdaptiveRank, compression_ratio, epilogue_sends, largest_rank, selective, start_step
-from paxtrain.schedule import table as schedule
+from paxtrain.schedule.spec import build
 
 
 class TestRatio:
@@ -129,7 +129,7 @@ def test_start_step():
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 4), (4, 8), (4, 2), (5, 5), (1, 3)])
 def test_the_epilogue_is_what_is_sent_after_the_last_forward(stages, micro_batches):
-    table = schedule.build("1f1b", stages, micro_batches)
+    table = build("1f1b", stages, micro_batches)
     for stage in range(stages):
         last_forward = max(row for row, s, *_ in table.ops("forward") if s == stage)
         drain = [mb for row, s, mb, _ in table.ops("backward") if s == stage and row >= last_forward and stage]

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain.config import SCHEDULES, SPLIT, SPLIT_SAVES, PipelineConfig, from_dict
+from paxtrain.config import SPLIT_SAVES, PipelineConfig, from_dict
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
+from paxtrain.schedule.spec import SPECS
 from paxtrain.xla import hlo
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61
@@ -187,11 +188,11 @@ def everything():
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
     shapes = ("gpt2", "llama untied")
-    for mesh, schedule, save, model_shape in itertools.product(meshes, SCHEDULES, modes, shapes):
+    for mesh, schedule, save, model_shape in itertools.product(meshes, SPECS, modes, shapes):
         if model_shape != "gpt2" and mesh[2] > LLAMA["kv_heads"]:
             continue
-        chunks = 2 if schedule == "interleaved_1f1b" else 1
-        if (chunks == 1 or mesh[1] > 1) and (schedule not in SPLIT or save in SPLIT_SAVES):
+        chunks = 2 if SPECS[schedule].interleaves else 1
+        if (chunks == 1 or mesh[1] > 1) and (not SPECS[schedule].splits or save in SPLIT_SAVES):
             layers = 8 * chunks if mesh[1] == 8 else LAYERS * chunks
             yield config(mesh, layers=layers, shape=model_shape, schedule=schedule, save=save, virtual_stages=chunks)
 
@@ -206,9 +207,9 @@ def test_covering_set_has_every_mesh_schedule_and_save_mode():
     meshes = {(c.mesh.data, c.mesh.pipe, c.mesh.tensor) for c in COVERING}
     assert meshes >= {m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8}
     piped = [c for c in COVERING if c.mesh.pipe > 1]
-    assert {c.pipeline.schedule for c in piped} == set(SCHEDULES)
+    assert {c.pipeline.schedule for c in piped} == set(SPECS)
     assert {c.pipeline.save for c in piped} == {"dots", "layer_inputs", "residuals", "inputs"}
-    assert {c.pipeline.save for c in piped if c.pipeline.schedule in SPLIT} == set(SPLIT_SAVES)
+    assert {c.pipeline.save for c in piped if c.pipeline.spec.splits} == set(SPLIT_SAVES)
     assert PipelineConfig().save == "dots"
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from paxtrain.schedule.buffers import COLUMNS, assign, validate
-from paxtrain.schedule.table import build, forward_only
+from paxtrain.schedule.spec import build, forward_only
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]

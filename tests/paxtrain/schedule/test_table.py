@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paxtrain.schedule.table import IDLE, build, forward_only
+from paxtrain.schedule.spec import build, forward_only
+from paxtrain.schedule.table import IDLE
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
 # (name, stages, chunks); every number of micro-batches from 1 to 20 is tried for each.

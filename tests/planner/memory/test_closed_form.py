@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from paxtrain.config import SAVE_MODES, SCHEDULES, SPLIT_SAVES, Config, from_dict
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, from_dict
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.model.transformer import Dropout
@@ -17,7 +17,8 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import BATCH_SPEC, Trainer
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.split_backward import SplitBackward
-from paxtrain.schedule import buffers, table
+from paxtrain.schedule import buffers
+from paxtrain.schedule.spec import SPECS, build, code
 from planner.memory import closed_form
 
 CPU = (0, 0)  # a "compute capability" without flash attention
@@ -33,15 +34,14 @@ def config(**sections) -> Config:
     return from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SPECS)
 def test_the_residual_ring_is_as_deep_as_the_executors(name):
-    code = SCHEDULES.index(name)
     for pipe in (2, 3, 4, 8):
         for chunks in (2, 3) if name == "interleaved_1f1b" else (1,):
             for m in (1, 2, 3, 4, 7, 8, 16):
-                found = buffers.assign(table.build(name, pipe, m, chunks))
+                found = buffers.assign(build(name, pipe, m, chunks))
                 shape = dataclasses.replace(
-                    closed_form.of(config()), pipe=pipe, micro_batches=m, virtual_stages=chunks, schedule=code
+                    closed_form.of(config()), pipe=pipe, micro_batches=m, virtual_stages=chunks, schedule=code(name)
                 )
                 residual, activation, gradient = closed_form.ring_depths(shape)
                 assert residual == found.residual_depth
@@ -170,7 +170,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
         common=1,
         micro_batch=rng.integers(1, 9, n),
         micro_batches=rng.integers(1, 33, n),
-        schedule=rng.choice([SCHEDULES.index(name) for name in SCHEDULES if name != "interleaved_1f1b"], n),
+        schedule=rng.choice([code(name) for name, spec in SPECS.items() if not spec.interleaves], n),
         save=rng.integers(0, len(SAVE_MODES), n),
         zero1=rng.integers(0, 2, n),
         scan=0,
@@ -200,7 +200,7 @@ def test_what_saves_memory_saves_memory():
     assert eager[1] / eager[0] < 1.05
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SPECS)
 def test_no_stage_uses_more_than_is_allocated_and_the_deepest_ring_is_full(name):
     c = config(
         model={"layers": 14},

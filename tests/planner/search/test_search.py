@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paxtrain.config import SCHEDULES, CompressConfig
+from paxtrain.config import CompressConfig
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
+from paxtrain.schedule.spec import code
 from planner.cluster.cluster import merged
 from planner.cost.step_time import Problem
 from planner.planning import to_plan
@@ -96,7 +97,7 @@ def test_the_zero_bubble_schedule_is_taken_where_it_fits():
     for i in range(len(one.space)):
         least[int(one.space.schedule[i])] = min(least.get(int(one.space.schedule[i]), np.inf), one.bytes[i])
     assert best.candidate.schedule == "zb_h1"
-    plain, split = (least[SCHEDULES.index(name)] for name in choices.schedules)
+    plain, split = (least[code(name)] for name in choices.schedules)
     tight = Budget(usable=(plain + split) / 2 / float(one.cluster.memory.min()), margin=False)
     assert {f.candidate.schedule for f in search(budget=tight, choices=choices).run().ranked} == {"1f1b"}
 

@@ -1,0 +1,232 @@
+"""The schedules that there are: what each one is, for everything that has to know.
+
+A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests. The configuration, the
+executor, the planner's simulator, its memory model, its search and its bounds read their facts from here.
+
+References:
+    GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021
+    (Megatron-LM). Eager 1F1B, with twice the warm-up so that transfers hide under compute: Zhuang et al. 2023. ZB-H1:
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paxtrain.schedule.orders import Op, Ops, closed_form, lay_out, warm_up_then_alternate
+from paxtrain.schedule.table import IDLE, Schedule
+
+ORDERS = ("paired", "alternating", "forwards_first")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleSpec:
+    """What a schedule is. P stages, v chunks of layers per stage, m micro-batches; functions take numbers or arrays.
+
+    Attributes:
+        ops: (P, v, m) -> the ops of its table.
+        order: what a stage does in the steady part. "paired": an F and a B in each row, with transfers under them.
+            "alternating": an F and a B in turn, one a row. "forwards_first": all F, then all B, so that nothing lies
+            over a transfer.
+        in_flight: (stage, P, v, m) -> micro-batches, of all chunks, between F and the last op that needs what F kept.
+        activation_slots: slots of the ring of activations that wait for F; 0 if each is used at once.
+        gradient_slots: (P, m) -> slots of the ring of gradients that wait for B, without counting the scrap slot.
+        masked: idle stages compute on scrap while others compute, so that rows need no branch. That costs no time if
+            all busy stages of a phase do the same.
+        splits: the backward runs as B, for the chunk's input, and W, for the weights.
+        interleaves: stages hold several chunks of layers; micro-batches come in groups of P.
+        settles: multiples of P micro-batches from which on further ones only repeat rows.
+    """
+
+    ops: Callable[[int, int, int], Ops]
+    order: str
+    in_flight: Callable[[Any, Any, Any, Any], Any]
+    activation_slots: int
+    gradient_slots: Callable[[Any, Any], Any]
+    masked: bool = False
+    splits: bool = False
+    interleaves: bool = False
+    settles: int = 2
+
+    def __post_init__(self) -> None:
+        assert self.order in ORDERS, f"order is one of {', '.join(ORDERS)}, got {self.order!r}"
+        assert not (self.masked and self.splits), "an idle stage that computes on scrap leaves nothing for W"
+
+    @property
+    def hides_gradients(self) -> bool:
+        """Gradients travel under F and are awaited before B.
+
+        Else F waits for them: they go into a ring that the loss of F writes too.
+        """
+        return self.masked or self.splits
+
+    def residual_slots(self, stage: Any, stages: Any, chunks: Any, micro_batches: Any) -> Any:
+        """Return the slots of residuals that a stage has in use at most, without the scrap slot.
+
+        Args:
+            stage: number of the stage, from 0 on.
+            stages: P.
+            chunks: v.
+            micro_batches: m.
+        """
+        return np.minimum(self.in_flight(stage, stages, chunks, micro_batches), micro_batches * chunks)
+
+
+def _eager_1f1b(stages: int, chunks: int, m: int) -> Ops:
+    """Run F, then B, in each row. The time is (m+P-1)(F+B), with transfers hidden."""
+    rows = m + 2 * (stages - 1)
+    return closed_form(stages, m, rows, lambda t, s: t - s, lambda t, s: t - 2 * (stages - 1) + s)
+
+
+def _gpipe(stages: int, chunks: int, m: int) -> Ops:
+    """Run all forwards, then all backwards."""
+    half = m + stages - 1
+
+    def backward(t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        return np.where(t < half, IDLE, t - half - (stages - 1 - s))
+
+    return closed_form(stages, m, 2 * half, lambda t, s: t - s, backward)
+
+
+def _orders_1f1b(stages: int, m: int) -> list[list[Op]]:
+    forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
+    return [warm_up_then_alternate(forwards, backwards, stages - 1 - s) for s in range(stages)]
+
+
+def _1f1b(stages: int, chunks: int, m: int) -> Ops:
+    """Run F and B in turn after P-1-s F. The time of equal stages is (m+P-1)(F+B), with transfers exposed."""
+    return lay_out(_orders_1f1b(stages, m), 1)
+
+
+def _interleaved_1f1b(stages: int, chunks: int, m: int) -> Ops:
+    """Run groups of P micro-batches through chunk after chunk: the bubble shrinks by the number of chunks."""
+    groups = [range(start, min(start + stages, m)) for start in range(0, m, stages)]
+    forwards = [("F", mb, c) for group in groups for c in range(chunks) for mb in group]
+    backwards = [("B", mb, c) for group in groups for c in reversed(range(chunks)) for mb in group]
+    warm_ups = [2 * (stages - 1 - s) + (chunks - 1) * stages for s in range(stages)]
+    return lay_out([warm_up_then_alternate(forwards, backwards, warm_up) for warm_up in warm_ups], chunks)
+
+
+def _zb_h1(stages: int, chunks: int, m: int) -> Ops:
+    """Run 1f1b with W put off: on stage s the W of a micro-batch comes s B later and fills the wait for gradients.
+
+    The time of equal stages, from P micro-batches on and if W is no longer than F and B, is
+    m(F+B+W) + (P-1)(F+B-W), with transfers exposed.
+    """
+    orders = []
+    for s, ops in enumerate(_orders_1f1b(stages, m)):
+        order = []
+        for phase, mb, chunk in ops:
+            order.append((phase, mb, chunk))
+            if phase == "B" and mb >= s:
+                order.append(("W", mb - s, chunk))
+        orders.append(order + [("W", mb, 0) for mb in range(max(m - s, 0), m)])
+    return lay_out(orders, 1)
+
+
+SPECS: dict[str, ScheduleSpec] = {
+    "eager_1f1b": ScheduleSpec(
+        ops=_eager_1f1b,
+        order="paired",
+        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + 1,
+        activation_slots=0,
+        gradient_slots=lambda p, m: 0,
+        masked=True,
+    ),
+    "gpipe": ScheduleSpec(
+        ops=_gpipe,
+        order="forwards_first",
+        in_flight=lambda s, p, v, m: m + 0 * s,
+        activation_slots=0,
+        gradient_slots=lambda p, m: m,
+        masked=True,
+    ),
+    "1f1b": ScheduleSpec(
+        ops=_1f1b,
+        order="alternating",
+        in_flight=lambda s, p, v, m: p - s,
+        activation_slots=1,
+        gradient_slots=lambda p, m: 1,
+    ),
+    # The message rings, which are small, are known to within a few slots.
+    "interleaved_1f1b": ScheduleSpec(
+        ops=_interleaved_1f1b,
+        order="alternating",
+        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,
+        activation_slots=2,
+        gradient_slots=lambda p, m: np.minimum(p // 2 + 1, m),
+        interleaves=True,
+        settles=4,
+    ),
+    # From F to W there are as many in flight on every stage as 1f1b has on the first one.
+    "zb_h1": ScheduleSpec(
+        ops=_zb_h1,
+        order="alternating",
+        in_flight=lambda s, p, v, m: p + 0 * s,
+        activation_slots=1,
+        gradient_slots=lambda p, m: 1,
+        splits=True,
+        settles=4,
+    ),
+}
+
+
+def code(name: str) -> int:
+    """Return a schedule's number, its place in SPECS: columns of candidates hold numbers."""
+    return list(SPECS).index(name)
+
+
+def each(codes: ArrayLike, quantity: Callable[[ScheduleSpec], ArrayLike]) -> np.ndarray:
+    """Return a quantity of the schedule that each code names, as an array over the codes.
+
+    Args:
+        codes: numbers of schedules, see `code`.
+        quantity: spec -> a number, or an array that broadcasts against the codes.
+    """
+    codes = np.asarray(codes)
+    specs = list(SPECS.values())
+    return np.select([codes == i for i in range(len(specs))], [quantity(spec) for spec in specs], False)
+
+
+@functools.lru_cache(maxsize=64)
+def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Return the table of a training schedule.
+
+    Args:
+        name: "eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b" or "zb_h1".
+        stages: P, the size of the pipe axis.
+        micro_batches: m per data rank and step, any number from 1 on.
+        chunks: virtual stages per stage, v; above 1 with interleaved_1f1b only.
+
+    Raises:
+        ValueError: there is no schedule of that name.
+    """
+    if name not in SPECS:
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SPECS)}")
+    spec = SPECS[name]
+    chunks = chunks if spec.interleaves else 1
+    ops = spec.ops(stages, chunks, micro_batches)
+    return Schedule(name, stages, chunks, micro_batches, *ops, masked=spec.masked)
+
+
+@functools.lru_cache(maxsize=64)
+def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Return the table of evaluation, which has forwards alone.
+
+    Args:
+        stages: P, the size of the pipe axis.
+        micro_batches: m per data rank.
+        chunks: virtual stages per stage, v.
+    """
+    if chunks == 1:
+        count = micro_batches + stages - 1
+        ops = closed_form(stages, micro_batches, count, lambda t, s: t - s, lambda t, s: t * 0 + IDLE)
+    else:
+        groups = [range(start, min(start + stages, micro_batches)) for start in range(0, micro_batches, stages)]
+        forwards = [("F", mb, c) for group in groups for c in range(chunks) for mb in group]
+        ops = lay_out([forwards] * stages, chunks)
+    return Schedule("forward_only", stages, chunks, micro_batches, *ops, masked=chunks == 1)
