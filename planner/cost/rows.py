@@ -151,5 +151,7 @@ def runs(table: Table, scrap: bool = True) -> list[Run]:
     if table.micro_batches <= few + step:
         return make(table.micro_batches)
     less, more = make(few), make(few + step)
+    if len(less) != len(more):
+        raise ValueError(f"{table.schedule} is not steady from {few} micro-batches on: its spec's settles is too small")
     times = (table.micro_batches - few) // step
     return [(rows, a + times * (b - a)) for (rows, a), (_, b) in zip(less, more, strict=True)]

@@ -77,20 +77,30 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
     )
 
 
-def _one_f_one_b(p: Array, m: Array, work: Array, share: Array, wait: Array) -> Array:
-    """The pipeline of 1f1b, whatever the split of `work` seconds a micro-batch over the stages.
+def _one_f_one_b(
+    p: Array, m: Array, work: Array, share: Array, wait: Array, forwarded: Callable[[int], Array]
+) -> Array:
+    """Return the seconds [N] of a pipeline whose stages wait for their first gradient, whatever the split of the work.
 
-    Before the first B of stage s one micro-batch goes all the way, and m-1 B and m-(P-s) F of it are still to come:
+    Before the first B of stage s one micro-batch goes all the way, and m-1 B and at least m-g_s F are still to come:
 
-        T >= work + x_s d_s + e_s    d_s = (m-1)(1-f) + max(m-P+s, 0) f,  sum_s x_s = work
+        T >= work + x_s d_s + e_s    d_s = (m-1)(1-f) + max(m-g_s, 0) f,  sum_s x_s = work
 
     with f the share of F in the work, and e_s what stages that receive gradients wait for transfers. The least T meets
     all of them with equality.
+
+    Args:
+        p: stages [N].
+        m: micro-batches [N].
+        work: seconds [N] of one micro-batch on all stages together.
+        share: largest share [N] of F in a stage's work.
+        wait: seconds [N] of a transfer.
+        forwarded: stage -> g_s [N], the most micro-batches that it forwards before its first B.
     """
     inverse, waiting = np.zeros(len(p)), np.zeros(len(p))
     for s in range(int(p.max())):
         here = s < p
-        later = np.maximum(m - p + s, 0)
+        later = np.maximum(m - forwarded(s), 0)
         d = (m - 1) * (1 - share) + later * share
         with np.errstate(divide="ignore", invalid="ignore"):
             inverse += np.where(here, 1 / d, 0.0)
@@ -155,13 +165,21 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, A
         # one except the last, for which it does not matter.
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
-        found = _one_f_one_b(p[some], m[some], one[some], share[some], np.minimum(message, gradient)[some])
+        codes, n = space.schedule[some], len(some)
+        found = _one_f_one_b(
+            p[some],
+            m[some],
+            one[some],
+            share[some],
+            np.minimum(message, gradient)[some],
+            lambda s: np.broadcast_to(each(codes, lambda spec: spec.in_flight(s, p[some], 1, m[some])), (n,)),
+        )
         pipeline[some], first[some] = np.maximum(pipeline[some], found), np.maximum(first[some], found)
     return pipeline, first
 
 
 def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
-    """Return whether stage s forwards at most P-s micro-batches before a B that makes all gradients of its layers."""
+    """Return whether a stage forwards what it may have in flight before its first B, which makes all its gradients."""
     return spec.order == "alternating" and not (spec.splits or spec.interleaves)
 
 

@@ -1,0 +1,148 @@
+"""A new schedule is its ops and its spec: everything else reads them, so one that is only added to SPECS works."""
+
+import ast
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from paxtrain.config import from_dict
+from paxtrain.errors import UserError
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.schedule import buffers
+from paxtrain.schedule.orders import lay_out, warm_up_then_alternate
+from paxtrain.schedule.spec import SPECS, ScheduleSpec, build, code
+from planner.cost import rows
+from planner.cost.links import fabric
+from planner.cost.step_time import Problem
+from planner.memory import closed_form
+from planner.search import layers, pruning
+from planner.search.search import candidate_of
+from planner.search.space import Choices, enumerate_candidates
+from tests.build_file import ROOT
+from tests.planner.examples import MODEL, cluster, placements
+
+NAME = "late_1f1b"
+# Here schedules are told apart by more than their facts: published rules and trials of 1F1B, labels that were drawn,
+# benchmarks of each, and defaults.
+MAY_NAME_SCHEDULES = (
+    "paxtrain/schedule/spec.py",
+    "paxtrain/config/config.py",
+    "paxtrain/bench/",
+    "planner/bench/",
+    "planner/memory/labels.py",
+    "planner/search/baselines.py",
+    "planner/fit/trial_model.py",
+    "planner/measure/compute_timing.py",
+)
+
+
+def _late_1f1b(stages, chunks, m):
+    """1F1B with one forward more ahead of the first backward."""
+    forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
+    return lay_out([warm_up_then_alternate(forwards, backwards, stages - s) for s in range(stages)], 1)
+
+
+LATE = ScheduleSpec(
+    ops=_late_1f1b,
+    order="alternating",
+    in_flight=lambda s, p, v, m: p - s + 1,
+    activation_slots=2,
+    gradient_slots=lambda p, m: 2,
+    settles=4,
+)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setitem(SPECS, NAME, LATE)
+    yield LATE
+    build.cache_clear()
+
+
+def config(schedule, pipe, data=1):
+    return from_dict(
+        {
+            "model": {"layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocab_size": 61, "dtype": "float32"},
+            "mesh": {"data": data, "pipe": pipe},
+            "batch": {"global_batch": 10, "micro_batch": 1},
+            "pipeline": {"schedule": schedule},
+        }
+    )
+
+
+def test_without_a_spec_there_is_no_such_schedule():
+    with pytest.raises(UserError, match=NAME):
+        config(NAME, 2)
+    with pytest.raises(ValueError, match=NAME):
+        build(NAME, 2, 4)
+
+
+def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
+    for stages in (2, 3, 4):
+        for m in (1, 2, 5, 9):
+            table = build(NAME, stages, m)
+            found = buffers.assign(table)
+            buffers.validate(table, found)
+            assert found.residual_depth == late.residual_slots(0, stages, 1, m) == min(m, stages + 1)
+            assert found.activation_depth <= late.activation_slots
+            assert found.gradient_depth <= late.gradient_slots(stages, m)
+    with pytest.raises(ValueError, match="lead nowhere"):
+        lay_out([[("F", 0, 0), ("B", 1, 0)]], 1)  # B of a micro-batch that has had no F
+
+
+def test_its_gradients_are_those_of_one_device(late):
+    tokens, params, found = np.random.default_rng(0).integers(0, 61, (10, 17), dtype=np.int32), None, []
+    for schedule, pipe in (("gpipe", 1), (NAME, 2)):
+        c = config(schedule, pipe)
+        trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[:pipe]))
+        if params is None:
+            params = trainer.layout.to_canonical(trainer.init(0).params)
+        mine = jax.device_put(jax.jit(trainer.layout.from_canonical)(params), trainer.state_shardings.params)
+        batch = jax.device_put(tokens, trainer.batch_sharding)
+        loss, grads, *_ = jax.jit(trainer.loss_and_gradients)(mine, batch)
+        found.append([loss, *jax.tree.leaves(trainer.layout.to_canonical(grads))])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+
+
+def test_the_planner_plans_it(late):
+    """Its memory is the ring's, its bound is below each simulated step, and the search offers it."""
+    shape = dataclasses.replace(closed_form.of(config(NAME, 4)), micro_batches=9)
+    assert closed_form.ring_depths(shape)[0] == 5
+    assert closed_form.ring_slots(shape) == 5  # no scrap slot: idle stages skip
+    for m in (3, 20, 41, 200):
+        stretches = rows.runs(rows.Table(NAME, 3, m))
+        assert sum(len(some) * repeats for some, repeats in stretches) == build(NAME, 3, m).rows
+    some = cluster()
+    space = enumerate_candidates(some, MODEL, 32, Choices(schedules=("1f1b", NAME), backward=(), data_ranks=()))
+    bounds, links = pruning.lower_bound(some, MODEL, space), fabric(some)
+    mine = np.flatnonzero((space.schedule == code(NAME)) & (space.pipe > 1))
+    assert len(mine)
+    for i in mine[:: max(len(mine) // 60, 1)]:
+        even = layers.even(MODEL.layers, int(space.pipe[i]))
+        problem = Problem(some, MODEL, candidate_of(space, i, even))
+        c = problem.candidate
+        hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+        assert (problem.step(links, hosts).total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+def test_a_spec_that_settles_too_soon_is_refused(late, monkeypatch):
+    monkeypatch.setitem(SPECS, NAME, dataclasses.replace(late, settles=1))
+    with pytest.raises(ValueError, match="settles"):
+        rows.runs(rows.Table(NAME, 4, 50))
+
+
+def test_only_its_spec_knows_a_schedule_by_name():
+    """Elsewhere a schedule's name in the code would be a fact with a second home."""
+    found = []
+    for package in ("compress", "paxtrain", "planner"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            if any(value in SPECS for value in constants if isinstance(value, str)):
+                found.append(name)
+    assert [name for name in found if not name.startswith(MAY_NAME_SCHEDULES)] == []
+    assert "paxtrain/schedule/spec.py" in found
