@@ -30,7 +30,7 @@ lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slo
 	$(RUN) -m tests.cluster.lab $(ARGS)
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
-	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)

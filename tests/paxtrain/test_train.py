@@ -219,6 +219,7 @@ def test_checkpoints_that_are_kept(reference):
 # --- Interruptions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_killed_then_terminated_then_finished(home, reference, tmp_path):
     """SIGKILL, the same command, SIGTERM, the same command: one uninterrupted curve and the same parameters."""
     kill = np.random.default_rng(1).integers(EVERY + 5, 3 * EVERY)
@@ -313,6 +314,7 @@ def processes_flags(count, devices, head=lambda i: ()):
     return [(head(i), (*common, f"--process_id={i}")) for i in range(count)]
 
 
+@pytest.mark.once
 def test_continuing_with_other_processes(home, reference, past):
     """From one process with 8 devices to two with 2 each, on uneven stages, to the end and its summary."""
     mesh = {"mesh__tensor": 1, "pipeline__pipe_layers": "3,1"}

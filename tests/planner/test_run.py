@@ -149,6 +149,7 @@ def given_plan(path: pathlib.Path, *hosts: str) -> None:
     plans.save(plan, path)
 
 
+@pytest.mark.once
 def test_nodes_in_another_order_give_the_same_placement(settings, tmp_path):
     given_plan(tmp_path / "plan.json", "a", "b", "c")
     arguments = [*settings, "--config.model.layers=4", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]
@@ -158,6 +159,7 @@ def test_nodes_in_another_order_give_the_same_placement(settings, tmp_path):
         assert placed(done, names) == ["b", "c", "a"]
 
 
+@pytest.mark.once
 def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
     given_plan(tmp_path / "plan.json", "a", "b", "x")
     arguments = [*settings, f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'run'}"]

@@ -294,7 +294,7 @@ def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule)
 # --- What crosses the links, and what is kept -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+@pytest.mark.parametrize("schedule", ["eager_1f1b", pytest.param("1f1b", marks=pytest.mark.once)])
 def test_bytes_on_the_links_are_the_tables(schedule):
     """In float32, since the CPU backend widens bfloat16 collectives. (m = 6, P = 4, two data ranks.)"""
     trained = trainer(config((2, 4, 1), 24, schedule=schedule))
@@ -326,6 +326,7 @@ def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
     assert after == before + collections.Counter({("all-reduce", vectors): 1})
 
 
+@pytest.mark.once
 def test_with_sequence_parallelism_a_device_sends_its_part():
     message, tied = 2 * SEQUENCE * HIDDEN * 4, 2 * 64 * HIDDEN * 4
     for sequence in (False, True):

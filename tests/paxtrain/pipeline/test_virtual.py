@@ -187,19 +187,19 @@ def test_control_flow_and_gradients(sizes):
 QUICK = [((2, 2, 2), "1f1b", False), ((2, 4, 1), "eager_1f1b", True)]
 ALL = itertools.product([(2, 2, 2), (2, 4, 1)], ["eager_1f1b", "1f1b", "zb_h1"], [True, False])
 STEPS = [pytest.param(*c, False, marks=() if c in QUICK else pytest.mark.slow) for c in ALL]
-STEPS += [((2, 2, 2), "1f1b", False, True)]
+STEPS += [pytest.param((2, 2, 2), "1f1b", False, True, marks=pytest.mark.once)]
 
 
 def configuration(sizes, schedule, zero1, sequence):
-    return from_dict({
-        "model": {
-            "layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64,
-            "dtype": "float32",
-        },
-        "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
-        "pipeline": {"schedule": schedule},
-        "batch": {"global_batch": 8, "micro_batch": 1},
-    })  # fmt: skip
+    model = {"layers": sizes[1], "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 61, "vocab_multiple": 64}
+    return from_dict(
+        {
+            "model": {**model, "dtype": "float32"},
+            "mesh": {**dict(zip(AXES, sizes)), "zero1": zero1, "sequence_parallel": sequence},
+            "pipeline": {"schedule": schedule},
+            "batch": {"global_batch": 8, "micro_batch": 1},
+        }
+    )
 
 
 def loss_gradients_and_norm(trainer):
