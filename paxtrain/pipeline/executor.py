@@ -1,18 +1,18 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
 All stages run one program. A row (see paxtrain.schedule.table) is, in this order: gradients travel, F, activations
-travel, W, B. The ops F, B and W are those of paxtrain.pipeline.stage. F puts what its backward needs into a ring, so
+travel, W, B. The ops F, B and W are those of paxtrain.pipeline.stage. F puts what its backward needs into a ring. So
 no autodiff crosses a transfer, and both transfers of a row can run under its compute.
 
-Two ways for a stage that is idle in a row:
-    masked schedules    compute on scrap (it is bubble time anyway) with a zero cotangent: rows without a branch
-    others              skip, by rings.only_if: a loop of zero or one trips. It updates its carry in place, where a
+A stage that is idle in a row does one of two things:
+    masked schedules    It computes on scrap, with a zero cotangent. The time is bubble anyway, and rows need no branch.
+    others              It skips, by rings.only_if, a loop of zero or one trips. The loop updates its carry in place; a
                         conditional that returned rings or gradient accumulators would copy them whole.
 
-Rows of equal kind are one scan; in the rest each transfer names only the pairs that carry something.
+Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something.
 
-The named scopes are the parts of paxtrain.profiling.breakdown, and besides what docs/profiling.md lists; they change
-no program.
+The named scopes are the parts of paxtrain.profiling.breakdown, and others that docs/profiling.md lists. They change no
+program.
 """
 
 import functools
@@ -29,8 +29,7 @@ from paxtrain.pipeline.virtual import permute
 from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
 from paxtrain.schedule.table import Pair
 
-Carry = dict[str, Any]
-Cell = dict[str, jax.Array]
+Cell = dict[str, jax.Array]  # one stage's columns of a row of the table
 
 
 class Links(NamedTuple):
@@ -38,6 +37,39 @@ class Links(NamedTuple):
 
     backward: Link = PLAIN
     forward: Link = PLAIN
+
+
+class Carry(NamedTuple):
+    """What goes from row to row; () for what evaluation does not need. Fields are in the order of the compiled tuple.
+
+    Attributes:
+        gradient_out: gradient that B made last, [B, S, H].
+        gradients: ring of gradients that wait for B, or the one gradient if each is used at once.
+        grads: accumulators of the weights' gradients.
+        inbox: ring of activations that wait for F, or the one activation.
+        links: per direction the states of the codecs, with a leading dim of chunks.
+        loss: sum so far, float32 [].
+        output: activation that F made last, [B, S, H].
+        residuals: ring of what F leaves for B, and B for W.
+        scratch: see Stage.scratch.
+    """
+
+    gradient_out: Any
+    gradients: Any
+    grads: Any
+    inbox: Any
+    links: dict[str, Any]
+    loss: jax.Array
+    output: jax.Array
+    residuals: Any
+    scratch: Any
+
+
+class _Mail(NamedTuple):
+    """Gradients that are on their way: as they are, and compressed; None if none of that kind travels."""
+
+    plain: jax.Array | None
+    wire: Any
 
 
 class Rows:
@@ -51,51 +83,156 @@ class Rows:
         self.last = stage.index == self.program.stages - 1
         self.table = jnp.asarray(buffers.table)
 
-    def start(self, grads: Weights | None, link_states: Any) -> Carry:
-        """The carry before the first row; `grads` are the accumulators, None where nothing is trained."""
+    def start(self, grads: Any, link_states: dict[str, Any]) -> Carry:
+        """Return the carry before the first row; `grads` are the accumulators, () if nothing is trained."""
         message = jnp.zeros(self.stage.message.shape, self.stage.message.dtype)
-        # Slots are written before they are read: no need to clear them.
-        ring = lambda depth, x: lax.empty((depth + 1, *x.shape), x.dtype)  # noqa: E731
-        carry = {"loss": jnp.float32(0), "output": message, "links": link_states}
-        carry["inbox"] = ring(self.buffers.activation_depth, message) if self.buffers.activation_depth else message
-        if self.train:
-            depth = self.buffers.gradient_depth
-            carry["gradients"] = ring(depth, message) if depth else message
+
+        def ring(depth: int) -> jax.Array:
+            # Slots are written before they are read: no need to clear them.
+            return lax.empty((depth + 1, *message.shape), message.dtype) if depth else message
+
+        inbox, nothing = ring(self.buffers.activation_depth), ()
+        if not self.train:
+            return Carry(nothing, nothing, nothing, inbox, link_states, jnp.float32(0), message, nothing, nothing)
+        return Carry(
+            gradient_out=message,
+            gradients=ring(self.buffers.gradient_depth),
+            grads=grads,
+            inbox=inbox,
+            links=link_states,
+            loss=jnp.float32(0),
+            output=message,
             # Only idle stages that compute need the scrap slot.
-            carry["residuals"] = self.stage.residuals(self.buffers.residual_depth + self.masked)
-            carry["scratch"] = self.stage.scratch() if self.masked else ()
-            carry |= {"gradient_out": message, "grads": grads}
+            residuals=self.stage.residuals(self.buffers.residual_depth + self.masked),
+            scratch=self.stage.scratch() if self.masked else (),
+        )
+
+    def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
+        """Run one row; cells is this row's [stages, columns] of the table."""
+        mine = cells[self.stage.index]
+        cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
+        if self.program.splits:
+            carry = self._split_row(carry, cell, kind)
+        elif kind.receive_compressed:
+            carry = self._compressed_row(carry, cell, kind)
+        else:
+            carry = self._plain_row(carry, cell, kind)
+        # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
+        return lax.optimization_barrier(carry) if self.masked else carry
+
+    def _plain_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row whose gradients travel as they are: they are in their slot before F, which may write one, too."""
+        mail = _Mail(self._gradients_travel(carry, kind), None)
+        carry, received = self._gradients_arrive(carry, cell, kind, mail)
+        carry = self._run_forward(carry, cell, kind)
+        carry = self._activations_travel(carry, cell, kind)
+        return self._run_backward(carry, cell, kind, received)
+
+    def _compressed_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row in which some gradients travel compressed: they are decoded behind F."""
+        plain = self._gradients_travel(carry, kind)
+        carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], kind.receive_compressed)
+        carry = self._run_forward(carry, cell, kind)
+        # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
+        wire, output = lax.optimization_barrier((wire, carry.output))
+        carry, received = self._gradients_arrive(carry._replace(output=output), cell, kind, _Mail(plain, wire))
+        carry = self._activations_travel(carry, cell, kind)
+        return self._run_backward(carry, cell, kind, received)
+
+    def _split_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row of a schedule that splits the backward: gradients are awaited behind F and W."""
+        mail = _Mail(self._gradients_travel(carry, kind), None)
+        if kind.receive_compressed:
+            pairs = kind.receive_compressed
+            carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], pairs)
+            mail = mail._replace(wire=wire)
+        carry = self._run_forward(carry, cell, kind)
+        carry = self._activations_travel(carry, cell, kind)
+        for chunk in kind.weights:
+            carry = self._weights(carry, cell, chunk)
+        received = None
+        if kind.receive or kind.receive_compressed:
+            # Whatever stages do of F and W: else all would wait for the slowest of their neighbours.
+            mail, (output, grads) = lax.optimization_barrier((mail, (carry.output, carry.grads)))
+            carry, received = self._gradients_arrive(carry._replace(output=output, grads=grads), cell, kind, mail)
+        return self._run_backward(carry, cell, kind, received)
+
+    # --- The events of a row ------------------------------------------------------------------------------------------
+
+    def _gradients_travel(self, carry: Carry, kind: RowKind) -> jax.Array | None:
+        """Send the gradients that travel as they are; None if there are none."""
+        if not kind.receive:
+            return None
+        with jax.named_scope("send_backward"):
+            return permute(carry.gradient_out, self.program.pipe, kind.receive)
+
+    def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: _Mail) -> tuple[Carry, Any]:
+        """Return the gradients that have come, decoded, and the carry with them in their slot if there is a ring."""
+        received = mail.plain
+        if kind.receive_compressed:
+            arrived = self._decode("backward", mail.wire)
+            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            received = arrived if received is None else jnp.where(receives, arrived, received)
+        if self.buffers.gradient_depth and received is not None:
+            carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
+        return carry, received
+
+    def _run_forward(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        for chunk in kind.forward:
+            carry = self._forward(carry, cell, chunk, kind)
         return carry
+
+    def _activations_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        if not kind.send:
+            return carry
+        carry, sent = self._send("forward", carry, carry.output, cell["forward_chunk"], kind.send)
+        arrived = self._decode("forward", sent)
+        ringed = self.buffers.activation_depth
+        return carry._replace(inbox=write(carry.inbox, (cell["arrival_slot"],), arrived) if ringed else arrived)
+
+    def _run_backward(self, carry: Carry, cell: Cell, kind: RowKind, received: Any) -> Carry:
+        if not kind.backward:
+            return carry
+        if self.buffers.gradient_depth:
+            g = read(carry.gradients, (cell["gradient_slot"],))
+        elif received is None:
+            g = carry.gradients
+        else:
+            g = jnp.where(self.last, carry.gradients, received)
+        for chunk in kind.backward:
+            carry = self._backward(carry, cell, g, chunk, kind)
+        return carry
+
+    # --- Their parts --------------------------------------------------------------------------------------------------
 
     @jax.named_scope("forward")
     def _forward(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
         stage, train = self.stage, self.train
         active = (cell["forward_valid"] == 1) & (cell["forward_chunk"] == chunk)
-        inbox = read(carry["inbox"], (cell["input_slot"],)) if self.buffers.activation_depth else carry["inbox"]
-        keys = ("output", "residuals") if train else ("output",)
+        inbox = read(carry.inbox, (cell["input_slot"],)) if self.buffers.activation_depth else carry.inbox
 
-        def body(part: Carry) -> Carry:
-            x = inbox
+        def body(part: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            x, (_, residuals) = inbox, part
             if kind.first and chunk == 0:
                 x = jnp.where(stage.index == 0, stage.embed(cell["forward"]), x)
             if not train:
-                return {"output": stage.output(chunk, cell["forward"], x)}
-            slot = (cell["forward_slot"],)
-            y, residuals = stage.forward(chunk, cell["forward"], x, part["residuals"], slot)
-            return {"output": y, "residuals": residuals}
+                return stage.output(chunk, cell["forward"], x), residuals
+            return stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
 
         with jax.named_scope(f"chunk_{chunk}"):
-            carry = carry | self.run(active, body, {k: carry[k] for k in keys})
+            output, residuals = self.run(active, body, (carry.output, carry.residuals))
+        carry = carry._replace(output=output, residuals=residuals)
         if kind.head and chunk == self.program.chunks - 1:
-            carry = carry | self._head(carry, cell, active & self.last)
+            carry = self._head(carry, cell, active & self.last)
         return carry
 
     @jax.named_scope("head")
     def _head(self, carry: Carry, cell: Cell, active: jax.Array) -> Carry:
-        stage, y = self.stage, carry["output"]
+        stage, y = self.stage, carry.output
         if not self.train:
-            return {"loss": only_if(active, lambda loss: loss + stage.loss(cell["forward"], y), carry["loss"])}
-        grads = carry["grads"]
+            loss = only_if(active, lambda loss: loss + stage.loss(cell["forward"], y), carry.loss)
+            return carry._replace(loss=loss)
+        grads = carry.grads
 
         def body(part: tuple) -> tuple:
             loss, gradients, embedding, final_norm = part
@@ -103,121 +240,70 @@ class Rows:
             gradients = write(gradients, (cell["head_slot"],), g) if self.buffers.gradient_depth else g
             return loss, gradients, embedding, final_norm
 
-        part = (carry["loss"], carry["gradients"], grads.embedding, grads.final_norm)
+        part = (carry.loss, carry.gradients, grads.embedding, grads.final_norm)
         loss, gradients, embedding, final_norm = only_if(active, body, part)
         grads = grads._replace(embedding=embedding, final_norm=final_norm)
-        return {"loss": loss, "gradients": gradients, "grads": grads}
+        return carry._replace(loss=loss, gradients=gradients, grads=grads)
 
     @jax.named_scope("backward")
     def _backward(self, carry: Carry, cell: Cell, g: jax.Array, chunk: int, kind: RowKind) -> Carry:
         stage, splits = self.stage, self.program.splits
         active = (cell["backward_valid"] == 1) & (cell["backward_chunk"] == chunk)
-        ring, slot = carry["residuals"], (cell["backward_slot"],)
-        keys = ("gradient_out", "grads", "residuals" if splits else "scratch")
+        ring, slot = carry.residuals, (cell["backward_slot"],)
 
-        def body(part: Carry) -> Carry:
+        def body(part: tuple) -> tuple:
+            _, grads, rest = part
             if splits:
-                out, grads, rest = stage.input_gradient(chunk, part["residuals"], slot, g, part["grads"])
+                out, grads, rest = stage.input_gradient(chunk, rest, slot, g, grads)
             else:
                 cotangent = jnp.where(active, g, 0) if self.masked else g
-                out, grads, rest = stage.backward(
-                    chunk, cell["backward"], ring, slot, cotangent, part["grads"], part["scratch"]
-                )
+                out, grads, rest = stage.backward(chunk, cell["backward"], ring, slot, cotangent, grads, rest)
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
-            return dict(zip(keys, (out, grads, rest)))
+            return out, grads, rest
 
+        # B of a split backward changes the ring, in which it leaves what W needs; the whole B only reads it.
+        changed = "residuals" if splits else "scratch"
         with jax.named_scope(f"chunk_{chunk}"):
-            carry = carry | self.run(active, body, {k: carry[k] for k in keys})
+            out, grads, rest = self.run(active, body, (carry.gradient_out, carry.grads, getattr(carry, changed)))
+        carry = carry._replace(**{"gradient_out": out, "grads": grads, changed: rest})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
-            out, ring = lax.optimization_barrier((carry["gradient_out"], carry["residuals"]))
-            carry = carry | {"gradient_out": out, "residuals": ring}
+            out, ring = lax.optimization_barrier((carry.gradient_out, carry.residuals))
+            carry = carry._replace(gradient_out=out, residuals=ring)
         return carry
 
     @jax.named_scope("backward")
     def _weights(self, carry: Carry, cell: Cell, chunk: int) -> Carry:
         active = (cell["weights_valid"] == 1) & (cell["weights_chunk"] == chunk)
-        ring, slot = carry["residuals"], (cell["weights_slot"],)
+        ring, slot = carry.residuals, (cell["weights_slot"],)
         with jax.named_scope(f"chunk_{chunk}"):
             body = functools.partial(self.stage.weight_gradients, chunk, ring, slot)
-            grads = self.run(active, body, carry["grads"])
+            grads = self.run(active, body, carry.grads)
         # As behind B.
         grads, ring = lax.optimization_barrier((grads, ring))
-        return carry | {"grads": grads, "residuals": ring}
+        return carry._replace(grads=grads, residuals=ring)
 
     def _send(
-        self, direction: str, carry: Carry, what: str, chunk: jax.Array, pairs: tuple[Pair, ...]
+        self, direction: str, carry: Carry, message: jax.Array, chunk: jax.Array, pairs: tuple[Pair, ...]
     ) -> tuple[Carry, Any]:
-        """Sends carry[what] through a direction's codec, whose states are per chunk; also the wire that arrives."""
-        states = carry["links"]
+        """Send a message through a direction's codec, whose states are per chunk; return also the wire that arrives."""
+        states = carry.links
         slot = (chunk if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
         with jax.named_scope(f"send_{direction}"):
             wire, state = send(
-                getattr(self.links, direction), state, carry[what], self.program.pipe, self.stage.index, pairs
+                getattr(self.links, direction), state, message, self.program.pipe, self.stage.index, pairs
             )
-        return carry | {"links": states | {direction: write(states[direction], slot, state)}}, wire
+        return carry._replace(links=states | {direction: write(states[direction], slot, state)}), wire
 
     @jax.named_scope("compression")
     @jax.named_scope("decode")
     def _decode(self, direction: str, wire: Any) -> jax.Array:
         return getattr(self.links, direction).codec.decode(wire, self.stage.message)
 
-    def _arrive(self, carry: Carry, cell: Cell, kind: RowKind, received: Any, wire: Any) -> tuple[Carry, Any]:
-        """The gradients that have come, decoded, and in their slot where there is a ring."""
-        if kind.receive_compressed:
-            arrived = self._decode("backward", wire)
-            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
-            received = arrived if received is None else jnp.where(receives, arrived, received)
-        if self.buffers.gradient_depth and received is not None:
-            carry = carry | {"gradients": write(carry["gradients"], (cell["gradient_arrival_slot"],), received)}
-        return carry, received
-
-    def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
-        """One row; cells is this row's [stages, columns] of the table."""
-        mine = cells[self.stage.index]
-        cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
-        received, wire, splits = None, None, self.program.splits
-        if kind.receive:
-            with jax.named_scope("send_backward"):
-                received = permute(carry["gradient_out"], self.program.pipe, kind.receive)
-        if kind.receive_compressed:
-            carry, wire = self._send("backward", carry, "gradient_out", cell["message_chunk"], kind.receive_compressed)
-        elif not splits:
-            carry, received = self._arrive(carry, cell, kind, received, wire)
-        for chunk in kind.forward:
-            carry = self._forward(carry, cell, chunk, kind)
-        if kind.receive_compressed and not splits:
-            # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
-            wire, output = lax.optimization_barrier((wire, carry["output"]))
-            carry, received = self._arrive(carry | {"output": output}, cell, kind, received, wire)
-        if kind.send:
-            carry, sent = self._send("forward", carry, "output", cell["forward_chunk"], kind.send)
-            arrived = self._decode("forward", sent)
-            slot = (cell["arrival_slot"],)
-            inbox = write(carry["inbox"], slot, arrived) if self.buffers.activation_depth else arrived
-            carry = carry | {"inbox": inbox}
-        for chunk in kind.weights:
-            carry = self._weights(carry, cell, chunk)
-        if splits and (kind.receive or kind.receive_compressed):
-            # Behind F and W, whatever stages do of them: else all would wait for the slowest of their neighbours.
-            after = (carry["output"], carry["grads"])
-            (received, wire), (output, grads) = lax.optimization_barrier(((received, wire), after))
-            carry, received = self._arrive(carry | {"output": output, "grads": grads}, cell, kind, received, wire)
-        if kind.backward:
-            if self.buffers.gradient_depth:
-                g = read(carry["gradients"], (cell["gradient_slot"],))
-            elif received is None:
-                g = carry["gradients"]
-            else:
-                g = jnp.where(self.last, carry["gradients"], received)
-            for chunk in kind.backward:
-                carry = self._backward(carry, cell, g, chunk, kind)
-        # Without an order XLA runs parts of the next rows ahead, and keeps in memory what they make.
-        return lax.optimization_barrier(carry) if self.masked else carry
-
     def run_all(self, carry: Carry) -> Carry:
+        """Run all rows; those of equal kind are one scan."""
         for start, period, repeats in self.buffers.runs():
             kinds = self.buffers.kinds[start : start + period]
             cells = self.table[start : start + period * repeats]
@@ -236,7 +322,7 @@ class Rows:
 
 
 def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
-    """With one stage F and B share a row and residuals bypass the ring."""
+    """Return loss and gradients of a single stage: F and B share a row, and residuals bypass the ring."""
 
     def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
         loss, grads = carry
@@ -263,30 +349,36 @@ def zeros_like(weights: Weights) -> Weights:
 def loss_and_gradients(
     stage: Stage, buffers: Buffers, masked: bool, links: Links, states: Any
 ) -> tuple[jax.Array, Weights, Any]:
-    """Loss and gradients of all micro-batches of this data rank.
+    """Return loss and gradients of all micro-batches of this data rank.
 
     Args:
         stage: this device's stage; its tokens are [m, B, S+1].
-        buffers, masked: the schedule's.
-        links: what messages between the stages go through.
+        buffers: the schedule's rows, with slots.
+        masked: idle stages compute on scrap, see Schedule.masked.
+        links: codecs of the messages between the stages.
         states: {"backward", "forward"}: the states of this stage's codecs, with a leading dim of chunks.
 
     Returns:
-        The loss, zero but on the last stage; the gradients in float32, structured as the stage's weights; the codecs'
-        new states.
+        The loss, zero except on the last stage; the gradients in float32, structured as the stage's weights; the new
+        states of the codecs.
     """
     grads = zeros_like(stage.weights)
     if stage.program.stages == 1:
         return *_one_stage(stage, grads), states
     rows = Rows(stage, buffers, links, masked, train=True)
     carry = rows.run_all(rows.start(grads, states))
-    return carry["loss"], carry["grads"], carry["links"]
+    return carry.loss, carry.grads, carry.links
 
 
 def loss_only(stage: Stage, buffers: Buffers, masked: bool) -> jax.Array:
-    """Loss of all micro-batches of this data rank, zero but on the last stage; nothing is kept for a backward.
+    """Return the loss of all micro-batches of this data rank, zero except on the last stage.
 
-    Messages travel as they are: what is evaluated is the model and not its compression.
+    Nothing is kept for a backward. Messages travel as they are: the model is evaluated, not its compression.
+
+    Args:
+        stage: this device's stage; its tokens are [m, B, S+1].
+        buffers: the rows of `forward_only`, with slots.
+        masked: idle stages compute on scrap, see Schedule.masked.
     """
     rows = Rows(stage, buffers, Links(), masked, train=False)
-    return rows.run_all(rows.start(None, {"backward": (), "forward": ()}))["loss"]
+    return rows.run_all(rows.start((), {"backward": (), "forward": ()})).loss

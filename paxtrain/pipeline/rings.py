@@ -11,7 +11,7 @@ Index = tuple[jax.Array | int, ...]
 
 
 def read(ring: Any, index: Index) -> Any:
-    """ring[index] of every leaf; an empty index is the whole."""
+    """Return ring[index] of every leaf; an empty index means the whole leaf."""
 
     def read_leaf(r: jax.Array) -> jax.Array:
         starts = (*index, *[0] * (r.ndim - len(index)))
@@ -21,7 +21,13 @@ def read(ring: Any, index: Index) -> Any:
 
 
 def write(ring: Any, index: Index, value: Any) -> Any:
-    """ring with ring[index] = value, in place where XLA can; an empty index is the whole."""
+    """Return the ring after ring[index] = value, in place if XLA can.
+
+    Args:
+        ring: tree of arrays [slots, ...].
+        index: leading indices; if empty, the value replaces the ring.
+        value: tree of arrays without the indexed dims.
+    """
 
     def write_leaf(r: jax.Array, v: jax.Array) -> jax.Array:
         starts = (*index, *[0] * v.ndim)
@@ -31,28 +37,52 @@ def write(ring: Any, index: Index, value: Any) -> Any:
 
 
 def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
-    """`write` to some of the leaves, by their numbers."""
+    """Return the ring after `write` to some of its leaves.
+
+    Args:
+        ring: tree of arrays [slots, ...].
+        index: leading indices.
+        values: value by number of the leaf.
+    """
     leaves, structure = jax.tree.flatten(ring)
     new = [write(leaf, index, values[n]) if n in values else leaf for n, leaf in enumerate(leaves)]
     return structure.unflatten(new)
 
 
 def add(total: Any, delta: Any) -> Any:
-    """total + delta, leaf by leaf, in total's dtypes."""
+    """Return total + delta, leaf by leaf, in the dtypes of total."""
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)
 
 
 def add_some(total: Any, index: Index, deltas: dict[int, jax.Array]) -> Any:
-    """total with deltas added at an index of some of its leaves, by their numbers."""
+    """Return the total with deltas added to some of its leaves.
+
+    Args:
+        total: tree of arrays.
+        index: leading indices in the leaves.
+        deltas: delta by number of the leaf.
+    """
     leaves = jax.tree.leaves(total)
     return write_some(total, index, {n: add(read(leaves[n], index), delta) for n, delta in deltas.items()})
 
 
 def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """body(carry) where the condition holds, else carry: a loop of 0 or 1 trips, which copies nothing."""
+    """Return body(carry) if the condition holds, else carry: a loop of 0 or 1 trips, which copies nothing.
+
+    Args:
+        condition: bool [].
+        body: carry -> carry of the same shapes.
+        carry: tree of arrays.
+    """
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
 
 
 def always(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """body(carry), whatever the condition: for rows in which idle stages compute on scrap."""
+    """Return body(carry) whatever the condition is, for rows in which idle stages compute on scrap.
+
+    Args:
+        condition: not used; see `only_if`.
+        body: carry -> carry.
+        carry: tree of arrays.
+    """
     return body(carry)

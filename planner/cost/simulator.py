@@ -1,6 +1,6 @@
 """The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
 
-It replays, row by row, what `paxtrain.pipeline.executor.Rows.row` does on every stage: gradients travel, F,
+It replays, row by row, what `paxtrain.pipeline.executor.Rows` does on every stage: gradients travel, F,
 activations travel, W, B. A transfer starts when both of its ends have reached it: a GPU's send waits until its receive
 is posted, and so does gloo's on CPUs. The backends differ in what waits for the end of a transfer:
 
