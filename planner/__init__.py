@@ -1,11 +1,11 @@
-"""planner: measures a cluster, predicts time and memory of training on it, places the ranks, and chooses the plan.
+"""The planner measures a cluster, predicts the time and memory of training on it, places the ranks, and picks a plan.
 
-Mains lie directly in this package (`python -m planner.plan`); everything else lives in rooms. The names below are the
-interface for programs that import planner; each is loaded when it is first used.
+The mains lie directly in this package (`python -m planner.plan`); everything else lives in rooms. The names below are
+the interface for programs that import planner. Each is loaded when it is first used.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from planner.cluster.cluster import Cluster
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.planning.options import PlanOptions
     from planner.planning.planning import Plans, RankedPlan, plan
 
-# Module and name there of everything public.
+# The module and the name in it of each public name.
 _EXPORTS = {
     "Candidate": "planner.cost.step_time:Candidate",
     "Cluster": "planner.cluster.cluster:Cluster",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _EXPORTS[name].partition(":")

@@ -4,10 +4,10 @@ from paxtrain.cli import Command, run_command
 
 COMMANDS: dict[str, Command] = {
     "plan": ("planner.plan", (), "choose the plan for a model on a cluster"),
-    "profile": ("planner.profile", (), "measure the cluster it runs on"),
-    "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one here"),
+    "profile": ("planner.profile", (), "measure the cluster that it runs on"),
+    "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one on this machine"),
     "run": ("planner.run", (), "plan for the nodes of a job, and train on them"),
-    "supervise": ("planner.supervise", (), "run a command beside its likes on other hosts"),
+    "supervise": ("planner.supervise", (), "run the command of one host, and end all hosts together after a fault"),
     "validate": ("planner.validate", (), "score predictions against measured runs"),
     "convert": ("planner.convert", (), "convert published trials for validate"),
     "bench": ("planner.bench", (), "measure the planner"),
@@ -15,5 +15,5 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> None:
-    """Run `paxplan COMMAND`."""
+    """Run the command that the arguments of `paxplan` name."""
     run_command("paxplan", COMMANDS)

@@ -1,4 +1,4 @@
-"""Convert published measurements to the table that planner.validate reads: python -m planner.convert INPUT OUTPUT.csv.
+"""Convert published measurements to a table for planner.validate: python -m planner.convert INPUT OUTPUT.csv.
 
 INPUT is amp_homogeneous.json or vtrain_single_node.csv, which planner/fit/published.py describes.
 """
@@ -10,7 +10,7 @@ from planner.fit import published
 
 
 def main(argv: Sequence[str]) -> None:
-    """Convert one file."""
+    """Convert the file that the arguments name."""
     if len(argv) != 3:
         raise UserError(
             f"INPUT and OUTPUT must be named, got {len(argv) - 1} names; see planner/fit/published.py for the inputs"

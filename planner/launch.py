@@ -56,15 +56,22 @@ def define_flags() -> None:
     """Define the flags of this main."""
     f = flags
     f.DEFINE_string("config", None, "Configuration: a path, or the name of a shipped one; overrides of it follow --.")
-    f.DEFINE_string("plan", "auto", "Path of a plan.json; auto: one is made for the nodes that the job gets.")
+    f.DEFINE_string("plan", "auto", "Path of a plan.json; auto: plan for the nodes that the job gets.")
     f.DEFINE_string("out", None, "Folder of the run, shared by all nodes; default: runs/job, or run in --mount.")
     f.DEFINE_integer("max_restarts", 10, "Largest number of restarts after faults.", lower_bound=0)
-    f.DEFINE_float("link_timeout", 60.0, "Seconds for which a link or a host may be silent.", lower_bound=1)
+    f.DEFINE_float(
+        "link_timeout",
+        60.0,
+        "Seconds for which a link or a host may be silent before it counts as lost.",
+        lower_bound=1,
+    )
     # SLURM and Kubernetes.
     f.DEFINE_string("name", "paxtrain", "Name of the job.")
     f.DEFINE_integer("nodes", None, "Number of nodes that the job asks for.", lower_bound=1)
-    f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: it trains on CPUs.", lower_bound=0)
-    f.DEFINE_integer("signal_ahead", 300, "Seconds from SIGTERM to the end, for a last checkpoint.", 1, 65_535)
+    f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: train on CPUs.", lower_bound=0)
+    f.DEFINE_integer(
+        "signal_ahead", 300, "Seconds from SIGTERM to the end of the job, for a last checkpoint.", 1, 65_535
+    )
     f.DEFINE_multi_string(
         "setup", [], "Shell line before all others, such as one that enters an environment; repeatable."
     )

@@ -1,7 +1,7 @@
-"""Chooses the plan for a model on a cluster: python -m planner.plan --model=gpt_8b --cluster=CLUSTER.json.
+"""Choose the plan for a model on a cluster: python -m planner.plan --model=gpt_8b --cluster=CLUSTER.json.
 
-A dry run: it needs no GPU and no process on the cluster. It prints the ranked plans, and writes plan.json, which
-paxtrain.train takes with --plan, and report.html.
+This is a dry run, which needs no GPU and no process on the cluster. It prints the ranked plans. It writes plan.json,
+which paxtrain.train takes with --plan, and report.html.
 """
 
 import pathlib
@@ -26,7 +26,7 @@ def _cluster() -> Cluster:
     """Return the cluster that the flags describe.
 
     Raises:
-        UserError: a flag is missing or makes no sense.
+        UserError: a flag is missing, or it names something that does not exist.
     """
     f = flags.FLAGS
     if not f.cluster:
@@ -46,11 +46,11 @@ def _check_writable(out: pathlib.Path) -> None:
         raise UserError(f"cannot write to --out={out} ({error}); name a folder") from error
     for name in (PLAN, REPORT):
         if (out / name).is_dir():
-            raise UserError(f"{out / name} is a folder, and the plan is to be written there; choose another --out")
+            raise UserError(f"{out / name} is a folder, but must be a file; remove it or choose another --out")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read model and cluster, search, report."""
+    """Read the model and the cluster, search, and write the plan and the report."""
     f = flags.FLAGS
     values, out = f.model.to_dict(), pathlib.Path(f.out)
     sections(values)
@@ -73,17 +73,24 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Define this main's flags."""
+    """Define the flags of this main."""
     define_config("model", "gpt_8b", "The configuration whose model is planned for.", unknown_keys=False)
     flags.DEFINE_string("cluster", None, "The cluster: a file, or the name of one in configs/clusters.")
     flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
-    flags.DEFINE_string("constants", None, "Constants fitted to measured runs: constants.json of planner.validate.")
-    flags.DEFINE_string("constants_of", "", "The cluster in it, where it has several.")
+    flags.DEFINE_string(
+        "constants", None, "Constants fitted to measured runs: a constants.json written by planner.validate."
+    )
+    flags.DEFINE_string("constants_of", "", "The cluster in --constants to take them from, if the file has several.")
     flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)
     flags.DEFINE_string("out", "runs/plan", "Folder for plan.json and report.html.")
     plan_flags.define_flags()
-    flags.DEFINE_enum("oracle", "auto", ["auto", "yes", "no"], "Compile the best plans to check their memory.")
-    flags.DEFINE_bool("explain", False, "Say of each neighbour of the plan why it is not the one.")
+    flags.DEFINE_enum(
+        "oracle",
+        "auto",
+        ["auto", "yes", "no"],
+        "Whether to compile the best plans to check their memory; auto: if jax has its CUDA plugin.",
+    )
+    flags.DEFINE_bool("explain", False, "Explain why each neighbour of the plan is not the recommended one.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Measure the cluster it runs on and write the planner's cluster file; start it as training is started.
+"""Measure the cluster that it runs on, and write the planner's cluster file. Start it as training is started.
 
     srun python -m planner.profile --out=cluster.json --config=configs/gpt_8b.py
 
---config names the model whose compute is measured.
+The flag --config names the model whose compute is measured.
 """
 
 import math
@@ -29,22 +29,28 @@ HINT = OVERRIDES
 
 
 def define_flags() -> None:
-    """Define this main's flags."""
+    """Define the flags of this main."""
     default = ProfileOptions()
     flags.DEFINE_string(
         "out", "cluster.json", "The cluster file to write, with a file beside it if there are many hosts."
     )
     flags.DEFINE_string("name", "cluster", "The cluster's name.")
     flags.DEFINE_list(
-        "sizes", [f"{size // MIB}" for size in default.sizes], "MiB of the messages; use less than 1 for slow links."
+        "sizes",
+        [f"{size // MIB}" for size in default.sizes],
+        "Sizes of the messages in MiB; use less than 1 for slow links.",
     )
     flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", lower_bound=1)
-    flags.DEFINE_integer("rounds", default.rounds, "Most rounds of host pairs per repeat.", lower_bound=1)
+    flags.DEFINE_integer("rounds", default.rounds, "Largest number of rounds of host pairs per repeat.", lower_bound=1)
     flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
-    flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the data sheet.")
+    flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the data sheets of the devices.")
     measure_flags.define_flags()
-    flags.DEFINE_list("tensor", [], "Tensor sizes; default: all that divide the devices of a host and the model.")
-    flags.DEFINE_float("time_limit", None, "Seconds after which the profile ends with what it has.", lower_bound=1)
+    flags.DEFINE_list(
+        "tensor", [], "Sizes of the tensor axis; default: all that divide the devices of a host and the model."
+    )
+    flags.DEFINE_float(
+        "time_limit", None, "Seconds after which the profile ends and keeps what was measured.", lower_bound=1
+    )
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
     distributed.define_flags()
@@ -94,12 +100,12 @@ def _output(name: str) -> pathlib.Path:
     if out.is_dir():
         raise UserError(f"--out={out} is a folder; name a file in it")
     if not out.parent.is_dir():
-        raise UserError(f"--out={out} must lie in an existing folder, but {out.parent} is no folder; make it first")
+        raise UserError(f"--out={out} must lie in an existing folder, but {out.parent} is no folder; create it first")
     return out
 
 
 def main(argv: Sequence[str]) -> None:
-    """Join the other processes, measure, and write the file."""
+    """Join the other processes, measure, and write the cluster file."""
     f = flags.FLAGS
     options, out = _options(f), _output(f.out)
     config = from_dict(f.config)

@@ -1,8 +1,8 @@
-"""A job's own main, which plans for the nodes that it got, and trains: python -m planner.run --config=... --out=RUN.
+"""Plan for the nodes that a job got, and train on them: python -m planner.run --config=... --out=RUN.
 
-Start it as training is started, one process per node or per device, best under planner.supervise. With --plan=auto it
-takes the plan of an earlier start on the same nodes; else it measures their links, unless it has done so lately, and
-plans. With --plan=FILE hosts are matched by name, whatever order they come in.
+Start it as training is started, with one process per node or per device, preferably under planner.supervise. With
+--plan=auto it takes the plan of an earlier start on the same nodes. If there is none, it measures their links, unless
+a recent profile exists, and plans. With --plan=FILE hosts are matched by name, in whatever order they come.
 """
 
 import json
@@ -36,29 +36,29 @@ from planner.start.job_plan import Decision, PlanRequest
 HINT = OVERRIDES
 AUTO = "auto"
 FINISHED = "finished"
-# Where a launcher tells a process its number, also where it started one alone.
+# Variables in which launchers tell a process its number, even if they started only one.
 _LAUNCHED = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def _launch(variables: Mapping[str, str]) -> tuple[str | None, int | None, int | None, float]:
-    """Flags as distributed.initialize takes them.
+    """Return the coordinator, the number of processes, this one's number, and the timeout for distributed.initialize.
 
     Raises:
-        UserError: nothing says which processes take part.
+        UserError: neither flags nor variables say which processes take part.
     """
     f = flags.FLAGS
     given = (f.coordinator, f.num_processes, f.process_id)
     if given == (None, None, None) and not any(name in variables for name in _LAUNCHED):
         raise UserError(
-            "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no "
-            "flags; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N --process_id=I, or "
-            "--num_processes=1 for this process alone"
+            "nothing says which processes take part: there are neither flags nor variables of SLURM, Open MPI or "
+            "Kubernetes; start it with srun or mpirun, or give --coordinator=HOST:PORT --num_processes=N "
+            "--process_id=I, or --num_processes=1 for this process alone"
         )
     return *given, f.coordinator_timeout
 
 
 def _check_data(group: ProcessGroup, config: Config) -> None:
-    """Finds out on every process whether it can read the data, before anything is measured."""
+    """Check on every process that it can read the data, before anything is measured."""
     problem = ""
     try:
         DataSets(config)
@@ -74,7 +74,7 @@ def _check_data(group: ProcessGroup, config: Config) -> None:
 
 
 def _decide(group: ProcessGroup, machines: Machines, request: PlanRequest, progress: supervised.Progress) -> Decision:
-    """The plan that --plan and --replan ask for, the same on every process."""
+    """Return the plan that --plan and --replan ask for, the same on every process."""
     f, began = flags.FLAGS, time.monotonic()
     if f.plan == AUTO:
         return job_plan.decide(group, machines, request, "", progress)
@@ -114,7 +114,7 @@ def _record(decision: Decision, machines: Machines, config: Config, processes: i
 
 
 def main(argv: Sequence[str]) -> None:
-    """Joins the other processes, plans, trains."""
+    """Join the other processes, plan, and train."""
     f = flags.FLAGS
     values = f.config.to_dict()
     if f.out:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
             if group.process == 0:
                 print(job_plan.describe(decision, machines), flush=True)
             if not decision.given:
-                # A plan made anew may compress something else: its state then starts afresh, which is said.
+                # A new plan may compress something else. The codecs' state then starts afresh, and the run says so.
                 values["checkpoint"] = {**values.get("checkpoint", {}), "reset_codec": True}
             config = decision.plan.apply(values)
             group.gather(None, lambda _: _record(decision, machines, config, group.count))
@@ -157,17 +157,17 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
-    flags.DEFINE_string("plan", AUTO, f"A plan.json; {AUTO}: the one for these nodes, made at the start.")
-    flags.DEFINE_bool("replan", False, "Plan anew where --plan=FILE is for other nodes.")
+    """Define the flags of this main."""
+    flags.DEFINE_string("plan", AUTO, f"Path of a plan.json; {AUTO}: the plan for these nodes, made at the start.")
+    flags.DEFINE_bool("replan", False, "Plan anew if --plan=FILE is for other nodes.")
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
     flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
-    flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is good.", lower_bound=0)
+    flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is valid.", lower_bound=0)
     measure_flags.define_flags()
-    flags.DEFINE_string("host_name", "", "This host's name; default: as it calls itself.")
+    flags.DEFINE_string("host_name", "", "This host's name; default: the name that the operating system gives it.")
     flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
-    flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process is lost.", lower_bound=1)
+    flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
     distributed.define_flags()
     plan_flags.define_flags()
     shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")

@@ -1,8 +1,11 @@
-"""Links that were not measured, from those that were: a sender, a receiver and a pair of racks each have a factor.
+"""A fit of the links that were not measured to those that were.
+
+Each sender, each receiver and each ordered pair of racks has a factor:
 
     log(seconds per byte of a -> b) = c + sender[a] + receiver[b] + racks[rack(a), rack(b)]
 
-by ridge regression, so that a host seen seldom keeps to the mean. Links inside a host have a factor per host only.
+The fit is a ridge regression, so the factors of a host with few measured links stay close to the mean. Links inside
+hosts are not part of it; the median of the measured ones stands for the others.
 """
 
 import dataclasses
@@ -12,8 +15,8 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import linalg
 
-_RIDGE = 0.3  # in units of one link's weight
-_TESTED = 0.1  # share of the measured links that the fit's error is told from
+_RIDGE = 0.3  # damping, in units of one link's weight
+_TESTED = 0.1  # share of the measured links that are held out to estimate the fit's error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,11 +24,11 @@ class Filled:
     """All links, measured or fitted.
 
     Attributes:
-        alpha: [H, H] seconds.
-        samples: [R, H, H] bytes/s.
+        alpha: [H, H] seconds of latency.
+        samples: [R, H, H] bytes/s in each repeat.
         measured: [H, H] bool, whether the link was ever measured.
-        error: median relative error of the bandwidth of measured links that the fit did not see; NaN where nothing was
-            filled in.
+        error: median relative error of the seconds per byte of measured links that were held out of the fit; NaN if no
+            link between hosts was filled in.
     """
 
     alpha: np.ndarray
@@ -35,11 +38,11 @@ class Filled:
 
 
 def multiplicative(values: np.ndarray, racks: Sequence[int]) -> np.ndarray:
-    """All of [H, H] positive values from those off the diagonal that are not NaN, smoothed; the diagonal means nothing.
+    """Return the fitted values [H, H] of all links between hosts; ignore the diagonal.
 
     Args:
-        values: [H, H], NaN where unknown; at least one off the diagonal is known.
-        racks: [H] of each host.
+        values: [H, H] positive values, NaN if unknown. At least one off the diagonal must be known.
+        racks: [H] rack of each host, numbered from 0.
     """
     hosts, racks = len(values), np.asarray(racks)
     count = racks.max() + 1
@@ -58,7 +61,7 @@ def multiplicative(values: np.ndarray, racks: Sequence[int]) -> np.ndarray:
 
 
 def _held_out_error(per_byte: np.ndarray, racks: Sequence[int], seed: int) -> float:
-    """Median relative error at a tenth of the known links, fitted from the rest."""
+    """Return the median relative error of the fit at a tenth of the known links, which it does not see."""
     known = np.argwhere(~np.isnan(per_byte) & ~np.eye(len(per_byte), dtype=bool))
     chosen = np.random.default_rng(seed).permutation(known)[: max(1, round(_TESTED * len(known)))]
     a, b = chosen.T
@@ -70,25 +73,29 @@ def _held_out_error(per_byte: np.ndarray, racks: Sequence[int], seed: int) -> fl
 
 
 def _filled(values: np.ndarray, racks: Sequence[int]) -> np.ndarray:
-    """[H, H] with the unknown ones fitted; on the diagonal, where some are known, with their median."""
+    """Return values [H, H] without NaNs: fitted ones between hosts, the median of the known ones on the diagonal."""
     diagonal = np.eye(len(values), dtype=bool)
     result = values.copy()
     unknown = np.isnan(values)
     if (unknown & ~diagonal).any():
         result = np.where(unknown & ~diagonal, multiplicative(values, racks), result)
     inside = values[diagonal]
-    # With one device per host no link inside a host exists: the quickest between hosts stands for it, never used.
+    # With one device per host there are no links inside hosts. The fastest link between hosts then fills the diagonal,
+    # and nothing uses it.
     inside = np.nanmedian(inside) if not np.isnan(inside).all() else result[~diagonal].min(initial=np.inf)
     return np.where(unknown & diagonal, inside, result)
 
 
 def fill(alpha: np.ndarray, samples: np.ndarray, racks: Sequence[int], seed: int = 0) -> Filled:
-    """Fills in what was not measured: a link from its other samples, and one without any from the fit.
+    """Fill in the links and samples that were not measured.
+
+    A missing sample of a measured link is the median of its other samples. A link without any sample is fitted.
 
     Args:
-        alpha: [H, H] seconds, NaN where unknown.
-        samples: [R, H, H] bytes/s, NaN where unknown; repeats without any are dropped.
-        racks: [H] of each host, from 0 on.
+        alpha: [H, H] seconds of latency, NaN if unknown.
+        samples: [R, H, H] bytes/s, NaN if unknown. Repeats without any known sample are dropped.
+        racks: [H] rack of each host, numbered from 0.
+        seed: seed of the choice of links that are held out to estimate the fit's error.
     """
     samples = samples[~np.isnan(samples).all(axis=(1, 2))]
     seen = ~np.isnan(samples).all(axis=0)

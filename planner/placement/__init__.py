@@ -1,4 +1,4 @@
-"""Placement: which tensor group lies on which host.
+"""Placement: the host of each tensor group.
 
 May import `planner.cluster` and `planner.cost`.
 """

@@ -1,13 +1,15 @@
 """Simulated annealing over placements, many chains at once.
 
-A chain's state has two levels, so that a good layout of slots is kept while hosts are exchanged: `layout` [D, P] puts
-every tensor group on a virtual host, `order` [H] says which host each virtual one is. Pipette's five moves are made on
-the sequence of either, read along the pipeline or along the data ring: reverse a slice, migrate one element, swap two,
-move a slice, move a slice reversed. All five are a gather by an index row, so a batch of them is one gather.
+A chain's state has two levels, so that a good layout of slots is kept while hosts are exchanged. `layout` [D, P] puts
+every tensor group on a virtual host, and `order` [H] gives the host behind each virtual one.
+
+Pipette's five moves change either of the two, read along the pipeline or along the data ring. They reverse a slice,
+migrate one element, swap two elements, move a slice, or move a slice reversed. Each move is a gather by an index row,
+so a batch of moves is one gather.
 
 References:
-    Pipette (Yim et al., DATE 2024) for the moves. Its temperatures are not taken: here they are in the objective's
-    unit, from what random moves do to it.
+    Pipette (Yim et al., DATE 2024) for the moves. Its temperatures are not used: here they have the objective's unit
+    and follow from how much random moves change it.
 """
 
 import dataclasses
@@ -20,10 +22,11 @@ import numpy as np
 Array = np.ndarray
 Objective = Callable[[Array], Array]  # hosts [batch, D, P] -> [batch]
 
-_WARM, _COOLED = 0.5, 1e-2  # first temperature over the usual change of a move, last over first
-_ROUNDS = 2  # after each but the last, half of the chains go on from the best states
-_REGROUP = 0.3  # share of the moves that change the layout where it may change
-_FLAT = 8  # batches of random moves that must change nothing before all placements are taken to be equal
+_WARM = 0.5  # first temperature, as a multiple of the median change that a move makes
+_COOLED = 1e-2  # last temperature, as a share of the first
+_ROUNDS = 2  # after each round except the last, half of the chains continue from the best states
+_REGROUP = 0.3  # share of the moves that change the layout, if it may change
+_FLAT = 8  # if this many batches of random moves change nothing, all placements count as equal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,9 +34,10 @@ class Start:
     """A placement at which a chain may begin.
 
     Attributes:
-        layout: [D, P] virtual host of each group.
-        order: [H] host of each virtual one.
-        grid: (rows, columns) if the virtual hosts are numbered by rows of a grid whose columns are neighbours, too.
+        layout: [D, P] virtual host of each tensor group.
+        order: [H] host behind each virtual host.
+        grid: rows and columns of the grid of virtual hosts. They are numbered row by row, and those in one column are
+            neighbours too.
     """
 
     layout: Array
@@ -43,12 +47,13 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnnealedPlacement:
-    """The best placement.
+    """The best placement that was found.
 
     Attributes:
-        hosts: [D, P]. value: of the objective.
-        started: it is one of the starts, no move made it better.
-        evaluations: placements that were evaluated.
+        hosts: [D, P] host of each tensor group.
+        value: value of the objective.
+        started: whether it is one of the starts, so that no move improved on it.
+        evaluations: number of placements that were evaluated.
     """
 
     hosts: Array
@@ -61,10 +66,18 @@ class AnnealedPlacement:
 
 
 def layouts(data: int, pipe: int, slots: int) -> list[tuple[Array, tuple[int, int]]]:
-    """Ways to lay D x P groups on virtual hosts of `slots`, each with the grid of its virtual hosts.
+    """Return the ways to lay tensor groups on virtual hosts.
 
-    Every host takes a tile of data ranks times stages; besides, the two plain orders of a mesh cut into hosts, which
-    are no tiles where a host's slots cross the end of a row.
+    In most layouts every host takes a tile of data ranks x stages. The others are the two plain orders of a mesh, cut
+    into hosts; they are no tiles if a host's slots cross the end of a row.
+
+    Args:
+        data: size D of the data axis.
+        pipe: size P of the pipe axis.
+        slots: tensor groups per host.
+
+    Returns:
+        Each layout, [D, P] virtual host of each group, with the rows and columns of the grid of virtual hosts.
     """
     found = []
     for ranks in range(slots, 0, -1):
@@ -82,13 +95,13 @@ def layouts(data: int, pipe: int, slots: int) -> list[tuple[Array, tuple[int, in
 
 
 def _same(a: Array, b: Array) -> bool:
-    """Two layouts differ at most in the numbering of the virtual hosts."""
+    """Return whether two layouts differ at most in the numbering of the virtual hosts."""
     pairs = len(set(zip(a.ravel().tolist(), b.ravel().tolist())))
     return pairs == a.max() + 1
 
 
 def tour(per_byte: Array, first: int) -> Array:
-    """[H] hosts from `first` on, each followed by the one that it reaches fastest of those left."""
+    """Return all hosts [H] from `first` on, each followed by the one that it reaches fastest among those left."""
     cost = per_byte.copy()
     path = np.empty(len(cost), int)
     path[0] = here = first
@@ -101,11 +114,16 @@ def tour(per_byte: Array, first: int) -> Array:
 def starts(
     shape: tuple[int, int, int], per_byte: Array, speed: Array, load: Array, rng: np.random.Generator
 ) -> list[Start]:
-    """Host order, nearest-neighbour tours, fast hosts under heavy stages, and chance, on all layouts.
+    """Return placements to begin with, on all layouts.
+
+    The hosts come in host order, in nearest-neighbour tours, with fast hosts under heavy stages, and in random order.
 
     Args:
         shape: D, P and the slots of a host.
-        per_byte: [H, H] seconds per byte. speed: [H] seconds that a host takes for the same work. load: [P] work.
+        per_byte: [H, H] seconds per byte of each link.
+        speed: [H] seconds that each host takes for the same work.
+        load: [P] work of each stage.
+        rng: random numbers for the first hosts of the tours and for the random orders.
     """
     hosts = len(per_byte)
     firsts = rng.choice(hosts, min(hosts, 4), replace=False)
@@ -119,7 +137,7 @@ def starts(
             along[across] = path
             orders += [path, along]
         if np.ptp(speed) > 0:
-            # The heaviest stage on each virtual host decides how fast a host should lie there.
+            # The heaviest stage on a virtual host decides how fast the host behind it should be.
             heaviest = np.zeros(hosts)
             np.maximum.at(heaviest, layout, np.broadcast_to(load, layout.shape))
             fitting = np.empty(hosts, int)
@@ -133,7 +151,7 @@ def starts(
 
 
 def _transposed(grid: tuple[int, int]) -> Array:
-    """Indices of a grid's elements, column after column."""
+    """Return the indices of a grid's elements, column after column."""
     return np.arange(grid[0] * grid[1]).reshape(grid).T.ravel()
 
 
@@ -141,11 +159,23 @@ def _transposed(grid: tuple[int, int]) -> Array:
 
 
 def moves(rng: np.random.Generator, chains: int, size: int) -> Array:
-    """[chains, size] one of the five moves each, as the old position of every new element.
+    """Draw one of the five moves for each chain.
 
-    Lengths of slices are drawn evenly in their logarithm: in a large state most moves must be small to be taken.
+    The logarithms of the slices' lengths are drawn uniformly, since in a large state only small moves are likely to be
+    accepted.
+
+    Args:
+        rng: random numbers.
+        chains: number of chains.
+        size: elements of a state.
+
+    Returns:
+        [chains, size] old position of every new element.
     """
-    column = lambda x: x[:, None]  # noqa: E731
+
+    def column(x: Array) -> Array:
+        return x[:, None]
+
     length = np.exp(rng.uniform(np.log(2), np.log(size + 1), chains)).astype(int)
     first = column(rng.integers(0, size - length + 1))
     cut = column(rng.integers(1, length))
@@ -153,7 +183,7 @@ def moves(rng: np.random.Generator, chains: int, size: int) -> Array:
     length = column(length)
     at = np.arange(size)[None] - first
     reverse = length - 1 - at
-    # A slice is A B, cut in two; moving A past B makes B A.
+    # A slice is cut into two parts, A B. Moving A past B makes B A.
     cut = np.where(kind == 1, np.where(other, 1, length - 1), cut)
     rotate = (at + cut) % length
     swap = np.where(at == 0, length - 1, np.where(at == length - 1, 0, at))
@@ -165,7 +195,10 @@ def moves(rng: np.random.Generator, chains: int, size: int) -> Array:
 
 
 def _moved(rng: np.random.Generator, state: Array, across: Array) -> Array:
-    """Every row of a state after a move along itself or along its reading `across` [chains, size]."""
+    """Return the states [chains, size] after one move in each.
+
+    Half of the moves go along the state as it is, the others along the order in which `across` [chains, size] reads it.
+    """
     chains, size = state.shape
     source = moves(rng, chains, size)
     turned = rng.random(chains) < 0.5
@@ -177,7 +210,17 @@ def _moved(rng: np.random.Generator, state: Array, across: Array) -> Array:
 
 
 class _Chains:
-    """States of all chains: layout [C, D*P], order [C, H]."""
+    """The states of all C chains.
+
+    Attributes:
+        layout: [C, D * P] virtual host of each tensor group.
+        order: [C, H] host behind each virtual host.
+        across: [C, H] indices that read a grid of virtual hosts column by column.
+        rings: [C, D * P] indices that read a layout along the data rings.
+        shape: shape of the placements, (-1, D, P).
+        regroup: whether the layouts may change.
+        rng: random numbers of the moves.
+    """
 
     def __init__(self, chosen: list[Start], regroup: bool, rng: np.random.Generator) -> None:
         data, pipe = chosen[0].layout.shape
@@ -188,10 +231,11 @@ class _Chains:
         self.shape, self.regroup, self.rng = (-1, data, pipe), regroup, rng
 
     def hosts(self, layout: Array, order: Array) -> Array:
+        """Return the placements [C, D, P] of some layouts and orders."""
         return np.take_along_axis(order, layout, 1).reshape(self.shape)
 
     def proposals(self) -> tuple[Array, Array]:
-        """Layouts and orders, of which one has changed in every chain."""
+        """Return new layouts and orders; in every chain one of the two has changed."""
         order = _moved(self.rng, self.order, self.across) if self.order.shape[1] > 1 else self.order
         if not self.regroup:
             return self.layout, order
@@ -200,9 +244,11 @@ class _Chains:
         return np.where(inner, layout, self.layout), np.where(inner, self.order, order)
 
     def take(self, where: Array, layout: Array, order: Array) -> None:
+        """Replace the states of the chains for which `where` [C] is true."""
         self.layout[where], self.order[where] = layout[where], order[where]
 
     def copy_from(self, other: "_Chains", where: Array, source: int | Array) -> None:
+        """Replace the states of the chains `where` by those of the chains `source` of another set."""
         for name in ("layout", "order", "across"):
             getattr(self, name)[where] = getattr(other, name)[source]
 
@@ -217,14 +263,19 @@ def anneal(
     seconds: float = math.inf,
     enough: float = 0.0,
 ) -> AnnealedPlacement:
-    """Anneals `chains` chains from the best of the starts.
+    """Anneal placements from the given starts.
 
-    The result depends on `rng` alone unless `seconds` cut it short.
+    The result depends on `rng` alone, unless the time is up first.
 
     Args:
-        regroup: also move groups between hosts, not only whole hosts.
-        seconds: of wall clock, at most; the temperature falls with whichever of time and iterations is used up faster.
-        enough: stop at this value: it cannot be undercut.
+        objective: function from placements [batch, D, P] to the values [batch] that are minimized.
+        begin: placements to begin with.
+        regroup: whether groups also move between hosts; otherwise only whole hosts are exchanged.
+        rng: random numbers.
+        chains: number of chains that are annealed at once.
+        iterations: moves of each chain.
+        seconds: limit in wall-clock seconds. The temperature falls with the larger share of time or iterations used.
+        enough: value at which the search stops, since no placement can be better.
     """
     clock = time.monotonic()
     values = objective(np.array([start.order[start.layout] for start in begin]))
@@ -233,7 +284,7 @@ def anneal(
     first = AnnealedPlacement(top.order[top.layout], float(values[ranked[0]]), True, evaluations)
     if first.value <= enough:
         return first
-    # Half of the chains begin with the best starts, the others with one after the other.
+    # Half of the chains begin at the best starts. The others take all starts in turn, best first.
     few = ranked[: max(len(ranked) // 4, 1)]
     picks = np.concatenate([np.resize(few, chains // 2), np.resize(ranked, chains - chains // 2)])
     state, kept = (_Chains([begin[i] for i in picks], regroup, rng) for _ in range(2))
@@ -269,7 +320,10 @@ def anneal(
 
 
 def _temperature(objective: Objective, state: _Chains, value: Array) -> tuple[float, int]:
-    """The first temperature, from the median change of random moves, 0 if none changes anything; and batches tried."""
+    """Return the first temperature and the number of batches tried.
+
+    The temperature follows from the median change of random moves; it is 0 if no move changes anything.
+    """
     for batch in range(1, _FLAT + 1):
         change = np.abs(objective(state.hosts(*state.proposals())) - value)
         change = change[change > 1e-12 * value]

@@ -1,20 +1,23 @@
 """A lower bound of the step time over all placements of a candidate.
 
-The predicted step is monotone in every duration, so it is bounded by itself with all link times at their least:
+The predicted step grows with every duration. So the step with all link times at their least is a lower bound. H is
+the number of hosts, G the tensor groups per host, D the data ranks.
 
-    rings      A data ring that does not fit into a host leaves each host that it touches once. So the number of rings
-               that some host carries, k, has a least value, and flows share the NIC accordingly; k is enumerated. If
-               every host carries the same number, the rings' links hold a permutation of the hosts: the slowest of
-               them is at least the bottleneck of the best assignment. In any case every host must be left and entered.
-               The worst ring is put on the stage where it does the least harm.
+    rings      A data ring that does not fit into a host leaves each host that it touches once. So there is a least
+               value of k, the largest number of rings on any host, and flows share the NICs accordingly. All possible
+               k are tried. If every host carries the same number of rings, their links hold a permutation of the
+               hosts, whose slowest link is at least the bottleneck of the best assignment. In any case every host
+               must be left and entered. The slowest ring is put on the stage where it does the least harm.
     hops       A host that carries k stages holds chains of at most k neighbours of a pipeline, so at least
-               H ceil(G/k) - D messages leave hosts. All of them together cost at least what the assignment problem
-               says, with one message from and to each host, or what each host's fastest links and the convexity of NIC
-               sharing say, with more.
-    pipeline   The step is a maximum of sums, convex in the hops' times, and of D pipelines the slowest counts: it is
-               at least that of a pipeline whose hops take the mean over D, of which the sum is known. Sums along
-               critical paths give linear cuts of that function, whose least values on that set are linear programs.
-    devices    Each stage's on the fastest kind; besides, a slow kind's groups must lie on some stages.
+               H ceil(G/k) - D messages leave hosts. If each host sends and receives one message, the assignment
+               problem bounds their total time. If hosts send more, each host's fastest links and the convexity of NIC
+               sharing bound it.
+    pipeline   The step is a maximum of sums, hence convex in the hops' times, and the slowest of the D pipelines
+               counts. So the step is at least that of a pipeline whose hops take the mean over D, and the sum of these
+               means is bounded by "hops". Sums along critical paths give linear cuts of the step as a function of the
+               hops. The least values of these cuts on that set are linear programs.
+    devices    Each stage runs on the fastest kind of device. In addition, the groups of a slow kind must lie on some
+               stages.
 """
 
 import copy
@@ -30,21 +33,24 @@ from planner.cost.step_time import MASTER, LinkSeconds, Problem
 
 Array = np.ndarray
 
-ROUNDING = 1e-9  # relative, of the simulator's sums
-_STEP = 1e-3  # relative to a hop's time, of the differences that count a critical path's hops
+ROUNDING = 1e-9  # relative rounding error of the simulator's sums
+_STEP = 1e-3  # change of a hop's time, as a share of it, in the differences that count a critical path's hops
 _CUTS = 4  # linear cuts of the pipeline's time in each case
-_WORST = 8  # stages up to which the worst ring is tried on each
-_SUBSETS = 64  # sets of stages that are tried for slow devices
+_WORST = 8  # most stages for which the slowest ring is tried on each stage
+_SUBSETS = 64  # most sets of stages that are tried for slow devices
 
 
 @dataclasses.dataclass(frozen=True)
 class _CaseLinks:
-    """The fabric's extremes for a candidate.
+    """The links of a fabric, as a candidate uses them.
 
     Attributes:
-        alpha, per_byte: of links between hosts, [H, H] with inf on the diagonal.
-        inside_alpha, inside_per_byte: [H].
-        tensor, nics: flows of a group, flows at full speed.
+        alpha: [H, H] seconds of latency between hosts; inf on the diagonal.
+        per_byte: [H, H] seconds per byte between hosts; inf on the diagonal.
+        inside_alpha: [H] seconds of latency inside each host.
+        inside_per_byte: [H] seconds per byte inside each host.
+        tensor: flows that a tensor group sends at once.
+        nics: flows that a host sends at full speed.
     """
 
     alpha: Array
@@ -55,29 +61,31 @@ class _CaseLinks:
     nics: int
 
     def share(self, groups: Array | float) -> Array:
-        """Return the factor by which a flow is slowed down if `groups` groups send."""
+        """Return the factor by which flows slow down if `groups` groups of a host send at once."""
         return np.maximum(np.asarray(groups, float) * self.tensor / self.nics, 1.0)
 
     def across(self, size: float, groups: int = 1) -> Array:
-        """[H, H] seconds of a message between hosts from which so many groups send; 0: a flow that shares with none."""
+        """Return seconds [H, H] of a message between hosts while `groups` groups of the sender send; 0: one flow."""
         return self.alpha + size * self.per_byte * self.share(groups)
 
     def exchange(self, size: float) -> Array:
-        """[H, H] seconds of a message both ways at once between hosts, a group at either end."""
+        """Return seconds [H, H] of two messages between hosts at once, one each way, with one group at either end."""
         both = np.maximum(self.alpha, self.alpha.T), np.maximum(self.per_byte, self.per_byte.T)
         return both[0] + size * both[1] * self.share(1)
 
     def inside(self, size: float) -> float:
-        """Seconds of a message inside the best host."""
+        """Return the seconds of a message inside the fastest host."""
         return float((self.inside_alpha + size * self.inside_per_byte).min())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A class of placements.
+    """A class of placements, with the least that their rings take.
 
     Attributes:
-        latency, per_byte: least of every ring; worst: least seconds per byte of the slowest one.
+        latency: least seconds of latency of every ring.
+        per_byte: least seconds per byte of every ring.
+        worst: least seconds per byte of the slowest ring.
         stages: most stages on a host.
     """
 
@@ -100,7 +108,7 @@ def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
 
 
 def bottleneck(cost: Array) -> float:
-    """The least possible largest element of a permutation of a square matrix."""
+    """Return the least value that the largest element of a permutation of a square matrix can have."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_bipartite_matching
 
@@ -116,7 +124,7 @@ def bottleneck(cost: Array) -> float:
 
 
 def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
-    """All placements belong to one of these."""
+    """Yield cases that together cover all placements."""
     c, hosts = problem.candidate, len(links.inside_alpha)
     most = min(slots, c.pipe)
     if c.data == 1:
@@ -134,14 +142,14 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
         least = min(alpha, turn * links.inside_alpha.min()), min(crossing, inside.min())
         yield _Case(*least, float(crossing), most)
         return
-    touched = c.pipe * -(-c.data // slots)  # pairs of a ring and a host, at least
+    touched = c.pipe * -(-c.data // slots)  # least number of pairs of a ring and a host that it touches
     every = max(links.per_byte.min(axis=0).max(), links.per_byte.min(axis=1).max()) * links.share(1)
     assigned = None
     for k in range(-(-touched // hosts), most + 1):
         least = fastest * links.share(k)
         if k == 1 or k * hosts == touched:
             if assigned is None:
-                # Rings over two hosts use both directions of their link.
+                # A ring over two hosts uses both directions of their link.
                 both = c.pipe * 2 == touched == k * hosts
                 assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
             yield _Case(alpha, float(least), float(assigned * links.share(k)), k)
@@ -150,13 +158,21 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
 
 
 def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: int) -> float:
-    """Least seconds of `count` messages of one direction together, `crossing` or more of them between hosts."""
+    """Return the least total seconds of the hops of one direction.
+
+    Args:
+        links: links of the fabric.
+        size: bytes of a message.
+        slots: tensor groups per host.
+        crossing: least number of messages that go between hosts.
+        count: number of messages.
+    """
     each = links.across(size)
     rest = (count - crossing) * min(links.inside(size), float(each.min()))
     if not crossing:
         return rest
     if slots == 1:
-        # Pad with free rows and columns for the hosts that send or receive none.
+        # The padding holds rows and columns without cost, for the hosts that send or receive no message.
         from scipy.optimize import linear_sum_assignment
 
         hosts = len(each)
@@ -166,7 +182,7 @@ def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: 
         padded[hosts:, hosts:] = 1e9
         rows, columns = linear_sum_assignment(padded)
         return rest + float(padded[rows, columns].sum())
-    # The n-th group of a host to send adds n share(n) - (n-1) share(n-1) to the host's total: more and more.
+    # The n-th group of a host that sends adds n share(n) - (n-1) share(n-1) to the host's total, which grows with n.
     n = np.arange(1, slots + 1)
     adds = n * links.share(n) - (n - 1) * links.share(n - 1)
     totals = []
@@ -177,9 +193,9 @@ def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: 
 
 
 def _fastest_kind(problem: Problem) -> Problem:
-    """The problem with one more device kind before the others, in everything as fast as the fastest of them.
+    """Return the problem with one more device kind, first of all, which is as fast at everything as the fastest kind.
 
-    The optimizer waits for the slowest of the devices in use, and all are.
+    Its optimizer is as slow as the slowest kind's, since all devices are in use and the step waits for the slowest.
     """
     best = copy.copy(problem)
     for name in ("forward", "backward", "weights", "head", "per_byte"):
@@ -191,7 +207,23 @@ def _fastest_kind(problem: Problem) -> Problem:
 
 
 class _Bound:
-    """Evaluates a problem on link times given directly, one pipeline for all D."""
+    """The bounds of one problem, evaluated on given link times with one pipeline in place of D.
+
+    Arrays [W] hold a value for each stage that the slowest ring may be on. If there are too many stages, W is 1, and
+    the slowest ring is on none.
+
+    Attributes:
+        problem: the problem, with the fastest kind of device added as kind 0.
+        pipe: number of stages P.
+        links: links of the fabric.
+        hosts: number of hosts.
+        slots: tensor groups per host.
+        worst: W.
+        kind_of_host: [H] device kind of each host, as the problem without the added kind numbers them.
+        sizes: bytes of each message between stages, by name.
+        wraps: entry of each message's array [P] that is no hop of the pipeline, by name: activations have none behind
+            the last stage, gradients none before the first.
+    """
 
     def __init__(self, problem: Problem, fabric: Fabric) -> None:
         c = problem.candidate
@@ -201,7 +233,6 @@ class _Bound:
         self.slots = c.groups // self.hosts
         self.worst = c.pipe if c.pipe <= _WORST else 1
         self.kind_of_host = problem.kind_of_host
-        # Which entries of a message's array are hops of the pipeline: activations have none behind the last stage.
         self.sizes = {"activation": problem.message, "gradient": problem.message, "packed": problem.packed}
         self.wraps = {"activation": c.pipe - 1, "gradient": 0, "packed": 0}
         if c.backward == "none":
@@ -210,20 +241,28 @@ class _Bound:
             del self.sizes["gradient"], self.wraps["gradient"]
 
     def least(self, case: _Case, size: float, groups: int) -> float:
-        """Seconds of a message to another stage; between hosts, `groups` send from one."""
+        """Return the least seconds of a message to another stage.
+
+        Args:
+            case: class of placements.
+            size: bytes.
+            groups: groups that send from one host at once, if the message goes between hosts.
+        """
         across = float(self.links.across(size, groups).min())
         return across if case.stages == 1 else min(self.links.inside(size), across)
 
     def swap(self, case: _Case, size: float) -> float:
-        """Seconds of the exchange between the first and the last stage."""
+        """Return the least seconds of the exchange between the first and the last stage."""
         across = float(self.links.exchange(size).min())
         return across if case.stages == 1 else min(self.links.inside(size), across)
 
     def totals(self, case: _Case, hops: dict[str, Array], kinds: Array | None = None) -> Array:
-        """[batch, W] step times with the worst ring on each of W stages; all, or a nameless one where stages are many.
+        """Return step times [batch, W] in seconds.
 
         Args:
-            hops: [batch, P] seconds of the messages. kinds: [batch, P] device kinds, the fastest if None.
+            case: class of placements.
+            hops: [batch, P] seconds of each message, by name.
+            kinds: [batch, P] device kind of each stage; None: the fastest kind everywhere.
         """
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
@@ -231,7 +270,10 @@ class _Bound:
         per_byte = np.full((self.worst, p), case.per_byte)
         if self.worst == p:
             per_byte[np.diag_indices(p)] = max(case.worst, case.per_byte)
-        grow = lambda x: np.repeat(x, self.worst, axis=0)[:, None]  # noqa: E731
+
+        def grow(x: Array) -> Array:
+            return np.repeat(x, self.worst, axis=0)[:, None]
+
         zero = np.zeros((batch, p))
         links = LinkSeconds(
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
@@ -243,7 +285,7 @@ class _Bound:
         return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)
 
     def flat_hops(self, case: _Case, batch: int = 1) -> dict[str, Array]:
-        """All messages as fast as any can be."""
+        """Return seconds [batch, P] of each message, by name, with every message as fast as any can be."""
         found = {}
         for name, size in self.sizes.items():
             found[name] = np.full((batch, self.pipe), self.hop(case, size))
@@ -251,19 +293,19 @@ class _Bound:
         return found
 
     def hop(self, case: _Case, size: float) -> float:
-        """Seconds of a message to the neighbour; a host of one stage sends those of all its groups."""
+        """Return the least seconds of a message to the next stage; all groups of a host send if they hold one stage."""
         return self.least(case, size, self.slots if case.stages == 1 else 1)
 
     # --- Slow devices -------------------------------------------------------------------------------------------------
 
     def slow_kinds(self, case: _Case) -> Array:
-        """[W] as `totals`, at least: slow groups crowd on the stages that suit best."""
+        """Return lower bounds [W] of the step in seconds, with slow groups together on the stages that suit best."""
         found = np.zeros(self.worst)
         if len(set(self.kind_of_host.tolist())) == 1:
             return found
         for kind in set(self.kind_of_host.tolist()):
             groups = int((self.kind_of_host == kind).sum()) * self.slots
-            some = -(-groups // self.problem.candidate.data)  # in the pipeline that has most of them
+            some = -(-groups // self.problem.candidate.data)  # least number in the pipeline that has most of them
             while math.comb(self.pipe, some) > _SUBSETS and some > 1:
                 some -= 1
             stages = list(itertools.combinations(range(self.pipe), some))
@@ -276,7 +318,7 @@ class _Bound:
     # --- Hops ---------------------------------------------------------------------------------------------------------
 
     def hops(self, case: _Case) -> Array:
-        """[W] as `totals`, at least: the hops of a mean pipeline."""
+        """Return lower bounds [W] of the step in seconds from the hops of a mean pipeline."""
         c, p = self.problem.candidate, self.pipe
         base = self.flat_hops(case)
         found = self.totals(case, base)[0]
@@ -284,7 +326,7 @@ class _Bound:
             return found
         chain = min(case.stages, p)
         crossing = max(self.hosts * -(-self.slots // chain) - c.data, c.data * (-(-p // chain) - 1), 0)
-        spare = {}  # of a mean pipeline's hops together, above the least
+        spare = {}  # seconds that a mean pipeline's hops together take beyond their least, by name
         for name, size in self.sizes.items():
             together = _all_hops(self.links, size, self.slots, crossing, c.data * (p - 1)) / c.data
             spare[name] = max(together - (p - 1) * self.hop(case, size), 0.0)
@@ -293,7 +335,7 @@ class _Bound:
         names, free = list(self.sizes), {name: [s for s in range(p) if s != self.wraps[name]] for name in self.sizes}
         rng = np.random.default_rng(0)
         for _ in range(_CUTS):
-            # An uneven point: where two paths take equally long, neither's hops are counted by differences.
+            # The point is uneven: if two paths took equally long, differences would count the hops of neither.
             at = {}
             for name in names:
                 weights = rng.dirichlet(np.full(p - 1, 50.0))
@@ -305,7 +347,15 @@ class _Bound:
     def _cut(
         self, case: _Case, at: dict[str, Array], base: dict[str, Array], spare: dict[str, float], free: dict[str, list]
     ) -> Array:
-        """[W] the least values of the cuts at a point."""
+        """Return the least values [W] of the linear cuts at a point, in seconds; 0 if the point gives no valid cut.
+
+        Args:
+            case: class of placements.
+            at: [1, P] seconds of each message at the point, by name.
+            base: [1, P] least seconds of each message, by name.
+            spare: seconds that the hops together take beyond `base`, by name.
+            free: stages whose entries are hops of the pipeline, by name.
+        """
         moved = [(name, s) for name in at for s in free[name]]
         points = {name: np.repeat(x, 2 * len(moved) + 1, axis=0) for name, x in at.items()}
         steps = np.array([_STEP * at[name][0, s] for name, s in moved])
@@ -315,7 +365,7 @@ class _Bound:
         values = self.totals(case, points)
         up, down = (values[1::2] - values[0]) / steps[:, None], (values[0] - values[2::2]) / steps[:, None]
         counts = np.round(up)
-        # A convex function with equal slopes to both sides is straight between: these are the counts of one path.
+        # A convex function with equal slopes on both sides is straight between them. These are then one path's counts.
         sound = (np.abs(up - counts) < 1e-3).all(axis=0) & (np.abs(down - counts) < 1e-3).all(axis=0)
         cut = values[0].copy()
         for name, extra in spare.items():
@@ -325,6 +375,7 @@ class _Bound:
         return np.where(sound, cut, 0.0)
 
     def lower(self) -> float:
+        """Return the lower bound of the step in seconds over all placements."""
         return min(
             float(np.maximum(self.hops(case), self.slow_kinds(case)).min())
             for case in _cases(self.problem, self.links, self.slots)
@@ -332,5 +383,5 @@ class _Bound:
 
 
 def lower(problem: Problem, fabric: Fabric) -> float:
-    """Seconds below which no placement brings the candidate's predicted step on these links."""
+    """Return seconds that no placement's predicted step is below, on these links."""
     return _Bound(problem, fabric).lower() * (1 - ROUNDING)

@@ -1,7 +1,7 @@
-"""Exact search over placements where there are few: all of them, without symmetric copies, evaluated in batches.
+"""Exact search over placements if there are few: all of them are evaluated in batches, without symmetric copies.
 
-Two placements are the same to the simulator if they differ in which slot of a host a group takes, in where the data
-rings begin (data rank d becomes d + 1, around), or by an exchange of hosts whose links and devices are the same.
+Two placements are the same to the simulator in three cases. They differ in the slots that groups take on a host, in
+where the data rings begin (data rank d becomes d + 1), or by an exchange of hosts with the same links and devices.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,19 @@ from planner.cost.links import Fabric
 
 Array = np.ndarray
 
-_BATCH = 4096  # groups times placements evaluated at once, in units of 16 groups
+_BATCH = 4096  # placements of 16 groups evaluated at once; the more groups, the fewer
 
 
 def twins(fabric: Fabric, kinds: Array) -> Array:
-    """[H] the host before each with which it may be exchanged without any change, or -1.
+    """Return, for each host [H], the last host before it that can take its place without any change, or -1.
 
     Args:
-        kinds: [H] device kinds.
+        fabric: links of the hosts.
+        kinds: [H] device kind of each host.
     """
     matrices = fabric.per_byte, fabric.alpha
     found = np.full(len(kinds), -1)
-    alike: dict[tuple, list[list[int]]] = {}  # classes of twins by what twins have in common
+    alike: dict[tuple, list[list[int]]] = {}  # classes of twins, by what all members must share
     for host in range(len(kinds)):
         lines = [np.sort(line).tobytes() for x in matrices for line in (x[host], x[:, host])]
         classes = alike.setdefault((kinds[host], *lines), [])
@@ -45,12 +46,19 @@ def _exchangeable(links: Array, a: int, b: int) -> bool:
 
 
 def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Array | None:
-    """Return all placements without symmetric copies, [count, D, P] hosts; None if there are more than `most`.
+    """Return all placements without symmetric copies.
 
-    Of the rotations of a placement at least the one is kept that has host 0 in data rank 0.
+    Among the rotations of a placement, those with host 0 in data rank 0 are kept.
 
     Args:
-        slots: groups on a host. twin: [H] as `twins` says.
+        data: size D of the data axis.
+        pipe: size P of the pipe axis.
+        slots: tensor groups per host.
+        twin: [H] twin of each host, as `twins` returns it.
+        most: largest number of placements, counted also while they are built.
+
+    Returns:
+        [count, D, P] host of each group; None if there are more than `most`.
     """
     hosts, groups = len(twin), data * pipe
     prefix = np.zeros((1, 0), np.int32)
@@ -58,7 +66,7 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Arra
     has_twin = twin >= 0
     for position in range(groups):
         free = used < slots
-        # Of unused twins only the first: the others give the same placements.
+        # Among unused twins only the first is free, since the others give the same placements.
         free[:, has_twin] &= (used[:, has_twin] > 0) | (used[:, twin[has_twin]] > 0)
         if position == pipe - 1:
             free[(used[:, 0] == 0), 1:] = False
@@ -72,7 +80,7 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Arra
 
 
 def search(objective: Callable[[Array], Array], every: Array) -> tuple[Array, float]:
-    """The best of placements [count, D, P] and its value; the first of equals."""
+    """Return the best of the placements [count, D, P] and its value, or the first best one if several are equal."""
     size = max(1, _BATCH * 16 // every[0].size)
     values = np.concatenate([objective(every[i : i + size]) for i in range(0, len(every), size)])
     best = int(np.argmin(values))

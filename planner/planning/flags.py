@@ -1,7 +1,6 @@
 """Flags of `PlanOptions`, for the mains that plan."""
 
 import dataclasses
-from typing import Any
 
 from absl import flags
 
@@ -13,13 +12,13 @@ _INTEGERS = ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "v
 
 
 def define_flags() -> None:
-    """Define a flag for each option, `oracle` excepted."""
+    """Define a flag for each option except `oracle`."""
     d = PlanOptions()
 
     def define_list(name: str, description: str) -> None:
         flags.DEFINE_list(name, [str(value) for value in getattr(d, name)], description)
 
-    define_list("compress", f"What may be compressed: none, or some of {', '.join(KINDS)}.")
+    define_list("compress", f"Messages that may be compressed: none, or some of {', '.join(KINDS)}.")
     define_list("backward_ranks", "Ranks allowed for gradients between stages.")
     define_list("data_ranks", "Ranks allowed for gradients over data.")
     description = "Share of the step that each kind of compression must gain at least."
@@ -44,13 +43,13 @@ def define_flags() -> None:
 
 
 def options(**more: str) -> PlanOptions:
-    """Return the options that the flags say.
+    """Return the options that the flags give.
 
     Args:
-        more: options without a flag here.
+        more: options that have no flag here.
 
     Raises:
-        UserError: a flag makes no sense.
+        UserError: a flag is out of its range.
     """
     names = [field.name for field in dataclasses.fields(PlanOptions) if field.name != "oracle"]
     given = {name: getattr(flags.FLAGS, name) for name in names}
@@ -62,5 +61,4 @@ def options(**more: str) -> PlanOptions:
         elif isinstance(value, list):
             given[name] = tuple(value)
     given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
-    values: dict[str, Any] = {**given, **more}
-    return PlanOptions(**values)
+    return PlanOptions(**{**given, **more})

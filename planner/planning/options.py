@@ -1,4 +1,4 @@
-"""Options of a plan: what may be chosen, and how the choice is searched for."""
+"""Options of planning: the plans that may be chosen, and the search for the best of them."""
 
 import dataclasses
 import math
@@ -22,29 +22,31 @@ class PlanOptions:
     """Options of `planner.plan`; the flags of the mains have the same names.
 
     Attributes:
-        compress: what may be compressed: some of "epilogue", "all" (gradients between stages) and "data".
+        compress: kinds of messages that may be compressed: some of "epilogue", "all" (gradients between stages) and
+            "data" (gradients over data).
         backward_ranks: ranks allowed for gradients between stages.
         data_ranks: ranks allowed for gradients over data.
-        gain: share of the step that each kind of compression must gain at least, since it changes what is trained.
+        gain: least share of the step that each kind of compression must gain, since compression changes training.
         tensor: sizes of the tensor axis to try; empty for all that divide.
         pipe: sizes of the pipe axis to try; empty for all that divide.
-        micro_batch: sequences of a micro-batch to try; empty for all that divide.
+        micro_batch: sequences per micro-batch to try; empty for all that divide.
         virtual_stages: chunks per stage to try with interleaved schedules.
-        sequence_parallel: "no", "yes" or "both": split the sequence wherever tensor is above 1.
+        sequence_parallel: whether the sequence is split if tensor is above 1: "no", "yes", or "both" to try both.
         schedules: schedules to try.
-        saves: what a forward may keep for its backward.
-        uneven: also split layers unevenly over the stages.
-        tensor_hosts: hosts in a row that each tensor group spans.
+        saves: save modes to try, which say what a forward keeps for its backward.
+        uneven: whether uneven splits of the layers over the stages are tried too.
+        tensor_hosts: consecutive hosts that each tensor group spans.
         usable_memory: share of a device's memory to use, 0.05 to 1.
-        memory_margin: add the safety margin of the closed form to the memory that plans are held to need.
+        memory_margin: whether the closed form's safety margin is added to the memory that plans are predicted to need.
         quantile: quantile of the link samples for which placements are optimized, 0 to 1.
-        top: plans to rank.
-        placed: plans to place at most.
+        top: number of plans to rank.
+        placed: largest number of plans to place.
         seed: seed of the annealing.
-        oracle: compile the best plans to check their memory: "auto" if jax has its CUDA plugin, "yes" or "no".
+        oracle: whether the best plans are compiled to check their memory: "yes", "no", or "auto" to do so if jax has
+            its CUDA plugin.
 
     Raises:
-        UserError: a value is not one of those above.
+        UserError: a value is none of those above.
     """
 
     compress: tuple[str, ...] = ("epilogue", "data")
@@ -97,10 +99,10 @@ class PlanOptions:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
     def choices(self, min_ratio: float) -> Choices:
-        """Return what may be chosen.
+        """Return the choices that the search may make.
 
         Args:
-            min_ratio: least ratio of compression, see CompressConfig.
+            min_ratio: least ratio of compression; see CompressConfig.
         """
         return Choices(
             tensor=self.tensor,
@@ -117,7 +119,7 @@ class PlanOptions:
         )
 
     def search(self) -> Options:
-        """Return how to search."""
+        """Return the options of the search."""
         return Options(
             top=self.top,
             placed=self.placed,
@@ -131,8 +133,8 @@ class PlanOptions:
         """Return the memory that a plan may use.
 
         Args:
-            error: how compressed messages keep their errors, see CompressConfig.
-            scan_layers: see PipelineConfig.
+            error: treatment of the errors of compressed messages; see CompressConfig.
+            scan_layers: whether layers run in a loop; see PipelineConfig.
         """
         return Budget(self.usable_memory, error, scan_layers, margin=self.memory_margin)
 

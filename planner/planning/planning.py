@@ -1,11 +1,10 @@
-"""From a configuration and a cluster to a plan: the search, the compiler's check of memory, the report."""
+"""Planning for a configuration on a cluster: the search, the compiler's check of memory, the report."""
 
 import dataclasses
 import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -25,8 +24,10 @@ from planner.search import baselines, budget, explain
 from planner.search.search import Found, Outcome, Search
 
 PLAN, REPORT = "plan.json", "report.html"
-# Iterations of the placements on half of the samples: enough to tell a gain from noise, half of what a plan gets.
+# Iterations of the placements on half of the samples: enough to tell a gain from noise, and half of what a plan gets.
 _HALVES = 150
+# Sections of a configuration, nested.
+Values = Mapping[str, Mapping[str, object]]
 _SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 
@@ -42,8 +43,8 @@ class RankedPlan:
         candidate: mesh, micro-batches, schedule, layers of each virtual stage, save mode, compression.
         hosts: int [data, pipe], host of each tensor group.
         seconds: predicted seconds of a step.
-        bound: lower bound of that over all placements of the candidate.
-        host_order_seconds: predicted seconds on the devices in order, as a run without a plan has them.
+        bound: lower bound of these seconds over all placements of the candidate.
+        host_order_seconds: predicted seconds with the devices in host order, as in a run without a plan.
         memory_bytes: bytes per device.
     """
 
@@ -62,7 +63,7 @@ class Plans:
     Attributes:
         plan: the recommended plan, as `paxtrain.train` takes it.
         ranked: the best plans, quickest first.
-        report: everything that the text and the page say.
+        report: contents of the text and the page.
     """
 
     plan: plans.Plan
@@ -80,15 +81,15 @@ class Plans:
         return np.array([found.memory_bytes for found in self.ranked])
 
     def text(self) -> str:
-        """Return the table of the ranked plans and what there is to say of the recommended one."""
+        """Return the report for a terminal: the table of the ranked plans, and sentences about the recommended one."""
         return text.text(self.report)
 
     def html(self) -> str:
-        """Return the report with its figures as a page."""
+        """Return the report with its figures as an HTML page."""
         return page.page(self.report)
 
     def explain(self) -> tuple[str, ...]:
-        """Return, for each neighbour of the plan, why it is not the recommended one; empty if that was not asked."""
+        """Return why each neighbour of the plan is not the recommended one; empty unless `explained` was set."""
         return self.report.explained
 
     def save(self, folder: str | pathlib.Path) -> None:
@@ -119,41 +120,41 @@ def plan(
     """Rank the plans for training a configuration on a cluster, and recommend one.
 
     Args:
-        config: configuration; its model, global batch, and what it says of compression besides ranks count.
-        cluster: cluster, see `Cluster.load`.
-        options: what may be chosen, and how it is searched for; the defaults if None.
-        explained: also say of each neighbour of the plan why it is not the recommended one.
-        say: told what is being done.
+        config: configuration. Its model, its global batch and its compression, except the ranks, are used.
+        cluster: cluster to plan for; see `Cluster.load`.
+        options: options of the choice and of the search; None for the defaults.
+        explained: whether to explain why each neighbour of the plan is not the recommended one.
+        say: function that gets the name of each phase as it begins.
 
     Raises:
-        UserError: the configuration asks for what the planner does not know, or no plan fits.
+        UserError: the planner does not support the configuration, or no plan fits.
     """
     return plan_sections(to_dict(config), cluster, options or PlanOptions(), explained=explained, say=say)
 
 
 def plan_sections(
-    values: Mapping[str, Any],
+    values: Values,
     cluster: Cluster,
     options: PlanOptions,
     *,
     global_batch: int = 0,
     explained: bool = False,
-    predicted: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, object] | None = None,
     say: Callable[[str], None] = _silent,
 ) -> Plans:
-    """Plan for a configuration whose mesh need not fit the cluster; see `plan`.
+    """Rank the plans for a configuration whose mesh need not fit the cluster; see `plan`.
 
     Args:
-        values: sections of the configuration, nested; mesh and schedule do not count.
+        values: sections of the configuration, nested. The mesh and the schedule are not used.
         cluster: cluster to plan for.
-        options: what may be chosen, and how it is searched for.
-        global_batch: sequences of a step; 0 for the configuration's.
-        explained: also say why each neighbour of the plan is not the recommended one.
+        options: options of the choice and of the search.
+        global_batch: sequences per step; 0 for the configuration's.
+        explained: whether to explain why each neighbour of the plan is not the recommended one.
         predicted: more figures to keep in the plan, as JSON values.
-        say: told what is being done.
+        say: function that gets the name of each phase as it begins.
 
     Raises:
-        UserError: the configuration asks for what the planner does not know, or no plan fits.
+        UserError: the planner does not support the configuration, or no plan fits.
     """
     model, pipeline, batch, compress = sections(values)
     if options.tensor_hosts > 1:
@@ -163,7 +164,8 @@ def plan_sections(
     search = Search(cluster, model, batch_size, choices, limits, options.search())
     planning = _Planning(search, compress, values, batch_size, say)
     outcome = search.run(progress=say)
-    chosen, rows = outcome.ranked[0], tuple[contents.OracleRow, ...]()
+    chosen = outcome.ranked[0]
+    rows: tuple[contents.OracleRow, ...] = ()
     if _compiles(options.oracle, cluster):
         chosen, rows = planning.recheck(outcome)
         ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]
@@ -186,11 +188,11 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
     """Return whether the best plans are compiled to check their memory.
 
     Raises:
-        UserError: that is demanded and impossible.
+        UserError: the options demand it, but jax has no CUDA plugin.
     """
     if wanted == "no" or "cpu" in cluster.kinds:
         return False
-    from planner.memory import compiled  # jax: only who can compile waits for it
+    from planner.memory import compiled  # here, since it imports jax, which takes long
 
     if compiled.cuda():
         return True
@@ -199,12 +201,11 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
     return False
 
 
-def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
+def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
     """Return the sections of a configuration that the planner reads.
 
     Raises:
-        UserError: a section is missing or wrong, or asks for a compression or an optimizer that the planner does not
-            know.
+        UserError: a section is missing or wrong, or the planner does not support its compression or optimizer.
     """
     for name in _SECTIONS:
         if name not in values:
@@ -226,32 +227,32 @@ def sections(values: Mapping[str, Any]) -> tuple[ModelConfig, PipelineConfig, Ba
         )
     if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
         raise UserError(
-            f"optimizer.name={optimizer} is not planned for, whose memory and time are others than AdamW's; "
-            "plan with adamw, and train with --plan=plan.json and the other"
+            f"optimizer.name={optimizer} is not planned for, since its memory and time differ from AdamW's; "
+            "plan with adamw, and train with --plan=plan.json and the optimizer of your choice"
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planning:
-    """One search, and what is made of what it finds.
+    """A search, and the plan and the report that are made of its outcome.
 
     Attributes:
         search: the search.
-        compress: what the configuration says of compression besides what the planner decides.
+        compress: the configuration's compression, for the settings that the planner does not decide.
         values: the whole configuration, nested.
-        global_batch: sequences of a step.
-        say: told what is being done.
+        global_batch: sequences per step.
+        say: function that gets the name of each phase as it begins.
     """
 
     search: Search
     compress: CompressConfig
-    values: Mapping[str, Any]
+    values: Values
     global_batch: int
     say: Callable[[str], None]
 
-    def plan(self, found: Found, predicted: Mapping[str, Any] | None = None) -> plans.Plan:
-        """Return a found candidate as the trainer takes it."""
+    def plan(self, found: Found, predicted: Mapping[str, object] | None = None) -> plans.Plan:
+        """Return the trainer's plan of a candidate that the search found."""
         search = self.search
         problem = Problem(search.cluster, search.model, found.candidate)
         step = problem.step(search.fabric, found.placement.hosts[None])
@@ -268,12 +269,12 @@ class _Planning:
         )
 
     def recheck(self, outcome: Outcome) -> tuple[Found, tuple[contents.OracleRow, ...]]:
-        """Return the best plan that the compiler says fits, and what it was asked.
+        """Return the best plan that fits once compiled, and a row for each plan that was compiled.
 
         Raises:
-            UserError: it refuses all of the ranked ones.
+            UserError: none of the ranked plans fits.
         """
-        from planner.memory import compiled  # jax: only who can compile waits for it
+        from planner.memory import compiled  # here, since it imports jax, which takes long
 
         cluster, rows = self.search.cluster.parts or self.search.cluster, []
         kind = cluster.kinds[int(np.argmin(cluster.memory))]
@@ -287,13 +288,20 @@ class _Planning:
                 return dataclasses.replace(found, memory=float(answer.total)), tuple(rows)
         raise UserError(
             f"none of the {len(rows)} best plans fits into {self.search.limit / 1e9:.1f} GB per device once compiled; "
-            f"the least needs {min(row.bytes for row in rows) / 1e9:.1f} GB; a larger --top would try more"
+            f"the smallest needs {min(row.bytes for row in rows) / 1e9:.1f} GB; a larger --top would try more"
         )
 
     def report(
         self, outcome: Outcome, chosen: Found, rows: tuple[contents.OracleRow, ...], reasons: bool
     ) -> contents.Report:
-        """Return the report on the chosen plan."""
+        """Return the report on the chosen plan.
+
+        Args:
+            outcome: the ranked plans and the statistics of the search.
+            chosen: the recommended plan, one of the ranked ones.
+            rows: plans that were compiled to check their memory.
+            reasons: whether to explain why each neighbour of the plan is not the recommended one.
+        """
         search = self.search
         config = self.plan(chosen).apply(self.values)
         stages = closed_form.per_stage(config, budget.capability(search.cluster))
@@ -332,7 +340,7 @@ class _Planning:
         }
 
     def noise(self, chosen: Found) -> contents.Noise | None:
-        """The placement's gain over host order, and how well it repeats from sample to sample of the links."""
+        """Return the placement's gain over host order and its spread over the link samples; None with one sample."""
         cluster = self.search.cluster
         if len(cluster.samples) < 2:
             return None
@@ -343,7 +351,7 @@ class _Planning:
         return contents.Noise(found.mean, found.std, found.words)
 
 
-def figures(made: contents.Report) -> dict[str, Any]:
+def figures(made: contents.Report) -> dict[str, object]:
     """Return the plan's figures with their sources, as JSON values."""
     step, chosen = made.step, made.chosen
 

@@ -1,7 +1,7 @@
-"""From what the search found to what the trainer takes: a paxtrain.config.plan.Plan."""
+"""Conversion of a candidate that the search found to a paxtrain.config.plan.Plan, which the trainer takes."""
 
 import dataclasses
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -12,15 +12,36 @@ from planner.cost.step_time import Candidate, Step
 from planner.search import layers
 
 
+class Sections(TypedDict):
+    """The sections of a configuration that a plan decides.
+
+    Attributes:
+        mesh: sizes of the axes.
+        pipeline: schedule, layers per stage, and saved activations.
+        batch: global batch and micro-batch.
+        compress: compression of messages and gradients.
+    """
+
+    mesh: MeshConfig
+    pipeline: PipelineConfig
+    batch: BatchConfig
+    compress: CompressConfig
+
+
 def device_order(hosts: np.ndarray, per_host: int, tensor: int) -> tuple[int, ...]:
-    """For every mesh position, row-major over (data, pipe, tensor), an index into all hosts' devices, host after host.
+    """Return the device of every mesh position, row-major over data, pipe and tensor.
 
     Args:
-        hosts: int [D, P], the host of each tensor group.
+        hosts: int [D, P], host of each tensor group.
+        per_host: devices per host.
+        tensor: devices per tensor group.
+
+    Returns:
+        Indices into the devices of all hosts, host after host.
     """
     flat = hosts.ravel()
     order = np.argsort(flat, kind="stable")
-    # The groups of a host take its devices in the order in which they come in the mesh.
+    # The groups of a host take its devices in the order of the mesh.
     slot = np.empty(len(flat), int)
     slot[order] = np.arange(len(flat)) - np.searchsorted(flat[order], flat[order])
     first = flat * per_host + slot * tensor
@@ -34,13 +55,16 @@ def sections(
     compress: CompressConfig,
     compressed: np.ndarray,
     scan_layers: str = "auto",
-) -> dict[str, Any]:
-    """The plan's sections of the configuration.
+) -> Sections:
+    """Return the sections of the configuration that the plan decides.
 
     Args:
-        compress: what the configuration says of compression, for all that the planner does not decide.
-        compressed: bool [P], stages that compress over data.
-        scan_layers: as PipelineConfig's.
+        candidate: the plan.
+        layer_count: layers of the model.
+        global_batch: sequences per step.
+        compress: the configuration's compression, for the settings that the planner does not decide.
+        compressed: bool [P], whether each stage compresses its gradients over data.
+        scan_layers: whether layers run in a loop; see PipelineConfig.
     """
     c = candidate
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
@@ -80,11 +104,23 @@ def decide(
     layer_count: int,
     global_batch: int,
     compress: CompressConfig,
-    predicted: dict[str, Any],
+    predicted: dict[str, object],
     scan_layers: str = "auto",
 ) -> Plan:
-    """The plan of a candidate on a placement, int [D, P], with its predicted step (a batch of one)."""
-    real = cluster.parts or cluster  # devices are numbered alike in both
+    """Return the plan for the trainer.
+
+    Args:
+        cluster: cluster that was planned for.
+        candidate: the plan that the search found.
+        hosts: int [D, P], host of each tensor group.
+        step: its predicted step, a batch of one.
+        layer_count: layers of the model.
+        global_batch: sequences per step.
+        compress: the configuration's compression, for the settings that the planner does not decide.
+        predicted: figures to keep in the plan, as JSON values.
+        scan_layers: whether layers run in a loop; see PipelineConfig.
+    """
+    real = cluster.parts or cluster  # the devices have the same numbers in both
     return Plan(
         **sections(candidate, layer_count, global_batch, compress, step.compressed[0], scan_layers),
         hosts=real.hosts if real.named else (),

@@ -245,7 +245,7 @@ def run(*arguments):
     [
         (["--sizes=0"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '0'"),
         (["--sizes=1,x"], "--sizes must be MiB from 0.001 to 1024 joined by commas, got '1,x'"),
-        (["--out=/nowhere/at/all/cluster.json"], "is no folder; make it first"),
+        (["--out=/nowhere/at/all/cluster.json"], "is no folder; create it first"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, words):

@@ -241,7 +241,7 @@ def main(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "nothing says which processes take part: there are no variables of SLURM, Open MPI or Kubernetes, and no"),
+        ([], "nothing says which processes take part: there are neither flags nor variables of SLURM, Open MPI or "),
         (["--num_processes=1", "--tensor=two"], "--tensor must be positive integers"),
         (["--num_processes=1", "--schedules=zigzag"], "--schedules must be some of"),
         (["--num_processes=1", "--profile_seconds=nan"], "--profile_seconds must be a number of seconds, got nan"),
