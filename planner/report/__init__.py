@@ -1,4 +1,4 @@
-"""The planner's report: its contents, the text for a terminal, and the HTML page with its figures.
+"""The planner's report: its contents, the text for a terminal, and an HTML page with figures.
 
 May import `cluster`, `cost` and `search`.
 """

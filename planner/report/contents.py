@@ -62,8 +62,8 @@ class Report:
         limit: bytes that a device may hold.
         memory_source: origin of the ranked plans' memory.
         sources: origin of each kind of figure, by its name.
-        noise: noise of the placement's gain; None: the links were measured once.
-        oracle: plans compiled to check their memory; empty: none was.
+        noise: noise of the placement's gain; None if the links were measured once.
+        oracle: plans that were compiled to check their memory.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
     """
@@ -95,7 +95,7 @@ class Report:
         return self.problem.step(self.fabric, self.chosen.placement.hosts[None])
 
     def tokens_per_second(self, seconds: float) -> float:
-        """Return the tokens/s of the whole cluster if a step takes `seconds`."""
+        """Return the tokens/s of the whole cluster for steps of `seconds`."""
         return self.global_batch * self.model.sequence / seconds
 
     @property
@@ -113,7 +113,7 @@ class Report:
 
 
 def gap(found: Found) -> float:
-    """Return how much longer the step is, at most, than on the plan's best placement, as a share; inf: no bound."""
+    """Return how much longer the step is, at most, than on the best placement, as a share; inf without a bound."""
     bound = found.placement.bound
     return max(found.seconds / bound - 1, 0.0) if bound > 0 else np.inf
 

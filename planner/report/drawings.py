@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: gains, links before and after placement, memory, step time against memory."""
+"""Figures of a report as inline SVG: gains, links, memory, and step time against memory."""
 
 import itertools
 import math
@@ -15,11 +15,11 @@ from planner.report.text import percent
 Array = np.ndarray
 
 _ACCENT, _MAIN, _PALE = "#d55e00", "#2f6f9f", "#9cc3e0"
-# After Okabe and Ito; color-blind readers can tell them apart.
+# The colors follow Okabe and Ito; color-blind readers can tell them apart.
 _KINDS = ("#2f6f9f", "#9cc3e0", "#5c6670", "#e69f00", "#3c9d8f", "#cc79a7", "#f0d35b", "#aab4bc")
 _FAST_TO_SLOW = ["#f4f7fa", "#c3d8e8", "#7fb0d3", "#3b7fb0", "#1c4f7c", "#0d2c4c"]
-_MOST_CELLS = 256  # cells per side of a heat map
-_NAMED = 32  # most hosts whose names are written
+_MOST_CELLS = 256  # most cells per side of a heat map
+_NAMED = 32  # largest number of hosts whose names are written
 
 
 # --- Gains ------------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def placed_order(hosts: Array) -> Array:
 
 
 def _cells(values: Array, block: int) -> Array:
-    """Return the means over blocks of a square matrix without its NaNs; a block of only NaNs stays NaN."""
+    """Return the means over blocks of a square matrix; NaNs do not count, and a block of NaNs stays NaN."""
     size = -(-len(values) // block) * block
     padded = np.full((size, size), np.nan)
     padded[: len(values), : len(values)] = values
@@ -103,8 +103,8 @@ def links(report: Report, width: float = 1080) -> tuple[str, str]:
     """Draw the bandwidth between hosts in host order and in the placement's order, with the links in use.
 
     Args:
-        report: a report on two hosts or more.
-        width: pixels.
+        report: report on a plan for at least two hosts.
+        width: width in pixels.
 
     Returns:
         The drawing and its caption.
@@ -147,7 +147,7 @@ def links(report: Report, width: float = 1080) -> tuple[str, str]:
 
 
 def _names(svg: Svg, names: list[str], x: float, y: float, side: float, margin: float) -> None:
-    """Write the host names at the left and at the top."""
+    """Write the host names to the left of the matrix and above it."""
     cell = side / len(names)
     for i, name in enumerate(names):
         while width_of(name, 10) > margin - 6:
@@ -170,7 +170,7 @@ def _links_legend(svg: Svg, x: float, y: float) -> None:
 
 
 def _slowest(used: dict[str, Array], bandwidth: Array) -> str:
-    """Return the bandwidth of the slowest link in use, per kind."""
+    """Return the bandwidth of the slowest link in use of each kind, in words."""
     parts = [
         f"{name} {bandwidth[pairs[:, 0], pairs[:, 1]].min() / 1e9:.2f} GB/s"
         for name, pairs in used.items()
@@ -185,7 +185,7 @@ def _dot(x: float, y: float, r: float) -> str:
 
 
 def _mark(svg: Svg, used: dict[str, Array], order: Array, grid: tuple[float, float, float], block: int) -> None:
-    """Mark hops as squares and rings as dots, on a grid (x, y, pixels per cell)."""
+    """Mark hops with squares and rings with dots, on a grid (x, y, pixels per cell)."""
     x, y, cell = grid
     place = np.argsort(order)
     at = {name: np.unique(place[pairs] // block, axis=0) for name, pairs in used.items()}
@@ -214,7 +214,7 @@ def _scale(svg: Svg, x: float, y: float, height: float, palette: Array, low: flo
 
 
 def memory(report: Report, width: float = 1080) -> str:
-    """Draw the memory of a device of each stage by purpose, and the limit."""
+    """Draw the memory of a device of each stage, by purpose, and the limit."""
     kinds = {name: np.asarray(x, float) for name, x in report.memory.items() if np.any(np.asarray(x) > 0)}
     total, held = np.sum(list(kinds.values()), axis=0), report.chosen.memory
     stages, left, right, top, height = len(total), 44, 232, 26, 240
@@ -260,7 +260,7 @@ def memory(report: Report, width: float = 1080) -> str:
 
 
 def pareto(points: Array) -> Array:
-    """Return the Pareto front of points [n, 2], smaller being better in both columns, by rising column 0."""
+    """Return the Pareto front of points [n, 2], by rising column 0; smaller is better in both columns."""
     order = points[np.lexsort((points[:, 1], points[:, 0]))]
     least = np.minimum.accumulate(order[:, 1])
     return order[np.concatenate([[True], order[1:, 1] < least[:-1]])]
@@ -313,8 +313,8 @@ def trade(report: Report, width: float = 1080) -> str:
     mine = float(x(report.chosen.seconds)), float(y(report.chosen.memory))
     for found in report.outcome.ranked:
         if found is not report.chosen:
-            svg.path(_dot(float(x(found.seconds)), float(y(found.memory)), 4.5), fill="#ffffff", stroke=_MAIN,
-                     stroke_width="1.8")  # fmt: skip
+            d = _dot(float(x(found.seconds)), float(y(found.memory)), 4.5)
+            svg.path(d, fill="#ffffff", stroke=_MAIN, stroke_width="1.8")
     svg.path(_dot(*mine, 7), fill=_ACCENT, stroke="#ffffff", stroke_width="2")
     svg.text(mine[0] + 9, mine[1] - 11, "chosen", 13, fill=_ACCENT, font_weight=700, **HALO)
     _trade_legend(svg, left, len(report.outcome.points))

@@ -1,4 +1,4 @@
-"""The chosen plan's step as a Gantt chart: a row per stage, with transfers that compute does not hide."""
+"""A Gantt chart of the chosen plan's step: a row per stage, with the transfers that compute does not hide."""
 
 import dataclasses
 import math
@@ -40,15 +40,15 @@ NAMES = {
 }
 _IDLE = "#f1f3f5"
 _COMPUTE = ("F", "B", "W", "H")
-_MOST_OPS = 16_000  # ops that are simulated one by one
-_MOST_ROWS = 32  # stages that are drawn
+_MOST_OPS = 16_000  # most ops that are replayed one by one
+_MOST_ROWS = 32  # most stages that are drawn
 
 
 class Bar(NamedTuple):
     """A stretch of time in which a stage does one thing.
 
     Attributes:
-        what: a key of NAMES.
+        what: the work, a key of NAMES.
         stage: index of the stage.
         begin: seconds since the step began.
         end: seconds since the step began.
@@ -67,10 +67,10 @@ class Activity:
     """One pipeline's step.
 
     Attributes:
-        bars: what the stages do; the time between bars is idle.
+        bars: the work of the stages; the time between bars is idle.
         total: seconds of the step.
         rank: data rank of the pipeline.
-        left_out: seconds of the steady middle that have no bars; later bars are earlier by that much.
+        left_out: seconds of the steady middle that have no bars. All later bars are moved forward by as much.
     """
 
     bars: list[Bar]
@@ -83,7 +83,7 @@ class Activity:
 
 
 def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Bar]:
-    """Return the F, B, W, loss, scrap and exposed transfers of one pipeline.
+    """Return the bars of one pipeline: F, B, W, loss, scrap and exposed transfers.
 
     A transfer is exposed while one of its ends computes nothing.
 
@@ -113,7 +113,7 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Ba
 
 
 def _micro_batches(table: Table) -> dict[tuple[str, int], Iterator[int]]:
-    """Return, by phase and stage, the micro-batches in the order of the replay; IDLE stands for scrap."""
+    """Return the micro-batches of each phase and stage in the order of the replay; IDLE stands for scrap."""
     plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     order: dict[tuple[str, int], Iterator[int]] = {}
     for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
@@ -176,10 +176,10 @@ def activity(report: Report) -> Activity:
 
 
 def window(activity: Activity, period: float) -> tuple[float, float]:
-    """Return the part of a long step that is drawn: until the first time, and again from the second.
+    """Return the end of the first part of a long step that is drawn, and the start of the second.
 
-    The first part holds the pipeline's filling and the second its draining, with a few more micro-batches each. If
-    cutting saves too little, both times are the end.
+    The first part shows the pipeline's filling and the second its draining, with a few more micro-batches each. If
+    a cut would save too little, both times are the end of the step.
 
     Args:
         activity: the step.
@@ -192,7 +192,7 @@ def window(activity: Activity, period: float) -> tuple[float, float]:
     on = {stage: [s for s in activity.bars if s.stage == stage and s.what in ("F", "B")] for stage in (0, last)}
     begins = {key: min(s.begin for s in on[key[0]] if s.what == key[1]) for key in ((0, "F"), (last, "F"), (0, "B"))}
     ends = {key: max(s.end for s in on[key[0]] if s.what == key[1]) for key in ((0, "F"), (last, "B"), (0, "B"))}
-    # GPipe's first backward comes after all forwards. A few times the filling is then enough, and so at the end.
+    # GPipe's first backward comes after all forwards. A few times the filling is then enough, and likewise at the end.
     filling, draining = begins[last, "F"] - begins[0, "F"], ends[0, "B"] - ends[last, "B"]
     first = min(begins[0, "B"], begins[0, "F"] + 4 * filling) + 3 * period
     since = max(ends[0, "F"], ends[0, "B"] - 4 * draining) - 3 * period
@@ -228,7 +228,7 @@ class _Panel:
 
 
 def gantt(report: Report, width: float = 1080) -> tuple[str, str]:
-    """Return the chart, `width` pixels wide, and its caption."""
+    """Draw the chart, `width` pixels wide, and return it with its caption."""
     work, c, problem = activity(report), report.chosen.candidate, report.problem
     period = float(problem.work.max(axis=0).reshape(c.chunks, c.pipe).sum(axis=0).max())
     first, since = window(work, period)
@@ -277,7 +277,7 @@ def _bars(svg: Svg, bars: list[Bar], panel: _Panel, y: Mapping[int, float], row:
         if bar.stage not in y:
             continue
         begin, end = panel.at(bar.begin), panel.at(bar.end)
-        # A hairline between neighbors that are wide enough.
+        # A hairline separates neighbors that are wide enough.
         hair = 0.7 if bar.what in _COMPUTE and end - begin > 4 else 0.0
         shapes.setdefault(bar.what, []).append(box(begin, y[bar.stage], max(end - begin - hair, 0.3), row))
         if bar.what in ("F", "B", "W") and end - begin > 4 + 6.2 * len(str(bar.micro_batch)) and row >= 15:

@@ -1,4 +1,4 @@
-"""report.html: a page for screen and paper that has no scripts and fetches nothing."""
+"""The page report.html, for screen and paper; it has no scripts and fetches nothing."""
 
 import html
 import itertools
@@ -192,7 +192,7 @@ def _stages(report: Report) -> str:
 
 
 def _span(seconds: np.ndarray) -> str:
-    """Return the least and the most of some times as words."""
+    """Return the shortest and the longest of some times in words."""
     low, high = duration(float(seconds.min())), duration(float(seconds.max()))
     return low if low == high else f"{low} to {high}"
 

@@ -1,4 +1,4 @@
-"""SVG drawings as text: shapes, ticks and rasters. They need no library and stay sharp on screen and paper."""
+"""SVG drawings as text: shapes, ticks and rasters. They need no library and are sharp on screen and paper."""
 
 import base64
 import html
@@ -28,15 +28,34 @@ class Svg:
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, title: str = "", **attributes: str | float
     ) -> None:
-        """Add a rectangle; `title` is shown by a pointer over it."""
+        """Add a rectangle.
+
+        Args:
+            x: pixels from the left.
+            y: pixels from the top.
+            width: pixels.
+            height: pixels.
+            fill: color.
+            title: words that a pointer over the rectangle shows.
+            attributes: further attributes of the element; underscores become hyphens.
+        """
         self._add("rect", "", title, x=x, y=y, width=width, height=height, fill=fill, **attributes)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = SOFT, **attributes: str | float) -> None:
-        """Add a straight line."""
+        """Add a straight line.
+
+        Args:
+            x1: x of the first end in pixels.
+            y1: y of the first end in pixels.
+            x2: x of the second end in pixels.
+            y2: y of the second end in pixels.
+            stroke: color.
+            attributes: further attributes of the element; underscores become hyphens.
+        """
         self._add("line", "", "", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **attributes)
 
     def path(self, d: str, **attributes: str | float) -> None:
-        """Add a shape given by SVG path commands; nothing if there are none."""
+        """Add the shape that SVG path commands describe, unless they are empty."""
         if d:
             self._add("path", "", "", d=d, **attributes)
 
@@ -50,22 +69,47 @@ class Svg:
         fill: str = SOFT,
         **attributes: str | float,
     ) -> None:
-        """Add words on the baseline y; `anchor` is start, middle or end."""
+        """Add words.
+
+        Args:
+            x: x of the anchor in pixels.
+            y: y of the baseline in pixels.
+            words: text.
+            size: font size in pixels.
+            anchor: part of the words that is at x: "start", "middle" or "end".
+            fill: color.
+            attributes: further attributes of the element; underscores become hyphens.
+        """
         self._add("text", html.escape(words), "", x=x, y=y, font_size=size, text_anchor=anchor, fill=fill, **attributes)
 
     def shapes(self, filled: list[tuple[str, str]]) -> None:
-        """Add filled shapes, (color, path commands)."""
+        """Add filled shapes, each a color and path commands."""
         for color, d in filled:
             self.path(d, fill=color)
 
     def image(self, x: float, y: float, width: float, height: float, png: bytes) -> None:
-        """Add a PNG whose pixels become sharp cells."""
+        """Add a raster whose pixels become sharp cells.
+
+        Args:
+            x: pixels from the left.
+            y: pixels from the top.
+            width: pixels.
+            height: pixels.
+            png: the raster, as `png` encodes it.
+        """
         data = "data:image/png;base64," + base64.b64encode(png).decode()
         style = "image-rendering:pixelated"
         self._add("image", x=x, y=y, width=width, height=height, href=data, preserveAspectRatio="none", style=style)
 
     def legend(self, x: float, y: float, items: list[tuple[str, str]], size: float = 12) -> float:
-        """Add swatches with words, (color, words), from x to the right; return the x of their end."""
+        """Add swatches with words, and return the x of their end.
+
+        Args:
+            x: x of the first swatch in pixels.
+            y: y of the words' baseline in pixels.
+            items: color and words of each swatch.
+            size: font size in pixels.
+        """
         for color, words in items:
             self.rect(x, y - 9, 11, 11, color, rx=2)
             self.text(x + 16, y, words, size)
@@ -85,12 +129,19 @@ def _value(x: str | float) -> str:
 
 
 def width_of(words: str, size: float) -> float:
-    """Estimate the pixels that words take in a sans-serif font of that size, rather too many than too few."""
+    """Estimate the width in pixels of words in a sans-serif font; it is more often too large than too small."""
     return sum(0.37 if c in "iljtfr.,:;|'()[] -" else 0.95 if c in "mwMW%" else 0.63 for c in words) * size
 
 
 def box(x: float, y: float, width: float, height: float) -> str:
-    """Return a rectangle as path commands, so that thousands of one color can be one element."""
+    """Return path commands of a rectangle, so that thousands of one color can be one element.
+
+    Args:
+        x: pixels from the left.
+        y: pixels from the top.
+        width: pixels.
+        height: pixels.
+    """
     return f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
 
 
@@ -98,7 +149,13 @@ def box(x: float, y: float, width: float, height: float) -> str:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers from low to high, which are 1, 2 or 5 times a power of ten apart."""
+    """Return round numbers for an axis, which are 1, 2 or 5 times a power of ten apart.
+
+    Args:
+        low: least number allowed.
+        high: largest number allowed.
+        count: about how many numbers to return.
+    """
     if not high > low:
         return [low]
     raw = (high - low) / max(count, 1)
@@ -108,7 +165,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def unit(seconds: float) -> tuple[float, str]:
-    """Return (factor, name) of the unit in which so many seconds read well."""
+    """Return the factor and the name of the unit in which so many seconds read well."""
     return next(((f, name) for f, name in ((1.0, "s"), (1e3, "ms")) if seconds * f >= 1), (1e6, "µs"))
 
 

@@ -1,4 +1,4 @@
-"""The report in words: the table of the ranked plans and sentences about the chosen one."""
+"""The report as text: the table of the ranked plans, and sentences about the chosen one."""
 
 import itertools
 import textwrap
@@ -56,7 +56,7 @@ def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
 
 
 def compression(candidate: Candidate) -> str:
-    """Return what is compressed, with the ranks of the factors, in short: "epi16+data128"."""
+    """Return the compressed messages and their ranks in short: "epi16+data128"."""
     c = candidate
     between = f"{c.backward[:3]}{c.backward_rank}" if c.backward != "none" else ""
     over = f"data{c.data_rank}" if c.data_rank else ""
@@ -64,7 +64,7 @@ def compression(candidate: Candidate) -> str:
 
 
 def compression_words(candidate: Candidate) -> str:
-    """Return what is compressed, with the ranks of the factors, in full."""
+    """Return the compressed messages and their ranks in a sentence."""
     c, parts = candidate, []
     if c.backward != "none":
         which = "in the epilogue" if c.backward == "epilogue" else "all"
@@ -76,23 +76,47 @@ def compression_words(candidate: Candidate) -> str:
 
 # --- The table --------------------------------------------------------------------------------------------------------
 
-HEADS = ("", "d x p x t", "micro", "schedule", "save", "zero1", "layers", "compress", "step s", "tokens/s", "GB",
-         "gap %", "placed")  # fmt: skip
+HEADS = (
+    "",
+    "d x p x t",
+    "micro",
+    "schedule",
+    "save",
+    "zero1",
+    "layers",
+    "compress",
+    "step s",
+    "tokens/s",
+    "GB",
+    "gap %",
+    "placed",
+)
 _HANDICAP = "; compression changes training, so compressed plans are ranked with a handicap"
 WORDS = (1, 3, 4, 6, 7, 12)  # columns of words, which are left-aligned
 
 
 def table(report: Report) -> list[list[str]]:
-    """Return rows of cells for the ranked plans, to go under HEADS."""
+    """Return a row of cells for each ranked plan, with the columns of HEADS."""
     rows = []
     for n, found in enumerate(report.outcome.ranked, 1):
         c = found.candidate
-        rows.append([
-            f"{n}{'*' if found is report.chosen else ' '}", mesh(c).replace(" ", ""), str(c.micro_batch), schedule(c),
-            c.save, "yes" if c.zero1 else "no", stage_layers(c.counts, 12), compression(c), f"{found.seconds:.4g}",
-            tokens(report.tokens_per_second(found.seconds)), f"{found.memory / 1e9:.3g}",
-            f"{100 * gap(found):.1f}" if np.isfinite(gap(found)) else "-", found.placement.source,
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{n}{'*' if found is report.chosen else ' '}",
+                mesh(c).replace(" ", ""),
+                str(c.micro_batch),
+                schedule(c),
+                c.save,
+                "yes" if c.zero1 else "no",
+                stage_layers(c.counts, 12),
+                compression(c),
+                f"{found.seconds:.4g}",
+                tokens(report.tokens_per_second(found.seconds)),
+                f"{found.memory / 1e9:.3g}",
+                f"{100 * gap(found):.1f}" if np.isfinite(gap(found)) else "-",
+                found.placement.source,
+            ]
+        )
     return rows
 
 
@@ -115,7 +139,7 @@ def headline(report: Report) -> str:
 
 
 def gains(report: Report) -> list[str]:
-    """Return how much slower each comparison is than the chosen plan."""
+    """Return, in words, how much slower each comparison is than the chosen plan."""
     return [f"{other.name} {percent(slower(report, other))}" for other in report.comparisons]
 
 
@@ -134,7 +158,7 @@ def memory_words(report: Report) -> str:
 
 
 def oracle_words(report: Report) -> str:
-    """Return a sentence on the plans that were compiled, and how long that took."""
+    """Return a sentence on the plans that were compiled and the seconds that it took."""
     if not report.oracle:
         return "no plan was compiled to check its memory"
     total = sum(row.compile_seconds for row in report.oracle)
@@ -143,7 +167,7 @@ def oracle_words(report: Report) -> str:
 
 
 def statistics(report: Report) -> str:
-    """Return how many candidates the search saw, and how long it took."""
+    """Return the numbers of candidates that the search saw, and its seconds, in words."""
     o = report.outcome
     return (
         f"{o.enumerated:,} candidates, of which {o.fitting:,} fit in memory, {o.simulated:,} were simulated "
@@ -171,6 +195,6 @@ def text(report: Report) -> str:
 
 
 def _labelled(label: str, words: str) -> list[str]:
-    """Return the words wrapped to the terminal, with the label before the first line."""
+    """Return the words wrapped to the width of the terminal, with the label before the first line."""
     wrapped = textwrap.wrap(words, WIDTH - 8)
     return [f"{label if i == 0 else '':8}{line}" for i, line in enumerate(wrapped)]
