@@ -13,6 +13,7 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import buffers
 from paxtrain.schedule.orders import lay_out, warm_up_then_alternate
+from paxtrain.schedule.proof import validate
 from paxtrain.schedule.spec import SPECS, ScheduleSpec, build, code
 from planner.cost import rows
 from planner.cost.links import fabric
@@ -85,7 +86,7 @@ def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
         for m in (1, 2, 5, 9):
             table = build(NAME, stages, m)
             found = buffers.assign(table)
-            buffers.validate(table, found)
+            validate(table, found)
             assert found.residual_depth == late.residual_slots(0, stages, 1, m) == min(m, stages + 1)
             assert found.activation_depth <= late.activation_slots
             assert found.gradient_depth <= late.gradient_slots(stages, m)

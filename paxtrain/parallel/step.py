@@ -32,6 +32,7 @@ from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule import buffers
+from paxtrain.schedule.proof import validate
 from paxtrain.schedule.spec import build, forward_only
 from paxtrain.schedule.table import Schedule
 
@@ -143,7 +144,7 @@ class Trainer:
     def buffers(self) -> buffers.Buffers:
         """Buffer slots of the schedule, validated in a fraction of a second, before anything is compiled."""
         found = buffers.assign(self.schedule, self.compression.gradients(self.schedule))
-        buffers.validate(self.schedule, found)
+        validate(self.schedule, found)
         return found
 
     # --- State --------------------------------------------------------------------------------------------------------

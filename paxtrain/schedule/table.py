@@ -36,12 +36,17 @@ class Schedule:
     """A table of the ops of every stage, row by row.
 
     Attributes:
+        name: name of the schedule.
+        stages: P.
+        chunks: v, virtual stages per stage.
+        micro_batches: m per data rank and step.
         forward: [rows, stages] micro-batch whose F a stage runs in that row, or IDLE.
-        forward_chunk: [rows, stages] the chunk it runs through (0 where idle).
-        backward, backward_chunk: the same for B.
-        weights, weights_chunk: the same for W; all IDLE where B is whole.
-        masked: stages that have nothing to do compute on scrap while others compute, so that rows need no branch. True
-            for schedules in which that costs no time because all busy stages of a phase do the same.
+        forward_chunk: [rows, stages] chunk whose F it runs; 0 if idle.
+        backward: [rows, stages] micro-batch of B.
+        backward_chunk: [rows, stages] chunk of B.
+        weights: [rows, stages] micro-batch of W; all IDLE if B is whole.
+        weights_chunk: [rows, stages] chunk of W.
+        masked: idle stages compute on scrap, see paxtrain.schedule.spec.ScheduleSpec.
     """
 
     name: str
@@ -65,6 +70,11 @@ class Schedule:
         return self.stages * self.chunks
 
     @property
+    def trains(self) -> bool:
+        """There are backwards."""
+        return bool((self.backward != IDLE).any())
+
+    @property
     def splits(self) -> bool:
         """The backward is split into B and W."""
         return bool((self.weights != IDLE).any())
@@ -73,14 +83,14 @@ class Schedule:
         return chunk * self.stages + stage
 
     def ops(self, phase: str) -> Iterable[tuple[int, int, int, int]]:
-        """The ops of a phase ("forward", "backward" or "weights") in row order, as (row, stage, micro-batch, chunk)."""
+        """Yield (row, stage, micro-batch, chunk) of the ops of "forward", "backward" or "weights", in row order."""
         table, chunk = getattr(self, phase), getattr(self, phase + "_chunk")
         for row, stage in np.argwhere(table != IDLE):
             yield int(row), int(stage), int(table[row, stage]), int(chunk[row, stage])
 
     @functools.cached_property
     def row_of(self) -> dict[tuple[str, int, int], int]:
-        """(phase, virtual stage, micro-batch) -> row."""
+        """Row by (phase, virtual stage, micro-batch)."""
         return {
             (phase, self.virtual_stage(stage, chunk), mb): row
             for phase in ("forward", "backward", "weights")
@@ -89,7 +99,7 @@ class Schedule:
 
     @functools.cached_property
     def activation_pairs(self) -> list[tuple[Pair, ...]]:
-        """Per row, the (sender, receiver) stages of the activations that travel after its forward phase."""
+        """(Sender, receiver) stages, per row, of the activations that travel after its forward phase."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("forward"):
             if self.virtual_stage(stage, chunk) < self.virtual_stages - 1:
@@ -98,7 +108,7 @@ class Schedule:
 
     @functools.cached_property
     def gradient_pairs(self) -> list[tuple[Pair, ...]]:
-        """Per row, the (sender, receiver) stages of the gradients that travel before its forward phase."""
+        """(Sender, receiver) stages, per row, of the gradients that travel before its forward phase."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("backward"):
             if self.virtual_stage(stage, chunk) > 0:
@@ -106,10 +116,10 @@ class Schedule:
         return [tuple(p) for p in pairs]
 
     def epilogue(self) -> frozenset[tuple[int, int]]:
-        """The gradients that compressed backpropagation's epilogue compresses, as (sending virtual stage, micro-batch).
+        """Return the gradients that epilogue-only compression compresses, as (sending virtual stage, micro-batch).
 
-        Those of the drain phase, whose transfer nothing hides: of stage s the last min(P-s, m). With virtual stages:
-        those that a stage sends after its last F.
+        They are those of the drain phase, whose transfer nothing hides: the last min(P-s, m) of stage s. With virtual
+        stages they are those that a stage sends after its last F.
 
         References:
             Optimus-CC (Song et al. 2023), epilogue-only compression.
@@ -127,9 +137,9 @@ class Schedule:
         )
 
     def gradient_messages(self) -> frozenset[tuple[int, int]]:
-        """All gradients that travel between stages, as (sending virtual stage, micro-batch)."""
+        """Return all gradients that travel between stages, as (sending virtual stage, micro-batch)."""
         return frozenset((q, mb) for q in range(1, self.virtual_stages) for mb in range(self.micro_batches))
 
     def messages(self) -> int:
-        """Messages that cross a link per step: activations and gradients, over all pairs of stages."""
+        """Return how many messages cross a link per step: activations and gradients of all pairs of stages."""
         return sum(map(len, self.activation_pairs)) + sum(map(len, self.gradient_pairs))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paxtrain.schedule.buffers import COLUMNS, assign, validate
+from paxtrain.schedule.buffers import COLUMNS, assign
+from paxtrain.schedule.proof import validate
 from paxtrain.schedule.spec import build, forward_only
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
