@@ -1,4 +1,4 @@
-"""A cluster measured by its own processes: its hosts, links and compute.
+"""Measurement of a cluster by its own processes: its hosts, links and compute.
 
 May import `cluster` and `cost`.
 """

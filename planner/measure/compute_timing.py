@@ -3,15 +3,14 @@
 B is timed whole and, if the save mode lets schedules split it, in its two parts.
 
 One program per tensor-parallel size and micro-batch runs each of them in a separate loop, whose number of turns is an
-argument. The time of a turn is the time of several turns less that of one, over their difference in number, so that
-dispatch, casts and cleared accumulators do not count. The optimizer is a separate program.
+argument. The program runs with one turn and with several. The difference in time, divided by the difference in turns,
+is the time of a turn, so dispatch, casts and cleared accumulators do not count. The optimizer is a separate program.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +21,30 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import SPLIT_SAVES, Config, MeshConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import AXES, from_process_rows, make_mesh, process_rows
-from paxtrain.parallel.step import Trainer
+from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.pipeline import executor
 from paxtrain.pipeline.rings import read
-from paxtrain.pipeline.stage import Stage
+from paxtrain.pipeline.stage import Stage, Weights
 from paxtrain.run import report
 from planner.cost import compute
 from planner.measure.link_timing import CALLS
 
 KINDS = ("forward", "backward", "head", "embedding")
 _OF_LAYERS = ("forward", "backward", *compute.PARTS)
-# Layers of the stage that is timed: enough that a layer does not find its weights still in the cache.
+# Layers of the stage that is timed. There are so many that a layer does not find its weights still in the cache.
 LAYERS = 4
-_LEAST = 0.05  # least seconds that the turns of one measurement take
+_LEAST = 0.05  # least seconds that the turns of a measurement take
 
-Agree = Callable[[float], float]  # process 0's figure, on all processes
+Agree = Callable[[float], float]  # returns process 0's figure on all processes
 
 
 def kinds(config: Config) -> tuple[str, ...]:
-    """Return the kinds of work that are timed for a configuration."""
+    """Return the kinds of work to time for a configuration."""
     return (*KINDS, *(compute.PARTS if config.pipeline.save in SPLIT_SAVES else ()))
 
 
-def _turns(stage: Stage, counts: jax.Array) -> Any:
-    """Run every kind counts[kind] times, and return all results, so that none of the work is dead code."""
+def _turns(stage: Stage, counts: jax.Array) -> tuple[object, ...]:
+    """Run every kind of work counts[kind] times, and return all results so that none of the work is dead code."""
     x = stage.embed(jnp.int32(0))
     g = x * 1e-3
     grads = executor.zeros_like(stage.weights)
@@ -54,7 +53,7 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
         x, ring = carry
         return stage.forward(0, i % 2, x, ring, (i % 2,))
 
-    # Both slots are filled, whatever the count is.
+    # Two more turns fill both slots, whatever the count is.
     y, ring = lax.fori_loop(0, counts[0] + 2, forward, (x, stage.residuals(2)))
 
     def backward(i: jax.Array, carry: tuple) -> tuple:
@@ -62,7 +61,7 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
         return out, grads
 
     out, grads = lax.fori_loop(0, counts[1], backward, (g, grads))
-    inputs = jnp.stack([y, x])  # used in turn: with one input XLA would hoist the logits out of the loop
+    inputs = jnp.stack([y, x])  # used in turn, since with one input XLA would hoist the logits out of the loop
 
     def head(i: jax.Array, carry: tuple) -> tuple:
         loss, _, embedding, final_norm = carry
@@ -83,10 +82,10 @@ def _turns(stage: Stage, counts: jax.Array) -> Any:
             _, grads, ring = carry
             return stage.input_gradient(0, ring, (i % 2,), g, grads)
 
-        # Both slots have what W reads, whatever the count is.
+        # Two more turns fill both slots for W, whatever the count is.
         out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))
 
-        def backward_weights(i: jax.Array, grads: Any) -> Any:
+        def backward_weights(i: jax.Array, grads: Weights) -> Weights:
             return stage.weight_gradients(0, ring, (i % 2,), grads)
 
         grads = lax.fori_loop(0, counts[5], backward_weights, grads)
@@ -117,7 +116,7 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
     return Trainer(config, make_mesh(config.mesh, devices=devices))
 
 
-def _timed(run: Callable[[], Any]) -> float:
+def _timed(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - began
@@ -126,12 +125,12 @@ def _timed(run: Callable[[], Any]) -> float:
 class LoopTimer:
     """The compiled loops of one tensor-parallel size and micro-batch, with their inputs.
 
-    Devices work in groups of `tensor`, all at once.
+    The devices work in groups of `tensor`, all at once.
 
     Attributes:
         kinds: kinds of work, each a loop.
         layers: layers that a turn of F or B runs.
-        counts: turns of each loop that are timed, once settled.
+        counts: number of turns of each loop that are timed; empty before `settle`.
     """
 
     def __init__(self, config: Config, tensor: int, micro_batch: int, devices: Sequence[jax.Device]) -> None:
@@ -142,13 +141,13 @@ class LoopTimer:
 
         self.kinds = kinds(config)
 
-        def local(params: Any, tokens: jax.Array, counts: jax.Array) -> Any:
+        def local(params: transformer.Params, tokens: jax.Array, counts: jax.Array) -> tuple[object, ...]:
             return _turns(trainer.stage(params, tokens, key, splits=compute.PARTS[0] in self.kinds), counts)
 
         specs, whole = trainer.layout.specs(), PartitionSpec()
         mapped = trainer.shard_map(local, (specs, PartitionSpec("data"), whole), PartitionSpec(AXES))
 
-        def make(key: jax.Array) -> Any:
+        def make(key: jax.Array) -> transformer.Params:
             return trainer.layout.from_canonical(transformer.init(c, key))
 
         params = jax.jit(make, out_shardings=trainer.state_shardings.params)(jax.random.key(0))
@@ -157,9 +156,9 @@ class LoopTimer:
         self.counts: dict[str, int] = {}
 
     def settle(self, agree: Agree) -> None:
-        """Find how often each kind must run to be timed.
+        """Find how often each kind of work must run to be timed.
 
-        All processes agree on the counts, since a group of devices may span several.
+        All processes use the same counts, since a group of devices may span several processes.
 
         Args:
             agree: function that returns process 0's figure on all processes.
@@ -180,11 +179,11 @@ class LoopTimer:
             count *= max(2, min(8, round(_LEAST / max(spent, 1e-9))))
 
     def sample(self) -> dict[str, float]:
-        """Measure once, and return the seconds of one turn of every kind; F, B and its parts are for one layer."""
+        """Measure once, and return the seconds of one turn of every kind; those of F, B and its parts are per layer."""
         seconds = {}
         for kind, count in self.counts.items():
-            # The first turn also brings its buffers into memory. The quickest of a few counts, as for links: a turn
-            # on a busy host would make all others look short.
+            # The first turn also brings its buffers into memory. The quickest of a few measurements counts, as for
+            # links; a slow first turn on a busy host would make all others look short.
             one, some = (min(self._seconds(kind, n) for _ in range(CALLS)) for n in (1, 1 + count))
             layers = self.layers if kind in _OF_LAYERS else 1
             seconds[kind] = max(some - one, 0.0) / count / layers
@@ -192,7 +191,7 @@ class LoopTimer:
 
 
 class Bystander(LoopTimer):
-    """A stand-in for LoopTimer on a process that measures nothing, so that it takes part in process 0's decisions."""
+    """A stand-in for LoopTimer on a process that measures nothing but takes part in process 0's decisions."""
 
     def __init__(self, config: Config) -> None:
         self.kinds, self.layers, self.counts = kinds(config), 1, {}
@@ -204,10 +203,10 @@ class Bystander(LoopTimer):
 class OptimizerTimer:
     """The optimizer's part of a train step, on the group of `tensor` devices that holds this process's first device.
 
-    With a group that it takes no part in, a process would time only the call.
+    On a group without devices of its own, a process would time only the call.
 
     Attributes:
-        devices: the group.
+        devices: devices of the group.
         parameters: parameters per device.
     """
 
@@ -219,7 +218,7 @@ class OptimizerTimer:
         self._state = trainer.init(0)
         self._grads = jax.tree.map(jnp.zeros_like, self._state.params)
 
-        def update(state: Any, grads: Any) -> Any:
+        def update(state: TrainState, grads: transformer.Params) -> tuple[TrainState, dict[str, jax.Array]]:
             return trainer.update(state, jnp.float32(0), grads, state.codec)
 
         self._update = jax.jit(update, donate_argnums=0)
@@ -228,7 +227,7 @@ class OptimizerTimer:
     def sample(self) -> float:
         """Measure once, and return the seconds per parameter that a device holds."""
 
-        def run() -> Any:
+        def run() -> object:
             self._state, metrics = self._update(self._state, self._grads)
             return self._state, metrics
 

@@ -11,4 +11,4 @@ def define_flags() -> None:
         "compute_hosts", 0, "Hosts of each device kind whose compute is measured; 0: all.", lower_bound=0
     )
     rack = os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
-    flags.DEFINE_string("rack", rack, "This host's rack.")
+    flags.DEFINE_string("rack", rack, "Name of this host's rack; default: the one that SLURM gives.")

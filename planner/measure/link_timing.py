@@ -1,14 +1,14 @@
 """Timed messages between all pairs of hosts: the rounds of pairs, the programs that send, and links from the times.
 
-Hosts are paired as in a round-robin tournament (the circle method), so that disjoint pairs measure at once and every
-ordered pair has its turn. All rounds are branches of one compiled program per message size, since compiling takes
-longer than measuring. Each process times its own part; a pair's time is that of the end that took longer.
+Hosts are paired as in a round-robin tournament (the circle method). Disjoint pairs measure at once, and every ordered
+pair has its turn. All rounds are branches of one compiled program per message size, since compiling takes longer than
+measuring. Each process times its own part; a pair's time is that of the end that took longer.
 
     latency     half the round trip of tiny messages; only synchronized clocks could tell the two directions apart
     bandwidth   large messages sent back to back, measured in each direction
 
-Each is timed a few times in a row, of which the quickest counts, because a machine that was busy with something else
-says nothing about the link. Repeats are further apart and differ as the link does.
+Each is timed a few times in a row, and the quickest time counts. The others may show a machine that was busy with
+something else, not the link. Repeats are further apart, so they differ as the link itself does.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ _AXIS = "device"
 _TINY = 8  # bytes
 _ECHOES = 16  # round trips of tiny messages per measurement
 BACK_TO_BACK = 2  # large messages per measurement
-CALLS = 3  # measurements in a row, of which the quickest counts
+CALLS = 3  # measurements in a row; the quickest one counts
 
 
 def tournament(count: int) -> list[Pairs]:
-    """Return rounds of disjoint pairs in which each of `count` meets each other one once; if odd, one rests."""
+    """Return rounds of disjoint pairs in which every two of `count` meet once; if it is odd, one rests per round."""
     seats = [*range(count), *[None] * (count % 2)]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -45,7 +45,13 @@ def tournament(count: int) -> list[Pairs]:
 
 
 def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
-    """Return at most `most` of the rounds, drawn at random; each of them has (almost) every host."""
+    """Return a random sample of the rounds. Each round has every host, except one if their number is odd.
+
+    Args:
+        rounds: rounds of pairs.
+        most: largest number of rounds to return.
+        seed: seed of the sample.
+    """
     if len(rounds) <= most:
         return rounds
     chosen = np.random.default_rng(seed).choice(len(rounds), most, replace=False)
@@ -57,9 +63,9 @@ class Round:
     """Pairs that measure at once.
 
     Attributes:
-        kind: "between" hosts, "inside" each host (two of its devices), or "crowd" (all devices of both hosts at once,
-            which shows how many flows a host's NICs carry at full speed).
-        hosts: pairs of hosts; (h, h) inside.
+        kind: "between" for one device of each host, "inside" for two devices of the same host, or "crowd" for all
+            devices of both hosts. A crowd shows how many flows a host's NICs carry at full speed.
+        hosts: pairs of hosts; (h, h) inside a host.
         devices: pairs of devices, numbered host after host.
     """
 
@@ -74,7 +80,7 @@ def plan_rounds(hosts: int, per_host: int, most: int) -> list[Round]:
     Args:
         hosts: number of hosts.
         per_host: devices per host.
-        most: rounds between hosts at most; if there are more, a random sample is taken.
+        most: largest number of rounds between hosts. If there are more, a random sample is taken.
     """
     between = sampled(tournament(hosts), most) if hosts > 1 else []
     rounds = []
@@ -142,7 +148,7 @@ def _seconds(run: Branch, branch: int) -> float:
 
 
 def _program(mesh: Mesh, branches: Sequence[tuple[Pairs, ...]], turns: int, size: int) -> Branch:
-    """Compile a program that runs the permutes of one branch in order, `turns` times, on `size` bytes per device."""
+    """Compile a program that runs the permutes of a branch in order, `turns` times, on `size` bytes per device."""
 
     def branch(permutes: tuple[Pairs, ...]) -> Callable[[jax.Array], jax.Array]:
         def turn(_: int, x: jax.Array) -> jax.Array:
@@ -194,14 +200,16 @@ def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: in
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fit the latency and seconds per byte of messages: least squares of relative errors, both at least zero.
+    """Fit the latency and the seconds per byte of messages by least squares of the relative errors.
+
+    Neither is negative.
 
     Args:
         sizes: [K] bytes.
         seconds: [..., K].
 
     Returns:
-        [...] seconds and [...] seconds per byte, the latter above zero.
+        Latency [...] in seconds, and seconds per byte [...], which are above zero.
     """
     sizes = np.asarray(sizes, float)
     # (a + b s) / t = 1, whose normal equations are two by two.
@@ -224,8 +232,8 @@ class LinkTimes:
         rounds: the rounds of one repeat.
         sizes: [K] bytes of the messages.
         per_host: devices per host.
-        echo: [R, H, H] seconds of a tiny message, NaN where nothing was measured; the diagonal is inside hosts.
-        sends: [R, H, H, K] seconds of one message per size.
+        echo: [R, H, H] seconds of a tiny message, NaN if not measured. The diagonal is for links inside hosts.
+        sends: [R, H, H, K] seconds of one message of each size, NaN if not measured.
     """
 
     def __init__(self, rounds: list[Round], hosts: int, per_host: int, sizes: Sequence[int], repeats: int) -> None:
@@ -258,7 +266,7 @@ class LinkTimes:
             self.sends[repeat, a, b], self.sends[repeat, b, a] = there, back
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return latency [H, H] in seconds and bandwidth samples [R, H, H] in bytes/s, NaN where not measured."""
+        """Return latencies [H, H] in seconds and bandwidths [R, H, H] in bytes/s, NaN if not measured."""
         known = ~np.isnan(self.echo)
         alpha, samples = np.full(self.echo.shape[1:], np.nan), np.full(self.echo.shape, np.nan)
         samples[known] = 1 / fit_line(self.sizes, self.sends[known])[1]

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import socket
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
@@ -22,7 +22,7 @@ class Machines:
         of_process: index of the host, per process.
         devices: devices of all hosts, host after host.
         per_host: devices per host.
-        kinds: device kind of each host, a key of GPUS or "cpu".
+        kinds: device kind of each host: a key of GPUS, or "cpu".
         memory: bytes of one device, per host.
         racks: rack of each host, as the launcher or --rack says.
     """
@@ -36,8 +36,32 @@ class Machines:
     racks: tuple[str, ...]
 
 
+class _Entry(NamedTuple):
+    """The facts that a process gives process 0. They travel as JSON, which makes a list of them.
+
+    Attributes:
+        host: name of its host.
+        devices: number of its devices.
+        kind: device kind.
+        memory: bytes of one device.
+        rack: rack of its host.
+        problem: reason why its devices cannot be used; empty: none.
+    """
+
+    host: str
+    devices: int
+    kind: str
+    memory: float
+    rack: str
+    problem: str
+
+
 def _local_kind() -> tuple[str, float]:
-    """Return this process's device kind and the bytes of one device's memory."""
+    """Return this process's device kind and the bytes of one device's memory.
+
+    Raises:
+        UserError: the device is not listed in GPUS.
+    """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -54,7 +78,7 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
     """Collect every process's host and devices, and name the processes after their hosts.
 
     Args:
-        group: the processes of the run. Its `names` are set.
+        group: the processes of the run; their names are set.
         rack: this host's rack.
         name: this host's name; empty: the name that the operating system gives it.
 
@@ -68,16 +92,19 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
         kind, memory, problem = "", 0.0, str(error)
     name = name or socket.gethostname()
 
-    def verdict(values: list[Any]) -> list[Any]:
-        if problem := next((value[-1] for value in values if value[-1]), ""):
+    def verdict(values: list[_Entry]) -> list[_Entry]:
+        entries = [_Entry(*value) for value in values]
+        if problem := next((entry.problem for entry in entries if entry.problem), ""):
             raise UserError(problem)
-        return values
+        return entries
 
-    roster = group.gather([name, jax.local_device_count(), kind, memory, rack, problem], verdict)
-    hosts = tuple(dict.fromkeys(row[0] for row in roster))
-    group.names = [row[0] if len(hosts) == len(roster) else f"{row[0]} (process {i})" for i, row in enumerate(roster)]
-    of_process = tuple(hosts.index(row[0]) for row in roster)
-    counts = [sum(row[1] for row in roster if row[0] == host) for host in hosts]
+    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, problem)
+    roster = [_Entry(*value) for value in group.gather(mine, verdict)]
+    hosts = tuple(dict.fromkeys(entry.host for entry in roster))
+    alone = len(hosts) == len(roster)
+    group.names = [entry.host if alone else f"{entry.host} (process {i})" for i, entry in enumerate(roster)]
+    of_process = tuple(hosts.index(entry.host) for entry in roster)
+    counts = [sum(entry.devices for entry in roster if entry.host == host) for host in hosts]
     odd = next((i for i, count in enumerate(counts) if count != counts[0]), None)
     if odd is not None:
         raise UserError(
@@ -90,7 +117,7 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
         of_process=of_process,
         devices=tuple(sorted(jax.devices(), key=lambda d: (of_process[d.process_index], d.process_index, d.id))),
         per_host=counts[0],
-        kinds=tuple(row[2] for row in first),
-        memory=tuple(row[3] for row in first),
-        racks=tuple(row[4] for row in first),
+        kinds=tuple(entry.kind for entry in first),
+        memory=tuple(entry.memory for entry in first),
+        racks=tuple(entry.rack for entry in first),
     )

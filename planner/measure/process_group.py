@@ -1,6 +1,6 @@
 """Processes of a run that exchange small values without a collective, so that a lost process is named.
 
-All values go through the key-value store of jax.distributed's coordinator, which answers after a timeout in any case. A
+All values go through the key-value store of jax.distributed's coordinator, which always answers after a timeout. A
 collective would wait forever.
 """
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 
@@ -19,8 +19,11 @@ from paxtrain.errors import UserError
 from paxtrain.process import jax_private
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read the reason
-# planner/supervision/first_cause.py knows messages about other processes by this advice.
+# planner/supervision/first_cause.py recognizes messages about other processes by this advice.
 ADVICE = "see whether its host is up and reachable from the others"
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ProcessGroup:
@@ -37,30 +40,41 @@ class ProcessGroup:
         self.process, self.count = jax.process_index(), jax.process_count()
         self.names = [f"process {i}" for i in range(self.count)]
         self.timeout = timeout
-        # The client of a group of several processes; one process alone has None and does not use it.
-        self._client: Any = jax_private.coordination_client()
+        self._client = jax_private.coordination_client()
         self._round = 0
+
+    @property
+    def _store(self) -> jax_private.CoordinationClient:
+        """The key-value store of a group of several processes."""
+        assert self._client is not None, "one process alone has no store"
+        return self._client
 
     def _key(self, process: int, turn: int = 0) -> str:
         return f"paxtrain/group/{self._round + turn}/{process}"
 
     def _wait(self, process: int, seconds: float) -> Any:
         try:
-            answer = json.loads(self._client.blocking_key_value_get(self._key(process), int(1000 * seconds)))
+            answer = json.loads(self._store.blocking_key_value_get(self._key(process), int(1000 * seconds)))
         except RuntimeError as error:
             raise UserError(f"{self.names[process]} has not answered for {seconds:g} s; {ADVICE}") from error
         if isinstance(answer, dict) and "error" in answer:
             raise UserError(answer["error"])
         return answer
 
-    def gather(self, value: Any, verdict: Callable[[list[Any]], Any] = lambda values: values) -> Any:
+    @overload
+    def gather(self, value: T) -> list[T]: ...
+
+    @overload
+    def gather(self, value: T, verdict: Callable[[list[T]], R]) -> R: ...
+
+    def gather(self, value: T, verdict: Callable[[list[T]], object] = list) -> object:
         """Give process 0 a value of every process, and return its verdict on every process.
 
-        No process returns before all have called.
+        No process returns before all have called. Values and verdicts travel as JSON, which makes lists of tuples.
 
         Args:
-            value: this process's value, which JSON can hold.
-            verdict: function of the values of all processes, called on process 0 only. It returns what JSON can hold.
+            value: this process's value.
+            verdict: function of the values of all processes, called on process 0 only; default: the values themselves.
 
         Raises:
             UserError: the verdict raised it, or a process did not call or failed. Every process raises the same.
@@ -69,16 +83,16 @@ class ProcessGroup:
         if self.count == 1:
             return verdict([value])
         if self.process:
-            self._client.key_value_set(self._key(self.process), json.dumps(value))
+            self._store.key_value_set(self._key(self.process), json.dumps(value))
             return self._wait(0, 3 * self.timeout)  # process 0 itself waits for the others, one after another
         try:
             result = verdict([value, *(self._wait(i, self.timeout) for i in range(1, self.count))])
         except UserError as error:
-            self._client.key_value_set(self._key(0), json.dumps({"error": str(error)}))
+            self._store.key_value_set(self._key(0), json.dumps({"error": str(error)}))
             raise
-        self._client.key_value_set(self._key(0), json.dumps(result))
+        self._store.key_value_set(self._key(0), json.dumps(result))
         if self._round > 1:  # all have called, so all have read the last verdict
-            self._client.key_value_delete(f"paxtrain/group/{self._round - 1}/")
+            self._store.key_value_delete(f"paxtrain/group/{self._round - 1}/")
         return result
 
     def agree(self, value: float) -> float:
@@ -86,11 +100,11 @@ class ProcessGroup:
         return self.gather(value, lambda values: values[0])
 
     def fail(self, message: str) -> None:
-        """End this process with an error message; the others end with it at their next gather."""
+        """End this process with an error message; the others end with the same message at their next gather."""
         print(f"error: {message}", flush=True, file=sys.stderr)
         if self.count > 1:
             with contextlib.suppress(RuntimeError):
-                self._client.key_value_set(self._key(self.process, 1), json.dumps({"error": message}))
+                self._store.key_value_set(self._key(self.process, 1), json.dumps({"error": message}))
             time.sleep(_GRACE if self.process == 0 else 0)
         os._exit(2)  # an orderly exit would wait for the processes that are lost
 
@@ -98,11 +112,11 @@ class ProcessGroup:
     def watch(self, me: str, other: str) -> Iterator[None]:
         """End this process with a message if the block, which waits in the runtime, fails or takes too long.
 
-        The limit is shorter than that of processes waiting at the next gather, so that they get the true reason.
+        The limit is shorter than that of processes that wait at the next gather, so that they get the true reason.
 
         Args:
             me: name of the host that waits.
-            other: name of what it waits for.
+            other: name of the host or of the work that it waits for.
         """
         limit = 0.8 * self.timeout
         late = f"{me} has waited {limit:g} s for {other}; {ADVICE}"
@@ -111,7 +125,7 @@ class ProcessGroup:
         timer.start()
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of the two depends on the call
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # the call decides which of the two it is
             if self.count == 1:
                 raise
             self.fail(f"{me} lost {other} ({' '.join(str(error).split())}); {ADVICE}")

@@ -1,11 +1,10 @@
-"""A cluster as its own processes measure it.
+"""The profile of a cluster, measured by its own processes.
 
-Links between all pairs of hosts, and inside hosts, come from timed messages; compute comes from the trainer's own
-functions. When the time limit comes, what has been measured is kept and what has not is reported.
+Links between all pairs of hosts, and inside hosts, come from timed messages. Compute comes from the trainer's own
+functions. At the time limit, the profile keeps all measurements and reports what was left out.
 """
 
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,15 +25,15 @@ from planner.measure.profile_links import profile_links, time_all_reduces
 
 
 def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> tuple[link_fit.Filled, int]:
-    """Return the links, with unmeasured ones fitted from the others, and the NICs per host, on every process."""
+    """Return all links, those not measured fitted from the others, and the NICs per host, on every process."""
     alpha, samples = times.links()
-    if len(machines.devices) == 1:  # no link, but the cluster file needs one
+    if len(machines.devices) == 1:  # there is no link, but the cluster file needs one
         alpha, samples = np.zeros((1, 1)), np.full((1, 1, 1), 1e12)
     numbers = {rack: i for i, rack in enumerate(dict.fromkeys(machines.racks))}
 
-    def fill(_: list[Any]) -> list[Any]:
+    def fill(_: object) -> tuple[list, list, list, float, int]:
         filled = link_fit.fill(alpha, samples, [numbers[rack] for rack in machines.racks])
-        return [filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, times.nics()]
+        return filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, times.nics()
 
     alphas, bandwidths, measured, error, nics = group.gather(None, fill)
     return link_fit.Filled(np.array(alphas), np.array(bandwidths), np.array(measured), error), nics
@@ -49,18 +48,18 @@ def profile(
         group: the processes of the run.
         machines: their hosts and devices.
         config: the model whose compute is measured.
-        options: what is measured.
+        options: the links and the compute to measure.
         name: the cluster's name.
 
     Returns:
-        The cluster, on every process, and (what, sentence) pairs to print about the measurement.
+        The cluster, on every process, and pairs of a name and a sentence to print about the measurement.
 
     Raises:
         UserError: a process was lost.
     """
     began = time.monotonic()
     limit = np.inf if options.time_limit is None else options.time_limit
-    # Links may take half of the time, so that some compute is measured in any case.
+    # Links may take half of the time, so that there is always some for compute.
     times, missing = profile_links(group, machines, options, began + limit / 2)
     rows, left_out = profile_compute(group, machines, config, options, began + limit)
     filled, nics = _filled_links(group, machines, times)
@@ -92,7 +91,7 @@ def profile(
 
 
 def describe(cluster: Cluster) -> list[tuple[str, str]]:
-    """Return (name, words) rows that sum up a measured cluster: its hosts, links and compute times."""
+    """Return rows of a name and words that sum up a measured cluster: its hosts, links and compute times."""
     said = [("cluster", f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} devices, {cluster.nics} NIC(s)")]
     between = clusters.between(cluster)
     for name, pairs in (("links between hosts", between), ("inside hosts", ~between)):

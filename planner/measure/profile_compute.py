@@ -1,9 +1,8 @@
-"""Compute of one device of each kind, measured by the trainer's own functions until the time is up."""
+"""The compute profile of each device kind, measured with the trainer's own functions until the time is up."""
 
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -16,13 +15,15 @@ from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 
+Row = dict[str, str | float]  # one row of the compute profile, as a cluster file has it
+
 
 def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[int, ...]:
     """Return the tensor-parallel sizes to measure.
 
     Args:
-        config: its model must be divisible by them.
-        per_host: devices of a host, which they must divide.
+        config: configuration whose model the sizes must divide.
+        per_host: devices per host, which the sizes must divide too.
         chosen: sizes that the user asked for; empty: all that fit.
 
     Raises:
@@ -41,21 +42,21 @@ def tensor_sizes(config: Config, per_host: int, chosen: Sequence[int]) -> tuple[
 
 
 def compute_rows(
-    machines: Machines, config: Config, tensor: int, micro_batch: int, values: list[dict[str, float] | None]
-) -> list[dict[str, Any]]:
-    """Return rows of the compute profile, one per device kind: the median over the processes that measured.
+    machines: Machines, config: Config, tensor: int, micro_batch: int, values: Sequence[dict[str, float] | None]
+) -> list[Row]:
+    """Return a row of the compute profile for each device kind, with medians over the processes that measured.
 
     Args:
         machines: the hosts and their device kinds.
         config: the model and its save mode.
         tensor: tensor-parallel size that was measured.
         micro_batch: sequences per micro-batch.
-        values: seconds of each kind of work, per process; None: the process did not measure.
+        values: seconds of each kind of work, per process; None if the process did not measure.
     """
     model, rows = config.model, []
     for kind in dict.fromkeys(machines.kinds):
         of_kind = [v for p, v in enumerate(values) if v and machines.kinds[machines.of_process[p]] == kind]
-        row = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
+        row: Row = {"kind": kind, "tensor": tensor, "micro_batch": micro_batch, "save": config.pipeline.save}
         row |= dict(zip(compute.PROFILED, compute.profiled(model), strict=True))
         rows.append(row | {name: statistics.median(v[name] for v in of_kind) for name in of_kind[0]})
     return rows
@@ -65,7 +66,7 @@ class _ComputeProfile:
     """The measurements of one process.
 
     Attributes:
-        measures: whether this process measures, or only takes part in the decisions.
+        measures: whether this process measures; otherwise it only takes part in the decisions.
     """
 
     def __init__(self, group: ProcessGroup, machines: Machines, config: Config, options: ProfileOptions) -> None:
@@ -85,8 +86,8 @@ class _ComputeProfile:
             self._optimizer[tensor] = statistics.median(steps.sample() for _ in range(self._options.repeats))
         return compute_timing.LoopTimer(self._config, tensor, micro_batch, self._devices)
 
-    def measure(self, tensor: int, micro_batch: int) -> tuple[list[dict[str, Any]], str]:
-        """Return the rows of one size, or no rows and the reason, such as too little memory on some process."""
+    def measure(self, tensor: int, micro_batch: int) -> tuple[list[Row], str]:
+        """Return the rows of one size and an empty string, or no rows and the reason, such as too little memory."""
         timer, problem = None, ""
         try:
             timer = self._prepare(tensor, micro_batch)
@@ -104,7 +105,7 @@ class _ComputeProfile:
 
 def profile_compute(
     group: ProcessGroup, machines: Machines, config: Config, options: ProfileOptions, until: float
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[Row], list[str]]:
     """Measure compute, smallest sizes first, until the time is up.
 
     Args:
@@ -122,7 +123,7 @@ def profile_compute(
     """
     profile = _ComputeProfile(group, machines, config, options)
     cases = [(t, b) for t in tensor_sizes(config, machines.per_host, options.tensor) for b in options.micro_batches]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     left_out: list[str] = []
     began = time.monotonic()
     with tqdm(total=len(cases), desc="compute", unit="size", disable=group.process > 0) as progress:

@@ -1,8 +1,7 @@
-"""Links between all pairs of hosts and inside hosts, measured by timed messages until the time is up."""
+"""The link profile of all pairs of hosts and of each host inside, measured by timed messages until the time is up."""
 
 import dataclasses
 import time
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -14,8 +13,11 @@ from planner.measure.machines import Machines
 from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
 
-_PROBE = 16 * 1024  # bytes
-_LARGEST = 16 * MIB
+_PROBE = 16 * 1024  # bytes of the first messages, which show how slow the links are
+_LARGEST = 16 * MIB  # bytes
+
+# MessageTimes as JSON holds them: a tiny message, there and back.
+_Times = tuple[float, list[float], list[float]]
 
 
 def _affordable(
@@ -30,7 +32,7 @@ def _affordable(
         exchange = link_timing.Exchange(machines.devices, rounds, (_PROBE,))
         times = [exchange(number) for number in range(len(rounds))]
 
-    def verdict(values: list[list[list[Any]]]) -> int:
+    def verdict(values: list[list[_Times]]) -> int:
         # The slowest pair of each round, in both directions.
         slowest = [max(there[0] + back[0] for _, there, back in of_round) for of_round in zip(*values)]
         messages = repeats * link_timing.CALLS * link_timing.BACK_TO_BACK
@@ -56,7 +58,7 @@ def profile_links(
         until: time.monotonic() at which to stop; process 0's clock counts.
 
     Returns:
-        The times, complete on process 0 only, and a sentence on what was left out, or an empty one.
+        The times, complete on process 0 only, and a sentence on the rounds that were left out, empty if none was.
     """
     rounds = link_timing.plan_rounds(len(machines.hosts), machines.per_host, options.rounds)
     sizes = options.sizes
@@ -77,7 +79,7 @@ def profile_links(
             with group.watch(me, machines.hosts[partner]):
                 times = exchange(number)
 
-            def verdict(values: list[Any], repeat: int = repeat, number: int = number) -> bool:
+            def verdict(values: list[_Times], repeat: int = repeat, number: int = number) -> bool:
                 seen: dict[int, list[link_timing.MessageTimes]] = {}
                 for process, value in enumerate(values):
                     seen.setdefault(machines.of_process[process], []).append(link_timing.MessageTimes(*value))
@@ -104,7 +106,7 @@ def time_all_reduces(
         size: bytes per device to reduce.
 
     Returns:
-        (name, sentence) of each kind of all-reduce.
+        A name and a sentence for each kind of all-reduce.
     """
     count = len(machines.hosts)
     slowness = 1 / np.median(filled.samples, axis=0)

@@ -1,9 +1,8 @@
-"""Test connections between all processes of a run, which show an unreachable host before a collective hangs on it."""
+"""Test connections between all processes of a run, which find an unreachable host before a collective hangs on it."""
 
 import concurrent.futures
 import socket
 from collections import Counter
-from typing import Any
 
 import jax
 
@@ -11,7 +10,10 @@ from paxtrain.errors import UserError
 from paxtrain.process import jax_private
 from planner.measure.process_group import ADVICE, ProcessGroup
 
-_OWN_NAME = "its own name stands for an address that only itself reaches; let its /etc/hosts name one of its network"
+_OWN_NAME = (
+    "its own name stands for a loopback address, which no other host can reach; let its /etc/hosts name an address of "
+    "its network"
+)
 
 
 def _towards(host: str, port: int) -> str:
@@ -25,8 +27,8 @@ def _towards(host: str, port: int) -> str:
 def own_address() -> str:
     """Return the address to which the other processes send.
 
-    gloo uses the address of the machine's own name. NCCL uses an interface, and the one on the way to the coordinator
-    is as good as any.
+    On CPUs, gloo uses the address of the machine's own name. NCCL uses an interface, and the one on the way to the
+    coordinator is as good as any.
     """
     coordinator = jax_private.coordinator_address()
     if jax.default_backend() == "cpu" or coordinator is None:
@@ -39,18 +41,19 @@ def _loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _beyond_loopback(group: ProcessGroup, addresses: list[list[Any]]) -> list[list[Any]]:
-    """Return [address, port] of every process, with loopback addresses replaced by those the other hosts can reach.
+def _beyond_loopback(group: ProcessGroup, addresses: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the address and port of every process, with addresses that the other hosts can reach.
 
-    A process on the coordinator's host may know the coordinator as 127.0.1.1. It then takes its address on the way to
-    a process of another host. If all processes are on one machine, loopback stays. On CPUs it stays too, since gloo
-    uses it.
+    A process on the coordinator's host may know the coordinator as 127.0.1.1. It then uses its address on the way to a
+    process of another host. If all processes are on one machine, loopback addresses stay. On CPUs they stay too, since
+    gloo uses them.
     """
     far = next((each for each in addresses if not _loopback(each[0])), None)
     if far is None or not any(_loopback(address) for address, _ in addresses) or jax.default_backend() == "cpu":
         return addresses
     address, port = addresses[group.process]
-    return group.gather([_towards(*far) if _loopback(address) else address, port])
+    found = group.gather((_towards(*far) if _loopback(address) else address, port))
+    return [(address, port) for address, port in found]
 
 
 def _connect(address: str, port: int, timeout: float) -> str:
@@ -68,10 +71,10 @@ def unreachable(names: list[str], addresses: list[str], failures: list[tuple[int
     Args:
         names: name of each process.
         addresses: address of each process.
-        failures: (from, to, reason) of each failed connection, with process indices.
+        failures: process that connected, process that did not answer, and reason, for each failed connection.
     """
     counts = Counter(end for a, b, _ in failures for end in (a, b))
-    # On a tie, the one that could not be reached.
+    # If two have equally many, the one that could not be reached counts.
     worst = max(counts, key=lambda i: (counts[i], sum(b == i for _, b, _ in failures)))
     from_, why = [names[a] for a, b, _ in failures if b == worst], [w for a, b, w in failures if worst in (a, b)]
     if from_:
@@ -91,13 +94,13 @@ def check_reachable(group: ProcessGroup) -> None:
         return
     limit = min(5.0, group.timeout / 3)
     with socket.create_server(("", 0), backlog=group.count) as server:
-        addresses = _beyond_loopback(group, group.gather([own_address(), server.getsockname()[1]]))
+        addresses = _beyond_loopback(group, group.gather((own_address(), server.getsockname()[1])))
         others = [i for i in range(group.count) if i != group.process]
         with concurrent.futures.ThreadPoolExecutor(64) as pool:
             reasons = pool.map(lambda i: _connect(addresses[i][0], addresses[i][1], limit), others)
             failures = [(group.process, i, why) for i, why in zip(others, reasons) if why]
 
-        def verdict(values: list[Any]) -> None:
+        def verdict(values: list[list[tuple[int, int, str]]]) -> None:
             failed = [failure for failures in values for failure in failures]
             if failed:
                 raise UserError(unreachable(group.names, [address for address, _ in addresses], failed))

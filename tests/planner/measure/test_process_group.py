@@ -142,13 +142,13 @@ def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
     assert reachability.own_address() == "127.0.0.1"
     ways = []
     monkeypatch.setattr(reachability, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
-    mixed = [["127.0.1.1", 1], ["10.0.0.2", 2], ["10.0.0.3", 3]]
+    mixed = [("127.0.1.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3)]
     for i in (1, 2):
         answer(store, 1, i, mixed[i])
-    assert reachability._beyond_loopback(first, mixed) == [["10.0.0.1", 1], *mixed[1:]]
-    assert reachability._beyond_loopback(second, mixed) == [["10.0.0.1", 1], *mixed[1:]]
+    assert reachability._beyond_loopback(first, mixed) == [("10.0.0.1", 1), *mixed[1:]]
+    assert reachability._beyond_loopback(second, mixed) == [("10.0.0.1", 1), *mixed[1:]]
     assert ways == [("10.0.0.2", 2)]
-    for usual in ([["127.0.0.1", i] for i in range(3)], [[f"10.0.0.{i}", i] for i in range(3)]):
+    for usual in ([("127.0.0.1", i) for i in range(3)], [(f"10.0.0.{i}", i) for i in range(3)]):
         assert reachability._beyond_loopback(first, usual) == usual
     monkeypatch.setattr(process_group.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
     assert reachability._beyond_loopback(first, mixed) == mixed
