@@ -12,7 +12,6 @@ import pathlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from absl import flags
@@ -79,7 +78,7 @@ def _decide(group: ProcessGroup, machines: Machines, request: PlanRequest, progr
     if f.plan == AUTO:
         return job_plan.decide(group, machines, request, "", progress)
 
-    def read(_: object) -> tuple[Any, str]:
+    def read(_: object) -> tuple[dict[str, object], str]:
         plan = plans.load(f.plan)
         reason = allocation.why_not(plan, machines)
         if reason and not f.replan:

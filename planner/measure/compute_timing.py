@@ -203,7 +203,7 @@ class Bystander(LoopTimer):
 class OptimizerTimer:
     """The optimizer's part of a train step, on the group of `tensor` devices that holds this process's first device.
 
-    On a group without devices of its own, a process would time only the call.
+    On a group that holds none of its devices, a process would time only the call.
 
     Attributes:
         devices: devices of the group.

@@ -244,11 +244,23 @@ class _Chains:
         return np.where(inner, layout, self.layout), np.where(inner, self.order, order)
 
     def take(self, where: Array, layout: Array, order: Array) -> None:
-        """Replace the states of the chains for which `where` [C] is true."""
+        """Replace the states of some chains.
+
+        Args:
+            where: bool [C], the chains.
+            layout: [C, D * P] new layouts; those of other chains are ignored.
+            order: [C, H] new orders; those of other chains are ignored.
+        """
         self.layout[where], self.order[where] = layout[where], order[where]
 
-    def copy_from(self, other: "_Chains", where: Array, source: int | Array) -> None:
-        """Replace the states of the chains `where` by those of the chains `source` of another set."""
+    def copy_from(self, other: "_Chains", where: Array, source: Array) -> None:
+        """Replace the states of some chains by those of others.
+
+        Args:
+            other: chains to copy from.
+            where: indices or mask of the chains to replace.
+            source: indices or mask of the chains to copy.
+        """
         for name in ("layout", "order", "across"):
             getattr(self, name)[where] = getattr(other, name)[source]
 
@@ -284,9 +296,7 @@ def anneal(
     first = AnnealedPlacement(top.order[top.layout], float(values[ranked[0]]), True, evaluations)
     if first.value <= enough:
         return first
-    # Half of the chains begin at the best starts. The others take all starts in turn, best first.
-    few = ranked[: max(len(ranked) // 4, 1)]
-    picks = np.concatenate([np.resize(few, chains // 2), np.resize(ranked, chains - chains // 2)])
+    picks = _picks(ranked, chains)
     state, kept = (_Chains([begin[i] for i in picks], regroup, rng) for _ in range(2))
     value, kept_value = values[picks], values[picks]
     warm, batches = _temperature(objective, state, value)
@@ -307,16 +317,27 @@ def anneal(
         stretch = int(progress * _ROUNDS)
         progress = max(step / iterations, (time.monotonic() - clock) / seconds)
         if stretch < int(progress * _ROUNDS) < _ROUNDS:
-            worst = np.argsort(value, kind="stable")[(chains + 1) // 2 :]
-            source = np.resize(np.argsort(kept_value, kind="stable")[: max(chains // 8, 1)], len(worst))
-            state.copy_from(kept, worst, source)
-            value[worst] = kept_value[source]
+            _restart(state, value, kept, kept_value)
     evaluations += step * chains
     winner = int(np.argmin(kept_value))
     if kept_value[winner] >= first.value:
         return dataclasses.replace(first, evaluations=evaluations)
     hosts = kept.hosts(kept.layout[[winner]], kept.order[[winner]])[0]
     return AnnealedPlacement(hosts, float(kept_value[winner]), False, evaluations)
+
+
+def _picks(ranked: Array, chains: int) -> Array:
+    """Return the start of each chain: half take the best quarter of the starts, the others all starts in turn."""
+    few = ranked[: max(len(ranked) // 4, 1)]
+    return np.concatenate([np.resize(few, chains // 2), np.resize(ranked, chains - chains // 2)])
+
+
+def _restart(state: _Chains, value: Array, kept: _Chains, kept_value: Array) -> None:
+    """Continue the worse half of the chains from the best eighth of the states that were kept, with their values."""
+    worst = np.argsort(value, kind="stable")[(len(value) + 1) // 2 :]
+    source = np.resize(np.argsort(kept_value, kind="stable")[: max(len(value) // 8, 1)], len(worst))
+    state.copy_from(kept, worst, source)
+    value[worst] = kept_value[source]
 
 
 def _temperature(objective: Objective, state: _Chains, value: Array) -> tuple[float, int]:
