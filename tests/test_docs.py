@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from paxtrain.prepare import prepare
+from paxtrain.data.preparation import prepare
 from tests.build_file import ROOT
 
 API = ROOT / "docs" / "api.md"

@@ -1,4 +1,4 @@
-"""Training data: tokenizers, token files, data sets and mixtures of them.
+"""Training data: corpora of text, tokenizers, token files made from them, data sets and mixtures of those.
 
 May import `paxtrain.config`.
 """

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paxtrain.prepare import prepare
+from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics, sampling
 from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits

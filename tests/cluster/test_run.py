@@ -13,7 +13,7 @@ import time
 import pytest
 
 from paxtrain.config import plan as plans
-from paxtrain.prepare import prepare
+from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
 from tests.cluster import hosts, scenario
 from tests.cluster.session import ENVIRONMENT, ROOT

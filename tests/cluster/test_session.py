@@ -6,9 +6,9 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.data import token_files
+from paxtrain.data.preparation import prepare
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.prepare import prepare
 from tests.cluster import device
 from tests.cluster.hosts import Cluster
 from tests.cluster.models import Split

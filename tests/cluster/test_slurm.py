@@ -18,7 +18,7 @@ import time
 import pytest
 
 from paxtrain.config import plan as plans
-from paxtrain.prepare import prepare
+from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
 from paxtrain.run.checkpoint import read_meta
 from tests.cluster.hosts import Cluster

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from paxtrain.config import from_dict
+from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.parallel import selective
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.prepare import prepare
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from paxtrain.xla import hlo

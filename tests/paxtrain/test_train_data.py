@@ -14,9 +14,9 @@ import pytest
 
 from paxtrain.config import from_dict
 from paxtrain.data.datasets import DataSets
+from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.prepare import prepare
 from paxtrain.run import metrics, sampling
 from paxtrain.run.checkpoint import Checkpoints
 from paxtrain.run.run import Run
@@ -31,7 +31,7 @@ def home(tmp_path_factory, cache):
     for name, first in (("web", 10_000), ("code", 500_000)):
         texts = [" ".join(map(str, range(first + 40 * i, first + 40 * i + 1 + i % 9))) for i in range(300)]
         (path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        prepare([str(path / f"{name}.jsonl")], path / name, validation_fraction=0.3)
+        prepare([str(path / f"{name}.jsonl")], path / name, PrepareOptions(validation_fraction=0.3))
     return path
 
 
@@ -117,7 +117,7 @@ def test_data_of_another_tokenizer_is_not_gone_on_with(home, reference, tmp_path
     shutil.copytree(out, tmp_path / "run")
     kept = (tmp_path / "run" / sampling.TOKENIZER).read_text()
     other = tmp_path / "other"
-    prepare([str(home / "web.jsonl")], other, tokenizer="bpe", vocab_size=257)
+    prepare([str(home / "web.jsonl")], other, PrepareOptions(tokenizer="bpe", vocab_size=257))
     data = {"train": str(other / "train"), "weights": "", "validation": str(other / "validation")}
     config = configuration(home, tmp_path / "run", data=data, model={"separator": 0}, run={"steps": STEPS + 1})
     with pytest.raises(UserError, match=r"are different tokenizers; prepare the data with --tokenizer=.*run/tokenizer"):

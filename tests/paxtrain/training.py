@@ -5,8 +5,8 @@ import numpy as np
 
 from paxtrain.config import Config, from_dict
 from paxtrain.data import token_files
+from paxtrain.data.preparation import prepare
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.prepare import prepare
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
 

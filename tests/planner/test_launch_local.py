@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from paxtrain.prepare import prepare
+from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
 from planner.jobs import local
 from planner.jobs.job import Job

@@ -12,8 +12,8 @@ import pytest
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.config import plan as plans
+from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
-from paxtrain.prepare import prepare
 from paxtrain.run import metrics
 from planner import run
 from planner.start.environment import FILE

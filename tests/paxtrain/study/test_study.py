@@ -12,12 +12,12 @@ import pytest
 from compress import subspace
 from paxtrain.config import MeshConfig, from_dict
 from paxtrain.data import token_files
+from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.prepare import prepare
 from paxtrain.study import __main__ as study
 from paxtrain.study import plots, probe, report, runs, variants
 from paxtrain.study.report import VariantResult

@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from paxtrain.data.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
+from paxtrain.errors import UserError
+from tests.paxtrain.data.texts import TRICKY
+
+
+def test_ids_of_bytes_are_the_bytes():
+    tokenizer = bytes_tokenizer()
+    every_character = TRICKY + "".join(map(chr, range(0x800))) + "\U0010ffff"
+    assert tokenizer.encode(every_character).ids == np.frombuffer(every_character.encode(), np.uint8).tolist()
+    assert sorted(tokenizer.get_vocab().values()) == list(range(257))
+    assert tokenizer.token_to_id("<|endoftext|>") == 256
+
+
+def test_a_token_across_words_is_never_cut():
+    """A BPE that knows no words joins "x" and " y": documents of its kind are encoded whole."""
+    vocab = {token: i for i, token in enumerate([*map(chr, range(256, 512)), "x", "xĠ"])}
+    across = Tokenizer(models.BPE(vocab=vocab, merges=[("x", "Ġ")]))
+    across.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = [token for part in pieces("x x", 1) for token in across.encode(part).ids]
+    assert cut != across.encode("x x").ids and not cuts(across)
+    assert cuts(bytes_tokenizer()) and cuts(train_bpe(["x x"], 260))
+
+
+def test_gpt2_ids(gpt2_files):
+    tokenizer = gpt2_tokenizer(*gpt2_files)
+    assert tokenizer.encode("Hello world").ids == [15496, 995]
+    assert tokenizer.encode(" don't\n\n  x").ids == [836, 470, 628, 220, 2124]
+    assert tokenizer.token_to_id("<|endoftext|>") == 50256
+    assert vocabulary_size(tokenizer) == 50257
+    assert 50256 not in tokenizer.encode(TRICKY).ids
+    assert tokenizer.decode(tokenizer.encode(TRICKY).ids) == TRICKY
+
+
+@pytest.mark.parametrize("characters", [1, 3, 20])
+def test_pieces_encode_like_the_whole_text(characters):
+    tokenizer = train_bpe([TRICKY * 5], 400)
+    assert vocabulary_size(tokenizer) > 300
+    cut = list(pieces(TRICKY, characters))
+    assert len(cut) > 3 and "".join(cut) == TRICKY
+    whole = tokenizer.encode(TRICKY).ids
+    assert [i for piece in cut for i in tokenizer.encode(piece).ids] == whole
+    careless = [TRICKY[i : i + 20] for i in range(0, len(TRICKY), 20)]
+    assert [i for piece in careless for i in tokenizer.encode(piece).ids] != whole
+
+
+def test_a_vocabulary_that_is_none(tmp_path):
+    (tmp_path / "v.json").write_text("[]")
+    (tmp_path / "m.txt").write_text("a b\n")
+    with pytest.raises(UserError, match=r"v\.json and .*m\.txt are no GPT-2 vocabulary and merges"):
+        gpt2_tokenizer(str(tmp_path / "v.json"), str(tmp_path / "m.txt"))
