@@ -23,7 +23,8 @@ import transformers
 
 from paxtrain.config import Config, from_dict
 from paxtrain.data import tokenizer
-from paxtrain.huggingface import __main__ as huggingface
+from paxtrain.huggingface.exporting import export
+from paxtrain.huggingface.importing import import_model
 from paxtrain.model import transformer
 from paxtrain.run import sampling
 
@@ -68,11 +69,11 @@ def difference(family: str, tied: bool, folder: pathlib.Path) -> tuple[float, fl
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (4, SEQUENCE))
     with torch.no_grad():
         right = made(torch.from_numpy(ids)).logits.numpy()
-    huggingface.import_model(str(folder / "theirs"), ours(family, tied, folder / "run"))
+    import_model(str(folder / "theirs"), ours(family, tied, folder / "run"))
     params, config, _ = sampling.load(folder / "run")
     mine = np.asarray(jax.jit(transformer.logits, static_argnums=2)(params, ids, config.model))
 
-    huggingface.export(str(folder / "run"), None, str(folder / "back"), "float32")
+    export(str(folder / "run"), str(folder / "back"))
     back = transformers.AutoModelForCausalLM.from_pretrained(folder / "back").eval()
     words = transformers.AutoTokenizer.from_pretrained(folder / "back")
     assert words.decode(words("def f():")["input_ids"]) == "def f():"

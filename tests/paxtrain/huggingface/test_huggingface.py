@@ -14,8 +14,10 @@ from tokenizers.models import WordLevel
 from paxtrain.config import CheckpointConfig, Config, ModelConfig, from_dict, to_dict
 from paxtrain.data import token_files, tokenizer
 from paxtrain.errors import UserError
-from paxtrain.huggingface import __main__ as huggingface
-from paxtrain.huggingface import architectures
+from paxtrain.huggingface import architectures, exporting
+from paxtrain.huggingface.exporting import export
+from paxtrain.huggingface.files import INDEX, ModelArrays
+from paxtrain.huggingface.importing import import_model
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.process.supervised import Progress
@@ -80,7 +82,7 @@ def saved(params: transformer.Params, config: Config) -> None:
 def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shape, tmp_path):
     weights, results = theirs(shape)
     config = run_config(shape, tmp_path / "run")
-    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
     params, loaded, _ = sampling.load(tmp_path / "run")
     assert loaded == config
     np.testing.assert_allclose(
@@ -88,7 +90,7 @@ def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shap
     )
     np.testing.assert_allclose(transformer.loss(params, results["ids"], config.model), results["loss"], atol=TOLERANCE)
 
-    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    export(str(tmp_path / "run"), str(tmp_path / "back"))
     back = safetensors.numpy.load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     for name, x in back.items():
@@ -121,15 +123,15 @@ def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
     config = run_config(shape, tmp_path / "run")
     params = random_params(config.model)
     saved(params, config)
-    monkeypatch.setattr(huggingface, "SHARD", "20KB")
-    huggingface.export(str(tmp_path / "run"), 7, str(tmp_path / "model"), "float32")
+    monkeypatch.setattr(exporting, "SHARD", "20KB")
+    export(str(tmp_path / "run"), str(tmp_path / "model"), step=7)
     files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
-    assert len(files) > 2 and (tmp_path / "model" / huggingface.INDEX).exists()
+    assert len(files) > 2 and (tmp_path / "model" / INDEX).exists()
     names = set().union(*(safetensors.numpy.load_file(tmp_path / "model" / file) for file in files))
     assert ("lm_head.weight" in names) == ("untied" in shape)
 
     again = run_config(shape, tmp_path / "again")
-    huggingface.import_model(str(tmp_path / "model"), again)
+    import_model(str(tmp_path / "model"), again)
     found, loaded, encoder = sampling.load(tmp_path / "again", 0)
     assert loaded == again and encoder.encode("ab").ids == [97, 98]
     jax.tree.map(np.testing.assert_array_equal, found, params)
@@ -141,10 +143,10 @@ def test_bfloat16_takes_half_and_rounds(tmp_path):
     saved(params, config)
     sizes = {}
     for dtype in ("float32", "bfloat16"):
-        huggingface.export(str(tmp_path / "run"), None, str(tmp_path / dtype), dtype)
+        export(str(tmp_path / "run"), str(tmp_path / dtype), dtype=dtype)
         sizes[dtype] = (tmp_path / dtype / "model.safetensors").stat().st_size
     assert sizes["bfloat16"] < 0.6 * sizes["float32"]
-    huggingface.import_model(str(tmp_path / "bfloat16"), run_config("llama untied", tmp_path / "again"))
+    import_model(str(tmp_path / "bfloat16"), run_config("llama untied", tmp_path / "again"))
     found, *_ = sampling.load(tmp_path / "again")
     rounded = jax.tree.map(lambda x: np.asarray(jax.numpy.asarray(x, "bfloat16"), np.float32), params)
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
@@ -164,7 +166,7 @@ def test_training_goes_on_from_an_imported_model(tmp_path):
         batch={"global_batch": 8, "micro_batch": 2},
         data={"train": str(tmp_path / "train"), "validation": str(tmp_path / "validation")},
     )
-    huggingface.import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
     assert Run(config, make_mesh(config.mesh), Progress({})).train().finished
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     params = architectures.params(weights.__getitem__, config.model)
@@ -186,8 +188,8 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
     (folder / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
     settings = {"eos_token": {"content": "</s>"}, "chat_template": "...", "model_max_length": 10**30}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    huggingface.import_model(str(folder), config)
-    huggingface.export(str(tmp_path / "run"), None, str(tmp_path / "back"), "float32")
+    import_model(str(folder), config)
+    export(str(tmp_path / "run"), str(tmp_path / "back"))
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back["bos_token_id"], back["eos_token_id"]) == (1, 2)
     kept = json.loads((tmp_path / "back" / "tokenizer_config.json").read_text())
@@ -223,7 +225,7 @@ def test_another_architecture_is_named(change, words, tmp_path):
     values = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
     with pytest.raises(UserError) as error:
-        huggingface.import_model(str(folder), config)
+        import_model(str(folder), config)
     assert all(word in str(error.value) for word in words), error.value
     assert not (tmp_path / "run").exists()
 
@@ -236,7 +238,7 @@ def test_broken_files_are_named(tmp_path):
 
     def refused(words: str) -> None:
         with pytest.raises(UserError, match=words):
-            huggingface.import_model(str(folder), config)
+            import_model(str(folder), config)
         assert not (tmp_path / "run").exists()
 
     whole = file.read_bytes()
@@ -258,7 +260,7 @@ def test_broken_files_are_named(tmp_path):
     refused(r"q_proj\.weight is of int8; float64, float32, float16, bfloat16 can be imported")
     harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     safetensors.numpy.save_file(weights | harmless, file)
-    architectures.params(huggingface._Arrays(folder), config.model)
+    architectures.params(ModelArrays(folder), config.model)
     file.unlink()
     refused("needs all of a model's")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
@@ -271,26 +273,26 @@ def test_weights_that_lie_the_other_way_round_are_no_gpt2(tmp_path):
     weights = {name: np.ascontiguousarray(x.T) if "c_fc.weight" in name else x for name, x in weights.items()}
     folder = folder_of(weights, config.model, tmp_path / "model")
     with pytest.raises(UserError, match=r"c_fc\.weight is \[128, 32\]; a gpt2 model of these sizes has \[32, 128\]"):
-        huggingface.import_model(str(folder), config)
+        import_model(str(folder), config)
 
 
 def test_the_flags_that_another_architecture_needs_are_named(tmp_path):
     weights, _ = theirs("gpt2")
     folder = folder_of(weights, ModelConfig(**SHAPES["gpt2"]), tmp_path / "model")
     with pytest.raises(UserError) as error:
-        huggingface.import_model(str(folder), run_config("llama", tmp_path / "run"))
+        import_model(str(folder), run_config("llama", tmp_path / "run"))
     named = dict(re.findall(r"--config\.model\.(\w+)=(\S+)", str(error.value)))
     values = {name: type(getattr(ModelConfig(), name))(value) for name, value in named.items()}
     shape = SHAPES["llama"] | values | {"vocab_multiple": 8}
-    huggingface.import_model(str(folder), from_dict({"model": shape, "run": {"out": str(tmp_path / "run")}}))
+    import_model(str(folder), from_dict({"model": shape, "run": {"out": str(tmp_path / "run")}}))
 
 
 def test_nothing_is_overwritten(tmp_path):
     weights, _ = theirs("llama")
     config = run_config("llama untied", tmp_path / "run")
     folder = folder_of(weights, config.model, tmp_path / "model")
-    huggingface.import_model(str(folder), config)
+    import_model(str(folder), config)
     with pytest.raises(UserError, match="holds checkpoints already; name another folder with --config"):
-        huggingface.import_model(str(folder), config)
+        import_model(str(folder), config)
     with pytest.raises(UserError, match="holds a model already; name another folder"):
-        huggingface.export(str(tmp_path / "run"), None, str(folder), "float32")
+        export(str(tmp_path / "run"), str(folder))

@@ -1,0 +1,101 @@
+"""The files of a model in Hugging Face's layout: config.json, tokenizer_config.json, *.safetensors and their index."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from paxtrain.errors import UserError
+
+CONFIG, ONE_FILE = "config.json", "model.safetensors"
+INDEX = f"{ONE_FILE}.index.json"
+SETTINGS = "tokenizer_config.json"  # beside tokenizer.json; an import keeps it for an export
+# Arrays besides the weights in old files: masks, and angles that follow from rope_theta.
+_NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+
+
+def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    """Write an object as JSON."""
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Return the object that a file holds as JSON.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"there is no {path}; --model names a folder with {CONFIG} and *.safetensors") from error
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); --model names a folder with {CONFIG} and *.safetensors"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold an object, got {type(values).__name__}")
+    return values
+
+
+class ModelArrays:
+    """The arrays of a model's folder, each read from its memory-mapped file when it is asked for."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Open the files.
+
+        Raises:
+            UserError: a file cannot be read, or the index is none.
+        """
+        if (folder / INDEX).exists():
+            places = read_json(folder / INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise UserError(f"{folder / INDEX} must have a weight_map from names to files")
+            files = sorted(set(places.values()))
+        else:
+            files = [ONE_FILE]
+        self._folder, self._holder, self._read = folder, {}, set()
+        for file in files:
+            try:
+                opened = safetensors.safe_open(folder / file, framework="flax")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(
+                    f"{folder / file} cannot be read ({' '.join(str(error).split())}); --model needs all of a model's "
+                    "*.safetensors"
+                ) from error
+            self._holder |= dict.fromkeys(opened.keys(), opened)
+
+    def __call__(self, name: str) -> np.ndarray:
+        """Return an array by its name.
+
+        Raises:
+            UserError: there is none of that name.
+        """
+        # Files of a model without its head, such as the original GPT-2 files, lack the names' first part.
+        for key in (name, name.partition(".")[2]):
+            if key in self._holder:
+                self._read.add(key)
+                return np.asarray(self._holder[key].get_tensor(key))
+        raise UserError(f"{self._folder} has no array {name}; its *.safetensors are of another model than its {CONFIG}")
+
+    def check_all_read(self, tied_head: bool) -> None:
+        """Require that every array was read: one that is left over, such as a scale, means another architecture.
+
+        Args:
+            tied_head: whether the head is the embedding, so that its array may be left over.
+
+        Raises:
+            UserError: an array is left over.
+        """
+        tied = {"lm_head.weight"} if tied_head else set()  # the embedding again
+        left = sorted(key for key in self._holder.keys() - self._read - tied if not _NO_WEIGHTS.fullmatch(key))
+        if left:
+            raise UserError(
+                f"{self._folder} has arrays that its {CONFIG} does not account for, {left[0]} first of {len(left)}; "
+                "models with biases of their own or quantised ones cannot be imported"
+            )
