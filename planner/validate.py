@@ -24,10 +24,10 @@ import pathlib
 from collections.abc import Sequence
 
 from absl import flags
-from tqdm import tqdm
 
 from paxtrain.errors import UserError, run
-from planner.fit import accuracy, trial_model, trials, validation
+from planner.fit import accuracy, trial_model, trials
+from planner.fit.validation import ValidateOptions, validate
 
 HINT = "name the table with --trials=trials.csv"
 
@@ -35,32 +35,16 @@ HINT = "name the table with --trials=trials.csv"
 def main(argv: Sequence[str]) -> None:
     """Fit, predict, score and write."""
     f = flags.FLAGS
-    if f.folds is not None and f.fit is not None:
-        raise UserError("--folds fits all rows except those of a fold, so it excludes --fit; leave one of them out")
+    options = ValidateOptions(
+        fit=f.fit, folds=f.folds or 0, seed=f.seed, seeds=f.seeds, hold_out=f.hold_out, method=f.method
+    )
     if f.trials is None:
         raise UserError("no trials were given; name a table of measured runs with --trials=trials.csv")
-    rows = trials.read(f.trials)
-    split = [accuracy.splits(rows, f.fit, f.folds or 0, f.hold_out, f.seed + i) for i in range(f.seeds)]
-    results = [
-        validation.repetition(rows, one, f.method) for one in tqdm(split, "fit and predict", disable=None, leave=False)
-    ]
-    scores = {name: accuracy.mean([result.scores[name] for result in results]) for name in results[0].scores}
-    first, out = results[0], pathlib.Path(f.out)
-    held = scores["all"]
-    shown = first.scores["all"]
-    said = f"{shown.n} rows not fitted: MAPE {shown.mape:.1%}" if shown.n else "all measured rows fitted"
-    validation.write(out, rows, first, f"{f.method}, {said}")
-
-    print(f"{f.method}: {sum(row.seconds is not None for row in rows)} measured rows of {len(rows)} in {f.trials}, "
-          f"{f'{f.folds} folds' if f.folds else f'{held.n_fit:g} fitted'}, {f.hold_out} held out"
-          f"{f', means of {f.seeds} seeds' if f.seeds > 1 else ''}")  # fmt: skip
-    print("\n".join(accuracy.table(list(scores.items()))))
-    factors = list(first.calibration.factors.values())
-    print(f"layer-cost factors: {len(factors)}, from {min(factors):.3f} to {max(factors):.3f}")
-    for text in validation.at_bounds(first.calibration):
-        print(f"at the end of its range: {text}")
+    out, found = pathlib.Path(f.out), validate(trials.read(f.trials), options)
+    found.save(out)
+    print(found.text(f.trials))
     print(f"wrote predictions.csv, predicted_vs_measured.png and constants.json to {out}")
-    print(json.dumps(held.json()))
+    print(json.dumps(found.scores["all"].json()))
 
 
 def define_flags() -> None:

@@ -1,11 +1,13 @@
 """Validation of predicted times on measured runs: repetitions of fitting some rows and predicting the others."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from paxtrain.errors import UserError
 from planner.fit import accuracy, calibrate, trials
@@ -105,3 +107,96 @@ def at_bounds(calibration: calibrate.Calibration) -> list[str]:
         for constant, entry in cluster["constants"].items()
         if entry["at_bound"]
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidateOptions:
+    """Options of `validate`; the flags of planner.validate have the same names.
+
+    Attributes:
+        fit: rows to fit; None: 60, or half of the measured rows if that is fewer.
+        folds: parts, each of which is held out once; 0: one split with `fit` rows.
+        seed: seed of the draw of rows.
+        seeds: repetitions, with `seed` and the seeds after it.
+        hold_out: unit of the draw, one of accuracy.HOLD_OUT.
+        method: how stages compose an iteration, one of trial_model.METHODS.
+
+    Raises:
+        UserError: `fit` and `folds` are both given.
+    """
+
+    fit: int | None = None
+    folds: int = 0
+    seed: int = 0
+    seeds: int = 1
+    hold_out: str = "rows"
+    method: str = "simulate"
+
+    def __post_init__(self) -> None:
+        if self.folds and self.fit is not None:
+            raise UserError("--folds fits all rows except those of a fold, so it excludes --fit; leave one of them out")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Validation:
+    """The predictions of measured runs, and how good they are.
+
+    Attributes:
+        rows: all rows of the table.
+        options: how rows were fitted and held out.
+        first: the repetition with the first seed.
+        scores: mean scores over all seeds of each cluster, if there are several, and of "all".
+    """
+
+    rows: Sequence[Trial]
+    options: ValidateOptions
+    first: Repetition
+    scores: dict[str, Scores]
+
+    def text(self, name: str) -> str:
+        """Return the table of scores and the constants that lie at an end of their range.
+
+        Args:
+            name: name of the table of measured runs.
+        """
+        options, measured = self.options, sum(row.seconds is not None for row in self.rows)
+        fitted = f"{options.folds} folds" if options.folds else f"{self.scores['all'].n_fit:g} fitted"
+        means = f", means of {options.seeds} seeds" if options.seeds > 1 else ""
+        factors = list(self.first.calibration.factors.values())
+        lines = [
+            f"{options.method}: {measured} measured rows of {len(self.rows)} in {name}, {fitted}, "
+            f"{options.hold_out} held out{means}",
+            *accuracy.table(list(self.scores.items())),
+            f"layer-cost factors: {len(factors)}, from {min(factors):.3f} to {max(factors):.3f}",
+            *(f"at the end of its range: {line}" for line in at_bounds(self.first.calibration)),
+        ]
+        return "\n".join(lines)
+
+    def save(self, out: pathlib.Path) -> None:
+        """Write the first repetition's predictions.csv, constants.json and predicted_vs_measured.png.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        shown = self.first.scores["all"]
+        said = f"{shown.n} rows not fitted: MAPE {shown.mape:.1%}" if shown.n else "all measured rows fitted"
+        write(out, self.rows, self.first, f"{self.options.method}, {said}")
+
+
+def validate(rows: Sequence[Trial], options: ValidateOptions) -> Validation:
+    """Fit some of the measured rows and predict the others, once per seed.
+
+    Args:
+        rows: all rows of the table.
+        options: how to fit and hold out rows.
+
+    Raises:
+        UserError: there are not that many rows or cells.
+    """
+    o = options
+    drawn = [accuracy.splits(rows, o.fit, o.folds, o.hold_out, o.seed + i) for i in range(o.seeds)]
+    results = [
+        repetition(rows, splits, o.method) for splits in tqdm(drawn, "fit and predict", disable=None, leave=False)
+    ]
+    scores = {name: accuracy.mean([result.scores[name] for result in results]) for name in results[0].scores}
+    return Validation(rows, options, results[0], scores)
