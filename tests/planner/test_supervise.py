@@ -18,7 +18,7 @@ import time
 import pytest
 
 from paxtrain.process import supervised
-from planner import supervise
+from planner.supervision import addresses
 from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
 from planner.supervision.worker_process import WorkerProcess
@@ -274,16 +274,16 @@ def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
 
 
 def test_addresses_and_numbers(tmp_path):
-    assert supervise.addresses("a,b:9200,[::1]:5,[fe80::1]", 9000) == [
+    assert addresses.addresses("a,b:9200,[::1]:5,[fe80::1]", 9000) == [
         ("a", 9000), ("b", 9200), ("::1", 5), ("fe80::1", 9000)]  # fmt: skip
     (tmp_path / "hosts").write_text("a\nb:7\n")
-    assert supervise.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
-    assert supervise.addresses("a,b:5", 9000, 2) == [("a", 9000), ("a", 9001), ("b", 5), ("b", 6)]
-    assert supervise.names([("a", 1), ("b", 1), ("b", 2)]) == ["a", "b:1", "b:2"]
-    assert supervise.number(None, 4, {"SLURM_PROCID": "3"}) == 3
-    assert supervise.number(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
-    assert supervise.number(1, 4, {"SLURM_PROCID": "3"}) == 1
-    assert supervise.number(None, 1, {}) == 0
+    assert addresses.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
+    assert addresses.addresses("a,b:5", 9000, 2) == [("a", 9000), ("a", 9001), ("b", 5), ("b", 6)]
+    assert addresses.names([("a", 1), ("b", 1), ("b", 2)]) == ["a", "b:1", "b:2"]
+    assert addresses.number(None, 4, {"SLURM_PROCID": "3"}) == 3
+    assert addresses.number(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
+    assert addresses.number(1, 4, {"SLURM_PROCID": "3"}) == 1
+    assert addresses.number(None, 1, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_addresses_and_numbers(tmp_path):
 def test_what_is_wrong_is_one_sentence_and_exit_code_2(arguments, words, tmp_path):
     [port] = free_ports(1)
     arguments = [argument.replace("PORT", str(port)) for argument in arguments]
-    variables = {name: value for name, value in os.environ.items() if name not in supervise._NUMBERS}
+    variables = {name: value for name, value in os.environ.items() if name not in addresses.NUMBERS}
     command = [sys.executable, "-m", "planner.supervise", f"--log={tmp_path}/log", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
