@@ -1,4 +1,4 @@
-"""The defaults of paxtrain.config.config as an ml_collections ConfigDict, for config files to build on."""
+"""The defaults of paxtrain.config as an ml_collections ConfigDict, for config files to build on."""
 
 from typing import Any
 

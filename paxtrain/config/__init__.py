@@ -4,23 +4,20 @@ May import `paxtrain.schedule`, and `paxtrain.errors` as everything may.
 """
 
 from paxtrain.config.compress import CompressConfig
-from paxtrain.config.config import (
+from paxtrain.config.config import Config
+from paxtrain.config.data import DataConfig
+from paxtrain.config.load import from_dict, read_section, to_dict
+from paxtrain.config.model import ModelConfig
+from paxtrain.config.optimizer import OptimizerConfig
+from paxtrain.config.parallel import (
     SAVE_MODES,
     SPLIT_SAVES,
     BatchConfig,
-    CheckpointConfig,
-    Config,
     MeshConfig,
-    OptimizerConfig,
     PipelineConfig,
-    RunConfig,
-    from_dict,
-    read_section,
     scans,
-    to_dict,
 )
-from paxtrain.config.data import DataConfig
-from paxtrain.config.model import ModelConfig
+from paxtrain.config.run import CheckpointConfig, RunConfig
 
 __all__ = [
     "SAVE_MODES",

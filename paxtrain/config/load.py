@@ -1,12 +1,61 @@
-"""Configurations from files, for programs that have no flags."""
+"""Configurations from mappings, and from files for programs that have no flags."""
 
+import dataclasses
 import runpy
+import typing
 from collections.abc import Mapping
 from typing import Any
 
-from paxtrain.config.config import Config, from_dict
+from paxtrain.config.checks import require
+from paxtrain.config.config import Config
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+
+
+def read_section(cls: type, values: Any, path: str) -> Any:
+    """Return a section, or the whole configuration, made from a mapping of its fields.
+
+    Args:
+        cls: dataclass of the section.
+        values: values by key; keys left out keep their defaults.
+        path: name of the section, for messages; "" for the whole configuration.
+
+    Raises:
+        UserError: the values are no mapping, a key is unknown, or a value has another type or is out of bounds.
+    """
+    require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    known = {field.name for field in dataclasses.fields(cls)}
+    kwargs = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else key
+        require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            kwargs[key] = read_section(hint, value, name)
+            continue
+        if hint is float and type(value) is int:
+            value = float(value)
+        require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
+        kwargs[key] = value
+    return cls(**kwargs)
+
+
+def from_dict(values: Any) -> Config:
+    """Return the Config that a (possibly partial) mapping of sections describes.
+
+    Args:
+        values: a dict or ConfigDict; sections and keys left out keep their defaults.
+
+    Raises:
+        UserError: a key is unknown, a value has another type, or values do not fit each other.
+    """
+    return read_section(Config, values, "")
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the nested dict of plain values that `from_dict` reads."""
+    return dataclasses.asdict(config)
 
 
 def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config:

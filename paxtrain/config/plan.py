@@ -9,15 +9,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from paxtrain.config.config import (
-    BatchConfig,
-    CompressConfig,
-    Config,
-    MeshConfig,
-    PipelineConfig,
-    from_dict,
-    read_section,
-)
+from paxtrain.config.compress import CompressConfig
+from paxtrain.config.config import Config
+from paxtrain.config.load import from_dict, read_section
+from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
 
 VERSION = 1

@@ -1,0 +1,65 @@
+"""The optimizer section of the configuration."""
+
+import dataclasses
+import math
+
+from paxtrain.config.checks import choice, positive, require
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule; steps are optimizer steps.
+
+    Attributes:
+        name: "adamw", or "muon": Muon on the layers' matrices (paxtrain/parallel/muon.py) and AdamW on all else.
+        learning_rate: largest learning rate, reached after the warm-up.
+        schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
+            over the last decay_steps) or "constant".
+        warmup_steps: steps over which the learning rate grows linearly from zero.
+        decay_steps: steps of the decay of "wsd"; other schedules ignore them.
+        final_fraction: last learning rate of "cosine" and "wsd" over the largest.
+        beta1: decay of AdamW's mean of gradients.
+        beta2: decay of AdamW's mean of squared gradients.
+        epsilon: addend of AdamW's denominator.
+        weight_decay: decay of matrices and embeddings per step, over the learning rate.
+        clip_norm: largest global gradient norm; 0: no clipping.
+        muon_momentum: decay of Muon's momentum (Nesterov's).
+        muon_steps: iterations of Newton-Schulz.
+        muon_rms: approximate RMS of the entries of an update [n, k], which is scaled by muon_rms x sqrt(max(n, k)).
+            At 0.2 updates are as large as AdamW's, and its learning rate and decay serve both (Liu et al. 2025). 0:
+            Jordan's sqrt(max(1, k / n)) instead, which needs another learning rate.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    decay_steps: int = 0
+    final_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    muon_momentum: float = 0.95
+    muon_steps: int = 5
+    muon_rms: float = 0.2
+
+    def __post_init__(self) -> None:
+        choice("optimizer.name", self.name, ("adamw", "muon"))
+        choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        positive("optimizer", self, "learning_rate", "epsilon", "muon_steps")
+        for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm", "muon_rms"):
+            value = getattr(self, name)
+            require(value >= 0, f"optimizer.{name} must not be negative, got {value}")
+        for name in ("beta1", "beta2", "muon_momentum"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
+        require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}")
+        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm", "muon_rms"):
+            value = getattr(self, name)
+            require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
+        require(
+            self.schedule != "wsd" or self.decay_steps > 0,
+            "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
+        )

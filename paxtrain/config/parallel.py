@@ -1,0 +1,175 @@
+"""The sections that divide the work over devices: mesh, pipeline and batch."""
+
+import dataclasses
+from typing import Any
+
+from paxtrain.config.checks import choice, positive, require
+from paxtrain.schedule.spec import SPECS, ScheduleSpec
+
+SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
+
+
+def scans(scan_layers: str, common: Any) -> Any:
+    """Return whether layers run in a loop, as PipelineConfig.scan_layers says: one bool, or an array of them.
+
+    Args:
+        scan_layers: "auto", "on" or "off".
+        common: layers of the smallest virtual stage, a number or an array of candidates'. One alone needs no loop.
+    """
+    return ((scan_layers == "on") | ((scan_layers == "auto") & (common > 8))) & (common > 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices.
+
+    Attributes:
+        data: replicas of the model, each with a share of the batch.
+        pipe: stages, each with a share of the layers.
+        tensor: devices that share the matrices of each layer.
+        zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
+            False replicates them (all-reduce).
+        sequence_parallel: split the sequence over a tensor group between the split matrices, so that each device
+            keeps and sends a part of the activations.
+    """
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    zero1: bool = True
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        positive("mesh", self, "data", "pipe", "tensor")
+        require(
+            not self.sequence_parallel or self.tensor > 1,
+            f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "
+            "choose mesh.tensor of 2 or more, or mesh.sequence_parallel=False",
+        )
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.data * self.pipe * self.tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """The flow of micro-batches through the stages.
+
+    Attributes:
+        schedule: a name in paxtrain.schedule.spec.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
+        virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
+        pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
+        save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
+            "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).
+        scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": from 9 layers per stage on.
+    """
+
+    schedule: str = "eager_1f1b"
+    virtual_stages: int = 1
+    pipe_layers: str = ""
+    save: str = "dots"
+    scan_layers: str = "auto"
+
+    def __post_init__(self) -> None:
+        choice("pipeline.schedule", self.schedule, tuple(SPECS))
+        choice("pipeline.save", self.save, SAVE_MODES)
+        choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
+        positive("pipeline", self, "virtual_stages")
+        require(
+            self.spec.interleaves or self.virtual_stages == 1,
+            f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
+            f"{' or '.join(name for name, spec in SPECS.items() if spec.interleaves)}, got {self.schedule}",
+        )
+        require(
+            not self.spec.interleaves or self.virtual_stages > 1,
+            f"pipeline.schedule={self.schedule} needs pipeline.virtual_stages of 2 or more, got 1",
+        )
+        require(
+            not self.spec.splits or self.save in SPLIT_SAVES,
+            f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "
+            f"residuals until its weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
+        )
+        if self.pipe_layers:
+            parts = self.pipe_layers.split(",")
+            require(
+                all(part.strip().isdecimal() and int(part) > 0 for part in parts),
+                f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
+            )
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """Return the facts about the schedule."""
+        return SPECS[self.schedule]
+
+    def scans(self, common: Any) -> Any:
+        """Return whether layers run in a loop: one bool, or an array of them.
+
+        Args:
+            common: layers of the smallest virtual stage, a number or an array of candidates'.
+        """
+        return scans(self.scan_layers, common)
+
+    def layers_per_virtual_stage(self, layers: int, pipe: int) -> tuple[int, ...]:
+        """Return the layers of each of the pipe * virtual_stages virtual stages, in the order of the forward pass.
+
+        Args:
+            layers: layers of the model.
+            pipe: stages.
+
+        Raises:
+            UserError: the list has another length or sum, or there are fewer layers than virtual stages.
+        """
+        stages = pipe * self.virtual_stages
+        if self.pipe_layers:
+            counts = tuple(int(part) for part in self.pipe_layers.split(","))
+            require(
+                len(counts) == stages,
+                f"pipeline.pipe_layers={self.pipe_layers} names {len(counts)} stages, "
+                f"but pipe={pipe} with {self.virtual_stages} virtual stages each needs {stages}",
+            )
+            require(
+                sum(counts) == layers,
+                f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(counts)}, but the model has {layers} layers",
+            )
+            return counts
+        require(
+            layers >= stages,
+            f"model.layers={layers} cannot fill {stages} virtual stages (mesh.pipe={pipe} x "
+            f"pipeline.virtual_stages={self.virtual_stages}); at most {layers} would fit",
+        )
+        return tuple(layers // stages + (i < layers % stages) for i in range(stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """Numbers of sequences.
+
+    Attributes:
+        global_batch: sequences of an optimizer step over the whole mesh.
+        micro_batch: sequences of a micro-batch of one data rank.
+    """
+
+    global_batch: int = 16
+    micro_batch: int = 2
+
+    def __post_init__(self) -> None:
+        positive("batch", self, "global_batch", "micro_batch")
+
+    def micro_batches(self, data: int) -> int:
+        """Return the micro-batches per data rank and step.
+
+        Raises:
+            UserError: global_batch is not divisible by data * micro_batch.
+        """
+        per_round = data * self.micro_batch
+        below = self.global_batch // per_round * per_round
+        fits = f"{below} or {below + per_round}" if below else str(per_round)
+        require(
+            self.global_batch % per_round == 0,
+            f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
+            f"batch.micro_batch={self.micro_batch}; {fits} would fit",
+        )
+        return self.global_batch // per_round

@@ -1,0 +1,67 @@
+"""The sections about a run as a whole: its length, its folder, its reports and its checkpoints."""
+
+import dataclasses
+
+from paxtrain.config.checks import positive, require
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """The interval of checkpoints, and the choice of those that are kept.
+
+    Attributes:
+        every: steps between checkpoints; 0: only at the end and on SIGTERM.
+        keep: newest checkpoints kept.
+        keep_every: interval of checkpoints that are never deleted, in steps; 0: none.
+        resume: continue from the newest good checkpoint of the output directory if there is one.
+        reset_codec: start compression afresh if the checkpoint's compression state does not fit this run's.
+    """
+
+    every: int = 100
+    keep: int = 2
+    keep_every: int = 0
+    resume: bool = True
+    reset_codec: bool = False
+
+    def __post_init__(self) -> None:
+        positive("checkpoint", self, "keep")
+        for name in ("every", "keep_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"checkpoint.{name} must not be negative, got {value}")
+        require(
+            not self.keep_every or (self.every and self.keep_every % self.every == 0),
+            f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Length of the run, its output folder, and how often it reports.
+
+    Attributes:
+        steps: optimizer steps in total, including those before a resume.
+        seed: seed of the parameters, the order of the samples and dropout.
+        out: folder for checkpoints, metrics and figures.
+        eval_every: steps between validations; 0: only before the first step and after the last.
+        eval_batches: global batches per validation, the same ones each time.
+        log_every: steps between records of metrics; a step whose gradients are not finite is always recorded.
+        sample_tokens: tokens of the sample that is shown at the end; 0: none.
+        peak_flops: peak FLOP/s of one device for MFU; 0: looked up by device kind, none for a CPU.
+    """
+
+    steps: int = 200
+    seed: int = 0
+    out: str = "runs/tiny"
+    eval_every: int = 100
+    eval_batches: int = 8
+    log_every: int = 1
+    sample_tokens: int = 200
+    peak_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("run", self, "steps", "eval_batches", "log_every")
+        for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
+            value = getattr(self, name)
+            require(value >= 0, f"run.{name} must not be negative, got {value}")
+        require(self.seed < 2**63, f"run.seed must be below 2**63, got {self.seed}")
+        require(bool(self.out), "run.out must name a directory, got an empty string")
