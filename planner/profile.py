@@ -17,7 +17,6 @@ from paxtrain import tables
 from paxtrain.config import from_dict
 from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed
-from planner.cluster import cluster as clusters
 from planner.measure import flags as measure_flags
 from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
         machines = find_machines(group, f.rack)
         cluster, said = profile_cluster.profile(group, machines, config, options, f.name)
         if group.process == 0:
-            clusters.save(cluster, out)
+            cluster.save(out)
             print(tables.table([*profile_cluster.describe(cluster), *said, ("written", str(out))]), flush=True)
         group.gather(None)
 

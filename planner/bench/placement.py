@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from planner.cluster import cluster
 from planner.cluster.cluster import Cluster
 from planner.cost.links import Fabric, fabric
 from planner.cost.step_time import Candidate, Problem, host_order
@@ -120,7 +119,7 @@ def _line(problem: Problem, links: Fabric, noise: bool) -> str:
 
 def measured(path: str) -> None:
     """Print the gains of placements on a cluster file's measured links."""
-    nodes = cluster.load(path)
+    nodes = Cluster.load(path)
     for mesh, micro_batch in (((8, 4, 4), 2), ((4, 4, 8), 2), ((16, 8, 1), 1)):
         for schedule in ("eager_1f1b", "1f1b"):
             made = candidate(GPT_8B, mesh, micro_batch, 512, schedule)

@@ -169,7 +169,7 @@ def kept_profile(folder: pathlib.Path, machines: Machines, model: ModelConfig, m
         if time.time() - measured > most:
             return None
         try:
-            cluster = clusters.load(path)
+            cluster = Cluster.load(path)
         except UserError:  # cut off while it was written, or not a profile: one is as good as none
             continue
         if _fits(cluster, machines, model):
@@ -181,5 +181,5 @@ def keep_profile(cluster: Cluster, folder: pathlib.Path) -> pathlib.Path:
     """Writes a profile into the folder, named by the time."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / time.strftime("%Y%m%dT%H%M%SZ.json", time.gmtime())
-    clusters.save(cluster, path)
+    cluster.save(path)
     return path

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from tests.cluster import hosts
 from tests.cluster.models import Split
@@ -156,10 +155,10 @@ class Bench:
             "profile", config=split.values(self.lab.data), options=options, name=name, path=str(path)
         )
         self.lab.say(f"profiled {name} in {answer['seconds']:.0f} s")
-        cluster = clusters.load(path)
+        cluster = Cluster.load(path)
         self._compute = self._compute or cluster.compute
         cluster = dataclasses.replace(cluster, compute=self._compute)
-        clusters.save(cluster, path)
+        cluster.save(path)
         return cluster
 
     def time(self, names: list[str], repeats: int, steps: int = 1) -> dict[str, list[float]]:

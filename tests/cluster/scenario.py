@@ -129,7 +129,8 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
 def _spread(name: str, hosts: int, random: np.random.Generator) -> np.ndarray:
     """Return [H, H] factors around 1, drawn from the links of a measured cluster."""
     from planner.cluster import cluster as clusters
+    from planner.cluster.cluster import Cluster
 
-    measured = clusters.load(ROOT / name)
+    measured = Cluster.load(ROOT / name)
     between = measured.bandwidth[clusters.between(measured)]
     return random.choice(between / between.mean(), (hosts, hosts))

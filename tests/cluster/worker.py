@@ -29,7 +29,6 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.process.distributed import initialize
 from paxtrain.profiling import breakdown
 from paxtrain.study import probe
-from planner.cluster import cluster as clusters
 from planner.measure import compute_timing, profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
@@ -125,7 +124,7 @@ class Worker:
         began = time.perf_counter()
         cluster, said = profile_cluster.profile(self.group, self.machines, from_dict(config), options, name)
         if self.group.process == 0:
-            clusters.save(cluster, pathlib.Path(path))
+            cluster.save(pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}
 
     def load(

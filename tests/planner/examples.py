@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from planner.cluster.cluster import Cluster, parse
+from planner.cluster.cluster import Cluster
 
 MODEL = ModelConfig(vocab_size=50257, layers=12, hidden=1024, heads=16, sequence=1024)
 
@@ -19,7 +19,7 @@ def cluster(hosts: int = 4, per_host: int = 4, seed: int | None = 0, **changes: 
     np.fill_diagonal(bandwidth, 300e9)
     np.fill_diagonal(alpha, 3e-6)
     links = {"alpha": alpha.tolist(), "bandwidth": bandwidth.tolist()}
-    return parse(
+    return Cluster.parse(
         {"version": 1, "hosts": hosts, "devices_per_host": per_host, "device": "a100-80gb", "links": links} | changes
     )
 

@@ -24,10 +24,8 @@ def planned(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def cluster_file(tmp_path) -> pathlib.Path:
-    from planner.cluster import cluster as clusters
-
     path = tmp_path / "cluster.json"
-    clusters.save(cluster(2, 4), path)
+    cluster(2, 4).save(path)
     return path
 
 
@@ -56,10 +54,8 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
 
 
 def test_a_plan_for_the_hosts_that_are_left(tmp_path):
-    from planner.cluster import cluster as clusters
-
     file, out = tmp_path / "cluster.json", tmp_path / "plan"
-    clusters.save(dataclasses.replace(cluster(3, 4), hosts=("a", "b", "c"), named=True), file)
+    dataclasses.replace(cluster(3, 4), hosts=("a", "b", "c"), named=True).save(file)
     run = planned(
         *MODEL, f"--cluster={file}", "--without=b", f"--out={out}", "--top=1", "--placed=1", "--compress=none"
     )

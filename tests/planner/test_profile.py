@@ -14,7 +14,7 @@ import pytest
 
 from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
-from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.measure import compute_timing, link_timing, profile_cluster, profile_compute, profile_links
 from planner.measure.machines import Machines, find_machines
@@ -66,8 +66,8 @@ def test_machines_are_found(machines):
 
 def test_the_file_can_be_planned_with(profiled, config, tmp_path):
     cluster, said = profiled
-    clusters.save(cluster, tmp_path / "cluster.json")
-    loaded = clusters.load(tmp_path / "cluster.json")
+    cluster.save(tmp_path / "cluster.json")
+    loaded = Cluster.load(tmp_path / "cluster.json")
     assert loaded.hosts == (socket.gethostname(),)
     assert loaded.devices_per_host == 2
     assert loaded.samples.shape == (2, 1, 1)
@@ -98,8 +98,8 @@ def test_when_the_time_is_up_the_rest_is_left_out_and_said(group, machines, conf
 def test_a_single_device_has_no_links_and_a_profile_all_the_same(group, machines, config, tmp_path):
     alone = dataclasses.replace(machines, devices=machines.devices[:1], per_host=1)
     cluster, _ = profile_cluster.profile(group, alone, config, ProfileOptions(micro_batches=()), "one")
-    clusters.save(cluster, tmp_path / "one.json")
-    assert clusters.load(tmp_path / "one.json").devices == 1
+    cluster.save(tmp_path / "one.json")
+    assert Cluster.load(tmp_path / "one.json").devices == 1
 
 
 def test_tensor_sizes_are_those_that_divide_host_and_model(config):

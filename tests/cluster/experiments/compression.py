@@ -13,7 +13,6 @@ import numpy as np
 
 from configs import gpt_8b
 from paxtrain.config import ModelConfig
-from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster, between
 from planner.cost.links import fabric
 from planner.cost.step_time import Candidate, Problem, host_order
@@ -78,7 +77,7 @@ def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
     """Return the setting of Optimus-CC: 8.3B parameters on 128 A100s."""
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
-    return clusters.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
+    return Cluster.load(scenarios.ROOT / "configs/clusters/a100_16x8_measured.json"), model, candidate
 
 
 def messages() -> tuple[tuple[int, int], tuple[int, int]]:

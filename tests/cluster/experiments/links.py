@@ -8,6 +8,7 @@ import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
 from tests.cluster import hosts
 from tests.cluster.laboratory import Lab
 from tests.cluster.session import ENVIRONMENT, ROOT
@@ -53,7 +54,7 @@ def run(lab: Lab) -> None:
     given = rates(lab.seed)
     with hosts.Cluster(given.tolist()) as cluster:
         seconds = profile(cluster, out, lab.out / "logs" / "links", ROOT / "tests/cluster/config.py")
-    found = clusters.load(out)
+    found = Cluster.load(out)
     off = clusters.between(found)
     measured = found.bandwidth * 8e-6
     error = measured[off] / given[off] - 1

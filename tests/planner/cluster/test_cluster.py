@@ -10,6 +10,7 @@ import pytest
 
 from paxtrain.errors import UserError
 from planner.cluster import cluster
+from planner.cluster.cluster import Cluster
 
 SHIPPED = sorted((pathlib.Path(__file__).resolve().parents[3] / "configs" / "clusters").glob("*.json"))
 CLASSES = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-5, "bandwidth": 2e10}}
@@ -21,7 +22,7 @@ def values(**changes) -> dict:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_clusters_load(path):
-    found = cluster.load(path)
+    found = Cluster.load(path)
     assert found.devices == 128
     assert found.source
     apart = found.bandwidth[cluster.between(found)]
@@ -30,7 +31,7 @@ def test_shipped_clusters_load(path):
 
 def test_the_measured_cluster_has_the_ratios_of_its_source(shared):
     [path] = [path for path in SHIPPED if path.stem == "a100_16x8_measured"]
-    found, source = cluster.load(path), json.loads((shared / "data/trials/bandwidth_16xA100_nodes.json").read_text())
+    found, source = Cluster.load(path), json.loads((shared / "data/trials/bandwidth_16xA100_nodes.json").read_text())
     assert list(found.hosts) == source["time_0"]["1"]["gpus"]
     apart = cluster.between(found)
     for sample, run in zip(found.samples, ("time_0", "time_1")):
@@ -42,12 +43,12 @@ def test_the_measured_cluster_has_the_ratios_of_its_source(shared):
 
 def test_three_ways_to_give_the_same_links(tmp_path):
     exception = {"from": "host1", "to": "host2", "bandwidth": 5e9}
-    classes = cluster.parse(values(links=CLASSES | {"exceptions": [exception]}))
+    classes = Cluster.parse(values(links=CLASSES | {"exceptions": [exception]}))
     assert classes.bandwidth[1, 2] == 5e9 and classes.bandwidth[2, 1] == 2e10 and classes.alpha[1, 2] == 1e-5
     matrices = {"alpha": classes.alpha.tolist(), "bandwidth": classes.samples.tolist()}
     np.savez(tmp_path / "links.npz", alpha=classes.alpha, bandwidth=classes.samples)
     for links in (matrices, {"npz": "links.npz"}):
-        other = cluster.parse(values(links=links), tmp_path)
+        other = Cluster.parse(values(links=links), tmp_path)
         np.testing.assert_array_equal(other.alpha, classes.alpha)
         np.testing.assert_array_equal(other.samples, classes.samples)
 
@@ -55,7 +56,7 @@ def test_three_ways_to_give_the_same_links(tmp_path):
 def test_racks_and_stars():
     racks = {"racks": [0, 0, 1], "across": {"alpha": 2e-5, "bandwidth": 1e10}}
     star = {"exceptions": [{"from": "host0", "to": "*", "alpha": 5e-5}]}
-    found = cluster.parse(values(links=CLASSES | racks | star))
+    found = Cluster.parse(values(links=CLASSES | racks | star))
     assert found.bandwidth[0, 1] == 2e10 and found.bandwidth[0, 2] == found.bandwidth[2, 1] == 1e10
     assert (found.alpha[0] == [1e-6, 5e-5, 5e-5]).all() and found.alpha[1, 0] == 1e-5
 
@@ -66,9 +67,9 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     samples = rng.uniform(1e9, 2e9, (4, hosts, hosts)).tolist()
     measured = (rng.uniform(0, 1, (hosts, hosts)) < 0.8).tolist()
     links = {"alpha": 1e-5, "bandwidth": samples, "measured": measured}
-    made = cluster.parse(values(hosts=hosts, links=links, nics=2, name="lab"))
-    cluster.save(made, tmp_path / "c.json")
-    again = cluster.load(tmp_path / "c.json")
+    made = Cluster.parse(values(hosts=hosts, links=links, nics=2, name="lab"))
+    made.save(tmp_path / "c.json")
+    again = Cluster.load(tmp_path / "c.json")
     np.testing.assert_array_equal(again.samples, made.samples)
     np.testing.assert_array_equal(again.alpha, made.alpha)
     np.testing.assert_array_equal(again.measured, measured)
@@ -77,14 +78,14 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
 
 def test_merged_hosts_are_as_slow_as_their_slowest_pair():
     bandwidth = [[90, 5, 7, 8], [6, 90, 9, 4], [3, 9, 90, 2], [8, 8, 1, 90]]
-    made = cluster.parse(values(hosts=4, links={"alpha": 0, "bandwidth": bandwidth}, nics=2))
+    made = Cluster.parse(values(hosts=4, links={"alpha": 0, "bandwidth": bandwidth}, nics=2))
     two = cluster.merged(made, 2)
     assert two.bandwidth.tolist() == [[5, 4], [3, 1]]
     assert (two.devices, two.devices_per_host, two.nics) == (made.devices, 4, 4)
     with pytest.raises(UserError, match="4 hosts cannot be taken 3 at a time"):
         cluster.merged(made, 3)
     with pytest.raises(UserError, match="differ in kind"):
-        cluster.merged(cluster.parse(values(hosts=2, device=["h100", "h200"])), 2)
+        cluster.merged(Cluster.parse(values(hosts=2, device=["h100", "h200"])), 2)
 
 
 def test_without_some_hosts_nothing_else_changes():
@@ -96,7 +97,7 @@ def test_without_some_hosts_nothing_else_changes():
     }
     kinds = ["h100", "a100-80gb", "h100", "a100-80gb"]
     compute = [ROW, ROW | {"kind": "h100"}, ROW | {"save": "layer_inputs"}]
-    made = cluster.parse(
+    made = Cluster.parse(
         values(hosts=["a", "b", "c", "d"], device=kinds, memory=[1e9, 2e9, 3e9, 4e9], links=links, compute=compute,
                nics=3, name="lab", source="here")
     )  # fmt: skip
@@ -114,23 +115,23 @@ def test_without_some_hosts_nothing_else_changes():
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
     assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # none is forgotten
     assert cluster.without(made, []).hosts == made.hosts
-    assert cluster.without(cluster.parse(values()), ["host1"]).measured is None
+    assert cluster.without(Cluster.parse(values()), ["host1"]).measured is None
 
 
 def test_hosts_to_leave_out_must_be_there():
-    made = cluster.parse(values())
+    made = Cluster.parse(values())
     with pytest.raises(UserError, match="there is no host 'pax3' to leave out; the cluster has host0, host1, host2"):
         cluster.without(made, ["host0", "pax3"])
     with pytest.raises(UserError, match="all 3 hosts are left out; leave one at least"):
         cluster.without(made, made.hosts)
     with pytest.raises(ValueError, match="before they are merged"):
-        cluster.without(cluster.merged(cluster.parse(values(hosts=4)), 2), ["host0+host1"])
+        cluster.without(cluster.merged(Cluster.parse(values(hosts=4)), 2), ["host0+host1"])
 
 
 def test_a_smaller_cluster_can_be_saved(tmp_path):
-    left = cluster.without(cluster.parse(values(hosts=["a", "b", "c"])), ["b"])
-    cluster.save(left, tmp_path / "c.json")
-    again = cluster.load(tmp_path / "c.json")
+    left = cluster.without(Cluster.parse(values(hosts=["a", "b", "c"])), ["b"])
+    left.save(tmp_path / "c.json")
+    again = Cluster.load(tmp_path / "c.json")
     assert again.hosts == ("a", "c") and again.named
     np.testing.assert_array_equal(again.samples, left.samples)
 
@@ -138,7 +139,7 @@ def test_a_smaller_cluster_can_be_saved(tmp_path):
 def test_1024_hosts_load_in_under_a_second():
     exceptions = [{"from": f"host{i:04}", "to": f"host{i + 1:04}", "bandwidth": 1e9} for i in range(0, 1000, 10)]
     began = time.perf_counter()
-    found = cluster.parse(values(hosts=1024, links=CLASSES | {"exceptions": exceptions}))
+    found = Cluster.parse(values(hosts=1024, links=CLASSES | {"exceptions": exceptions}))
     assert time.perf_counter() - began < 1.0
     assert found.bandwidth[10, 11] == 1e9 and found.devices == 2048
 
@@ -192,7 +193,7 @@ def two(bandwidth: list) -> dict:
 )  # fmt: skip
 def test_what_is_wrong_is_told(changes, sentence):
     with pytest.raises(UserError) as error:
-        cluster.parse(values(**changes))
+        Cluster.parse(values(**changes))
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -201,6 +202,6 @@ def test_a_file_that_is_no_cluster_is_told(tmp_path):
     for text in ("", "[1]", "{"):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(UserError, match=r"c\.json"):
-            cluster.load(tmp_path / "c.json")
+            Cluster.load(tmp_path / "c.json")
     with pytest.raises(UserError, match="cannot read"):
-        cluster.load(tmp_path / "none.json")
+        Cluster.load(tmp_path / "none.json")

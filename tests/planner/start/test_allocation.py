@@ -85,7 +85,7 @@ def test_many_hosts_are_not_all_listed():
 
 def keep(folder, kept: clusters.Cluster, name: str, age: float) -> None:
     folder.mkdir(exist_ok=True)
-    clusters.save(kept, folder / name)
+    kept.save(folder / name)
     os.utime(folder / name, (NOW - age, NOW - age))
 
 

@@ -13,6 +13,7 @@ from paxtrain.config import to_dict
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
 from planner.measure import compute_timing
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
@@ -110,7 +111,7 @@ def test_the_decision_is_told_in_ten_lines(out):
         "nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]  # fmt: skip
     assert "4 x 2 a100-80gb: a, b, c, d" in lines[0]
     assert f"{PROFILES}/" in lines[2]
-    kept = clusters.load(next((out / PROFILES).glob("*.json")))
+    kept = Cluster.load(next((out / PROFILES).glob("*.json")))
     between = kept.bandwidth[clusters.between(kept)]
     assert f"{between.min() / 1e9:.3g} GB/s" in lines[3] and f"{between.max() / 1e9:.3g} GB/s" in lines[4]
     assert "s predicted" in lines[9] and "in host order" in lines[9]

@@ -1,0 +1,340 @@
+"""The file of a cluster: JSON, perhaps with an .npz beside it for the links.
+
+The JSON file, with all speeds in bytes/s and all times in seconds:
+
+    {"version": 1, "name": "...", "source": "where the figures are from",
+     "hosts": 16,                      or a list of names, as `hostname` prints them
+     "devices_per_host": 8,
+     "device": "a100-80gb",            a GPU of paxtrain/devices/gpus.py, or "cpu"; or a list, one per host
+     "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
+     "nics": 1,                        flows that leave a host, and enter it, at full speed; more share
+     "links": ...,                     see below
+     "compute": [...]}                 rows that planner.profile measured of layers, head and optimizer; optional
+
+`links` has the latency `alpha` and the `bandwidth` of a single flow for each ordered pair of hosts (from, to), and on
+the diagonal for two devices of one host. It is written in one of three ways:
+
+    {"alpha": x, "bandwidth": m}       x a number or [H][H]; m [H][H], or several samples of it, [R][H][H]; optionally
+                                       "measured", [H][H] true or false: the link was measured, or follows from others
+    {"npz": "links.npz"}               the same as arrays of a file beside the JSON
+    {"inside": {"alpha": x, "bandwidth": x}, "between": {...}, "racks": [0, 0, 1, ...], "across": {...},
+     "exceptions": [{"from": "n3", "to": "*", "alpha": x, "bandwidth": x}, ...]}
+                                       a class each for pairs in a host, between hosts and across racks; `from` and `to`
+                                       are host names, lists of them or "*"
+
+This module knows the fields of a `Cluster` by their names; `Cluster.load` and `Cluster.save` call it.
+"""
+
+import json
+import pathlib
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config import SAVE_MODES
+from paxtrain.config.model import FAMILIES
+from paxtrain.config.shipped import find
+from paxtrain.devices.gpus import GPUS
+from paxtrain.errors import UserError
+
+Fields = dict[str, Any]
+
+VERSION = 1
+_IN_JSON = 16  # hosts whose links are written into the JSON itself
+_MOST = 1_000_000  # hosts or devices
+_HUGE = 1e300  # numbers must be below it
+# Keys of a row of the compute profile whose values are positive integers, and those whose values are seconds.
+_SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
+_OPTIONAL_SIZES = ("key_value_heads", "ffn")
+_SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
+_OPTIONAL_SECONDS = ("backward_input", "backward_weights")
+_KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
+
+
+def read(name: str | pathlib.Path) -> Fields:
+    """Return the fields of the cluster in a file.
+
+    Args:
+        name: path of the file, or the name of a shipped one, such as "a100_16x8".
+
+    Raises:
+        UserError: the file cannot be read, or a link, host or device in it makes no sense.
+    """
+    path = pathlib.Path(find(str(name), "clusters", ".json"))
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"cannot read the cluster {path} ({error}); "
+            "name a JSON file as planner/cluster/cluster_file.py describes it"
+        ) from error
+    try:
+        return parse(values, path.parent)
+    except UserError as error:
+        raise UserError(f"cluster {path}: {error}") from error
+
+
+def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Fields:
+    """Return the fields of the cluster that the JSON's values describe.
+
+    Args:
+        values: values of the JSON.
+        folder: folder of the .npz that they may name.
+
+    Raises:
+        UserError: a key is unknown or missing, or a link, host or device makes no sense.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"a cluster must be a JSON object, got {type(values).__name__}")
+    if values.get("version") != VERSION:
+        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    for key in values:
+        if key not in _KEYS:
+            raise UserError(f"unknown key {key}; known are {', '.join(_KEYS)}")
+    for key in ("hosts", "devices_per_host", "device", "links"):
+        if key not in values:
+            raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
+    if type(values["hosts"]) is int and values["hosts"] > _MOST:
+        raise UserError(f"hosts must be a list of names or a number up to {_MOST:,}, got {values['hosts']:,}")
+    hosts = _hosts(values["hosts"])
+    per_host = _integer("devices_per_host", values["devices_per_host"])
+    kinds = _per_host("device", values["device"], len(hosts))
+    for kind in kinds:
+        if not isinstance(kind, str) or (kind not in GPUS and kind != "cpu"):
+            raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {kind!r}")
+    if "memory" not in values and "cpu" in kinds:
+        raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
+    memory = values.get("memory", [GPUS[kind].memory for kind in kinds] if "memory" not in values else None)
+    memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
+    alpha, samples, measured = _links(values["links"], hosts, folder)
+    compute = values.get("compute", [])
+    _check_compute(compute, kinds)
+    name = str(values.get("name", "cluster"))
+    if not all(text.isprintable() for text in (name, *hosts)):
+        raise UserError(f"name and hosts must be printable text, got {name!r} and {', '.join(map(repr, hosts[:3]))}")
+    if len(hosts) * per_host > _MOST:
+        raise UserError(f"a cluster may have {_MOST:,} devices, got {len(hosts):,} hosts of {per_host:,}")
+    return {
+        "name": name,
+        "source": str(values.get("source", "")),
+        "hosts": hosts,
+        "devices_per_host": per_host,
+        "kinds": tuple(kinds),
+        "memory": memory,
+        "nics": _integer("nics", values.get("nics", 1)),
+        "alpha": alpha,
+        "samples": samples,
+        "measured": measured,
+        "compute": tuple(compute),
+        "named": isinstance(values["hosts"], list),
+    }
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} must be an integer from 1 on, got {value!r}")
+    return value
+
+
+def _number(name: str, value: Any, zero: bool = False) -> float:
+    number = type(value) in (int, float) and abs(value) < _HUGE
+    if not number or value < 0 or (value == 0 and not zero):
+        raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
+    return float(value)
+
+
+def _check_compute(rows: Any, kinds: list[str]) -> None:
+    """Require that the rows of the compute profile have all keys, with values that make sense."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+    for number, row in enumerate(rows):
+        missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]
+        if missing:
+            raise UserError(f"compute row {number} lacks {', '.join(missing)}; profile again")
+        for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if key in row)):
+            _integer(f"compute row {number}: {key}", row[key])
+        for key in (*_SECONDS, *(key for key in _OPTIONAL_SECONDS if key in row)):
+            _number(f"compute row {number}: {key}", row[key], zero=key not in ("forward", "backward"))
+        known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": FAMILIES}
+        for key, known in known_values.items():
+            if row.get(key, known[0]) not in known:
+                raise UserError(f"compute row {number}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
+
+
+def _hosts(value: Any) -> tuple[str, ...]:
+    """Return the names of the hosts, which are made up if the value is a number."""
+    if type(value) is int:
+        width = len(str(_integer("hosts", value) - 1))
+        return tuple(f"host{i:0{width}}" for i in range(value))
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise UserError(f"hosts must be a number or a list of names, got {value!r}")
+    if len(set(value)) != len(value):
+        twice = next(name for name in value if value.count(name) > 1)
+        raise UserError(f"hosts must have different names, but {twice} comes twice")
+    return tuple(value)
+
+
+def _per_host(name: str, value: Any, hosts: int) -> list[Any]:
+    """Return a list of one value per host, from such a list or from one value for all."""
+    if not isinstance(value, list):
+        return [value] * hosts
+    if len(value) != hosts:
+        raise UserError(f"{name} must be one value or one for each of the {hosts} hosts, got {len(value)}")
+    return value
+
+
+def _links(
+    links: Any, hosts: tuple[str, ...], folder: pathlib.Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return alpha [H, H], samples [R, H, H], and which links were measured [H, H]; None: all."""
+    if not isinstance(links, dict):
+        raise UserError(f"links must be an object, got {links!r}")
+    if "npz" in links:
+        _only(links, ("npz",))
+        path = folder / str(links["npz"])
+        try:
+            with np.load(path) as arrays:
+                given = {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
+        _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
+    elif "between" in links or "inside" in links:
+        return *_classes(links, hosts), None
+    else:
+        _only(links, ("alpha", "bandwidth", "measured"))
+        given = links
+    measured = None
+    if "measured" in given:
+        measured = np.asarray(given["measured"], object)
+        if measured.shape != (len(hosts),) * 2 or not all(isinstance(x, bool | np.bool_) for x in measured.ravel()):
+            raise UserError(f"links.measured must be true or false for {len(hosts)} x {len(hosts)} links")
+        measured = measured.astype(bool)
+    for name in ("alpha", "bandwidth"):
+        if name not in given:
+            raise UserError(f"links.{name} is missing; needed are alpha and bandwidth, an npz, or inside and between")
+    alpha = _matrix("links.alpha", given["alpha"], hosts, zero=True)
+    samples = _matrix("links.bandwidth", given["bandwidth"], hosts, zero=False)
+    if alpha.ndim == 3:
+        raise UserError("links.alpha must be a number or one matrix; only bandwidth may have several samples")
+    return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
+
+
+def _only(given: dict[str, Any], known: tuple[str, ...], where: str = "links.") -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"unknown key {where}{key}; known are {', '.join(known)}")
+
+
+def _matrix(name: str, value: Any, hosts: tuple[str, ...], zero: bool) -> np.ndarray:
+    """Return an array of the value: [H, H], [R, H, H], or [] if `zero` is allowed."""
+    size = len(hosts)
+    try:
+        array = np.array(value, float)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"{name} must be a matrix of {size} x {size} numbers for the {size} hosts, but its rows differ in length "
+            "or hold something else (null for a missing link?)"
+        ) from None
+    if array.ndim == 0 and zero:
+        return np.array(_number(name, value, zero=True))
+    if array.ndim not in (2, 3) or array.shape[-2:] != (size, size) or array.size == 0:
+        given = " x ".join(map(str, array.shape)) or "a number"
+        raise UserError(f"{name} must be a matrix of {size} x {size} for the {size} hosts, got {given}")
+    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
+    if bad.any():
+        place = tuple(np.argwhere(bad)[0])
+        a, b = place[-2:]
+        where = f"from {hosts[a]} to {hosts[b]}" if a != b else f"inside {hosts[a]}"
+        raise UserError(f"{name} {where} must be {'from 0 on' if zero else 'above 0'}, got {array[place]:g}")
+    return array
+
+
+def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return alpha [H, H] and one sample of the bandwidth [1, H, H] of links that are given by classes."""
+    _only(links, ("inside", "between", "racks", "across", "exceptions"))
+    size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
+    alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
+
+    def put(name: str, values: Any, where: Any, needed: bool = True) -> None:
+        if not isinstance(values, dict):
+            raise UserError(f"links.{name} must be an object with alpha and bandwidth, got {values!r}")
+        if needed and not {"alpha", "bandwidth"} <= set(values):
+            raise UserError(f"links.{name} must say alpha and bandwidth, got {', '.join(values) or 'nothing'}")
+        if "alpha" in values:
+            alpha[where] = _number(f"links.{name}.alpha", values["alpha"], zero=True)
+        if "bandwidth" in values:
+            bandwidth[where] = _number(f"links.{name}.bandwidth", values["bandwidth"])
+
+    for name in ("inside", "between"):
+        if name not in links:
+            raise UserError(f"links.{name} is missing; classes need inside (a host) and between (hosts)")
+    put("between", links["between"], ...)
+    if ("racks" in links) != ("across" in links):
+        raise UserError("links.racks and links.across go together; give both or neither")
+    if "racks" in links:
+        racks = np.array([str(rack) for rack in _per_host("links.racks", links["racks"], size)])
+        put("across", links["across"], racks[:, None] != racks[None])
+    diagonal = np.diag_indices(size)
+    put("inside", links["inside"], diagonal)
+
+    def chosen(value: Any) -> list[int]:
+        names = [value] if isinstance(value, str) else value
+        if names == ["*"]:
+            return list(range(size))
+        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in index for n in names):
+            raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
+        return [index[name] for name in names]
+
+    exceptions = links.get("exceptions", [])
+    if not isinstance(exceptions, list):
+        raise UserError(f"links.exceptions must be a list, got {exceptions!r}")
+    for values in exceptions:
+        if not isinstance(values, dict) or not {"from", "to"} <= set(values):
+            raise UserError(f"each of links.exceptions must say from and to, got {values!r}")
+        _only(values, ("from", "to", "alpha", "bandwidth"), "links.exceptions: ")
+        kept = alpha[diagonal].copy(), bandwidth[diagonal].copy()
+        rows, columns = chosen(values["from"]), chosen(values["to"])
+        put("exceptions", values, np.ix_(rows, columns), needed=False)
+        if "*" in (values["from"], values["to"]):  # of the links between hosts
+            alpha[diagonal], bandwidth[diagonal] = kept
+    return alpha, bandwidth[None]
+
+
+def _uniform(values: Sequence[Any]) -> Any:
+    """Return the one value of all hosts, or the list of values if they differ."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+def write(fields: Mapping[str, Any], path: str | pathlib.Path) -> None:
+    """Write a cluster file; the links of more than _IN_JSON hosts go into an .npz beside it.
+
+    Args:
+        fields: fields of the cluster by name.
+        path: path of the JSON.
+    """
+    path, hosts = pathlib.Path(path), fields["hosts"]
+    arrays = {"alpha": fields["alpha"], "bandwidth": fields["samples"]}
+    if fields["measured"] is not None:
+        arrays["measured"] = fields["measured"]
+    if len(hosts) > _IN_JSON:
+        beside = path.with_suffix(".npz")
+        np.savez_compressed(beside, **arrays)
+        links: dict[str, Any] = {"npz": beside.name}
+    else:
+        links = {name: array.tolist() for name, array in arrays.items()}
+    values = {
+        "version": VERSION,
+        "name": fields["name"],
+        "source": fields["source"],
+        "hosts": list(hosts) if fields["named"] else len(hosts),
+        "devices_per_host": fields["devices_per_host"],
+        "device": _uniform(fields["kinds"]),
+        "memory": _uniform(fields["memory"].tolist()),
+        "nics": fields["nics"],
+        "links": links,
+        "compute": list(fields["compute"]),
+    }
+    path.write_text(json.dumps(values, indent=1) + "\n")
