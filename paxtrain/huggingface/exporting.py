@@ -15,7 +15,7 @@ from paxtrain.data.tokenizer import END_OF_TEXT
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.files import CONFIG, INDEX, ONE_FILE, SETTINGS, read_json, write_json
-from paxtrain.run import checkpoint, sampling
+from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 DTYPES = ("float32", "bfloat16")
 SHARD = "5GB"  # largest file, as in transformers
@@ -71,7 +71,7 @@ def export(
     folder = pathlib.Path(out)
     if (folder / CONFIG).exists() or (folder / ONE_FILE).exists():
         raise UserError(f"--out={out} holds a model already; name another folder, or empty it")
-    checkpoint.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
+    checkpoint_reading.read_meta(pathlib.Path(directory) / sampling.CHECKPOINTS, step)
     checkpoint.ensure_writable(folder)
     params, config, tokenizer = sampling.load(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)

@@ -22,7 +22,9 @@ from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.process import distributed, supervised
 from paxtrain.process.stopping import Stop
-from paxtrain.run import checkpoint, metrics, report, sampling
+from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
+from paxtrain.run.checkpoint_reading import Wanted
+from paxtrain.run.checkpoint_record import Meta
 from paxtrain.tables import table
 
 
@@ -101,7 +103,7 @@ class PreparedRun:
         Raises:
             UserError: The tokenizers differ, or the data's is damaged.
         """
-        resumes = self.config.checkpoint.resume and checkpoint.finished_steps(self.out / sampling.CHECKPOINTS)
+        resumes = self.config.checkpoint.resume and checkpoint_reading.finished_steps(self.out / sampling.CHECKPOINTS)
         paths = (self._tokenizer, self.data.tokenizer)
         if self.data.tokenizer.exists():
             tokenizer.load(self.data.tokenizer)  # find a damaged file now, not at the sample after training
@@ -163,7 +165,7 @@ class PreparedRun:
         self._resume(meta)
         return self.trainer.from_canonical(tree)
 
-    def _resume(self, meta: checkpoint.Meta) -> None:
+    def _resume(self, meta: Meta) -> None:
         """Continue the count of samples and the ranks from a checkpoint's metadata, and print what has changed."""
         step, steps = meta["step"], self.config.run.steps
         if step > steps:
@@ -196,11 +198,11 @@ class PreparedRun:
         ]
         return {name: getattr(self.config.compress, name) for name in names}
 
-    def _wanted(self, abstract: dict[str, Any]) -> checkpoint.Wanted:
+    def _wanted(self, abstract: dict[str, Any]) -> Wanted:
         """Return the function that selects what to read: all, or all except the state of the compression."""
-        mine = checkpoint.kinds({"codec": abstract["codec"]})
+        mine = checkpoint_record.kinds({"codec": abstract["codec"]})
 
-        def wanted(meta: checkpoint.Meta, arrays: dict[str, str], where: str) -> set[str]:
+        def wanted(meta: Meta, arrays: dict[str, str], where: str) -> set[str]:
             if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
                 return {"params"}
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}

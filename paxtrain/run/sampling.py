@@ -16,7 +16,7 @@ from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Params
-from paxtrain.run import checkpoint
+from paxtrain.run import checkpoint_reading
 
 CHECKPOINTS = "checkpoints"
 
@@ -92,12 +92,12 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     """
     directory = pathlib.Path(directory)
     home = directory / CHECKPOINTS
-    config = from_dict(checkpoint.read_meta(home, step)["config"])
+    config = from_dict(checkpoint_reading.read_meta(home, step)["config"])
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), transformer.shapes(config.model)
     )
-    params, _ = checkpoint.restore_params(home, abstract, architecture(config.model), step)
+    params, _ = checkpoint_reading.restore_params(home, abstract, architecture(config.model), step)
     path = directory / TOKENIZER
     if not path.exists():
         raise UserError(f"there is no {path}; copy the tokenizer.json of the training data there")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paxtrain.run import metrics, sampling
-from paxtrain.run.checkpoint import read_meta
+from paxtrain.run.checkpoint_reading import read_meta
 from tests.cluster.hosts import Cluster, why_not
 from tests.cluster.supervised_run import (
     BATCH,

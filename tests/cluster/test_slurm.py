@@ -20,7 +20,7 @@ import pytest
 from paxtrain.config import plan as plans
 from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
-from paxtrain.run.checkpoint import read_meta
+from paxtrain.run.checkpoint_reading import read_meta
 from tests.cluster.hosts import Cluster
 from tests.cluster.slurm_cluster import HOLD, SILENT, Slurm, why_not
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
 from paxtrain.process import setup
-from paxtrain.run import checkpoint
+from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record
 from paxtrain.run.checkpoint import Checkpoints
 from tests.paxtrain.two_processes import run_two_processes
 
@@ -200,7 +200,7 @@ def test_an_edited_record_is_found(copy):
     assert '"step": 2' in text or '"step":2' in text
     record.write_text(text.replace('"step": 2', '"step": 9').replace('"step":2', '"step":9'))
     assert restore(copy)[0] == 1
-    assert checkpoint.read_meta(copy)["step"] == 1
+    assert checkpoint_reading.read_meta(copy)["step"] == 1
 
 
 def test_an_unfinished_save_is_reported_and_then_cleared(copy):
@@ -220,7 +220,7 @@ def test_no_good_checkpoint_is_an_error(copy):
     with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
         restore(copy)
     with pytest.raises(UserError, match=r"no checkpoint in .* is good"):
-        checkpoint.read_meta(copy)
+        checkpoint_reading.read_meta(copy)
 
 
 def test_saving_after_a_damaged_checkpoint(copy):
@@ -258,19 +258,19 @@ def test_other_arrays_are_refused_by_name(saved):
 
 def test_parameters_alone_do_not_read_the_optimizer(saved, copy):
     expected = make_state((1, 2, 4), 2)["params"]
-    params, meta = checkpoint.restore_params(saved, abstract(expected), MODEL)
+    params, meta = checkpoint_reading.restore_params(saved, abstract(expected), MODEL)
     assert same_bits(params, expected) and meta["step"] == 2
-    params, meta = checkpoint.restore_params(saved, abstract(expected), MODEL, step=1)
+    params, meta = checkpoint_reading.restore_params(saved, abstract(expected), MODEL, step=1)
     assert same_bits(params, make_state((1, 2, 4), 1)["params"]) and meta["step"] == 1
     with pytest.raises(UserError, match=r"no checkpoint of step 7 .*1, 2"):
-        checkpoint.restore_params(saved, abstract(expected), MODEL, step=7)
+        checkpoint_reading.restore_params(saved, abstract(expected), MODEL, step=7)
 
 
 def test_metadata_without_arrays(saved, tmp_path):
-    assert checkpoint.read_meta(saved) == {"model": MODEL, "step": 2}
-    assert checkpoint.read_meta(saved, step=1)["step"] == 1
+    assert checkpoint_reading.read_meta(saved) == {"model": MODEL, "step": 2}
+    assert checkpoint_reading.read_meta(saved, step=1)["step"] == 1
     with pytest.raises(UserError, match="no checkpoint in"):
-        checkpoint.read_meta(tmp_path)
+        checkpoint_reading.read_meta(tmp_path)
 
 
 def test_a_directory_that_cannot_be_written():
@@ -283,17 +283,20 @@ def test_fingerprint_sees_bits_and_places_but_not_the_mesh(dtype):
     random = np.random.default_rng(0)
     x = (random.normal(size=(8, 6)) > 0) if dtype == "bool" else jnp.asarray(random.integers(1, 99, size=(8, 6)), dtype)
     x = np.asarray(x)
-    reference = int(checkpoint.fingerprint(x))
+    reference = int(checkpoint_record.fingerprint(x))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     for spec in [("a", "b"), ("b", None), (("a", "b"), None)]:
-        assert int(checkpoint.fingerprint(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))))) == reference
+        assert (
+            int(checkpoint_record.fingerprint(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))))
+            == reference
+        )
     negative = x.copy().view(np.uint8).reshape(8, -1)
     top = x.dtype.itemsize - 1
     # Two flipped signs (or truths) cancel in a plain sum of bits modulo 2**32.
     for row in (0, 1):
         negative[row, top] ^= 1 if dtype == "bool" else 0x80
-    assert int(checkpoint.fingerprint(negative.view(x.dtype).reshape(8, 6))) != reference
-    assert int(checkpoint.fingerprint(np.ascontiguousarray(x[::-1]))) != reference
+    assert int(checkpoint_record.fingerprint(negative.view(x.dtype).reshape(8, 6))) != reference
+    assert int(checkpoint_record.fingerprint(np.ascontiguousarray(x[::-1]))) != reference
 
 
 # Programs for two processes, about the functions above.
@@ -324,8 +327,8 @@ with Checkpoints(directory, CheckpointConfig()) as checkpoints:
         checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
 jax.experimental.multihost_utils.sync_global_devices("saved")
 if jax.process_index() == int(sys.argv[2]):
-    there, began = checkpoint.finished_steps, time.monotonic()
-    checkpoint.finished_steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
+    there, began = checkpoint_reading.finished_steps, time.monotonic()
+    checkpoint_reading.finished_steps = lambda directory: there(directory)[: 2 if time.monotonic() > began + 2 else 1]
 seen = 1 if sys.argv[2] == "0" else 2
 checkpoints = Checkpoints(directory, CheckpointConfig())
 state, meta = checkpoints.restore(abstract(make_state((4, 1, 2), 0)), MODEL)
