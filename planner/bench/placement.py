@@ -11,7 +11,9 @@ from planner.cluster.cluster import Cluster
 from planner.cost.links import Fabric, fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import bounds, exact
-from planner.placement.place import amp_rule, gain, pipette_rule, place
+from planner.placement.gain import gain
+from planner.placement.place import place
+from planner.placement.rules import amp_rule, pipette_rule
 
 GPT_8B = ModelConfig(vocab_size=50257, layers=72, hidden=3072, heads=24, sequence=1024)
 GPT_175B = ModelConfig(vocab_size=50257, layers=96, hidden=12288, heads=96, sequence=2048)

@@ -1,8 +1,8 @@
 """Memory of a train step in closed form, for many candidates at once: numpy over arrays of candidates, no jax.
 
-All stages run ONE program, so XLA allocates the same on every stage: rings as deep as the deepest stage needs, layer
-slots for the largest virtual stage, and a row of the tied embedding everywhere (zeros between the ends). `analytic`
-says what is allocated; `per_stage` what of it a stage has in use, for drawings.
+All stages run one program, so XLA allocates the same on every stage: rings as deep as the deepest stage needs, layer
+slots for the largest virtual stage, and the tied embedding everywhere (zeros between the ends). `analytic` says what is
+allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
     optimizer     Adam's two moments, sharded like the weights
@@ -14,66 +14,73 @@ says what is allocated; `per_stage` what of it a stage has in use, for drawings.
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, Config, ModelConfig
 from paxtrain.schedule.spec import code, each
 
-# Of a device's memory, what a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts, cuBLAS, cuDNN and
-# NCCL their workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's own default, 75%
-# preallocated, is below this: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use it.
+# The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
+# cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
+# preallocates 75%, which is less: XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 must be set to use this share.
 USABLE = 0.92
 
+Column = float | np.ndarray  # a number, or an array over candidates
 _ERRORS = ("none", "explicit", "lazy")
 _ACCUMULATOR = 4  # bytes of float32: master weights, moments, gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Candidates as integer arrays that broadcast against each other; one model for all.
+    """Candidates as integer columns that broadcast against each other; one model for all.
 
     Attributes:
-        model: its attention settled, see `settle`.
-        data, pipe, tensor: mesh sizes.
+        model: model whose attention is settled, see `settle`.
+        data: size of the data axis.
+        pipe: size of the pipe axis.
+        tensor: size of the tensor axis.
         virtual_stages: chunks of layers per stage.
-        slots, common: layers of the largest and of the smallest virtual stage.
-        micro_batch: sequences; micro_batches: per data rank and step.
-        schedule, save: index into paxtrain.schedule.spec.SPECS and paxtrain.config.SAVE_MODES.
+        slots: layers of the largest virtual stage.
+        common: layers of the smallest virtual stage.
+        micro_batch: sequences of a micro-batch.
+        micro_batches: micro-batches per data rank and step.
+        schedule: place in paxtrain.schedule.spec.SPECS.
+        save: place in paxtrain.config.SAVE_MODES.
         zero1: state and gradients are sharded over data.
-        sequence_parallel: activations between the split matrices are sharded over tensor.
         scan: layers run in a loop.
-        backward_rank, forward_rank, data_rank: of the factors of what is compressed, 0 where nothing is.
-        error: of the messages' compression, index into ("none", "explicit", "lazy").
+        backward_rank: rank of compressed gradients between stages, 0 if they are not compressed.
+        forward_rank: rank of compressed activations between stages, or 0.
+        data_rank: rank of compressed gradients over data, or 0.
+        error: error feedback of messages, as a place in ("none", "explicit", "lazy").
+        sequence_parallel: activations between the split matrices are sharded over tensor.
     """
 
     model: ModelConfig
-    data: Any
-    pipe: Any
-    tensor: Any
-    virtual_stages: Any
-    slots: Any
-    common: Any
-    micro_batch: Any
-    micro_batches: Any
-    schedule: Any
-    save: Any
-    zero1: Any
-    scan: Any
-    backward_rank: Any = 0
-    forward_rank: Any = 0
-    data_rank: Any = 0
-    error: Any = 2
-    sequence_parallel: Any = 0
+    data: Column
+    pipe: Column
+    tensor: Column
+    virtual_stages: Column
+    slots: Column
+    common: Column
+    micro_batch: Column
+    micro_batches: Column
+    schedule: Column
+    save: Column
+    zero1: Column
+    scan: Column
+    backward_rank: Column = 0
+    forward_rank: Column = 0
+    data_rank: Column = 0
+    error: Column = 2
+    sequence_parallel: Column = 0
 
     @property
-    def parts(self) -> Any:
-        """Number of parts of the sequence in what is sharded over tensor between the split matrices."""
+    def parts(self) -> Column:
+        """Parts of the sequence in what is sharded over tensor between the split matrices."""
         return np.where(np.asarray(self.sequence_parallel) == 1, self.tensor, 1)
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> Column:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.model.sequence
 
@@ -85,29 +92,29 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device: each an array over candidates, or over stages where `per_stage` made it."""
+    """Bytes of one device: each an array over candidates, or over stages if `per_stage` made it."""
 
-    weights: Any
-    optimizer: Any
-    gradients: Any
-    activations: Any
-    buffers: Any
-    compression: Any
+    weights: Column
+    optimizer: Column
+    gradients: Column
+    activations: Column
+    buffers: Column
+    compression: Column
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Column:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def settle(model: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
-    """The model with attention="auto" settled for GPUs of a compute capability."""
+    """Return the model with attention="auto" settled for GPUs of a compute capability."""
     if model.attention != "auto":
         return model
     return dataclasses.replace(model, attention="cudnn" if model.fits_flash and capability >= (8, 0) else "xla")
 
 
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
-    """One configuration as a Shape of scalars, on GPUs of a compute capability."""
+    """Return one configuration as a Shape of scalars, on GPUs of a compute capability."""
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
     return Shape(
@@ -132,7 +139,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     )
 
 
-def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
+def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
     """Return the depths of the rings of residuals, activations and gradients, without scrap slots.
 
     They are those of the first stage, the deepest: `buffers.assign` finds the same, except that the message rings of
@@ -146,15 +153,18 @@ def ring_depths(shape: Shape) -> tuple[Any, Any, Any]:
     return residual * several, activation * several, gradient * several
 
 
-def kept(shape: Shape) -> dict[str, Any]:
-    """Bytes that the forward of one layer leaves for its backward, by save mode ("inputs" keeps none of a layer).
+def kept(shape: Shape) -> dict[str, Column]:
+    """Return the bytes that the forward of one layer leaves for its backward, by save mode.
 
-    What paxtrain.pipeline.residuals.SplitVjp keeps: activations [t, H] between the split matrices, which sequence
-    parallelism
-    shards, [t, H/T] sharded over tensor, softmax sums or, with XLA's attention and everything saved, its [S, S]
-    probabilities; and, with everything saved, the inputs of two matrices, which are always whole. Where documents are
-    apart, also their beginnings [t] or, with flash attention and everything saved, the mask [B, S, S]. Of jax 0.10;
-    newer ones keep up to a tenth less where everything is saved.
+    They are what paxtrain.pipeline.residuals.SplitVjp keeps:
+        - activations [t, H] between the split matrices, which sequence parallelism shards, and [t, H/T] inside of them;
+        - softmax sums or, with XLA's attention and everything saved, its [S, S] probabilities;
+        - with everything saved, the inputs of two matrices, which are always whole;
+        - if documents are apart, their beginnings [t] or, with flash attention and everything saved, the mask
+          [B, S, S].
+
+    The save mode "inputs" keeps nothing of a layer. The figures are those of jax 0.10; later versions keep up to a
+    tenth less if everything is saved.
     """
     model, c, t = shape.model, shape.compute, shape.tokens
     part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
@@ -177,14 +187,14 @@ def kept(shape: Shape) -> dict[str, Any]:
     return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
 
 
-def left(shape: Shape) -> dict[str, Any]:
-    """Bytes that B of one layer adds to that for W, by save mode, where the backward is split.
+def left(shape: Shape) -> dict[str, Column]:
+    """Return the bytes that B of one layer adds to `kept` for W, by save mode, if the backward is split.
 
-    Of the gradients of what the layer's matrices make, those for which paxtrain.pipeline.split_backward finds no
-    place among
-    what F keeps and W does not read. With matrix products saved, those of queries, keys and values do. With everything
-    saved, those do of which F keeps others of one shape and dtype: in bfloat16 without dropout no [t, H]. With sequence
-    parallelism F keeps none that is whole, and where matrix products are saved B leaves what it has gathered for W.
+    B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
+    place of what F keeps and W does not read; the others add to the ring. With matrix products saved, the gradients of
+    queries, keys and values find a place. With everything saved, a gradient finds one if F keeps an array of its shape
+    and dtype: in bfloat16 without dropout there is none of [t, H]. With sequence parallelism F keeps no whole array,
+    and with matrix products saved B also leaves for W what it has gathered.
     """
     model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
     whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
@@ -198,8 +208,8 @@ def left(shape: Shape) -> dict[str, Any]:
     return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 
-def _matrices(shape: Shape) -> list[list[Any]]:
-    """Dims of a layer's kernels on a device, by layout.py."""
+def _matrices(shape: Shape) -> list[list[Column]]:
+    """Return the dims of a layer's kernels on a device, by layout.py."""
     model, tensor = shape.model, np.asarray(shape.tensor)
     h, part, up = model.hidden, model.hidden // tensor, model.ffn // tensor
     if model.family == "llama":
@@ -207,8 +217,8 @@ def _matrices(shape: Shape) -> list[list[Any]]:
     return [[h, 3, part], [part, h], [h, up], [up, h]]
 
 
-def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:
-    """The parameters of a device as (how many such arrays, their dims, cast to the compute dtype), by layout.py."""
+def _arrays(shape: Shape) -> list[tuple[Column, list[Column], bool]]:
+    """Return the parameters of a device as (number of arrays, their dims, cast to the compute dtype), by layout.py."""
     model, tensor = shape.model, np.asarray(shape.tensor)
     h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
     tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
@@ -220,8 +230,8 @@ def _arrays(shape: Shape) -> list[tuple[Any, list[Any], bool]]:
     return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
 
 
-def parameters(shape: Shape) -> tuple[Any, Any, Any]:
-    """Per device: parameters of its slots, whole; the same as ZeRO-1 leaves them; those cast to the compute dtype."""
+def parameters(shape: Shape) -> tuple[Column, Column, Column]:
+    """Return a device's parameters: whole; what ZeRO-1 leaves of them; those cast to the compute dtype."""
     whole, sharded, cast = 0, 0, 0
     for count, dims, compute in _arrays(shape):
         size = count * functools.reduce(np.multiply, dims)
@@ -232,8 +242,8 @@ def parameters(shape: Shape) -> tuple[Any, Any, Any]:
     return whole, sharded, cast
 
 
-def _codec_state(shape: Shape) -> Any:
-    """Bytes of the compression's states of one device, see compress.lowrank.LowRankState and collectives.PowerState."""
+def _codec_state(shape: Shape) -> Column:
+    """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k, total = shape.tokens // shape.parts, model.hidden, 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
@@ -248,24 +258,24 @@ def _codec_state(shape: Shape) -> Any:
     return total
 
 
-def ring_slots(shape: Shape) -> Any:
-    """Slots of the ring of residuals, the scrap slot of schedules without branches included; 1 with one stage."""
+def ring_slots(shape: Shape) -> Column:
+    """Return the slots of the ring of residuals, including the scrap slot of masked schedules; 1 with one stage."""
     masked = each(shape.schedule, lambda spec: spec.masked)
     return np.where(np.asarray(shape.pipe) == 1, 1, ring_depths(shape)[0] + masked)
 
 
-def _message(shape: Shape) -> Any:
+def _message(shape: Shape) -> Column:
     return shape.tokens // shape.parts * shape.model.hidden * shape.compute
 
 
-def _messages(shape: Shape) -> Any:
-    """Bytes of all messages that wait or travel: the rings, what was made last and what arrives, both ways."""
+def _messages(shape: Shape) -> Column:
+    """Return the bytes of messages that wait or travel: the rings, what was made last, what arrives, both ways."""
     _, activation, gradient = ring_depths(shape)
     return (np.asarray(shape.pipe) > 1) * (4 + activation + gradient) * _message(shape)
 
 
-def _head(shape: Shape) -> Any:
-    """Bytes of the loss's workspace: float32 logits, their gradient and the table's, in the compute dtype.
+def _head(shape: Shape) -> Column:
+    """Return the bytes of the loss's workspace: float32 logits, their gradient and the table's in the compute dtype.
 
     With one stage the table's gradient goes straight into its accumulator.
     """
@@ -274,11 +284,11 @@ def _head(shape: Shape) -> Any:
     return (_ACCUMULATOR + shape.compute) * logits + several * shape.compute * table
 
 
-def _fused(shape: Shape) -> Any:
-    """Bytes that are really kept of a layer between its F and its B where no ring asks for more, unlike `kept`.
+def _fused(shape: Shape) -> Column:
+    """Return the bytes that XLA keeps of a layer between its F and its B if no ring asks for more.
 
-    Of unrolled layers XLA sees all: it keeps what save="dots" would, the two norms' float32 inputs and, with sequence
-    parallelism, what is gathered of them. A loop over layers keeps all it is told to.
+    XLA sees all unrolled layers at once. It keeps what save="dots" would, the two norms' float32 inputs and, with
+    sequence parallelism, what is gathered of them. A loop over layers keeps all it is told to.
     """
     layer, whole = kept(shape), shape.tokens * shape.model.hidden
     gathered = 2 * shape.compute * whole * (np.asarray(shape.sequence_parallel) == 1)
@@ -286,11 +296,11 @@ def _fused(shape: Shape) -> Any:
     return np.where(np.asarray(shape.scan) == 1, layer["residuals"], unrolled)
 
 
-def _backward(shape: Shape) -> Any:
-    """Bytes of B's workspace: what it computes anew, and the gradients of the kernels before they are added.
+def _backward(shape: Shape) -> Column:
+    """Return the bytes of B's workspace: what it computes anew, and the kernels' gradients before they are added.
 
-    Of the many passes over one layer's activations XLA fuses all but some, about six float32 and some in the compute
-    dtype: read off its buffer assignments, like `_fused`; all other figures here are counted from the code.
+    XLA fuses most passes over one layer's activations; about six in float32 and some in the compute dtype remain. These
+    figures and those of `_fused` are read off XLA's buffer assignments; all others here are counted from the code.
     """
     model, c, t, tensor = shape.model, shape.compute, shape.tokens, np.asarray(shape.tensor)
     gathered = 4 * c * (np.asarray(shape.sequence_parallel) == 1)
@@ -298,7 +308,7 @@ def _backward(shape: Shape) -> Any:
     if model.attention != "cudnn":
         layer = layer + t * model.heads / tensor * model.sequence * (4 + c)
     elif model.separator >= 0:
-        layer = layer + t * c * model.sequence  # the mask; its gradient, which nobody uses, finds room elsewhere
+        layer = layer + t * c * model.sequence  # the mask; its gradient, which nothing uses, finds room elsewhere
     again = (shape.save == SAVE_MODES.index("inputs")) * shape.slots * _fused(shape)
     # With one stage the kernels' gradients go straight into their accumulators, if there are any.
     waits = (np.asarray(shape.pipe) > 1) | (np.asarray(shape.micro_batches) == 1)

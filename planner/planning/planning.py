@@ -16,7 +16,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.memory import closed_form
-from planner.placement import place
+from planner.placement.gain import gain
 from planner.planning import to_plan
 from planner.planning.options import PlanOptions
 from planner.report import contents, page, text
@@ -347,7 +347,7 @@ class _Planning:
         problem = Problem(cluster, self.search.model, chosen.candidate)
         order = host_order(chosen.candidate, cluster.devices_per_host)[0]
         seed = self.search.options.seed
-        found = place.gain(problem, cluster, chosen.placement.hosts, order, seed=seed, iterations=_HALVES)
+        found = gain(problem, cluster, chosen.placement.hosts, order, seed=seed, iterations=_HALVES)
         return contents.Noise(found.mean, found.std, found.words)
 
 

@@ -8,7 +8,7 @@ from paxtrain.schedule.spec import code
 from planner.cluster.cluster import between
 from planner.cost import closed_forms
 from planner.cost.step_time import MASTER, Candidate, Problem
-from planner.placement.place import amp_rule, pipette_rule
+from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import layers, pruning
 from planner.search.search import Found, Search, candidate_of
 

@@ -284,11 +284,11 @@ class Search:
         top: int | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> Outcome:
-        """Searches.
+        """Rank the candidates, and place the best of them.
 
         Args:
-            among: bool [N], the candidates to look at.
-            top: how many to rank, if not as many as the options say.
+            among: bool [N], candidates to look at.
+            top: number of plans to rank; None: that of the options.
             progress: called with a sentence now and then.
 
         Raises:
@@ -296,41 +296,13 @@ class Search:
         """
         began = time.perf_counter()
         self.require_one()
-        top = top or self.options.top
         scores = np.where(among, self.scores, np.inf)
         order = np.argsort(scores, kind="stable")
         order = order[np.isfinite(scores[order])]
-        rank = lambda f: f.score(self.options.gain)  # noqa: E731
-        found: list[Found] = []
-        points: list[tuple[float, float]] = []
-        worst, simulated = np.inf, 0
-        while simulated < len(order) and scores[order[simulated]] < worst:
-            some = order[simulated : simulated + _TOGETHER]
-            new = self.simulate(some[scores[some] < worst].tolist())
-            points += [(f.seconds, f.memory) for f in new]
-            simulated += len(some)
-            found = sorted(found + new, key=rank)[:top]
-            if len(found) == top:
-                worst = rank(found[-1])
-            progress(f"{simulated:,} of {len(order):,} candidates simulated, best {found[0].seconds:.4g} s")
-        best, placed = np.inf, 0
-        for n, f in enumerate(found):
-            problem = Problem(self.cluster, self.model, f.candidate)
-            bound = lower(problem, self.fabric)
-            known = self._known(problem, dataclasses.replace(f.placement, bound=bound))
-            f = dataclasses.replace(f, placement=known)
-            mesh = _mesh(f.candidate)
-            if bound * rank(f) / f.seconds < best and placed < self.options.placed and mesh not in self._placed:
-                progress(f"placing candidate {n + 1} of {len(found)}")
-                placement = place(problem, self.fabric, seed=self.options.seed, start=known.hosts)
-                self._placed[mesh] = placement
-                placed += 1
-                f = self._resplit(f, problem, placement)
-            found[n] = f
-            best = min(best, rank(f))
-        found.sort(key=rank)
+        found, points = self._rank(order, scores, top or self.options.top, progress)
+        ranked, placed = self._place(found, progress)
         return Outcome(
-            ranked=found,
+            ranked=ranked,
             enumerated=len(self.space),
             fitting=len(order),
             simulated=len(points),
@@ -341,3 +313,53 @@ class Search:
             bounds=self.bounds,
             points=np.array(points),
         )
+
+    def _key(self, found: Found) -> float:
+        return found.score(self.options.gain)
+
+    def _rank(
+        self, order: Array, scores: Array, top: int, progress: Callable[[str], None]
+    ) -> tuple[list[Found], list[tuple[float, float]]]:
+        """Simulate candidates in the order of their bounds until the next bound is above the worst of the best.
+
+        Args:
+            order: int [n], candidates by rising score.
+            scores: bound [N] of each candidate, with the handicap of its compression.
+            top: how many of the best to keep.
+            progress: called with a sentence now and then.
+
+        Returns:
+            The best candidates, and (seconds, bytes) of all that were simulated.
+        """
+        found: list[Found] = []
+        points: list[tuple[float, float]] = []
+        worst, simulated = np.inf, 0
+        while simulated < len(order) and scores[order[simulated]] < worst:
+            some = order[simulated : simulated + _TOGETHER]
+            new = self.simulate(some[scores[some] < worst].tolist())
+            points += [(f.seconds, f.memory) for f in new]
+            simulated += len(some)
+            found = sorted(found + new, key=self._key)[:top]
+            if len(found) == top:
+                worst = self._key(found[-1])
+            progress(f"{simulated:,} of {len(order):,} candidates simulated, best {found[0].seconds:.4g} s")
+        return found, points
+
+    def _place(self, found: list[Found], progress: Callable[[str], None]) -> tuple[list[Found], int]:
+        """Place those that a placement could make the best; return all in their new order, and how many were placed."""
+        found, best, placed = list(found), np.inf, 0
+        for n, f in enumerate(found):
+            problem = Problem(self.cluster, self.model, f.candidate)
+            bound = lower(problem, self.fabric)
+            known = self._known(problem, dataclasses.replace(f.placement, bound=bound))
+            f = dataclasses.replace(f, placement=known)
+            mesh = _mesh(f.candidate)
+            if bound * self._key(f) / f.seconds < best and placed < self.options.placed and mesh not in self._placed:
+                progress(f"placing candidate {n + 1} of {len(found)}")
+                placement = place(problem, self.fabric, seed=self.options.seed, start=known.hosts)
+                self._placed[mesh] = placement
+                placed += 1
+                f = self._resplit(f, problem, placement)
+            found[n] = f
+            best = min(best, self._key(f))
+        return sorted(found, key=self._key), placed

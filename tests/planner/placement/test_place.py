@@ -11,7 +11,9 @@ from planner.bench.placement import against_exhaustive
 from planner.cost.links import Fabric, fabric, rings
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import anneal, exact
-from planner.placement.place import amp_rule, gain, pipette_rule, place
+from planner.placement.gain import gain
+from planner.placement.place import place
+from planner.placement.rules import amp_rule, pipette_rule
 from tests.planner.examples import MODEL, cluster, reordered
 
 
