@@ -1,4 +1,4 @@
-"""Mains that run inside this process: where nothing is compiled, a process of its own would be most of the time."""
+"""Mains run inside this process. If nothing is compiled, a separate process would take most of a test's time."""
 
 import importlib.util
 import sys
@@ -20,7 +20,13 @@ def load(name: str) -> ModuleType:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object) -> int | str | None:
-    """The exit code of a module's main, given these arguments."""
+    """Run a module's main with arguments, and return its exit code.
+
+    Args:
+        monkeypatch: the test's fixture, which restores what this changes.
+        module: the main, as `load` returns it.
+        arguments: arguments of the command line.
+    """
     # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
     monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])

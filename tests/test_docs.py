@@ -1,4 +1,4 @@
-"""The pages of docs/ are true: snippets run, and commands name what there is."""
+"""The pages of docs/ are true: their snippets run, and their commands and paths exist."""
 
 import pathlib
 import re
@@ -22,6 +22,7 @@ def home(tmp_path_factory) -> pathlib.Path:
 
 
 def snippets(page: pathlib.Path) -> list[str]:
+    """Return the Python snippets of a page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
@@ -48,6 +49,7 @@ def test_the_examples_run(path, home, monkeypatch, cache):
 
 
 def modules_of(text: str) -> set[str]:
+    """Return the modules that the commands of a text run."""
     return set(re.findall(r"python -m ((?:paxtrain|planner|compress|tests)(?:\.\w+)*)", text))
 
 

@@ -1,4 +1,4 @@
-"""The rooms of the house: which may import which, how many modules each has, and that each class has one name."""
+"""The rooms of the house: their imports, their sizes, their docstrings, and one meaning for each class name."""
 
 import ast
 import collections
@@ -9,8 +9,8 @@ from tests.build_file import ROOT
 
 PRODUCT = ("compress", "paxtrain", "planner")
 MOST_MODULES = 12
-# What a room may import besides itself and paxtrain.errors. "mains" are the modules that lie directly in a package:
-# they read flags and call the rooms, which never import them.
+# Rooms that each room may import, besides itself and paxtrain.errors. A package's own entry is for its mains, which lie
+# directly in it. They read flags and call the rooms, which never import them.
 _STEP = ("compress", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")
 _RUN = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla", "paxtrain/parallel", "paxtrain/run")
 _TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
@@ -55,7 +55,7 @@ MAY_IMPORT["planner"] = (
 
 
 def room(path):
-    """Return the room of a file: its folder, without what lies below a package's first folder."""
+    """Return the room of a file: its package and the first folder in it."""
     return "/".join(pathlib.PurePosixPath(path).parts[:-1][:2])
 
 
@@ -87,7 +87,7 @@ def test_every_room_is_in_the_table_and_small():
 
 
 def test_a_class_name_has_one_meaning():
-    """Leading underscores do not make a name another one."""
+    """Names that differ only in leading underscores count as one."""
     homes = collections.defaultdict(list)
     for path in build_file.sources():
         if path.startswith(PRODUCT):

@@ -1,4 +1,4 @@
-"""A new schedule is its ops and its spec: everything else reads them, so one that is only added to SPECS works."""
+"""A schedule that is only added to SPECS works, since everything else reads its ops and its spec."""
 
 import ast
 import dataclasses
@@ -26,8 +26,8 @@ from tests.build_file import ROOT
 from tests.planner.examples import MODEL, cluster, placements
 
 NAME = "late_1f1b"
-# Here schedules are told apart by more than their facts: published rules and trials of 1F1B, labels that were drawn,
-# benchmarks of each, and defaults.
+# These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
+# is compiled, and benchmarks of each schedule.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/spec.py",
     "paxtrain/config/config.py",
@@ -41,7 +41,7 @@ MAY_NAME_SCHEDULES = (
 
 
 def _late_1f1b(stages, chunks, m):
-    """1F1B with one forward more ahead of the first backward."""
+    """Return 1F1B with one more forward ahead of the first backward."""
     forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
     return lay_out([warm_up_then_alternate(forwards, backwards, stages - s) for s in range(stages)], 1)
 
@@ -91,7 +91,7 @@ def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
             assert found.activation_depth <= late.activation_slots
             assert found.gradient_depth <= late.gradient_slots(stages, m)
     with pytest.raises(ValueError, match="lead nowhere"):
-        lay_out([[("F", 0, 0), ("B", 1, 0)]], 1)  # B of a micro-batch that has had no F
+        lay_out([[("F", 0, 0), ("B", 1, 0)]], 1)  # B of a micro-batch without F
 
 
 def test_its_gradients_are_those_of_one_device(late):
@@ -110,10 +110,10 @@ def test_its_gradients_are_those_of_one_device(late):
 
 
 def test_the_planner_plans_it(late):
-    """Its memory is the ring's, its bound is below each simulated step, and the search offers it."""
+    """Its memory follows from its ring, its bound is below every simulated step, and the search offers it."""
     shape = dataclasses.replace(closed_form.of(config(NAME, 4)), micro_batches=9)
     assert closed_form.ring_depths(shape)[0] == 5
-    assert closed_form.ring_slots(shape) == 5  # no scrap slot: idle stages skip
+    assert closed_form.ring_slots(shape) == 5  # no scrap slot, since idle stages skip
     for m in (3, 20, 41, 200):
         stretches = rows.runs(rows.Table(NAME, 3, m))
         assert sum(len(some) * repeats for some, repeats in stretches) == build(NAME, 3, m).rows
@@ -137,7 +137,7 @@ def test_a_spec_that_settles_too_soon_is_refused(late, monkeypatch):
 
 
 def test_only_its_spec_knows_a_schedule_by_name():
-    """Elsewhere a schedule's name in the code would be a fact with a second home."""
+    """In any other module a schedule's name would be a second home of a fact."""
     found = []
     for package in ("compress", "paxtrain", "planner"):
         for path in sorted((ROOT / package).rglob("*.py")):

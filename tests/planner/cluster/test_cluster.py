@@ -1,4 +1,4 @@
-"""Cluster files: all three ways to give links, and a sentence for whatever is wrong."""
+"""Cluster files: the three ways to give links, smaller and merged clusters, and one sentence for each mistake."""
 
 import dataclasses
 import json
@@ -17,6 +17,7 @@ CLASSES = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e
 
 
 def values(**changes) -> dict:
+    """Return the values of a cluster file of three hosts, with some changes."""
     return {"version": 1, "hosts": 3, "devices_per_host": 2, "device": "a100-80gb", "links": CLASSES} | changes
 
 
@@ -98,9 +99,17 @@ def test_without_some_hosts_nothing_else_changes():
     kinds = ["h100", "a100-80gb", "h100", "a100-80gb"]
     compute = [ROW, ROW | {"kind": "h100"}, ROW | {"save": "layer_inputs"}]
     made = Cluster.parse(
-        values(hosts=["a", "b", "c", "d"], device=kinds, memory=[1e9, 2e9, 3e9, 4e9], links=links, compute=compute,
-               nics=3, name="lab", source="here")
-    )  # fmt: skip
+        values(
+            hosts=["a", "b", "c", "d"],
+            device=kinds,
+            memory=[1e9, 2e9, 3e9, 4e9],
+            links=links,
+            compute=compute,
+            nics=3,
+            name="lab",
+            source="here",
+        )
+    )
     left = cluster.without(made, ["c", "a"])
     assert (left.hosts, left.kinds, left.memory.tolist()) == (("b", "d"), ("a100-80gb",) * 2, [2e9, 4e9])
     for one, i in enumerate((1, 3)):
@@ -109,11 +118,11 @@ def test_without_some_hosts_nothing_else_changes():
             assert left.measured[one, other] == made.measured[i, j]
             assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
-    assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # no device of the other kind is left
+    assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
     kept = ("name", "source", "devices_per_host", "nics", "named", "shares", "parts")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
-    assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # none is forgotten
+    assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # no field is forgotten
     assert cluster.without(made, []).hosts == made.hosts
     assert cluster.without(Cluster.parse(values()), ["host1"]).measured is None
 
@@ -145,15 +154,26 @@ def test_1024_hosts_load_in_under_a_second():
 
 
 SQUARE = [[3e11, 2e10], [2e10, 3e11]]
-
-
 ROW = {
-    "kind": "a100-80gb", "save": "dots", "dtype": "bfloat16", "tensor": 1, "micro_batch": 1, "hidden": 64, "heads": 1,
-    "sequence": 8, "vocab": 128, "forward": 1.0, "backward": 2.0, "head": 0.1, "embedding": 0.0, "optimizer": 1e-9,
-}  # fmt: skip
+    "kind": "a100-80gb",
+    "save": "dots",
+    "dtype": "bfloat16",
+    "tensor": 1,
+    "micro_batch": 1,
+    "hidden": 64,
+    "heads": 1,
+    "sequence": 8,
+    "vocab": 128,
+    "forward": 1.0,
+    "backward": 2.0,
+    "head": 0.1,
+    "embedding": 0.0,
+    "optimizer": 1e-9,
+}
 
 
 def two(bandwidth: list) -> dict:
+    """Return the changes that make a cluster of two hosts with these bandwidths."""
     return {"hosts": 2, "links": {"alpha": 0, "bandwidth": bandwidth}}
 
 
@@ -190,7 +210,7 @@ def two(bandwidth: list) -> dict:
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_told(changes, sentence):
     with pytest.raises(UserError) as error:
         Cluster.parse(values(**changes))

@@ -1,4 +1,4 @@
-"""Links that were not measured: the fit finds them where they follow the model, and says how far off it is."""
+"""Links that were not measured: the fit predicts them if they follow its model, and estimates its own error."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,14 @@ from planner.measure.link_timing import sampled, tournament
 
 
 def synthetic(hosts: int, racks: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:
-    """[H, H] bytes/s with slow senders, slow receivers and slow pairs of racks."""
+    """Return bandwidths [H, H] in bytes/s with slow senders, slow receivers and slow pairs of racks.
+
+    Args:
+        hosts: number of hosts H.
+        racks: [H] rack of each host.
+        noise: standard deviation of the bandwidths' logarithms beyond these factors.
+        seed: seed of the factors and the noise.
+    """
     rng = np.random.default_rng(seed)
     sender, receiver = rng.normal(0, 0.15, (2, hosts))
     pairs = rng.normal(0, 0.2, (racks.max() + 1,) * 2)
@@ -19,7 +26,7 @@ def synthetic(hosts: int, racks: np.ndarray, noise: float, seed: int = 0) -> np.
 
 
 def seen(hosts: int, rounds: int) -> np.ndarray:
-    """[H, H] bool: what sampled rounds measure."""
+    """Return which links [H, H] a sample of the rounds measures."""
     known = np.zeros((hosts, hosts), bool)
     for pairs in sampled(tournament(hosts), rounds):
         for a, b in pairs:
@@ -36,13 +43,13 @@ def test_held_out_links_are_predicted(noise, worst):
     samples = np.where(known, speeds, np.nan)[None]
     filled = fill(np.where(known, 1e-5, np.nan), samples, racks)
     assert (filled.measured == known).all()
-    np.testing.assert_array_equal(filled.samples[0][known], speeds[known])  # what was measured is kept
+    np.testing.assert_array_equal(filled.samples[0][known], speeds[known])  # measured samples are kept
     hidden = ~known & off
     error = np.abs(filled.samples[0] / speeds - 1)[hidden]
     assert np.median(error) < worst
-    # Without sender, receiver and racks it is much worse: the test is no walk-over.
+    # Without the factors of senders, receivers and racks the error is much larger (negative control).
     assert np.median(np.abs(np.median(speeds[known]) / speeds - 1)[hidden]) > 0.12
-    # The error that it tells of itself is about the true one.
+    # The estimated error is close to the true one.
     assert 0.5 * np.median(error) <= filled.error <= 2 * np.median(error)
     np.testing.assert_allclose(filled.alpha[hidden], 1e-5)
 
@@ -52,7 +59,10 @@ def test_without_racks_rack_factors_cannot_be_known():
     speeds, known = synthetic(96, racks, 0.0), seen(96, 24)
     values = np.where(known, 1 / speeds, np.nan)
     hidden = ~known & ~np.eye(96, dtype=bool)
-    error = lambda r: np.median(np.abs(multiplicative(values, r) * speeds - 1)[hidden])  # noqa: E731
+
+    def error(racks: np.ndarray) -> float:
+        return np.median(np.abs(multiplicative(values, racks) * speeds - 1)[hidden])
+
     assert error(racks) < 0.03 < error(np.zeros(96, int))
 
 
@@ -72,7 +82,7 @@ def test_a_repeat_without_a_link_takes_its_other_repeats():
     samples[2] = np.nan
     samples[0, 0, 1] = 6.0
     filled = fill(np.full((2, 2), 1e-5), samples, [0, 0])
-    assert filled.samples.shape == (2, 2, 2)  # nothing came of the third
+    assert filled.samples.shape == (2, 2, 2)  # the third repeat has no sample
     assert filled.samples[1, 0, 1] == pytest.approx(6.0)
     assert filled.measured.all()
     assert np.isnan(filled.error)

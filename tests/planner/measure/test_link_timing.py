@@ -1,4 +1,4 @@
-"""Link rounds: all hosts are paired, the programs move the right messages, and times become links."""
+"""Link rounds: all hosts are paired, the programs send the right messages, and times become links."""
 
 import itertools
 
@@ -96,11 +96,22 @@ def test_a_line_is_never_negative():
 
 
 def _enter(book, repeat, number, speeds, echo=1e-4, ratio=1.0):
-    """Enter a round of 3 hosts, in which one of host 2's two processes took no part."""
+    """Enter the times of a round of three hosts.
+
+    Every host has one more process that took no part, so its times are tiny.
+
+    Args:
+        book: times of all rounds, which gets these.
+        repeat: index of the repeat.
+        number: index of the round.
+        speeds: [3, 3] bytes/s of each link.
+        echo: seconds of a tiny message.
+        ratio: factor of all times of large messages.
+    """
     times: dict[int, list[MessageTimes]] = {}
     for a, b in book.rounds[number].hosts:
         there, back = (list(book.sizes / speed * ratio) for speed in (speeds[a, b], speeds[b, a]))
-        # Who sends may be done sooner than who receives.
+        # The sender may be done before the receiver.
         times.setdefault(a, []).append(MessageTimes(echo, [0.5 * t for t in there], back))
         times.setdefault(b, []).append(MessageTimes(0.9 * echo, there, [0.5 * t for t in back]))
     for host in range(3):

@@ -1,4 +1,4 @@
-"""Process groups: verdicts, the names of lost processes, and hosts that cannot be reached."""
+"""Process groups: verdicts, names of lost processes, and hosts that cannot be reached."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ class Store:
 
 @pytest.fixture
 def processes(monkeypatch):
-    """The process groups of three processes, over one store."""
+    """Return a store and the process groups of three processes that share it."""
     store, made = Store(), []
     monkeypatch.setattr(process_group.jax, "process_count", lambda: 3)
     monkeypatch.setattr(process_group.jax_private, "coordination_client", lambda: store)
@@ -44,6 +44,7 @@ def processes(monkeypatch):
 
 
 def answer(store, turn, process, value):
+    """Store the value that a process gathers in a turn."""
     store.key_value_set(f"paxtrain/group/{turn}/{process}", json.dumps(value))
 
 
@@ -135,7 +136,7 @@ def test_hosts_are_really_called(processes, monkeypatch):
 
 
 def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
-    """A coordinator whose own name stands for 127.0.1.1 takes its address on the way to another process."""
+    """If the coordinator's own name stands for 127.0.1.1, it uses its address on the way to another process."""
     store, (first, second, _) = processes
     monkeypatch.setattr(process_group.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(process_group.jax_private, "coordinator_address", lambda: "127.0.0.1:1234")
@@ -150,12 +151,12 @@ def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
     assert ways == [("10.0.0.2", 2)]
     for usual in ([("127.0.0.1", i) for i in range(3)], [(f"10.0.0.{i}", i) for i in range(3)]):
         assert reachability._beyond_loopback(first, usual) == usual
-    monkeypatch.setattr(process_group.jax, "default_backend", lambda: "cpu")  # gloo goes by the name
+    monkeypatch.setattr(process_group.jax, "default_backend", lambda: "cpu")  # gloo uses the machine's own name
     assert reachability._beyond_loopback(first, mixed) == mixed
 
 
 def test_a_name_that_stands_for_loopback_is_bad_input():
-    """It is not the consequence of another process's fault, so a restart would not help."""
+    """The cause is no other process, so a restart would not help."""
     said = unreachable(["n0", "n1"], ["127.0.1.1", "10.0.0.1"], [(1, 0, "Connection refused")])
     assert said.startswith("n0 (127.0.1.1) cannot be reached from n1: Connection refused; its own name stands for ")
     assert not first_cause._CASCADE.search(said)

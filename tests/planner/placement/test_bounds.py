@@ -1,3 +1,5 @@
+"""Lower bounds of the step: no placement is below them, and they are tight in cases that can be solved by hand."""
+
 import dataclasses
 import itertools
 
@@ -20,14 +22,18 @@ def problem(data, pipe, tensor, hosts, per_host, schedule="1f1b", seed=0, nics=1
 
 @st.composite
 def problems(draw):
-    """Any mesh of a small cluster, with compression, ZeRO-1, NICs and kinds of devices drawn, too."""
+    """Draw a mesh on a small cluster, with its schedule, compression, ZeRO-1, NICs and kinds of devices."""
     hosts, per_host = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4]))
     tensor = draw(st.sampled_from([t for t in (1, 2, 4) if per_host % t == 0]))
     groups = hosts * per_host // tensor
     data = draw(st.sampled_from([d for d in range(1, groups + 1) if groups % d == 0 and groups // d <= MODEL.layers]))
     pipe = groups // data
     return problem(
-        data, pipe, tensor, hosts, per_host,
+        data,
+        pipe,
+        tensor,
+        hosts,
+        per_host,
         schedule=draw(st.sampled_from(["eager_1f1b", "1f1b", "gpipe"])),
         seed=draw(st.integers(0, 99)),
         nics=draw(st.sampled_from([1, 2, 8])),
@@ -36,7 +42,7 @@ def problems(draw):
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         backward=draw(st.sampled_from(["none", "epilogue", "all"])) if pipe > 1 else "none",
         data_rank=draw(st.sampled_from([0, 8])) if data > 1 else 0,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -53,7 +59,7 @@ def test_no_placement_is_below_the_bound(made, seed):
 @pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "gpipe"])
 @pytest.mark.parametrize("mesh", [(4, 4, 4), (8, 2, 4), (16, 1, 4), (1, 4, 4), (4, 2, 2)])
 def test_equal_links_leave_no_gap(mesh, schedule):
-    """Rings and hops that all cross, or a pipeline over hosts of one stage each: the least of everything is reached."""
+    """If all rings or all hops cross hosts, or each host holds one stage, the bound is reached."""
     hosts = mesh[0] * mesh[1] * mesh[2] // 4
     made = problem(*mesh, hosts, 4, schedule, seed=None, nics=4)
     links = fabric(made.cluster)
@@ -65,6 +71,7 @@ def test_equal_links_leave_no_gap(mesh, schedule):
 
 
 def best_and_bound(made):
+    """Return the best step over all placements, and its lower bound, in seconds."""
     c, links = made.candidate, fabric(made.cluster)
     every = exact.placements(c.data, c.pipe, 1, exact.twins(links, made.kind_of_host), 50_000)
     return exact.search(lambda hosts: made.step(links, hosts).total, every)[1], bounds.lower(made, links)
@@ -72,7 +79,7 @@ def best_and_bound(made):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bottleneck_of_a_ring_and_the_assignment_of_hops_are_close(seed):
-    """Links differ by a factor of four; the fastest link alone would be far below (negative control)."""
+    """The links differ by a factor of four, so a bound from the fastest link alone is far below (negative control)."""
     ring, hops = problem(7, 1, 4, 7, 4, seed=seed), problem(1, 6, 4, 6, 4, "gpipe", seed=seed)
     for made, most, control in ((ring, 0.2, 1.05), (hops, 0.15, 1.003)):
         best, bound = best_and_bound(made)

@@ -1,3 +1,5 @@
+"""Placement: exact search and annealing against enumeration, and the rules of Pipette and AMP."""
+
 import dataclasses
 import itertools
 
@@ -23,6 +25,7 @@ def problem(nodes, data, pipe, tensor, schedule="1f1b", micro_batches=8, **chang
 
 
 def objective(made, links):
+    """Return the function from placements to predicted steps in seconds."""
     return lambda hosts: made.step(links, hosts).total
 
 
@@ -31,7 +34,7 @@ def objective(made, links):
 
 @pytest.mark.parametrize(("hosts", "data", "pipe", "slots"), [(4, 2, 2, 1), (5, 5, 1, 1), (3, 2, 3, 2), (2, 2, 4, 4)])
 def test_exact_search_misses_nothing(hosts, data, pipe, slots):
-    """Against every permutation of the slots, by itertools."""
+    """The best value equals that over every permutation of the slots, made by itertools."""
     made = problem(cluster(hosts, slots, seed=1), data, pipe, 1)
     links = fabric(made.cluster)
     groups = data * pipe
@@ -43,7 +46,7 @@ def test_exact_search_misses_nothing(hosts, data, pipe, slots):
 
 
 def test_equal_hosts_are_exchanged_for_nothing():
-    """Two pairs of twins and one apart: what remains has the same best step, and is a quarter."""
+    """With two pairs of twins among five hosts, a quarter of the placements has the same best step."""
     nodes = cluster(5, 1, seed=2)
     samples = nodes.samples.copy()
     for a, b in ((0, 1), (2, 4)):
@@ -85,7 +88,7 @@ def test_relabelled_hosts_have_the_same_optimum(order, seed, mesh):
 
 @pytest.mark.parametrize("size", [2, 3, 7, 30])
 def test_moves_are_pipettes_five(size):
-    """Each row is one of them, made here by list operations; in many rows all come."""
+    """Every row is one of the five moves, made here by list operations, and many rows have all of them."""
     rng = np.random.default_rng(0)
     plain, kinds = list(range(size)), {}
     for i, j in itertools.combinations(range(size + 1), 2):
@@ -105,7 +108,7 @@ def test_moves_are_pipettes_five(size):
         assert row != plain or size == 2
         seen |= {frozenset(kinds[tuple(row)])}
     if size == 30:
-        # Some are two at once: a slice before a single element, moved and reversed, is both reversed together.
+        # Some rows are two moves at once: a slice that moves reversed past one element is a reversal of both.
         assert all(any(kind in both for both in seen) for kind in ("reverse", "migrate"))
         assert {frozenset({kind}) for kind in ("move", "move reversed", "swap")} <= seen
 
@@ -121,13 +124,13 @@ def test_layouts_fill_hosts_and_differ(data, pipe, slots):
 
 
 def test_annealed_placements_of_eight_hosts_are_the_best():
-    """A sample of what python -m planner.bench --sections=placement runs."""
+    """The cases are a sample of those that python -m planner.bench --sections=placement runs."""
     left = np.array([share for _, share in against_exhaustive([3])])
     assert (left < 1e-9).mean() >= 0.8 and left.max() < 5e-3
 
 
 def test_annealing_moves_groups_between_hosts():
-    """Two slots a host, 1,260 placements: the best is no plain layout, and it is found."""
+    """With two slots per host there are 1,260 placements. The best is no plain layout, and annealing finds it."""
     made = problem(cluster(4, 2, seed=3), 2, 4, 1)
     links = fabric(made.cluster)
     best = place(made, links)
@@ -160,7 +163,7 @@ def test_equal_hosts_end_the_search_at_once(mesh):
 
 
 def test_slow_devices_go_where_there_is_least_to_do():
-    """Two of four hosts are V100s, two stages have one layer of twelve: they hold those, in every pipeline."""
+    """Half of the hosts are V100s, and two of four stages have one layer each: V100s hold them in every pipeline."""
     nodes = cluster(8, 1, seed=None, device=["v100", "a100-80gb"] * 4)
     made = Problem(nodes, MODEL, Candidate(2, 4, 1, 2, 8, "eager_1f1b", (5, 5, 1, 1)))
     found = place(made, fabric(nodes))
@@ -177,7 +180,14 @@ def test_a_mesh_that_leaves_devices_over_is_refused():
 
 
 def noisy(spread, noise, hosts=8, samples=4):
-    """Links that differ by `spread` from one another, and by `noise` from sample to sample."""
+    """Return a cluster whose links differ from one another and from sample to sample.
+
+    Args:
+        spread: largest relative difference of a link from the mean.
+        noise: largest relative difference of a sample from its link.
+        hosts: number of hosts.
+        samples: number of samples.
+    """
     nodes, rng = cluster(hosts, 4, seed=None), np.random.default_rng(0)
     link = 1 + spread * rng.uniform(-1, 1, (hosts, hosts))
     each = link * (1 + noise * rng.uniform(-1, 1, (samples, hosts, hosts)))
@@ -191,7 +201,7 @@ def test_a_gain_from_noise_is_told_from_one_that_repeats(spread, noise, real):
     baseline = host_order(made.candidate, 4)[0]
     chosen = place(made, links)
     found = gain(made, made.cluster, chosen.hosts, baseline)
-    assert made.step(links, baseline[None]).total[0] > chosen.seconds * 1.01  # on the median links it looks like one
+    assert made.step(links, baseline[None]).total[0] > chosen.seconds * 1.01  # on the median links it looks like a gain
     assert found.within_noise != real
     assert ("more than the noise" in found.words) == real
 
@@ -213,7 +223,7 @@ def test_amps_rule_counts_data_ranks_first():
 
 @pytest.mark.parametrize("mesh", [(2, 3, 4), (4, 3, 2), (6, 1, 4)])
 def test_pipettes_rule_is_the_best_of_its_own_objective(mesh):
-    """P + D over all permutations of six nodes, by loops; the simulated step may be another's."""
+    """Its objective P + D is computed here by loops for all permutations of six nodes; the step is not compared."""
     data, _, tensor = mesh
     made = problem(cluster(6, 4, seed=4), *mesh)
     slots, seconds = 4 // tensor, 1 / made.cluster.samples[0]
@@ -233,7 +243,7 @@ def test_pipettes_rule_is_the_best_of_its_own_objective(mesh):
 
 
 def test_annealing_reads_nothing_but_the_fabric_it_is_given():
-    """On another fabric the answer is another's: the links of the cluster itself are not looked at."""
+    """With another fabric the placement is another, so the links of the cluster itself are not used."""
     made = problem(cluster(6, 4, seed=4), 6, 1, 4)
     links = fabric(made.cluster)
     turned = Fabric(links.alpha.T, links.per_byte.T, links.nics)

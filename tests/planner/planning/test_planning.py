@@ -1,4 +1,4 @@
-"""Planning from Python: the same plan as the dry run's, and figures as arrays."""
+"""Planning from Python: ranked plans, figures as arrays, and options."""
 
 import dataclasses
 import json

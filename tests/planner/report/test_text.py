@@ -1,4 +1,4 @@
-"""The report in words: within a terminal's width, and on a page that fetches nothing."""
+"""The report as text within a terminal's width, and as a page that fetches nothing."""
 
 import dataclasses
 import html.parser
@@ -25,6 +25,7 @@ def made() -> contents.Report:
 
 
 def svgs(text: str) -> list[ET.Element]:
+    """Return the drawings of a page."""
     return [ET.fromstring(drawn) for drawn in re.findall(r"<svg .*?</svg>", text, re.DOTALL)]
 
 
@@ -53,10 +54,20 @@ def test_the_star_is_at_the_chosen_plan(made):
 
 def test_the_widest_table_fits(made):
     widest = Candidate(
-        data=1024, pipe=128, tensor=16, micro_batch=128, micro_batches=1000, schedule="interleaved_1f1b", chunks=4,
-        counts=tuple(range(1, 129)), save="layer_inputs", zero1=False, backward="epilogue", backward_rank=128,
+        data=1024,
+        pipe=128,
+        tensor=16,
+        micro_batch=128,
+        micro_batches=1000,
+        schedule="interleaved_1f1b",
+        chunks=4,
+        counts=tuple(range(1, 129)),
+        save="layer_inputs",
+        zero1=False,
+        backward="epilogue",
+        backward_rank=128,
         data_rank=128,
-    )  # fmt: skip
+    )
     placement = dataclasses.replace(made.chosen.placement, source="host order", bound=made.chosen.seconds / 1.123)
     found = dataclasses.replace(made.chosen, candidate=widest, placement=placement)
     wide = dataclasses.replace(made, chosen=found, outcome=dataclasses.replace(made.outcome, ranked=[found] * 12))
@@ -120,6 +131,7 @@ class Balanced(html.parser.HTMLParser):
 
 
 def checked(text: str) -> str:
+    """Return a page after a check that its tags nest and that it fetches nothing."""
     parser = Balanced()
     parser.feed(text)
     assert not parser.open and not parser.wrong and not parser.fetched
