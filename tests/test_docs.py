@@ -6,7 +6,7 @@ import re
 import pytest
 
 from paxtrain.data.preparation import prepare
-from tests.build_file import ROOT
+from tests.sources import ROOT
 
 API = ROOT / "docs" / "api.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -4,8 +4,8 @@ import ast
 import collections
 import pathlib
 
-from tests import build_file
-from tests.build_file import ROOT
+from tests import sources
+from tests.sources import ROOT
 
 PRODUCT = ("compress", "paxtrain", "planner")
 MOST_MODULES = 12
@@ -59,28 +59,26 @@ def room(path):
     return "/".join(pathlib.PurePosixPath(path).parts[:-1][:2])
 
 
-def trespasses(sources):
+def trespasses(found):
     """Return the imports between rooms that the table does not allow; mains may import all."""
     shared = {f"{package}/__init__.py" for package in PRODUCT} | {"paxtrain/errors.py", "paxtrain/tables.py"}
-    found = [
-        (path, other) for path, source in sources.items() for other in source.imports - shared if not source.is_main
-    ]
-    inner = [(a, b) for a, b in found if {a.partition("/")[0], b.partition("/")[0]} <= set(PRODUCT)]
+    pairs = [(path, other) for path, source in found.items() for other in source.imports - shared if not source.is_main]
+    inner = [(a, b) for a, b in pairs if {a.partition("/")[0], b.partition("/")[0]} <= set(PRODUCT)]
     return sorted((a, b) for a, b in inner if room(a) != room(b) and room(b) not in MAY_IMPORT[room(a)])
 
 
 def test_rooms_import_what_the_table_allows():
-    sources = build_file.sources()
-    assert trespasses(sources) == []
-    wrong = sources["paxtrain/model/transformer.py"]
+    found = sources.read()
+    assert trespasses(found) == []
+    wrong = found["paxtrain/model/transformer.py"]
     imports = wrong.imports | {"paxtrain/parallel/step.py"}
-    sources["paxtrain/model/transformer.py"] = build_file.Source(wrong.is_main, imports, wrong.distributions)
-    assert trespasses(sources) == [("paxtrain/model/transformer.py", "paxtrain/parallel/step.py")]
+    found["paxtrain/model/transformer.py"] = sources.Source(wrong.is_main, imports, wrong.distributions)
+    assert trespasses(found) == [("paxtrain/model/transformer.py", "paxtrain/parallel/step.py")]
 
 
 def test_every_room_is_in_the_table_and_small():
     modules = collections.Counter(
-        room(path) for path in build_file.sources() if path.startswith(PRODUCT) and not path.endswith("__init__.py")
+        room(path) for path in sources.read() if path.startswith(PRODUCT) and not path.endswith("__init__.py")
     )
     assert set(modules) == set(MAY_IMPORT)
     assert {name: count for name, count in modules.items() if count > MOST_MODULES} == {}
@@ -89,7 +87,7 @@ def test_every_room_is_in_the_table_and_small():
 def test_a_class_name_has_one_meaning():
     """Names that differ only in leading underscores count as one."""
     homes = collections.defaultdict(list)
-    for path in build_file.sources():
+    for path in sources.read():
         if path.startswith(PRODUCT):
             found = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.ClassDef))
             for node in found:

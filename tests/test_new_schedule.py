@@ -22,8 +22,8 @@ from planner.memory import closed_form
 from planner.search import layers, pruning
 from planner.search.search import candidate_of
 from planner.search.space import Choices, enumerate_candidates
-from tests.build_file import ROOT
 from tests.planner.examples import MODEL, cluster, placements
+from tests.sources import ROOT
 
 NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory

@@ -10,7 +10,7 @@ import pytest
 
 import paxtrain.cli
 import planner.cli
-from tests.build_file import ROOT
+from tests.sources import ROOT
 
 SCRIPTS = {"paxtrain": paxtrain.cli, "paxplan": planner.cli}
 

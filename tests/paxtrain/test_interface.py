@@ -16,9 +16,9 @@ import pytest
 import paxtrain
 from paxtrain.config import to_dict
 from paxtrain.run import metrics
-from tests.build_file import ROOT
 from tests.paxtrain.training import configuration, corpus, expected_batches
 from tests.paxtrain.two_processes import run_two_processes
+from tests.sources import ROOT
 
 STEPS = 3
 SHORT = {"run__steps": STEPS, "run__eval_every": 0, "optimizer__warmup_steps": 1, "model__layers": 2}

@@ -9,7 +9,7 @@ import pytest
 
 from planner.memory import closed_form, compiled, margin
 from planner.memory import labels as maker
-from tests.build_file import ROOT
+from tests.sources import ROOT
 
 
 @pytest.fixture(scope="module")
