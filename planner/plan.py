@@ -35,7 +35,7 @@ def _cluster() -> Cluster:
     if f.constants:
         cluster = recalibrated(cluster, f.constants, f.constants_of)
     elif f.constants_of:
-        raise UserError(f"--constants_of={f.constants_of} needs --constants, the file that has them")
+        raise UserError(f"--constants_of={f.constants_of} needs --constants; name a constants.json of planner.validate")
     return clusters.without(cluster, f.without) if f.without else cluster
 
 
@@ -43,7 +43,7 @@ def _check_writable(out: pathlib.Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to --out={out} ({error}); name a folder") from error
+        raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
     for name in (PLAN, REPORT):
         if (out / name).is_dir():
             raise UserError(f"{out / name} is a folder, but must be a file; remove it or choose another --out")
@@ -90,7 +90,7 @@ def define_flags() -> None:
         ["auto", "yes", "no"],
         "Whether to compile the best plans to check their memory; auto: if jax has its CUDA plugin.",
     )
-    flags.DEFINE_bool("explain", False, "Explain why each neighbour of the plan is not the recommended one.")
+    flags.DEFINE_bool("explain", False, "Explain why each neighbor of the plan is not the recommended one.")
 
 
 if __name__ == "__main__":

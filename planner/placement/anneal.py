@@ -37,7 +37,7 @@ class Start:
         layout: [D, P] virtual host of each tensor group.
         order: [H] host behind each virtual host.
         grid: rows and columns of the grid of virtual hosts. They are numbered row by row, and those in one column are
-            neighbours too.
+            neighbors too.
     """
 
     layout: Array
@@ -116,7 +116,7 @@ def starts(
 ) -> list[Start]:
     """Return placements to begin with, on all layouts.
 
-    The hosts come in host order, in nearest-neighbour tours, with fast hosts under heavy stages, and in random order.
+    The hosts come in host order, in nearest-neighbor tours, with fast hosts under heavy stages, and in random order.
 
     Args:
         shape: D, P and the slots of a host.

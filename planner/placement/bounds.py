@@ -1,14 +1,14 @@
 """A lower bound of the step time over all placements of a candidate.
 
-The predicted step grows with every duration. So the step with all link times at their least is a lower bound. H is
-the number of hosts, G the tensor groups per host, D the data ranks.
+The predicted step is monotone in every duration. So the step with all link times at their least is a lower bound. H is
+the number of hosts, G the tensor groups per host, and D the number of data ranks.
 
     rings      A data ring that does not fit into a host leaves each host that it touches once. So there is a least
                value of k, the largest number of rings on any host, and flows share the NICs accordingly. All possible
                k are tried. If every host carries the same number of rings, their links hold a permutation of the
-               hosts, whose slowest link is at least the bottleneck of the best assignment. In any case every host
-               must be left and entered. The slowest ring is put on the stage where it does the least harm.
-    hops       A host that carries k stages holds chains of at most k neighbours of a pipeline, so at least
+               hosts. Its slowest link is at least the bottleneck of the best assignment. In any case every host must
+               be left and entered. The slowest ring is put on the stage where it does the least harm.
+    hops       A host that carries k stages holds chains of at most k neighbors of a pipeline, so at least
                H ceil(G/k) - D messages leave hosts. If each host sends and receives one message, the assignment
                problem bounds their total time. If hosts send more, each host's fastest links and the convexity of NIC
                sharing bound it.

@@ -1,7 +1,7 @@
 """Exact search over placements if there are few: all of them are evaluated in batches, without symmetric copies.
 
-Two placements are the same to the simulator in three cases. They differ in the slots that groups take on a host, in
-where the data rings begin (data rank d becomes d + 1), or by an exchange of hosts with the same links and devices.
+Two placements are the same to the simulator in three cases. Groups take other slots of the same host; the data rings
+begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links and devices are exchanged.
 """
 
 from collections.abc import Callable

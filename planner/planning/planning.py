@@ -89,7 +89,7 @@ class Plans:
         return page.page(self.report)
 
     def explain(self) -> tuple[str, ...]:
-        """Return why each neighbour of the plan is not the recommended one; empty unless `explained` was set."""
+        """Return why each neighbor of the plan is not the recommended one; empty unless `explained` was set."""
         return self.report.explained
 
     def save(self, folder: str | pathlib.Path) -> None:
@@ -123,7 +123,7 @@ def plan(
         config: configuration. Its model, its global batch and its compression, except the ranks, are used.
         cluster: cluster to plan for; see `Cluster.load`.
         options: options of the choice and of the search; None for the defaults.
-        explained: whether to explain why each neighbour of the plan is not the recommended one.
+        explained: whether to explain why each neighbor of the plan is not the recommended one.
         say: function that gets the name of each phase as it begins.
 
     Raises:
@@ -149,7 +149,7 @@ def plan_sections(
         cluster: cluster to plan for.
         options: options of the choice and of the search.
         global_batch: sequences per step; 0 for the configuration's.
-        explained: whether to explain why each neighbour of the plan is not the recommended one.
+        explained: whether to explain why each neighbor of the plan is not the recommended one.
         predicted: more figures to keep in the plan, as JSON values.
         say: function that gets the name of each phase as it begins.
 
@@ -300,7 +300,7 @@ class _Planning:
             outcome: the ranked plans and the statistics of the search.
             chosen: the recommended plan, one of the ranked ones.
             rows: plans that were compiled to check their memory.
-            reasons: whether to explain why each neighbour of the plan is not the recommended one.
+            reasons: whether to explain why each neighbor of the plan is not the recommended one.
         """
         search = self.search
         config = self.plan(chosen).apply(self.values)

@@ -84,7 +84,7 @@ def sections(
             backward=c.backward,
             backward_rank=c.backward_rank,
             backward_ranks="",
-            # One stage has no tied copies to synchronise.
+            # One stage has no tied copies to synchronize.
             embedding="auto" if c.pipe == 1 else compress.embedding,
             data=stages or "none",
             data_rank=c.data_rank if stages else compress.data_rank,
