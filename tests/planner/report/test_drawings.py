@@ -13,7 +13,7 @@ from planner.cost.rows import Table
 from planner.cost.simulator import Seconds
 from planner.report import drawings, gantt, svg
 from tests.planner.examples import placements
-from tests.planner.reports import made_report
+from tests.planner.report.reports import made_report
 
 EXAMPLE = Seconds(forward=np.full((1, 4), 1.0), backward=np.full((1, 4), 2.0), activation=0.5, gradient=0.5)
 

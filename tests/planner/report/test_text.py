@@ -16,7 +16,7 @@ from planner.report import text as report
 from planner.report.svg import width_of
 from planner.search.search import Found
 from tests.planner.examples import cluster
-from tests.planner.reports import made_report, other_choice
+from tests.planner.report.reports import made_report, other_choice
 
 
 @pytest.fixture(scope="module")

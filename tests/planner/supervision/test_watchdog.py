@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from planner.supervision.supervisor import Limits
-from tests.planner.supervisors import HOSTS, start, wait, wait_for
+from tests.planner.supervision.supervisors import HOSTS, start, wait, wait_for
 
 LIMITS = Limits(link=30.0, hang=60.0, settle=2.0, grace=0.5, start=20.0)
 # As training: all work on a step until the last one has done his part, and then have finished it.

@@ -22,7 +22,7 @@ from planner.jobs.job import Job
 from planner.supervision.supervisor import FAULT, STOPPED
 from tests import mains
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 ODD = "a b'c\"$HOME`id`"
 JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
 POD = jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim")

@@ -13,7 +13,7 @@ import pytest
 from planner.supervision.supervisor import Limits
 from tests.planner.ports import free_ports
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 3
 # Hosts of one machine, and the ways between them, are as fast as its scheduler pleases; only what a test slows down is
 # to be slow.

@@ -23,7 +23,7 @@ from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
 from planner.supervision.worker_process import WorkerProcess
 from tests.planner.ports import free_ports
-from tests.planner.supervisors import HOSTS, ROOT, start, wait, wait_for
+from tests.planner.supervision.supervisors import HOSTS, ROOT, start, wait, wait_for
 
 # Without notes on slow steps: a machine that has others to serve is slow as it pleases.
 LIMITS = Limits(link=1.0, hang=60.0, settle=2.0, grace=0.5, start=20.0, slow_step=1e6)

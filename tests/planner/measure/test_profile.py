@@ -23,7 +23,7 @@ from planner.measure.process_group import ProcessGroup
 from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60, "dtype": "float32"}
 
 

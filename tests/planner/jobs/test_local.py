@@ -16,7 +16,7 @@ from planner.jobs import local
 from planner.jobs.job import Job
 from planner.supervision.supervisor import FAULT, STOPPED
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 2
 # A run that tells of ten steps, and in between does EVENT; on SIGTERM it saves, in a manner of speaking, and ends well.
 RUN = """
@@ -98,7 +98,7 @@ LAUNCHER = """
 import sys
 sys.path.insert(0, {root!r})
 from planner.jobs.local import Local
-from tests.planner.test_launch_local import Script
+from tests.planner.jobs.test_local import Script
 sys.exit(Local(Script("config", "auto", sys.argv[1], 2, 2, event=sys.argv[2]), 1).run())
 """
 

@@ -9,7 +9,7 @@ import pytest
 from planner.jobs import jobset
 from planner.jobs.job import Job
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 STAGES = ("cpu", "cuda")
 
 
