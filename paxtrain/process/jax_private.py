@@ -1,12 +1,15 @@
 """The private names of jax that this project needs, each with the reason why no public one serves.
 
-No other product module imports `jax._src`. When a new jax moves one of these names, this module and its test are the
-only ones to change.
+No other module of the project imports `jax._src`, tests included. When a new jax moves one of these names, this module
+and its test are the only ones to change.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from jax._src import clusters, distributed
+import jax
+import numpy as np
+from jax._src import cache_key, clusters, compiler, distributed
 
 
 class CoordinationClient(Protocol):
@@ -69,3 +72,26 @@ def detect_launch(
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     address, count, number, _ = detect(coordinator, processes, process, [], None, timeout)
     return address, count, number
+
+
+def share_compiled_programs() -> None:
+    """Let all processes find in jax's persistent cache what one of them has compiled for its own devices.
+
+    On GPUs jax leaves the order of the devices, and what else differs from process to process, out of a program's key;
+    a loaded program is told both anew. On CPUs it does not, so that each process would compile every program. No
+    setting changes that.
+    """
+    whole = cache_key._hash_serialized_compile_options
+    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]  # what it falls back to
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: whole(
+        hashed, options, strip_device_assignment=True
+    )
+
+
+def compile_options(devices: Sequence[jax.Device]) -> Any:
+    """Return the options with which the backend loads a program of one replica for these devices.
+
+    The public `serialize_executable.deserialize_and_load` takes devices, and no device assignment.
+    """
+    ids = np.array([[device.id for device in devices]])
+    return compiler.get_compile_options(1, ids.size, ids, backend=devices[0].client)

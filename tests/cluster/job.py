@@ -6,11 +6,11 @@ Otherwise eight processes on two cores would compile all there is eight times, a
 """
 
 from paxtrain import errors
+from paxtrain.process import jax_private
 from planner import run
 from tests.cluster import device
-from tests.cluster.programs import share_programs
 
 if __name__ == "__main__":
-    share_programs()
+    jax_private.share_compiled_programs()
     device.install()
     errors.run(run.main, run.define_flags)

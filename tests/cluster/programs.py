@@ -17,22 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax._src import cache_key, compilation_cache, compiler
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
-
-def share_programs() -> None:
-    """Lets all processes find in jax's persistent cache what the first one has compiled for devices of its own.
-
-    On GPUs jax leaves out of a program's key what differs from process to process, and the order of the devices, both
-    of which a loaded program is told anew. On CPUs it does not, so that eight processes would compile eight times.
-    """
-    whole = cache_key._hash_serialized_compile_options
-    cache_key._hash_accelerator_config = cache_key._hash_devices
-    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: whole(
-        hashed, options, strip_device_assignment=True
-    )
+from paxtrain.process import jax_private
 
 
 @contextlib.contextmanager
@@ -70,8 +58,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
     def persistent_load(self, pid: Any) -> Any:
         if pid[0] != "exec":
             return super().persistent_load(pid)
-        devices = np.array([[device.id for device in self.devices_by_id.values()]])
-        options = compiler.get_compile_options(1, devices.size, devices, backend=self.backend)
+        options = jax_private.compile_options(list(self.devices_by_id.values()))
         return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
 
 

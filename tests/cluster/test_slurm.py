@@ -42,9 +42,9 @@ exec {python} "$@"
 RUN = """
 from paxtrain import errors
 from planner import run
-from tests.cluster.programs import share_programs
+from paxtrain.process import jax_private
 
-share_programs()
+jax_private.share_compiled_programs()
 errors.run(run.main, run.define_flags)
 """
 SETTINGS = {

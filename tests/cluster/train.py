@@ -5,8 +5,8 @@ Otherwise four processes would compile all there is four times, and again at eac
 
 import runpy
 
-from tests.cluster.programs import share_programs
+from paxtrain.process import jax_private
 
 if __name__ == "__main__":
-    share_programs()
+    jax_private.share_compiled_programs()
     runpy.run_module("paxtrain.train", run_name="__main__")

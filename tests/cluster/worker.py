@@ -26,6 +26,7 @@ from paxtrain.data import token_files
 from paxtrain.errors import run
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.step import Trainer
+from paxtrain.process import jax_private
 from paxtrain.process.distributed import initialize
 from paxtrain.profiling import breakdown
 from paxtrain.study import probe
@@ -34,7 +35,7 @@ from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from tests.cluster import device
-from tests.cluster.programs import Programs, share_programs
+from tests.cluster.programs import Programs
 
 
 class Program:
@@ -229,7 +230,7 @@ def main(argv: Sequence[str]) -> None:
     f = flags.FLAGS
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print belongs into the log
-    share_programs()
+    jax_private.share_compiled_programs()
     device.install()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
