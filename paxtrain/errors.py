@@ -8,6 +8,7 @@ from absl import app, flags, logging
 
 from paxtrain.process import setup
 
+PREFIX = "error: "  # begins the sentence; a supervisor finds it in a worker's output
 OVERRIDES = "overrides are written --config.section.key=value"
 
 
@@ -17,7 +18,7 @@ class UserError(Exception):
 
 def fail(error: Exception) -> NoReturn:
     """Print the error's sentence and exit with code 2."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from paxtrain.errors import UserError
-from paxtrain.process import jax_private
+from paxtrain.errors import PREFIX, UserError
+from paxtrain.process import failures, jax_private
 
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
 
@@ -110,7 +110,7 @@ def agree(error: UserError | None) -> None:
     if jax.process_count() > 1:
         failed = np.flatnonzero(multihost_utils.process_allgather(np.array([error is not None])))
         if len(failed) and error is None:
-            raise UserError(f"process {failed[0]} found bad input; its own output says what")
+            raise UserError(f"process {failed[0]} found bad input; {failures.BAD_INPUT_ELSEWHERE}")
     if error is not None:
         raise error
 
@@ -131,7 +131,7 @@ def _limit(seconds: float, message: str) -> Iterator[None]:
     """End the process with an error message if the block takes longer; the runtime's limit would abort in C++."""
 
     def give_up() -> None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
         os._exit(2)  # the main thread is inside the runtime, where no exception reaches it
 
     timer = threading.Timer(seconds, give_up)
@@ -182,7 +182,7 @@ def initialize(
         return
     where = "the launcher's variables" if missing else f"process {process} of {processes}, coordinator {coordinator}"
     late = (
-        f"the processes did not find each other within {timeout:g} s ({where}); "
+        f"the processes {failures.NOT_ALL_CAME} within {timeout:g} s ({where}); "
         "start all of them, or give a larger --coordinator_timeout"
     )
     options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat} if heartbeat else {}
@@ -198,4 +198,4 @@ def initialize(
                 **options,
             )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error
+        raise UserError(f"{failures.CANNOT_JOIN}{' '.join(str(error).split())}") from error

@@ -15,12 +15,11 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from paxtrain.errors import UserError
-from paxtrain.process import jax_private
+from paxtrain.errors import PREFIX, UserError
+from paxtrain.process import failures, jax_private
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read the reason
-# planner/supervision/first_cause.py recognizes messages about other processes by this advice.
-ADVICE = "see whether its host is up and reachable from the others"
+ADVICE = f"{failures.CHECK_ITS_HOST} and reachable from the others"
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -101,7 +100,7 @@ class ProcessGroup:
 
     def fail(self, message: str) -> None:
         """End this process with an error message; the others end with the same message at their next gather."""
-        print(f"error: {message}", flush=True, file=sys.stderr)
+        print(f"{PREFIX}{message}", flush=True, file=sys.stderr)
         if self.count > 1:
             with contextlib.suppress(RuntimeError):
                 self._store.key_value_set(self._key(self.process, 1), json.dumps({"error": message}))
@@ -140,6 +139,6 @@ class ProcessGroup:
         except UserError as error:
             if self.count == 1:
                 raise
-            print(f"error: {error}", flush=True, file=sys.stderr)
+            print(f"{PREFIX}{error}", flush=True, file=sys.stderr)
             time.sleep(_GRACE if self.process == 0 else 0)
             os._exit(2)

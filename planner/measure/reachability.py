@@ -8,6 +8,7 @@ import jax
 
 from paxtrain.errors import UserError
 from paxtrain.process import jax_private
+from paxtrain.process.failures import CHECK_ITS_NETWORK
 from planner.measure.process_group import ADVICE, ProcessGroup
 
 _OWN_NAME = (
@@ -81,7 +82,7 @@ def unreachable(names: list[str], addresses: list[str], failures: list[tuple[int
         advice = _OWN_NAME if _loopback(addresses[worst]) else ADVICE
         return f"{names[worst]} ({addresses[worst]}) cannot be reached from {', '.join(from_)}: {why[0]}; {advice}"
     to = [names[b] for a, b, _ in failures if a == worst]
-    return f"{names[worst]} ({addresses[worst]}) cannot reach {', '.join(to)}: {why[0]}; see whether its network is up"
+    return f"{names[worst]} ({addresses[worst]}) cannot reach {', '.join(to)}: {why[0]}; {CHECK_ITS_NETWORK}"
 
 
 def check_reachable(group: ProcessGroup) -> None:

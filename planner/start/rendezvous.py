@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from paxtrain.errors import UserError
-from paxtrain.process import distributed, jax_private
+from paxtrain.process import distributed, failures, jax_private
 
 _GO = "go"
 
@@ -53,7 +53,7 @@ def missing_sentence(
     who = [f"process {i}" + (f" (host {hosts[i]})" if hosts else "") for i in missing]
     there = f"those on {', '.join(sorted(set(came.values())))} have" if came else "no other one has"
     return (
-        f"{', '.join(who)} did not come within {timeout:g} s, {there}; see whether that host is up and can reach "
+        f"{', '.join(who)} did not come within {timeout:g} s, {there}; {failures.CHECK_THAT_HOST} and can reach "
         f"{address}, or give a larger --coordinator_timeout"
     )
 
@@ -119,7 +119,7 @@ def _call(host: str, port: int, process: int, timeout: float) -> None:
             raise UserError(verdict)
         time.sleep(0.2)
     raise UserError(
-        f"process 0 cannot be reached at {host}:{port} within {timeout:g} s ({why}); see whether that host is up, or "
+        f"process 0 cannot be reached at {host}:{port} within {timeout:g} s ({why}); {failures.CHECK_THAT_HOST}, or "
         "give a larger --coordinator_timeout"
     )
 

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paxtrain.errors import PREFIX, UserError
+from paxtrain.process import failures
 from planner.supervision.peer_connections import REFUSED
 from planner.supervision.worker_process import WorkerStatus
 
@@ -28,12 +30,9 @@ _CASCADE = re.compile(
     r"|barrier|another task|distributed (service|runtime)|preempt|deadline.exceeded|unavailable",
     re.IGNORECASE,
 )
-# A sentence for the user. Paths in it may contain any of the words above. Sentences about another process (rendezvous,
-# process_group) are recognised by their advice; one of them quotes the runtime.
-_SENTENCE = re.compile(r"(error|UserError): ")
-_UNMET = re.compile(r"see whether (its|that) (host|network) is up")
-_OTHERS = re.compile(rf"its own output says what|did not find each other|{_UNMET.pattern}")
-_QUOTED = "cannot join the other processes: "
+# Beginning of a sentence for the user. Paths in it may contain any of the words above, so sentences about other
+# processes are recognized by the phrases of paxtrain/process/failures.py.
+_SENTENCE = re.compile(rf"({re.escape(PREFIX)}|{UserError.__name__}: )")
 # Exceptions that no collective raises.
 _OWN = re.compile(
     r"(OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError|AssertionError|AttributeError|IndexError"
@@ -54,7 +53,7 @@ class HostReport:
         worker: status of its worker; None if it was never started.
         hung: whether the worker finishes no steps and the supervisor's limit has passed.
         unreachable: reasons by number of the hosts that did not answer; REFUSED if nothing listens there.
-        silences: silent neighbours by number: seconds of silence, and seconds since it ended (0: it has not).
+        silences: silent neighbors by number: seconds of silence, and seconds since it ended (0: it has not).
         slow: time of the same work on this CPU over the other hosts' median; 0 if the host is not slow.
         final: whether all answers of other hosts have arrived.
     """
@@ -138,13 +137,19 @@ def _listed(names: Sequence[str]) -> str:
     return most[0] if len(most) == 1 else f"{', '.join(most[:-1])} and {most[-1]}"
 
 
+def _says(error: str, phrases: Sequence[str]) -> bool:
+    """Return whether the error contains one of the phrases."""
+    return any(phrase in error for phrase in phrases)
+
+
 def is_cascade(worker: WorkerStatus) -> bool:
     """Return whether another worker's failure explains the end of this one."""
     error = worker.error
     if worker.signal in _FROM_OUTSIDE or _FULL.search(error) or _OWN.match(error):
         return False
     if _SENTENCE.match(error):
-        return bool(_OTHERS.search(error) or _CASCADE.search(error.partition(_QUOTED)[2]))
+        quoted = error.partition(failures.CANNOT_JOIN)[2]
+        return _says(error, failures.ABOUT_OTHERS) or bool(_CASCADE.search(quoted))
     return bool(_CASCADE.search(error))
 
 
@@ -157,7 +162,7 @@ def _ended(rank: int, worker: WorkerStatus) -> _CauseCandidate | None:
         return _CauseCandidate(order, kind, (rank,), f"the worker {what}", worker.ended_age, detail, **more)
 
     while_ = f" while {worker.doing}" if worker.failed and worker.doing not in ("", "starting") else ""
-    if _UNMET.search(worker.error) and is_cascade(worker):
+    if _says(worker.error, failures.UNREACHED) and is_cascade(worker):
         return own("collective", "did not reach all others before the first step", order=5)
     if is_cascade(worker):
         return own("collective", "lost the others, though every host answers and every link carries", order=5)
@@ -190,7 +195,7 @@ def _left(reports: Mapping[int, HostReport]) -> Iterator[_CauseCandidate]:
 
 
 def _silence(reports: Mapping[int, HostReport], rank: int) -> float:
-    """Return the seconds for which the neighbours of a host have not heard it."""
+    """Return the seconds for which the neighbors of a host have not heard it."""
     spans = [report.silences[rank] for report in reports.values() if rank in report.silences]
     return max((seconds for seconds, ended in spans if not ended), default=0.0)
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, TextIO
 
-from paxtrain.errors import UserError
+from paxtrain.errors import PREFIX, UserError
 from paxtrain.process import supervised
 
 _POLL = 0.1  # seconds between two looks at the progress file
@@ -93,7 +93,7 @@ def _kernel_kills() -> int:
 def best_line(lines: Sequence[str]) -> str:
     """Return the line of stderr that explains a failure: an exception's, a fatal log line, or else the last line."""
     for number in range(len(lines) - 1, -1, -1):
-        if lines[number].startswith("error: "):
+        if lines[number].startswith(PREFIX):
             return lines[number]
         if _RAISED.match(lines[number]) and any(line.startswith("Traceback ") for line in lines[:number]):
             return lines[number]
@@ -214,7 +214,7 @@ class WorkerProcess:
                 if self._tracing:
                     self._look()  # a step finished since then shows that the worker survived
                 # An error sentence may be about another process's fault. The supervisors decide whose fault it is.
-                if not self._tracing and not line.startswith(b"error: "):
+                if not self._tracing and not line.startswith(PREFIX.encode()):
                     self._show(sys.stderr, line + b"\n")
 
     def _remember(self, line: bytes) -> None:
