@@ -1,7 +1,7 @@
 """Run one host's command of a run under supervision: python -m planner.supervise --host=I --hosts=a,b,c -- COMMAND.
 
-Start it once per host, or once per process if a host has several. When a command fails, or a host or a link is gone,
-all commands end within a bounded time with one sentence that names the first cause; see docs/faults.md.
+Start it once per host, or once per process if a host has several. When a command fails or a host or link is lost, all
+commands end within a bounded time, and one sentence names the first cause; see docs/faults.md.
 """
 
 import os

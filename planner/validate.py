@@ -1,17 +1,17 @@
 """Validate predicted times on measured runs: python -m planner.validate --trials=trials.csv --fit=60 --out=DIR.
 
-Fits the constants of planner/fit/constants.py to some of the measured rows of a table (planner/fit/trials.py) and
-predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead; --seeds=S repeats either
+It fits the constants of planner/fit/constants.py to some of the measured rows of a table (planner/fit/trials.py) and
+predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead. --seeds=S repeats either
 with the seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp)
 cells. --method=pipette or amp uses their closed form in place of the simulator, with everything else equal.
 
 The last line of output is JSON about the rows not fitted, errors and regrets as fractions:
     {"n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups"}
-Its rank correlations are over all these rows together, which flatters them. The table above also has their means over
-groups of equal (cluster, hidden, layers, devices, global_batch), among which a plan would be chosen. Regret is over the
-`groups` with two such rows or more.
+Its rank correlations are over all these rows together, which flatters them. The table above it also has their means
+over groups of equal (cluster, hidden, layers, devices, global_batch), among which a plan would be chosen. Regret is
+over the `groups` with two such rows or more.
 
-Writes to --out, for the first seed:
+It writes to --out, for the first seed:
     predictions.csv                  the table with predicted_seconds and role: fit, held, not_run, or left_out (neither
                                      fitted nor held); with --folds every measured row is held
     predicted_vs_measured.png

@@ -17,7 +17,7 @@ from paxtrain.config.run import CheckpointConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The configuration of one training run; its own checks are those that involve several sections.
+    """The configuration of one training run, with the checks that involve several sections.
 
     Attributes:
         model: architecture.
@@ -30,7 +30,7 @@ class Config:
         checkpoint: interval of checkpoints, and which are kept.
         run: length, folder and reports of the run.
         profile: "10:13" traces the steps 10, 11 and 12 into the run's folder (paxtrain/profiling/profiler.py); "":
-        none.
+            none.
     """
 
     model: ModelConfig = ModelConfig()
@@ -63,7 +63,7 @@ class Config:
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
         require(
             mesh.pipe > 1 or self.pipeline.virtual_stages == 1,
-            f"pipeline.schedule=interleaved_1f1b needs mesh.pipe of 2 or more, got {mesh.pipe}",
+            f"pipeline.schedule={self.pipeline.schedule} needs mesh.pipe of 2 or more, got {mesh.pipe}",
         )
         opt = self.optimizer
         require(
@@ -75,6 +75,7 @@ class Config:
         self._check_compression()
 
     def _check_compression(self) -> None:
+        """Require that the compression fits the mesh and the model."""
         c, pipe = self.compress, self.mesh.pipe
         for direction in ("backward", "forward"):
             chosen = getattr(c, direction)

@@ -60,7 +60,7 @@ class PipelineConfig:
 
     Attributes:
         schedule: a name in paxtrain.schedule.spec.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
-        virtual_stages: chunks of layers per stage; more than one only with interleaved_1f1b.
+        virtual_stages: chunks of layers per stage; more than one only with schedules that interleave.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
             "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).

@@ -62,7 +62,12 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the arrays of transformers' state_dict, from canonical parameters in numpy."""
+    """Return the arrays of transformers' state_dict by name.
+
+    Args:
+        params: canonical parameters in numpy.
+        config: architecture.
+    """
     family, vocab = config.family, config.vocab_size
     turned = family == "llama"
     token = params["embedding"]["token"]
@@ -90,7 +95,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 
     Args:
         read: function that returns the array of a name, of any float dtype.
-        config: the architecture.
+        config: architecture.
 
     Raises:
         UserError: an array has another shape than the architecture's, or is quantized.
@@ -100,6 +105,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
     found: Params = {group: {} for group in shapes}
 
     def checked(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return an array as float32, if it has the shape."""
         x = read(name)
         if x.dtype.name not in _FLOATS:
             raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
@@ -115,6 +121,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
         return checked(key, (math.prod(shape),)).reshape(shape)
 
     def table(name: str) -> np.ndarray:
+        """Return an array with a row per token, padded with zeros."""
         x = checked(name, (config.vocab_size, config.hidden))
         return np.pad(x, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
 
@@ -140,9 +147,10 @@ def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end:
     """Return the config.json of an architecture.
 
     Args:
-        config: the architecture.
+        config: architecture.
         dtype: dtype of the saved arrays.
-        begin, end: ids of the tokens that begin and end a document, if there are any.
+        begin: id of the token that begins a document; None: there is none.
+        end: id of the token that ends a document; None: there is none.
     """
     common = {
         "vocab_size": config.vocab_size,
@@ -213,7 +221,7 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where} is of model_type {kind!r}; {' and '.join(_LAYER)} can be imported")
     if quantized := values.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise UserError(f"{where} is of a quantised model ({method}); import the one that it was made of")
+        raise UserError(f"{where} is of a quantized model ({method}); import the one that it was made of")
     try:
         fields = (_from_llama if kind == "llama" else _from_gpt2)(values, where)
     except KeyError as error:
@@ -225,6 +233,7 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of ModelConfig that a GPT-2's config.json determines."""
     wanted = {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -247,6 +256,7 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of ModelConfig that a Llama's config.json determines."""
     _demand(values, where, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     _demand({"rope_type": rope.get("rope_type", rope.get("type", "default"))}, where, {"rope_type": ("default",)})

@@ -97,5 +97,5 @@ class ModelArrays:
         if left:
             raise UserError(
                 f"{self._folder} has arrays that its {CONFIG} does not account for, {left[0]} first of {len(left)}; "
-                "models with biases of their own or quantised ones cannot be imported"
+                "models with further biases and quantized ones cannot be imported"
             )

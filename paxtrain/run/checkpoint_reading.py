@@ -48,6 +48,7 @@ def same_everywhere(directory: pathlib.Path) -> list[int]:
 
 
 def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+    """Return the "record" or the "state" of a checkpoint."""
     # Orbax ends a restore at a barrier, which a process with damaged files never reaches. So each process reads as if
     # it were alone, and `_try` lets them agree.
     me = jax.process_index()
@@ -102,8 +103,11 @@ def restore(
         abstract: Shapes and shardings of the state.
         model: Architecture, compared with the checkpoint's.
         steps: Steps to try, ascending.
-        problems: List to which a sentence is appended for each damaged checkpoint.
+        problems: Sentences so far, to which one is appended for each damaged checkpoint.
         wanted: Function that selects the keys of `abstract` to read; None: all.
+
+    Raises:
+        UserError: A checkpoint is of another model or has other arrays.
     """
     # If all arrays are on this process's devices, other processes may not be reading.
     joined = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(abstract))
@@ -126,7 +130,7 @@ def restore(
 
 
 def report(problems: list[str], problem: str) -> None:
-    """Append a sentence about what is wrong, and log it."""
+    """Append a sentence to those about damaged or unfinished checkpoints, and log it."""
     problems.append(problem)
     logging.warning("%s", problem)
 
@@ -161,6 +165,10 @@ def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
     """Return the metadata of the newest checkpoint whose record is intact, or of the one of `step`.
 
     Arrays are not read. A process may call this function alone.
+
+    Args:
+        directory: Folder of the checkpoints.
+        step: Step of the checkpoint; None: the newest one whose record is intact.
 
     Raises:
         UserError: There is no checkpoint, none of that step, or none whose record is intact.

@@ -47,6 +47,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _by_path(tree: Tree) -> dict[str, Any]:
+    """Return the arrays by path, with names joined by slashes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
@@ -69,6 +70,7 @@ def fingerprints(tree: Tree) -> dict[str, int]:
 
 
 def _checksum(record: Meta) -> int:
+    """Return a checksum of a record, which must not include one."""
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
@@ -114,9 +116,9 @@ def require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:
         where: Name of the checkpoint, for messages.
 
     Raises:
-        UserError: They differ.
+        UserError: The architecture or an array differs.
     """
-    # The saved one went through JSON, which turns tuples into lists.
+    # The saved architecture went through JSON, which turns tuples into lists.
     different = _differences(record["meta"]["model"], json.loads(json.dumps(model)))
     if different:
         raise UserError(f"{where} is of another model: {different}; use the same model or name another directory")

@@ -212,7 +212,7 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' would work"]),
         ({"attention_bias": True}, ["attention_bias=True", "False would work"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, ["rope_type='llama3'", "'default'"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised model (gptq)", "that it was made of"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized model (gptq)", "that it was made of"]),
         ({"head_dim": 16}, ["head_dim=16", "8 would work"]),
         ({"num_hidden_layers": 4}, ["which has layers=3", "add --config.model.layers=4"]),
         ({"rms_norm_eps": 1e-6}, ["norm_epsilon=0.0001", "add --config.model.norm_epsilon=1e-06"]),
