@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench lab test test-slow lint clean
+.PHONY: help train plan study bench lab test test-slow lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -40,6 +40,9 @@ lint: $(VENV)/dev.txt  ## rules, format and types
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
+docs: $(VENV)/docs.txt  ## the pages of docs/ as a site, runs/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
@@ -52,7 +55,8 @@ $(VENV)/bin/python:
 # What is installed, as pip lists it, stands for the environment being up to date.
 $(VENV)/run.txt: requirements.txt | $(VENV)/bin/python
 $(VENV)/dev.txt: requirements-dev.txt requirements.txt | $(VENV)/bin/python
-$(VENV)/run.txt $(VENV)/dev.txt:
+$(VENV)/docs.txt: requirements-docs.txt | $(VENV)/bin/python
+$(VENV)/run.txt $(VENV)/dev.txt $(VENV)/docs.txt:
 	@echo "installing $< into $(VENV) (a minute or two)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --requirement $<
 	@$(RUN) -m pip freeze --disable-pip-version-check > $@

@@ -4,6 +4,7 @@ import pathlib
 import re
 
 import pytest
+import yaml
 
 from paxtrain.data.preparation import prepare
 from tests.sources import ROOT
@@ -51,6 +52,22 @@ def test_the_examples_run(path, home, monkeypatch, cache):
 def modules_of(text: str) -> set[str]:
     """Return the modules that the commands of a text run."""
     return set(re.findall(r"python -m ((?:paxtrain|planner|compress|tests)(?:\.\w+)*)", text))
+
+
+def leaves(nav: object) -> list[str]:
+    """Return the pages of a nav of mkdocs.yml, which nests titles."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(entry)]
+
+
+def test_the_site_has_every_page_once():
+    """`make docs` checks the links between them, and makes two pages itself."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    found = leaves(config["nav"])
+    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(found) == sorted(written | {"index.md", "reference.md"})
+    assert config["strict"]
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

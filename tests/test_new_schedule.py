@@ -30,7 +30,7 @@ NAME = "late_1f1b"
 # is compiled, and benchmarks of each schedule.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/spec.py",
-    "paxtrain/config/config.py",
+    "paxtrain/config/parallel.py",
     "paxtrain/bench/",
     "planner/bench/",
     "planner/memory/labels.py",

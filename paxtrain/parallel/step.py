@@ -417,8 +417,8 @@ class Trainer:
         """Jitted training step: (state, batch) -> (state, metrics).
 
         Args:
-            state: State before the step. It is donated: its arrays cannot be used afterwards.
-            batch: Tokens, int32 [global_batch, sequence + 1]. Each position predicts the next one.
+            state (TrainState): State before the step. It is donated: its arrays cannot be used afterwards.
+            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1]. Each position predicts the next one.
 
         Returns:
             The state after the step, and a dictionary of metrics: loss and grad_norm, float32 []; learning_rate,
@@ -453,8 +453,8 @@ class Trainer:
         """Jitted evaluation: (params, batch) -> loss.
 
         Args:
-            params: Parameters in mesh layout: `state.params`.
-            batch: Tokens, int32 [global_batch, sequence + 1].
+            params (Params): Parameters in mesh layout: `state.params`.
+            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1].
 
         Returns:
             Mean loss over the batch in nats per token, float32 [], without dropout.

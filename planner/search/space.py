@@ -15,7 +15,7 @@ from planner.cost import compute
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
-# Without those that split the backward: real processes took longer with zb_h1 than is predicted (docs/planner.md).
+# Without those that split the backward: real processes took longer with zb_h1 than is predicted (docs/cost.md).
 TRIED = tuple(name for name, spec in SPECS.items() if not spec.splits)
 
 

@@ -144,7 +144,7 @@ def _again(folder: pathlib.Path) -> tuple[str, ...]:
     return (
         f"""The predictions of step times on this page are newer than the measurements. The predictions of the
         measuring run had a MAPE of {percent(float(np.abs(first - 1).mean()))} here. They were computed again from the
-        same profiles, after the planner's model gained the transfers on CPUs that docs/planner.md describes.
+        same profiles, after the planner's model gained the transfers on CPUs that docs/cost.md describes.
         Placements and plans had been chosen before.""",
     )
 
