@@ -7,6 +7,8 @@ from paxtrain.config.checks import choice, divisors_near, positive, require
 
 FAMILIES = ("gpt2", "llama")
 
+FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has flash attention: Ampere
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -88,6 +90,17 @@ class ModelConfig:
             "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
             f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would do",
         )
+
+    def with_attention(self, capability: tuple[int, int]) -> "ModelConfig":
+        """Return the model with attention="auto" replaced: "cudnn" if GPUs run flash attention for it, else "xla".
+
+        Args:
+            capability: CUDA compute capability of the GPUs; (0, 0) without GPUs.
+        """
+        if self.attention != "auto":
+            return self
+        fits = self.fits_flash and capability >= FLASH_CAPABILITY
+        return dataclasses.replace(self, attention="cudnn" if fits else "xla")
 
     @property
     def fits_flash(self) -> bool:

@@ -29,7 +29,6 @@ References:
     Shazeer 2020 (SwiGLU); Ainslie et al. 2023 (grouped-query heads).
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from paxtrain.config import ModelConfig
+from paxtrain.config.model import FLASH_CAPABILITY
 from paxtrain.errors import UserError
 from paxtrain.model import tensor_parallel as tp
 
@@ -179,14 +179,14 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     Raises:
         UserError: "cudnn" is asked for, and the device cannot run it.
     """
-    capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
-    if config.attention == "auto":
-        return dataclasses.replace(config, attention="cudnn" if config.fits_flash and capability >= 8 else "xla")
-    if config.attention == "cudnn" and capability < 8:
+    named = str(getattr(device, "compute_capability", "0.0")) if device.platform == "gpu" else "0.0"
+    major, _, minor = named.partition(".")
+    capability = int(major), int(minor or 0)
+    if config.attention == "cudnn" and capability < FLASH_CAPABILITY:
         raise UserError(
             f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
         )
-    return config
+    return config.with_attention(capability)
 
 
 def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from paxtrain.model import transformer
 
 
 def save_policy(save: str) -> Callable[[Callable], Callable]:
-    """The wrapper around one layer that makes its vjp keep what the save mode says."""
+    """Return the wrapper around one layer that makes its vjp keep what the save mode says."""
     if save in ("residuals", "inputs"):
         return lambda layer: layer
     if save == "layer_inputs":
@@ -19,15 +19,19 @@ def save_policy(save: str) -> Callable[[Callable], Callable]:
     names = jax.checkpoint_policies.save_only_these_names(*transformer.SAVED_NAMES)
 
     def keep(primitive: Any, *args: Any, **params: Any) -> bool:
-        # Flash attention's own outputs (context and softmax sums) spare its forward a second run.
+        # With the outputs of flash attention (context and softmax sums) kept, its forward does not run again.
         return primitive.name.startswith("dot_product_attention_fwd") or names(primitive, *args, **params)
 
     return functools.partial(jax.checkpoint, policy=keep)
 
 
 class SplitVjp:
-    """`jax.vjp` of function(weights, x, *rest) with its residuals split into weights, which stay where they are, and
-    the rest, which is to be kept from F to B.
+    """`jax.vjp` of function(weights, x, *rest), whose residuals are split into weights and the rest.
+
+    Weights stay where they are. The rest is what waits from F to B.
+
+    Attributes:
+        kept: shapes of that rest.
 
     Raises:
         AssertionError: a copy of a weight would be kept.
@@ -51,12 +55,24 @@ class SplitVjp:
         assert not kernels & floats, "a weight is kept as a residual"
 
     def forward(self, weights: Any, x: jax.Array, *rest: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """The output, and the residuals that are not weights."""
+        """Return the output, and the residuals that are not weights.
+
+        Args:
+            weights: tree of the function's weights.
+            x: input [B, S, H].
+            rest: further arguments, which get no gradient.
+        """
         y, vjp = jax.vjp(lambda w, x: self._function(w, x, *rest), weights, x)
         return y, [leaf for leaf, w in zip(jax.tree.leaves(vjp), self._where) if w < 0]
 
     def backward(self, weights: Any, kept: list[jax.Array], g: jax.Array) -> tuple[Any, jax.Array]:
-        """Gradients with respect to the weights and to x."""
+        """Return the gradients with respect to the weights and to x.
+
+        Args:
+            weights: tree of the function's weights.
+            kept: residuals that `forward` returned.
+            g: gradient of the output [B, S, H].
+        """
         flat, rest = jax.tree.leaves(weights), iter(kept)
         leaves = [flat[w] if w >= 0 else next(rest) for w in self._where]
         return jax.tree.unflatten(self._treedef, leaves)(g)

@@ -1,11 +1,11 @@
 """A layer's backward in two: B, the gradient of its input, and W, the matrix products that only its weights need.
 
 The jaxpr of the backward is cut. W has the matrix products on which the gradient of the input does not depend, and what
-is made of them. B has all else: every collective, and the gradients of norms and biases. It leaves for W those operands
-that depend on the incoming gradient. W recomputes the others from what F has kept, except those that take a
+is made of them. B has everything else: every collective, and the gradients of norms and biases. B leaves for W the
+operands that depend on the incoming gradient. W recomputes the others from what F has kept, except those that take a
 matrix product or a collective: B leaves these, too. So no matrix product runs twice, and W waits for no other device.
 
-What B leaves takes the places of what F has kept and W does not read, as far as shapes agree.
+What B leaves takes the places of what F has kept and W does not read, if shapes agree.
 
 References:
     Qi et al. 2023, Zero Bubble Pipeline Parallelism.
@@ -32,7 +32,7 @@ def _value(values: Values, atom: core.Var | core.Literal) -> Any:
 
 
 def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
-    """Evaluates equations in order, calls equation by equation; what they make joins the values."""
+    """Evaluate equations in order, and inner jaxprs equation by equation; add what they make to the values."""
     for equation in equations:
         inputs = [_value(values, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
@@ -54,8 +54,8 @@ class SplitBackward:
     """The backward of a SplitVjp as B and W.
 
     Attributes:
-        leaves: shapes of what waits for W: what F keeps, then what of B finds no place among that.
-        late: the weights, as numbers of their leaves, whose gradients W makes. B makes those of the others.
+        leaves: shapes of what waits for W: what F keeps, then what B leaves and finds no place among that.
+        late: weights whose gradients W makes, as numbers of their leaves. B makes those of the others.
 
     Raises:
         AssertionError: W would have a collective.
@@ -124,7 +124,7 @@ class SplitBackward:
         self._w = [equations[i] for i in sorted(late | again)]
 
     def _place(self, kept: list[jax.ShapeDtypeStruct]) -> None:
-        """Finds a leaf for all that B leaves."""
+        """Find a leaf for everything that B leaves."""
         read = {atom for equation in self._w for atom in equation.invars if not isinstance(atom, core.Literal)}
         free = [n for n, variable in enumerate(self._kept) if variable not in read]
         self.leaves, self._places = list(kept), []
@@ -141,11 +141,15 @@ class SplitBackward:
     def input_gradient(
         self, weights: Any, leaves: list[jax.Array], g: jax.Array
     ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
-        """B: the gradient of x, those of the early weights and the leaves that change, both by number.
+        """Run B: return the gradient of x, those of the early weights, and the leaves that change.
 
         Args:
-            leaves: what F has kept; what comes behind is not read.
-            g: the gradient of the layer's output.
+            weights: tree of the layer's weights.
+            leaves: what F has kept; further leaves are not read.
+            g: gradient of the layer's output [B, S, H].
+
+        Returns:
+            The gradient of x [B, S, H]; gradients by number of the weight; new leaves by number of the leaf.
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
@@ -153,14 +157,15 @@ class SplitBackward:
         _run(self._b, values)
         early = {n: _value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
         left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}
-        # Some places were read: the barrier says that they are written after it, and spares XLA a copy of the ring.
+        # Some places were read. The barrier says that they are written afterwards, so that XLA does not copy the ring.
         return lax.optimization_barrier((_value(values, self._out), early, left))
 
     def weight_gradients(self, weights: Any, leaves: list[jax.Array]) -> dict[int, jax.Array]:
-        """W: the gradients of the late weights, by number.
+        """Run W: return the gradients of the late weights, by number.
 
         Args:
-            leaves: as B has left them.
+            weights: tree of the layer's weights.
+            leaves: leaves as B has left them.
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))

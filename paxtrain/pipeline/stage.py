@@ -24,9 +24,9 @@ class Weights(NamedTuple):
     update: XLA reads one layer's row from the array as it was before another row was written.)
 
     Attributes:
-        embedding: token [V/T, H], or [1 or 2, V/T, H] where the head is untied; position [S, H] if any.
-        chunks: per chunk its segments, each a list of layers' trees, or one stacked tree [layers, ...] to scan.
-        final_norm: scale, bias if any [H].
+        embedding: token [V/T, H], or [1 or 2, V/T, H] if the head is untied; position [S, H] if any.
+        chunks: segments of each chunk: each is a list of layers' trees, or one stacked tree [layers, ...] to scan.
+        final_norm: scale and bias, if any, [H].
     """
 
     embedding: Params
@@ -39,7 +39,8 @@ class Segment:
     """Consecutive layer slots of a chunk that run as one piece.
 
     Attributes:
-        start, count: the slots.
+        start: first slot.
+        count: number of slots.
         optional: some virtual stages have no layer here and skip it (uneven stages).
         scan: one compiled layer in a loop.
     """
@@ -55,12 +56,16 @@ class Program:
     """The static facts that the compiled code depends on.
 
     Attributes:
-        group: of tensor and sequence parallelism.
-        pipe: mesh axis of the stages, or None where there is one stage.
-        counts: layers of every virtual stage, in model order.
+        model: model whose layers run.
+        stages: P.
+        chunks: virtual stages per stage.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
+        counts: layers of every virtual stage, in model order.
         save: see PipelineConfig.save.
-        splits: the backward is run as B and W.
+        scan_layers: common layers run in a loop.
+        splits: the backward runs as B and W.
+        group: group of tensor and sequence parallelism.
+        pipe: mesh axis of the stages, or None if there is one stage.
     """
 
     model: ModelConfig
@@ -76,7 +81,7 @@ class Program:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """All stages' common layers unconditionally, then each further slot by itself."""
+        """Segments of a chunk: the layers that all stages have, then each further slot by itself."""
         common, slots = min(self.counts), max(self.counts)
         return (
             Segment(0, common, optional=False, scan=self.scan_layers),
@@ -88,9 +93,10 @@ class Place(NamedTuple):
     """A layer of a chunk, while its segment runs.
 
     Attributes:
-        number: of the layer in the model, int32 [].
-        segment, layer: its place in the chunk.
-        at: (layer,) where layers are scanned and have one part together, stacked; else ().
+        number: number of the layer in the model, int32 [].
+        segment: number of its segment in the chunk.
+        layer: number of the layer in the segment.
+        at: (layer,) if layers are scanned and have one stacked part together; else ().
     """
 
     number: jax.Array
@@ -109,9 +115,9 @@ Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
 class Stage:
     """The functions of a row for one micro-batch on one device, over rings and accumulators.
 
-    Residuals are kept per segment: a list of layers' leaves, each [slots, ...]; or one tree of leaves
-    [slots, layers, ...] where layers are scanned. `slot` is an index of one element, or empty: then the leaves have no
-    dim of slots, and are one micro-batch's own.
+    Residuals are kept per segment: as a list of layers' leaves, each [slots, ...], or as one tree of leaves
+    [slots, layers, ...] if layers are scanned. `slot` is an index of one element, or empty: then the leaves have no
+    dim of slots, and belong to one micro-batch.
     """
 
     def __init__(self, program: Program, weights: Weights, tokens: jax.Array, dropout_key: jax.Array | None,
@@ -149,7 +155,7 @@ class Stage:
         return None if self._starts is None else self._starts[mb]
 
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
-        """Uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
+        """Return uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
         leaves = self._split.leaves if self._split else self._vjp.kept
 
         def empty(*dims: int) -> list[jax.Array]:
@@ -161,7 +167,7 @@ class Stage:
         ]
 
     def residuals(self, slots: int) -> Any:
-        """The ring of what F leaves for B, and B for W."""
+        """Return the ring of what F leaves for B, and B for W."""
         if self.program.save == "inputs":
             return lax.empty((slots, *self.message.shape), self.message.dtype)
         return self._layer_residuals((slots,))
@@ -180,11 +186,14 @@ class Stage:
     def _each_layer(
         self, chunk: int, x: Any, parts: list[Any], step: Step, backward: bool = False
     ) -> tuple[Any, list[Any]]:
-        """x and the layers' parts after a step of every layer of a chunk, of the last one first if `backward`.
+        """Return x and the layers' parts after a step of every layer of a chunk.
 
         Args:
-            parts: per segment a list of the layers' parts, or one part where layers are scanned.
+            chunk: number of the chunk.
+            x: what goes from layer to layer.
+            parts: for each segment a list of the layers' parts, or one part if layers are scanned.
             step: (place, weights, x, part) -> (x, part).
+            backward: begin with the last layer.
         """
         parts, numbers = list(parts), range(len(parts))
         for number in reversed(numbers) if backward else numbers:
@@ -221,25 +230,55 @@ class Stage:
         return self._each_layer(chunk, x, residuals, step)
 
     def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Any, slot: Index) -> tuple[jax.Array, Any]:
-        """F of a chunk: its output, and the residuals with this micro-batch's written into their slot."""
+        """Run F of a chunk: return its output, and the residuals with this micro-batch's in their slot.
+
+        Args:
+            chunk: number of the chunk.
+            mb: number of the micro-batch, int [].
+            x: input [B, S, H].
+            residuals: the ring, see `residuals`.
+            slot: index of the micro-batch's slot.
+        """
         if self.program.save != "inputs":
             return self._run_layers(chunk, mb, x, residuals, slot)
         y, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
         return y, write(residuals, slot, x)
 
     def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-        """F of a chunk whose B follows at once: its output and this micro-batch's own residuals."""
+        """Run F of a chunk whose B follows at once: return its output and this micro-batch's residuals.
+
+        Args:
+            chunk: number of the chunk.
+            mb: number of the micro-batch, int [].
+            x: input [B, S, H].
+        """
         empty = x if self.program.save == "inputs" else self._layer_residuals(())
         return self.forward(chunk, mb, x, empty, ())
 
     def output(self, chunk: int, mb: jax.Array, x: jax.Array) -> jax.Array:
-        """F of a chunk without B: what it keeps is dead, and XLA drops it."""
+        """Run F of a chunk without B: what it keeps is dead, and XLA drops it.
+
+        Args:
+            chunk: number of the chunk.
+            mb: number of the micro-batch, int [].
+            x: input [B, S, H].
+        """
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def backward(
         self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights, scratch: Any
     ) -> tuple[jax.Array, Weights, Any]:
-        """B of a chunk: the gradient of its input, the accumulators with its layers' gradients added, the scratch."""
+        """Run B of a chunk: return its input's gradient, the accumulators with B's gradients added, and the scratch.
+
+        Args:
+            chunk: number of the chunk.
+            mb: number of the micro-batch, int [].
+            residuals: the ring, or one micro-batch's residuals if `slot` is empty.
+            slot: index of the micro-batch's slot.
+            g: gradient of the chunk's output [B, S, H].
+            grads: accumulators of the weights' gradients.
+            scratch: see `scratch`.
+        """
         if self.program.save == "inputs":
             x = read(residuals, slot)
             _, residuals = self._run_layers(chunk, mb, x, scratch or self._layer_residuals(()), ())
@@ -256,7 +295,18 @@ class Stage:
     def input_gradient(
         self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
     ) -> tuple[jax.Array, Weights, Any]:
-        """Run B of a chunk as `backward` does, without matrices' gradients; return last the ring with what W needs."""
+        """Run B of a chunk as `backward` does, without the matrices' gradients.
+
+        Args:
+            chunk: number of the chunk.
+            residuals: the ring.
+            slot: index of the micro-batch's slot.
+            g: gradient of the chunk's output [B, S, H].
+            grads: accumulators of the weights' gradients.
+
+        Returns:
+            The gradient of the chunk's input; the accumulators; the ring with what W needs.
+        """
 
         def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
             (ring, total), at = part, (*slot, *place.at)
@@ -270,7 +320,14 @@ class Stage:
         return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
 
     def weight_gradients(self, chunk: int, residuals: Any, slot: Index, grads: Weights) -> Weights:
-        """W of a chunk: the accumulators with its matrices' gradients added."""
+        """Run W of a chunk: return the accumulators with its matrices' gradients added.
+
+        Args:
+            chunk: number of the chunk.
+            residuals: the ring as B has left it.
+            slot: index of the micro-batch's slot.
+            grads: accumulators of the weights' gradients.
+        """
 
         def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves = read(place.of(residuals), (*slot, *place.at))
@@ -280,7 +337,14 @@ class Stage:
         return _with_chunk(grads, chunk, totals)
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
-        """Adds the embedding's gradient; on stages that do not hold the first layer nothing is added."""
+        """Add the embedding's gradient; stages without the first layer add nothing.
+
+        Args:
+            mb: number of the micro-batch, int [].
+            g: gradient of the first layer's input [B, S, H].
+            grads: accumulators of the weights' gradients.
+            active: this stage has the first layer and runs its B now, bool [].
+        """
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = transformer.embed_gradient(
             grads.embedding, tokens, g, self.program.model, self.program.group, dropout, active, self._documents(mb)
@@ -288,7 +352,7 @@ class Stage:
         return grads._replace(embedding=embedding)
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
-        """Mean loss of one micro-batch, over their number."""
+        """Return a micro-batch's mean loss, divided by the number of micro-batches."""
         return self._loss(self.weights.final_norm, self._table, y, mb)
 
     @property
@@ -303,7 +367,15 @@ class Stage:
     def head(
         self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
     ) -> tuple[jax.Array, jax.Array, Params, Params]:
-        """The loss so far, the gradient of y, and the embedding's and the norm's accumulators with theirs added."""
+        """Run the head: return the loss so far, the gradient of y, and the accumulators with their gradients added.
+
+        Args:
+            mb: number of the micro-batch, int [].
+            y: output of the last layer [B, S, H].
+            loss: sum so far, float32 [].
+            embedding: accumulators of the embedding's gradients.
+            final_norm: accumulators of the norm's gradients.
+        """
         value, (norm, table, g) = jax.value_and_grad(self._loss, argnums=(0, 1, 2))(
             self.weights.final_norm, self._table, y, mb
         )

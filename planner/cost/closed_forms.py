@@ -1,8 +1,8 @@
-"""Step times in closed form, as Pipette and AMP estimate them: to compare the simulator with, and for nothing else.
+"""Step times in closed form, as Pipette and AMP estimate them, for comparison with the simulator only.
 
 In all of them F and B are the seconds of one micro-batch on one stage, m counts micro-batches per pipeline, and D is
 the time of the gradients' all-reduce over the data axis. Inputs are arrays [batch, stage]; candidates with fewer stages
-than others of the batch have zeros behind their last one.
+than others of the batch have zeros after their last one.
 
 References:
     Pipette: Yim et al., DATE 2024, and its released code (yimjinkyu1/date2024_pipette).
@@ -15,7 +15,13 @@ Array = np.ndarray
 
 
 def ring(size: Array | float, ranks: Array | int, bandwidth: Array | float) -> Array:
-    """Seconds of an all-reduce of `size` bytes over a ring whose slowest link moves `bandwidth` bytes/s: 2(k-1)/k."""
+    """Return the seconds of an all-reduce over a ring: 2(k-1)/k times the bytes over the bandwidth.
+
+    Args:
+        size: bytes.
+        ranks: k.
+        bandwidth: bytes/s of the slowest link.
+    """
     return 2 * (ranks - 1) / np.maximum(ranks, 1) * size / bandwidth
 
 
@@ -28,18 +34,20 @@ def pipette(
     pp: Array | int,
     as_published: bool = False,
 ) -> Array:
-    """Pipette's estimate of 1F1B, whose transfers are exposed once for every `pp` micro-batches.
+    """Return Pipette's estimate of 1F1B, whose transfers are exposed once for every `pp` micro-batches.
 
         T = (m + pp - 1) * (F + B) + max(m // pp, 1) * P + D
 
-    The published form counts (m // pp) * pp micro-batches in place of m where m >= pp: what is left over is dropped.
-    Pipette times one stage for all; of unequal ones the slowest stands for all here.
+    The published form counts (m // pp) * pp micro-batches instead of m if m >= pp: it drops the rest. Pipette times one
+    stage for all; of unequal ones the slowest stands for all here.
 
     Args:
-        forward, backward: [batch, stage] seconds.
+        forward: [batch, stage] seconds of F.
+        backward: [batch, stage] seconds of B.
         hops: [batch, stage - 1] seconds of a message there and one back, of the slowest pipeline; their sum is P.
         data_seconds: [batch] D, which Pipette takes from the first stage's ring alone.
-        m, pp: [batch] micro-batches and stages.
+        m: [batch] micro-batches.
+        pp: [batch] stages.
         as_published: drop the micro-batches left over from m mod pp, as the released code does.
 
     Returns:
@@ -52,10 +60,11 @@ def pipette(
 
 
 def amp(forward: Array, backward: Array, hops: Array, data_seconds: Array | float, m: Array | int) -> Array:
-    """AMP's estimate: one way through all stages, the slowest once more per further micro-batch, each hop paid once.
+    """Return AMP's estimate: all stages once, the slowest once more per further micro-batch, each hop once.
 
     Args:
-        forward, backward: [batch, stage] seconds.
+        forward: [batch, stage] seconds of F.
+        backward: [batch, stage] seconds of B.
         hops: [batch, stage - 1] seconds of a message there and one back.
         data_seconds: [batch] D, of the slowest stage.
         m: [batch] micro-batches.

@@ -1,8 +1,8 @@
 """Seconds of compute: F and B of a layer, the head, the embedding and the optimizer, on a device kind.
 
-Where the cluster has a compute profile they are what was measured, affine in the micro-batch between and beyond the
-measured sizes. What was not measured is the data sheet's figure (below) times what the nearest measured row is to its
-own. Without a profile it is the data sheet's alone, at the named shares of peak that follow.
+If the cluster has a compute profile, they are the measured times, affine in the micro-batch between and beyond the
+measured sizes. A time that was not measured is the data sheet's figure, scaled by the ratio of the nearest measured row
+to the data sheet's figure of that row. Without a profile it is the data sheet's figure at named shares of the peak.
 """
 
 import dataclasses
@@ -21,24 +21,27 @@ from planner.cluster.cluster import ASSUMED, Cluster, Shares
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
 _ACTIVATION_PASSES = 22
-# A layer's kernels differ, so that some wait for their launch and others for memory: the p-norm of the two sums.
+# Some of a layer's kernels wait for their launch and others for memory: the p-norm of the two sums says how long.
 _SHARPNESS = 4
 ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
-# Forwards that B runs again, by pipeline.save: all of F; nothing; what is no matrix product.
+# Forwards that B runs again, by pipeline.save; with "dots" it runs everything again except matrix products.
 _RECOMPUTED = {"inputs": 1.0, "layer_inputs": 1.0, "residuals": 0.0, "dots": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCosts:
-    """Seconds on one device of one micro-batch, or as said.
+    """Seconds on one device, of one micro-batch unless a field says otherwise.
 
     Attributes:
-        forward, backward: of one layer; backward recomputes what is not saved.
-        backward_input, backward_weights: of one layer's in two parts, B and W; together a little more.
-        head: loss and its gradient. embedding: look-up and its gradient.
-        optimizer: of one float32 parameter held by the device.
+        forward: F of one layer.
+        backward: B of one layer, which recomputes what is not saved.
+        backward_input: B of one layer if the backward is split.
+        backward_weights: W of one layer; with backward_input it takes a little more than the whole B.
+        head: loss and its gradient.
+        embedding: look-up and its gradient.
+        optimizer: update of one float32 parameter held by the device.
     """
 
     forward: float
@@ -60,15 +63,21 @@ def sheet(
     shares: Shares = ASSUMED,
     sequence_parallel: bool = False,
 ) -> LayerCosts:
-    """Costs from the data sheet.
+    """Return the costs that the data sheet gives.
 
-    FLOPs of F: 2 a parameter of the matrices (24 H^2 for GPT-2) + 4 S H a token (attention's scores and values). Two
-    all-reduces of [B, S, H] over tensor in F and in B (Shoeybi et al. 2019), rings of 2(T-1)/T; or reduce-scatters and
-    all-gathers, which are halves of them (Korthikanti et al. 2022).
+    F has 2 FLOPs a parameter of the matrices (24 H^2 for GPT-2) and 4 S H a token (attention's scores and values). F
+    and B have two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or
+    reduce-scatters and all-gathers, which are halves of them (Korthikanti et al. 2022).
 
     Args:
-        inside: alpha and bandwidth of a link inside a host.
-        shares: of the data sheet that the device reaches.
+        model: model to train.
+        kind: device kind.
+        tensor: T.
+        micro_batch: sequences of a micro-batch.
+        save: PipelineConfig.save.
+        inside: latency in seconds and bytes/s of a link inside a host.
+        shares: shares of the data sheet that the device reaches.
+        sequence_parallel: MeshConfig.sequence_parallel.
     """
     gpu, item = GPUS[kind], ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence, model.hidden
@@ -85,17 +94,17 @@ def sheet(
     products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
     read = model.matrices / tensor * item / memory
     matmuls = max(products / flops, read)
-    # Norms and residual sums run whole on each device of a tensor group or on parts, the wide part is split.
+    # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
     once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / memory
     passes = _ACTIVATION_PASSES * once
     forward = launched(matmuls + passes, 1) + 2 * reduce
     backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
-    # Of an F that B runs again the last collective is left out: an all-reduce, or a reduce-scatter. What save="dots"
-    # keeps has to be gathered again, twice.
+    # An F that B runs again leaves out its last collective, an all-reduce or a reduce-scatter. What save="dots" keeps
+    # has to be gathered again, twice.
     again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
     if sequence_parallel:
         again += {"dots": 2, "residuals": 0}.get(save, 1) * reduce / 2
-    # Of the backward's products with kernels half are W's.
+    # Half of the backward's products with kernels are W's.
     kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
     weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)
     rest = shares.backward * (matmuls + passes) - kernels + _SPLIT_PASSES["input"] * once
@@ -111,25 +120,25 @@ def sheet(
 
 TIMES = ("forward", "backward", "head", "embedding", "optimizer")
 PARTS = ("backward_input", "backward_weights")  # of backward; rows may lack them
-# Of a model, what a row of a compute profile names; rows that name no family are of GPT-2.
+# The facts of a model that a row of a compute profile names; rows that name no family are of GPT-2.
 PROFILED = ("hidden", "heads", "sequence", "vocab", "dtype", "family", "key_value_heads", "ffn")
 
 
 def profiled(model: ModelConfig) -> tuple:
-    """A model's values of PROFILED."""
+    """Return a model's values of PROFILED."""
     sizes = (model.hidden, model.heads, model.sequence, model.padded_vocab, model.dtype)
     return (*sizes, model.family, model.key_value_heads, model.ffn)
 
 
 def profiled_row(row: Mapping[str, Any]) -> tuple:
-    """The same of a row."""
+    """Return a row's values of PROFILED."""
     defaults = {"family": "gpt2", "key_value_heads": row["heads"], "ffn": 4 * row["hidden"]}
     return tuple({**defaults, **row}[key] for key in PROFILED)
 
 
 @functools.lru_cache(maxsize=64)
 def _groups(cluster: Cluster, kind: str) -> dict[tuple, dict[str, np.ndarray]]:
-    """Rows of one kind by shape: micro_batch and each of the times as arrays by rising micro-batch."""
+    """Return the rows of one kind by shape: micro_batch and each of the times as arrays by rising micro-batch."""
     found: dict[tuple, list[dict[str, Any]]] = {}
     for row in cluster.compute:
         if row["kind"] == kind:
@@ -150,7 +159,7 @@ def _distance(a: tuple, b: tuple) -> float:
 
 
 def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
-    """Measured seconds at a micro-batch: linear between the sizes, and beyond them through the nearest two."""
+    """Return the seconds at a micro-batch: linear between measured sizes, and beyond them through the nearest two."""
     if len(at) == 1:
         return float(seconds[0] * micro_batch / at[0])
     i = int(np.clip(np.searchsorted(at, micro_batch) - 1, 0, len(at) - 2))
@@ -159,12 +168,12 @@ def _affine(micro_batch: int, at: np.ndarray, seconds: np.ndarray) -> float:
 
 
 def _inside(cluster: Cluster, kind: str) -> tuple[float, float]:
-    """alpha and bandwidth inside the slowest host of a kind."""
+    """Return latency and bandwidth inside the slowest host of a kind."""
     hosts = np.array([i for i, k in enumerate(cluster.kinds) if k == kind])
     return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
 
 
-# Shapes of CPUs have no data sheet: figures of the right proportion, of which only ratios are used.
+# CPUs have no data sheet. Only ratios of these figures are used, which have the right proportion.
 _CPU = "v100"
 
 
@@ -178,9 +187,18 @@ def layer(
     save: str,
     sequence_parallel: bool = False,
 ) -> LayerCosts:
-    """Costs on a device kind of the cluster: measured where there is a profile, else the data sheet's.
+    """Return the costs on a device kind of the cluster: measured if there is a profile, else the data sheet's.
 
-    Profiles are of groups without sequence parallelism; what that changes is the data sheet's proportion.
+    Profiles are measured without sequence parallelism. Its effect is the data sheet's proportion.
+
+    Args:
+        cluster: cluster with its profile.
+        kind: device kind.
+        model: model to train.
+        tensor: T.
+        micro_batch: sequences of a micro-batch.
+        save: PipelineConfig.save.
+        sequence_parallel: MeshConfig.sequence_parallel.
 
     Raises:
         UserError: a kind without a data sheet has no profile.
@@ -202,11 +220,11 @@ def layer(
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
-        # A profile is of groups inside a host, whatever hosts are taken together here.
+        # A profile is measured on groups inside a host, whatever hosts are taken together here.
         measured_inside = _inside(cluster.parts or cluster, kind)
         there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
-    # Where the backward was measured whole its parts are the shares that the data sheet gives them.
+    # If the backward was measured whole, its parts have the data sheet's shares.
     parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}
     return LayerCosts(**parts | measured)
 
@@ -226,27 +244,36 @@ def source(cluster: Cluster) -> str:
 
 
 def message_bytes(model: ModelConfig, micro_batch: int, parts: int = 1) -> int:
-    """Activations of one micro-batch between two stages, [B, S, H], as every device of a tensor group sends them.
+    """Return the bytes of one micro-batch's activations between two stages that a device of a tensor group sends.
 
     Args:
-        parts: of the sequence, of which a device sends its own.
+        model: model to train.
+        micro_batch: sequences of a micro-batch.
+        parts: parts of the sequence, of which a device sends one.
     """
     return micro_batch * model.sequence // parts * model.hidden * ITEM[model.dtype]
 
 
 def packed_bytes(model: ModelConfig, micro_batch: int, rank: int, parts: int = 1) -> int:
-    """The same as factors of a rank in the compute dtype."""
+    """Return the bytes of the same message as low-rank factors in the compute dtype.
+
+    Args:
+        model: model to train.
+        micro_batch: sequences of a micro-batch.
+        rank: rank of the factors.
+        parts: parts of the sequence, of which a device sends one.
+    """
     return rank * (micro_batch * model.sequence // parts + model.hidden) * ITEM[model.dtype]
 
 
 def layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one layer on one device of a tensor group."""
+    """Return the parameters of one layer on one device of a tensor group."""
     split_biases = 0 if model.family == "llama" else 3 * model.hidden + model.ffn
     return (model.matrices + split_biases) // tensor + model.vectors - split_biases
 
 
 def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
-    """Shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
+    """Return the shapes [n, k] of a layer's matrices on one device, as gradients over data are compressed."""
     h, part, ffn = model.hidden, model.hidden // tensor, model.ffn // tensor
     if model.family == "llama":
         return ((h, part), (h, 2 * model.key_value // tensor), (part, h), (h, 2 * ffn), (ffn, h))
@@ -254,5 +281,11 @@ def kernels(model: ModelConfig, tensor: int) -> tuple[tuple[int, int], ...]:
 
 
 def embedding_parameters(model: ModelConfig, tensor: int, pipe: int) -> int:
-    """Parameters of the vocabulary's tables on one device of the first or the last stage."""
+    """Return the parameters of the vocabulary's tables on one device of the first or the last stage.
+
+    Args:
+        model: model to train.
+        tensor: T.
+        pipe: P; a single stage has all tables.
+    """
     return (model.tables if pipe == 1 else 1) * model.padded_vocab * model.hidden // tensor

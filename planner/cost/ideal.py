@@ -2,7 +2,7 @@
 
 The executor's tables make a stage wait for all messages of a row (planner.cost.simulator). Systems with separate
 transfer calls, such as Megatron-LM, come closer to this model: a message begins when it is made, holds no stage, and
-waits for no other message. It models trials of such systems, and it shows what the executor's rows cost.
+waits for no other message. This module models trials of such systems, and shows what the executor's rows cost.
 """
 
 import collections
@@ -16,7 +16,7 @@ Array = np.ndarray
 
 
 class _State:
-    """When stages are free, [P] arrays [batch], and messages on their way, oldest first, by receiving virtual stage."""
+    """Times at which stages are free, [P] arrays [batch], and messages on their way, by receiving virtual stage."""
 
     def __init__(self, table: Table, seconds: Seconds) -> None:
         self.seconds, self.last = spread(table, seconds), table.stages * table.chunks - 1
@@ -48,11 +48,11 @@ class _State:
             inbox.append(arrival)
 
     def all(self) -> list[Array]:
-        """Everything that the next rows depend on."""
+        """Return everything that the next rows depend on."""
         return [*self.now, *(x for inbox in (*self.activations, *self.gradients) for x in inbox)]
 
     def shift(self, moved: Array) -> None:
-        """Moves all of it in time."""
+        """Move all of it in time."""
         self.now = [x + moved for x in self.now]
         for inbox in (*self.activations, *self.gradients):
             for i in range(len(inbox)):
@@ -60,9 +60,9 @@ class _State:
 
 
 def pipeline(table: Table, seconds: Seconds) -> Array:
-    """When each stage has done its last op: [batch, P] seconds.
+    """Return the seconds [batch, P] at which each stage has done its last op.
 
-    Compressed messages are not modelled: systems that are compared this way have none.
+    Compressed messages are not modeled: systems that are compared this way have none.
     """
     state = _State(table, seconds)
     for rows, repeats in runs(table, scrap=False):

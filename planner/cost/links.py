@@ -1,8 +1,8 @@
 """Seconds per message and per byte between the stages, and around the data-parallel rings, of a batch of placements.
 
 A placement says on which host each tensor group lies: int [batch, D, P], D data ranks, P stages. All devices of a
-group do alike, each with its counterpart, so a group of T devices sends T flows at once. A flow alone has the link's
-bandwidth; where more flows leave a host, or enter one, than it has NICs, they share.
+group send to their counterparts alike, so a group of T devices sends T flows at once. A flow alone has the link's
+bandwidth. If more flows enter or leave a host than it has NICs, they share.
 """
 
 import dataclasses
@@ -30,7 +30,13 @@ class Fabric:
 
 
 def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None = None) -> Fabric:
-    """The cluster's links: the median over the samples, a quantile of them, or one sample."""
+    """Return the cluster's links: the median over the samples, a quantile of them, or one sample.
+
+    Args:
+        cluster: cluster with samples of its links.
+        quantile: quantile of the bandwidths, in [0, 1]; None: the median.
+        sample: number of the sample to take alone.
+    """
     if sample is not None:
         bandwidth = cluster.samples[sample]
     else:
@@ -39,7 +45,7 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
 
 
 def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
-    """[batch, D, P] how many flows leave (or enter) the host of each group, if each crossing group has `size`."""
+    """Return [batch, D, P] how many flows leave (or enter) each group's host, if each crossing group has `size`."""
     batch = len(hosts)
     place = (np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts).ravel()
     total = np.bincount(place, weights=crossing.ravel() * float(size), minlength=batch * count)
@@ -47,10 +53,16 @@ def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
 
 
 def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
-    """Messages from every stage to its neighbour, `step` 1 forward or -1 back, round the ring of stages.
+    """Return what messages from every stage to its neighbor in the ring of stages take.
 
-    Between the first and the last stage only interleaved schedules send, a message in P: it takes no other's share of a
-    NIC, and shares one only with the flows of the same group.
+    Between the last and the first stage only interleaved schedules send, one message in P. It takes no other's share of
+    a NIC, and shares one only with the flows of the same group.
+
+    Args:
+        links: links of the cluster.
+        hosts: int [batch, D, P].
+        tensor: T, flows per group.
+        step: 1 for messages forward, -1 back.
 
     Returns:
         Seconds of latency and seconds per byte, [batch, D, P] by sender.
@@ -66,7 +78,7 @@ def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Ar
 
 
 def ring_order(hosts: Array) -> Array:
-    """hosts [..., D] with equal ones brought together, in the order in which each first comes.
+    """Return hosts [..., D] with equal ones brought together, in the order in which each first comes.
 
     So a ring crosses into each host once, as NCCL's rings do.
     """
@@ -80,7 +92,12 @@ def ring_order(hosts: Array) -> Array:
 
 
 def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
-    """One way round each stage's data-parallel ring, all stages' and tensor ranks' rings at once.
+    """Return what a turn of each stage's data-parallel ring takes while all stages' and tensor ranks' rings run.
+
+    Args:
+        links: links of the cluster.
+        hosts: int [batch, D, P].
+        tensor: T, rings per stage.
 
     Returns:
         Seconds of latency of a whole turn (D-1 hops, each as slow as the slowest) and seconds per byte of its slowest
@@ -105,7 +122,8 @@ class Paths:
     """Latency in seconds, and seconds per byte, of the links that placements use, whatever is sent.
 
     Attributes:
-        forward, backward: [batch, D, P] of a message to the next and to the previous stage, by sender.
+        forward: [batch, D, P] of a message to the next stage, by sender.
+        backward: [batch, D, P] of a message to the previous stage, by sender.
         ring: [batch, P] of a turn of each stage's data-parallel ring.
         swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
     """
@@ -116,13 +134,13 @@ class Paths:
     swap: tuple[Array, Array]
 
     def take(self, batch: slice) -> "Paths":
-        """Those of some placements."""
+        """Return the paths of some of the placements."""
         fields = (field.name for field in dataclasses.fields(self))
         return Paths(**{name: tuple(x[batch] for x in getattr(self, name)) for name in fields})
 
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
-    """Latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
+    """Return latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
     apart, count = first != last, len(links.alpha)
     # Each end sends and receives.
     crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
@@ -132,7 +150,13 @@ def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array,
 
 
 def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:
-    """The paths of placements int [batch, D, P] of groups of `tensor` devices."""
+    """Return the paths of placements.
+
+    Args:
+        links: links of the cluster.
+        hosts: int [batch, D, P].
+        tensor: T, devices of a group.
+    """
     return Paths(
         forward=hops(links, hosts, tensor, 1),
         backward=hops(links, hosts, tensor, -1),

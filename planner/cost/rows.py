@@ -17,7 +17,9 @@ class Table:
 
     Attributes:
         schedule: its name in paxtrain.schedule.spec.SPECS.
-        stages, micro_batches, chunks: P, m and v.
+        stages: P.
+        micro_batches: m.
+        chunks: v.
         compressed: "none", "epilogue" or "all".
     """
 
@@ -28,11 +30,11 @@ class Table:
     compressed: str = "none"
 
 
-Where = slice | Array  # some stages, or virtual stages
+Where = slice | Array  # indices of stages or of virtual stages
 
 
 def _where(indices: Array) -> Where:
-    """Indices, as a slice where they are evenly spaced: that makes views of an array instead of copies."""
+    """Return indices, as a slice if they are evenly spaced: a slice of an array is a view, not a copy."""
     step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
     if len(indices) == 0 or step < 1 or not (np.diff(indices) == step).all():
         return indices
@@ -40,7 +42,7 @@ def _where(indices: Array) -> Where:
 
 
 def numbers(where: Where) -> list[int]:
-    """The stages as numbers."""
+    """Return the stages as numbers."""
     return list(range(where.start, where.stop, where.step)) if isinstance(where, slice) else where.tolist()
 
 
@@ -49,9 +51,13 @@ class Row:
     """One kind of row; what does not happen in it is None.
 
     Attributes:
-        forward, backward, weights: (stages, virtual stages) that run F, B or W, idle ones that compute on scrap too.
-        head: the last virtual stage's F is among them.
-        plain, packed, activations: (senders, receivers) of the messages.
+        forward: (stages, virtual stages) that run F, including idle ones that compute on scrap.
+        backward: (stages, virtual stages) that run B.
+        weights: (stages, virtual stages) that run W.
+        head: the last virtual stage runs F.
+        plain: (senders, receivers) of gradients that travel as they are.
+        packed: (senders, receivers) of compressed gradients.
+        activations: (senders, receivers) of activations.
         hides: F does not wait for the gradients.
     """
 
@@ -65,16 +71,22 @@ class Row:
     hides: bool
 
 
-Run = tuple[tuple[Row, ...], int]  # rows, and how often they come in a row
+Run = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
 
 
 def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
-    """The table's rows, with what idle stages compute or without; those that are alike are one object."""
+    """Return the table's rows; those that are alike are one object.
+
+    Args:
+        schedule: table of ops.
+        compressed: gradient messages that travel compressed, "none", "epilogue" or "all".
+        scrap: include what idle stages compute.
+    """
     stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
     f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
     chunks = schedule.forward_chunk, schedule.backward_chunk, schedule.weights_chunk
     f_virtual, b_virtual, w_virtual = (x * schedule.stages + stages for x in chunks)
-    # What travels before a row is what its predecessor's B has made.
+    # Before a row travels what the B of the row before has made.
     sends, packed = np.zeros_like(b), np.zeros_like(b)
     sends[1:] = (b & (b_virtual > 0))[:-1]
     if compressed != "none":
@@ -113,7 +125,7 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
 
 
 def _runs(rows: list[Row], longest: int) -> list[Run]:
-    """Stretches of rows that repeat, each as long as it gets from where the one before ended."""
+    """Return stretches of rows that repeat, each as long as it gets from the end of the one before."""
     values, found, t = np.array([id(row) for row in rows]), [], 0
     while t < len(rows):
         best = (1, 1)
@@ -136,13 +148,13 @@ def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: st
 
 @functools.lru_cache(maxsize=4096)
 def runs(table: Table, scrap: bool = True) -> list[Run]:
-    """The table's rows, with what idle stages compute or without, as stretches that repeat.
+    """Return the table's rows as stretches that repeat, with what idle stages compute (`scrap`) or without.
 
     Many micro-batches only repeat the steady rows of few, so no larger table is built.
     """
     spec = SPECS[table.schedule]
     step = table.stages if spec.interleaves else 1
-    # Enough that some stage has rows in which all that is steady happens, whatever is left over.
+    # So many that some stage has rows in which everything steady happens, whatever is left over.
     few = spec.settles * table.stages + table.micro_batches % step
 
     def make(m: int) -> list[Run]:

@@ -1,22 +1,22 @@
-"""The event simulator: how long the executor takes for a schedule's table, for a batch of candidates at once.
+"""The event simulator: the executor's time for a schedule's table, for a batch of candidates at once.
 
 It replays, row by row, what `paxtrain.pipeline.executor.Rows` does on every stage: gradients travel, F,
 activations travel, W, B. A transfer starts when both of its ends have reached it: a GPU's send waits until its receive
 is posted, and so does gloo's on CPUs. The backends differ in what waits for the end of a transfer:
 
-    overlap (GPU)     gradients lie under F and are awaited before B; activations lie under B and are awaited at the
-                      end of the row; by both ends. Where stages skip their idle ops (1f1b, interleaved) a gradient
-                      goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed:
-                      that is where the compiler puts it. In zb_h1 the executor puts it behind W.
-    blocking (CPU)    the receiver waits for a transfer where it stands in the compiled program; the sender only for its
-                      start, since the socket takes the message at once. In rows that are not turns of a loop of one
-                      row XLA for CPUs puts F before the B of the row before, with two stages its sends too; with more
-                      they follow that B. The loss comes after the sends of its row. So it does with 2, 4 and 8
-                      stages, except in some of the first and last rows. In zb_h1 rows stay as they are.
+    overlap (GPU)     Gradients lie under F, and both ends await them before B. Activations lie under B, and both ends
+                      await them at the end of the row. If stages skip their idle ops (1f1b, interleaved), a gradient
+                      goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed. That
+                      is where the compiler puts it. In zb_h1 the executor puts it behind W.
+    blocking (CPU)    The receiver waits for a transfer at its place in the compiled program. The sender waits only for
+                      its start, because the socket takes the message at once. In rows that are not turns of a loop of
+                      one row, XLA for CPUs puts F before the B of the row before. With two stages it puts the sends
+                      there too; with more they follow that B. The loss comes after the sends of its row. This was seen
+                      with 2, 4 and 8 stages, except in some of the first and last rows. In zb_h1 rows stay as they are.
 
-All of this is maxima and sums, so the result is monotone in every duration; and what is added to the state of all
+All of this is maxima and sums, so the result is monotone in every duration, and what is added to the state of all
 stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
-will: the steady part costs a few periods, whatever the number of micro-batches.
+will. The steady part costs a few periods, whatever the number of micro-batches.
 
 References:
     Pipette (Yim et al., DATE 2024) for the transfers that 1F1B exposes. Max-plus linear systems: Baccelli et al.,
@@ -33,7 +33,7 @@ from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
 
-# Relative to the time so far; a period's increments that agree this well are equal except for rounding.
+# Increments of a period that agree this well, relative to the time so far, are equal except for rounding.
 EQUAL = 1e-13
 
 
@@ -42,14 +42,16 @@ class Seconds:
     """Durations of a batch of candidates that run the same table; arrays [batch, ...] or without the batch dim.
 
     Attributes:
-        forward, backward, weights: [batch, virtual stages] of F, B and W of one micro-batch, in the order of a token's
-            way; weights only where the schedule has W.
+        forward: [batch, virtual stages] of F of one micro-batch, in the order of the model.
+        backward: [batch, virtual stages] of B.
         activation: [batch, P] of the message with which stage s sends activations, to (s+1) mod P.
         gradient: [batch, P] of the message with which stage s sends gradients, to (s-1) mod P.
         head: [batch] of the loss and its gradient, in the forward phase of the last virtual stage.
-        start: [batch, P] when each stage comes to its first row.
+        start: [batch, P] time at which each stage comes to its first row.
         packed: [batch, P] of a gradient message that travels compressed.
-        encode, decode: [batch, P] what a stage computes to send one, and to receive one.
+        encode: [batch, P] of a stage's compute to send a compressed message.
+        decode: [batch, P] of a stage's compute to receive one.
+        weights: [batch, virtual stages] of W, if the schedule has W.
     """
 
     forward: Array
@@ -65,7 +67,7 @@ class Seconds:
 
 
 def concatenate(parts: list[Seconds]) -> Seconds:
-    """One batch of several, whose forward and backward are [batch, virtual stages]."""
+    """Return one batch of several, whose forward and backward are [batch, virtual stages]."""
 
     def spread(name: str, part: Seconds) -> Array:
         value, batch = np.asarray(getattr(part, name), float), len(part.forward)
@@ -81,7 +83,7 @@ def concatenate(parts: list[Seconds]) -> Seconds:
 
 
 def spread(table: Table, seconds: Seconds) -> Seconds:
-    """The durations as contiguous arrays with the batch last: [virtual stages, batch], [P, batch], head [batch]."""
+    """Return the durations as contiguous arrays, batch last: [virtual stages, batch], [P, batch], head [batch]."""
     virtual = table.stages * table.chunks
     sizes = {"forward": virtual, "backward": virtual, "weights": virtual, "head": None}
     given = {field.name: np.asarray(getattr(seconds, field.name), float) for field in dataclasses.fields(seconds)}
@@ -100,7 +102,7 @@ Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their beg
 
 
 def _joined(stretches: list[Run]) -> list[Run]:
-    """Join neighbouring stretches that run once; a stretch that repeats stays a separate loop."""
+    """Join neighboring stretches that run once; a stretch that repeats stays a separate loop."""
     joined: list[Run] = []
     for rows, repeats in stretches:
         if joined and repeats == joined[-1][1] == 1:
@@ -119,7 +121,14 @@ class _Replay:
         self.overlap, self.record, self.splits = overlap, record, SPECS[table.schedule].splits
 
     def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
-        """Until when each end of the messages waits, per pair."""
+        """Return the time until which each end of the messages waits, per pair.
+
+        Args:
+            ready: [P, batch] times at which stages come to the transfer.
+            ends: senders and receivers.
+            seconds: [P, batch] of the messages.
+            what: name of the messages for the recorder.
+        """
         senders, receivers = ends
         begin = np.maximum(ready[senders], ready[receivers])
         done = begin + seconds[senders]
@@ -175,7 +184,7 @@ class _Replay:
             self.now[row.packed[1]] += self.seconds.decode[row.packed[1]]
 
     def _gradients(self, row: Row) -> list[tuple[tuple[Where, Where], Times, bool]]:
-        """Gradient messages as (ends, until when they wait, whether F need not wait)."""
+        """Return the gradient messages as (ends, times until which they wait, whether F need not wait)."""
         kinds = ((row.plain, self.seconds.gradient, row.hides), (row.packed, self.seconds.packed, True))
         return [
             (ends, self._message(self.now, ends, seconds, "gradient"), hides) for ends, seconds, hides in kinds if ends
@@ -210,7 +219,7 @@ class _Replay:
             self._wait(row.activations, self._activations(self.now, row))
 
     def _blocking(self, rows: tuple[Row, ...]) -> None:
-        """Rows of one computation, in the order that the module's docstring tells."""
+        """Run the rows of one computation, in the order that the module's docstring tells."""
         early = [i > 0 and row.activations and not (row.packed or self.splits) for i, row in enumerate(rows)]
         sends_early = len(self.now) == 2
         for i, row in enumerate(rows):
@@ -248,9 +257,11 @@ class _Replay:
 
 
 def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
-    """When each stage has left its last row: [batch, P] seconds.
+    """Return the seconds [batch, P] at which each stage leaves its last row.
 
     Args:
+        table: schedule to replay.
+        seconds: durations of a batch of candidates.
         overlap: transfers run beside compute, as on GPUs; False: receivers wait for them, as on the CPU backend.
     """
     return _Replay(table, seconds, overlap, None).run(runs(table))
@@ -262,7 +273,10 @@ class Event:
 
     Attributes:
         what: "F", "B", "W", "H" (loss), "activation" or "gradient" (sent by that stage).
-        stage: of the pipeline; virtual stage: of an F, B, W or H, else -1.
+        stage: stage of the pipeline.
+        virtual_stage: virtual stage of an F, B, W or H, else -1.
+        begin: seconds.
+        end: seconds.
     """
 
     what: str
@@ -273,7 +287,13 @@ class Event:
 
 
 def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event]:
-    """Return all events of one candidate's pipeline in program order, including scrap that idle stages compute."""
+    """Return all events of one candidate's pipeline in program order, including scrap that idle stages compute.
+
+    Args:
+        table: schedule to replay.
+        seconds: durations of one candidate.
+        overlap: see `pipeline`.
+    """
     events: list[Event] = []
 
     def record(what: str, where: Where, begin: Array, end: Array) -> None:

@@ -1,10 +1,9 @@
 """The step time of a candidate on placements: compute, transfers, data-parallel reductions and the optimizer, joined.
 
-A step is what paxtrain.parallel.step runs: weights are gathered over data (ZeRO-1), the pipeline runs
-(planner.cost.simulator), each
-stage reduces its gradients over data from its last row on, the tied embedding's two gradients are exchanged, and when
-all is reduced the optimizer updates. With compression over data, the stages are chosen for each placement by the rule
-that the trainer has (compress.policy.selective).
+A step is what paxtrain.parallel.step runs. Weights are gathered over data (ZeRO-1), and the pipeline runs
+(planner.cost.simulator). Each stage reduces its gradients over data from its last row on, and the tied embedding's two
+gradients are exchanged. When all is reduced, the optimizer updates. With compression over data, the stages are chosen
+for each placement by the trainer's rule (compress.policy.selective).
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from planner.cost.rows import Table
 Array = np.ndarray
 
 MASTER = 4  # bytes of a float32 gradient or master weight
-# Reads and writes of the whole matrix that compressing takes: project and back-project; decode.
+# Reads and writes of the whole matrix: to encode (project and back-project), and to decode.
 ENCODE_PASSES, DECODE_PASSES = 2, 1
 # PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
 POWER_PASSES = 7
@@ -40,10 +39,20 @@ class Candidate:
     """A plan without its placement.
 
     Attributes:
-        data, pipe, tensor: sizes of the mesh. zero1, sequence_parallel: as MeshConfig's.
-        schedule, chunks, save: as PipelineConfig's; counts: layers of each virtual stage.
-        backward: "none", "epilogue" or "all"; backward_rank: of its factors.
-        data_rank: rank of the factors over data of those stages whose reduction ends the step; 0: none is compressed.
+        data: size of the data axis.
+        pipe: size of the pipe axis.
+        tensor: size of the tensor axis.
+        micro_batch: sequences of a micro-batch.
+        micro_batches: micro-batches per data rank and step.
+        schedule: PipelineConfig.schedule.
+        counts: layers of each virtual stage.
+        chunks: PipelineConfig.virtual_stages.
+        save: PipelineConfig.save.
+        zero1: MeshConfig.zero1.
+        sequence_parallel: MeshConfig.sequence_parallel.
+        backward: compressed gradients between stages, "none", "epilogue" or "all".
+        backward_rank: rank of their factors.
+        data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
     """
 
     data: int
@@ -63,7 +72,7 @@ class Candidate:
 
     @property
     def groups(self) -> int:
-        """Tensor groups, each on one host."""
+        """Number of tensor groups, each of which lies on one host."""
         return self.data * self.pipe
 
     @property
@@ -82,9 +91,12 @@ class LinkSeconds:
     """Seconds of a candidate's messages on a batch of placements.
 
     Attributes:
-        activation, gradient, packed: [batch, D, P] seconds of a message, by sender; packed: of a compressed gradient.
-        ring_latency, ring_per_byte: [batch, P] of one turn of a stage's data-parallel ring.
-        swap: [batch] seconds of the exchange of the tied embedding's gradients; 0 where it is not tied.
+        activation: [batch, D, P] of a message with activations, by sender.
+        gradient: [batch, D, P] of a message with a gradient, by sender.
+        packed: [batch, D, P] of a compressed gradient, by sender.
+        ring_latency: [batch, P] latency of one turn of a stage's data-parallel ring.
+        ring_per_byte: [batch, P] seconds per byte of that turn.
+        swap: [batch] of the exchange of the tied embedding's gradients; 0 if it is not tied.
     """
 
     activation: Array
@@ -100,11 +112,12 @@ class Step:
     """A batch of predicted steps, in seconds.
 
     Attributes:
-        total: [batch].
-        gather: [batch, P] the weights' gathering before the first row.
-        finish: [batch, P] when a stage's last data rank has left its last row.
-        reduce: [batch, P] of its gradients, the embedding's included; compressed: [batch, P] bool, which stages'.
-        optimizer: [batch].
+        total: [batch] whole step.
+        gather: [batch, P] all-gather of the weights before the first row.
+        finish: [batch, P] time when a stage's last data rank has left its last row.
+        reduce: [batch, P] reduction of a stage's gradients, including the embedding's.
+        compressed: [batch, P] bool, stages whose reduction is compressed.
+        optimizer: [batch] update.
     """
 
     total: Array
@@ -141,7 +154,7 @@ class Problem:
 
     @property
     def work(self) -> Array:
-        """[kinds, V] seconds of one micro-batch: F, B and W."""
+        """Seconds of one micro-batch, F, B and W together, [kinds, V]."""
         return self.forward + self.backward + self.weights
 
     # --- Sizes --------------------------------------------------------------------------------------------------------
@@ -153,7 +166,7 @@ class Problem:
 
     @functools.cached_property
     def packed(self) -> int:
-        """Bytes of a compressed one."""
+        """Bytes of a compressed message between stages."""
         c = self.candidate
         return costs.packed_bytes(self.model, c.micro_batch, c.backward_rank, c.parts)
 
@@ -173,14 +186,14 @@ class Problem:
 
     @property
     def meets(self) -> Array:
-        """[P] bool: stages whose data ranks gather and reduce an embedding; over gloo all do (gradients._on_edges)."""
+        """Stages whose data ranks gather and reduce an embedding, bool [P]; over gloo all do (gradients._on_edges)."""
         stages = np.arange(self.candidate.pipe)
         everywhere = not self.overlap and len(self.cluster.hosts) > 1
         return (stages == 0) | (stages == stages[-1]) | everywhere
 
     @functools.cached_property
     def factor_bytes(self) -> int:
-        """Bytes of a stage's gradients over data as factors, and of what is not compressed."""
+        """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are."""
         c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
         factors = sum(c.data_rank * (n + k) for n, k in kernels)
         rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
@@ -189,9 +202,12 @@ class Problem:
     # --- Seconds ------------------------------------------------------------------------------------------------------
 
     def links(self, paths: Paths) -> LinkSeconds:
-        """Seconds of the candidate's messages on the paths of some placements."""
+        """Return the seconds of the candidate's messages on the paths of some placements."""
         c = self.candidate
-        on = lambda path, size: path[0] + size * path[1]  # noqa: E731
+
+        def on(path: tuple[Array, Array], size: float) -> Array:
+            return path[0] + size * path[1]
+
         both = on(paths.swap, self.embedding_parameters * MASTER / c.data)
         swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
         return LinkSeconds(
@@ -204,13 +220,16 @@ class Problem:
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:
-        """Predicted steps on placements, int [batch, D, P]."""
+        """Return the predicted steps on placements, int [batch, D, P]."""
         return self.evaluate(self.links(paths(fabric, hosts, self.candidate.tensor)), self.kind_of_host[hosts])
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
         """Return the simulator's durations, with all pipelines of all placements as one batch."""
         c = self.candidate
-        flat = lambda x: x.reshape(-1, c.pipe)  # noqa: E731
+
+        def flat(x: Array) -> Array:
+            return x.reshape(-1, c.pipe)
+
         stage = np.tile(np.arange(c.pipe), c.chunks) + np.repeat(np.arange(c.chunks), c.pipe) * c.pipe
         on = np.tile(flat(kinds), (1, c.chunks))  # [pipelines, V]
         gather = self._gather(links)
@@ -235,7 +254,7 @@ class Problem:
         )
 
     def _gather(self, links: LinkSeconds) -> Array:
-        """[batch, P] all-gather of the weights in compute dtype, the embedding's included."""
+        """Return the seconds [batch, P] of the all-gather of the weights, including the embedding, in compute dtype."""
         c = self.candidate
         if not c.zero1 or c.data == 1:
             return np.zeros(links.ring_latency.shape)
@@ -245,7 +264,7 @@ class Problem:
         return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
 
     def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array]:
-        """[batch, P] of a stage's layers as they are, as factors, and of the embedding."""
+        """Return the seconds [batch, P] to reduce a stage's layers as they are, or as factors, and the embedding."""
         c = self.candidate
         shape = links.ring_latency.shape
         edge = np.zeros(shape)
@@ -267,11 +286,17 @@ class Problem:
         return dense, factors + work, edge
 
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
-        """Steps from link seconds and the device kinds [batch, D, P] (indices) of all groups."""
+        """Return the steps for link seconds and the device kinds [batch, D, P] (indices) of all groups."""
         return self.finish(links, kinds, simulator.pipeline(self.table, self.seconds(links, kinds), self.overlap))
 
     def finish(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
-        """Steps from what the simulator says of all pipelines, [batch * D, P]."""
+        """Return the steps for the simulator's seconds of all pipelines.
+
+        Args:
+            links: seconds of the messages.
+            kinds: device kinds [batch, D, P] (indices) of all groups.
+            pipelines: seconds [batch * D, P] at which stages leave their last rows.
+        """
         c = self.candidate
         finish = pipelines.reshape(*kinds.shape).max(axis=1)
         dense, factors, edge = self._reductions(links, kinds)
@@ -281,16 +306,19 @@ class Problem:
         held = (self.layer_parameters + self.embedding_parameters) / (c.data if c.zero1 else 1)
         per_parameter = np.array([x.optimizer for x in self.layer])
         optimizer = held * per_parameter[kinds].max(axis=(1, 2))
-        # The global norm is known to all before any may update.
+        # All stages know the global norm before any may update.
         total = (finish + reduce).max(axis=1) + optimizer
         return Step(total, self._gather(links), finish, reduce, compressed, optimizer)
 
 
 def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> list[Step]:
-    """Steps of many candidates, each on a batch of placements; those that run the same table are simulated together.
+    """Return the steps of many candidates, each on a batch of placements.
+
+    Candidates that run the same table are simulated together.
 
     Args:
-        placements: of each problem its paths and the device kinds [batch, D, P] (indices) of its groups.
+        problems: candidates.
+        placements: each problem's paths, and the device kinds [batch, D, P] (indices) of its groups.
     """
     links = [problem.links(where) for problem, (where, _) in zip(problems, placements, strict=True)]
     seconds = [p.seconds(x, kinds) for p, x, (_, kinds) in zip(problems, links, placements)]
@@ -308,6 +336,6 @@ def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> lis
 
 
 def host_order(candidate: Candidate, per_host: int) -> Array:
-    """The placement of a mesh over devices in order, as int [1, D, P]: what a run without a plan does."""
+    """Return the placement of a mesh over devices in order, int [1, D, P], as a run without a plan has it."""
     groups = np.arange(candidate.groups).reshape(1, candidate.data, candidate.pipe)
     return groups // (per_host // candidate.tensor)

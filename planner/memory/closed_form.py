@@ -35,7 +35,7 @@ class Shape:
     """Candidates as integer columns that broadcast against each other; one model for all.
 
     Attributes:
-        model: model whose attention is settled, see `settle`.
+        model: model whose attention is settled, see ModelConfig.with_attention.
         data: size of the data axis.
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
@@ -106,19 +106,12 @@ class Memory:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def settle(model: ModelConfig, capability: tuple[int, int]) -> ModelConfig:
-    """Return the model with attention="auto" settled for GPUs of a compute capability."""
-    if model.attention != "auto":
-        return model
-    return dataclasses.replace(model, attention="cudnn" if model.fits_flash and capability >= (8, 0) else "xla")
-
-
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """Return one configuration as a Shape of scalars, on GPUs of a compute capability."""
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
     return Shape(
-        model=settle(config.model, capability),
+        model=config.model.with_attention(capability),
         data=mesh.data,
         pipe=mesh.pipe,
         tensor=mesh.tensor,

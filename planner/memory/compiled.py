@@ -1,10 +1,9 @@
 """The exact memory of a train step: XLA's own buffer assignment, compiled for GPUs that need not be there.
 
-The step of the configuration is compiled for the named GPU (paxtrain.xla.aot) and its memory figures are read off.
-Seconds
-to tens of seconds each: it grows with unrolled layers and stages and not with sizes, so answers are kept on disk, keyed
-by everything that changes the program. Without jax's CUDA plugin the step is compiled for virtual CPU devices, and
-`source` says so: another compiler's answer, of use for tests and never a GPU's.
+The step of the configuration is compiled for the named GPU (paxtrain.xla.aot), and its memory figures are read off.
+That takes seconds to tens of seconds; it grows with unrolled layers and stages, not with sizes. So answers are kept on
+disk, keyed by everything that changes the program. Without jax's CUDA plugin the step is compiled for virtual CPU
+devices, and `source` says so: that is another compiler's answer, useful in tests and never a GPU's.
 
     oracle(config, "h100", hosts=2, per_host=8)          in this process, which jax may already use
     oracles([...], workers=2)                            in processes of their own, with a time limit and a progress bar
@@ -37,8 +36,8 @@ class OracleMemory:
         state: bytes of the step's arguments: master weights, optimizer, compression state and the batch.
         temporary: bytes that XLA allocates besides while the step runs.
         total: bytes of arguments, outputs that take no argument's place, and temporaries.
-        compile_seconds: tracing and compiling, when it was done.
-        source: what compiled it.
+        compile_seconds: seconds of tracing and compiling, when it was done.
+        source: name of the compilation.
     """
 
     state: int
@@ -49,7 +48,7 @@ class OracleMemory:
 
 
 class CompileRequest(NamedTuple):
-    """An input of `oracles`: a configuration on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS."""
+    """An input of `oracles`: a configuration on `hosts` x `per_host` GPUs of a kind in paxtrain.devices.gpus."""
 
     config: Config
     kind: str
@@ -59,7 +58,7 @@ class CompileRequest(NamedTuple):
 
 @functools.cache
 def _sources() -> str:
-    """A fingerprint of the code that makes the step."""
+    """Return a fingerprint of the code that makes the step."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parents[2]
     for package in ("compress", "paxtrain"):
@@ -106,7 +105,7 @@ def _load(path: pathlib.Path) -> OracleMemory | None:
 
 
 def _save(path: pathlib.Path, memory: OracleMemory) -> None:
-    """Writes the file whole or not at all: other processes read it. Without a place to write nothing is kept."""
+    """Write the file whole or not at all, because other processes read it; keep nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -117,16 +116,22 @@ def _save(path: pathlib.Path, memory: OracleMemory) -> None:
 
 
 def cached(request: CompileRequest) -> OracleMemory | None:
-    """The answer to a request if it was compiled before; imports no jax."""
+    """Return the answer to a request if it was compiled before; import no jax."""
     return _load(_cache_file(request))
 
 
 def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory:
-    """The memory of the configuration's train step on `hosts` x `per_host` GPUs of a kind of paxtrain.xla.aot.GPUS.
+    """Return the memory of the configuration's train step.
+
+    Args:
+        config: configuration whose mesh has hosts * per_host devices.
+        kind: kind of GPU in paxtrain.devices.gpus.
+        hosts: number of hosts.
+        per_host: GPUs of a host.
 
     Raises:
-        UserError: an unknown kind, the mesh does not have that many devices, or there is neither the CUDA plugin nor
-            enough CPU devices in this process.
+        UserError: the kind is unknown, the mesh does not have that many devices, or there is neither the CUDA plugin
+            nor enough CPU devices in this process.
     """
     request = CompileRequest(config, kind, hosts, per_host)
     path = _cache_file(request)
@@ -136,7 +141,7 @@ def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory
 
 
 def _devices(request: CompileRequest) -> tuple[list[Any], str]:
-    """The devices to compile for, and what to call the compilation."""
+    """Return the devices to compile for, and the name of the compilation."""
     import jax
 
     from paxtrain.xla import aot
@@ -180,7 +185,7 @@ def _compile(request: CompileRequest) -> OracleMemory:
 
 
 def _serve(connection: Any, cpu_devices: int) -> None:
-    """Answers requests until there is None; an error goes back as a sentence."""
+    """Answer requests until None comes; an error goes back as a sentence."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every transfer whose time it cannot estimate
     import jax
 
@@ -195,7 +200,7 @@ def _serve(connection: Any, cpu_devices: int) -> None:
 
 
 class _Worker:
-    """A process that compiles one request at a time; it is killed and started again when one takes too long."""
+    """A process that compiles one request at a time; it is killed and started again if one takes too long."""
 
     def __init__(self, cpu_devices: int):
         self._cpu_devices, self._process = cpu_devices, None
@@ -229,11 +234,13 @@ class _Worker:
 def oracles(
     requests: Sequence[CompileRequest], workers: int = 1, seconds: float = 300, progress: bool = False
 ) -> list[OracleMemory | str]:
-    """`oracle` of many requests, at most `workers` at a time in processes of their own.
+    """Call `oracle` for many requests, at most `workers` at a time, in separate processes.
 
     This process does not import jax for it.
 
     Args:
+        requests: what to compile.
+        workers: number of processes.
         seconds: limit of each.
         progress: show a bar.
 

@@ -6,7 +6,7 @@ says how far the closed form is off, and how often the compiler exceeds it with 
 The compiler's answers are kept on disk, so that a run that was stopped continues. Labels that are in the file already
 are not compiled again.
 
-    --evaluate      compiles nothing: the table of the labels in the file
+    --evaluate      compiles nothing: prints the table of the labels in the file
 """
 
 import csv
@@ -43,8 +43,8 @@ class LabelRow(NamedTuple):
 
     Attributes:
         set: one of "label" and "held out".
-        config: what was compiled.
-        memory: what the oracle said.
+        config: configuration that was compiled.
+        memory: answer of the compiler.
     """
 
     set: str
@@ -56,12 +56,12 @@ class LabelRow(NamedTuple):
 
 
 def parameters(config: Config) -> float:
-    """Parameters of the model that one device holds whole, before ZeRO-1."""
+    """Return the parameters of the model that one device holds whole, before ZeRO-1."""
     return float(closed_form.parameters(closed_form.of(config))[0])
 
 
 def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: float, highest: float) -> Config:
-    """A random configuration with so many parameters per device; deep stages are scanned, so that it compiles soon."""
+    """Return a random configuration with lowest to highest parameters per device; deep stages are scanned."""
 
     def pick(*values: Any, p: Sequence[float] | None = None) -> Any:
         return values[rng.choice(len(values), p=p)]
@@ -118,7 +118,7 @@ def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: f
 
 
 def designs() -> list[tuple[str, Config]]:
-    """The configurations to compile and the set of each, the same ones every time."""
+    """Return the configurations to compile, each with its set; they are the same every time."""
     small = {"hidden": (512, 640, 768, 1024), "sequence": (256, 512, 1024), "micro_batch": (1, 2, 4, 8)}
     large = {"hidden": (1536, 2048, 3072, 4096), "sequence": (1024, 2048), "micro_batch": (1, 2, 4)}
     labels, held_out = np.random.default_rng(0), np.random.default_rng(1)
@@ -131,7 +131,14 @@ def designs() -> list[tuple[str, Config]]:
 
 
 def make_labels(kind: str, workers: int, seconds: float, known: Sequence[LabelRow] = ()) -> list[LabelRow]:
-    """Compiles all designs but those that are known; those that fail or take too long are reported and left out."""
+    """Compile all designs except those that are known; report and leave out those that fail or take too long.
+
+    Args:
+        kind: kind of GPU.
+        workers: number of processes.
+        seconds: limit of each compilation.
+        known: labels that were made before.
+    """
     per_host, before = 8, {_fields(row.config): row for row in known}
     chosen = designs()
     new = [config for _, config in chosen if _fields(config) not in before]
@@ -158,7 +165,7 @@ def _fields(config: Config) -> tuple:
 
 
 def write(rows: Sequence[LabelRow], path: pathlib.Path) -> None:
-    """Writes labels as CSV: set, the configuration's fields that vary, and the oracle's answer."""
+    """Write labels as CSV: set, the configuration's fields that vary, and the compiler's answer."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         answer = list(compiled.OracleMemory.__dataclass_fields__)
@@ -171,7 +178,7 @@ def write(rows: Sequence[LabelRow], path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> list[LabelRow]:
-    """Reads what `write` wrote.
+    """Return the labels that `write` wrote.
 
     Raises:
         UserError: there is no such file.

@@ -15,10 +15,12 @@ from planner.search.search import Found, Search, candidate_of
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Another way to plan, and the simulated step time of what it leads to.
+    """Another way to plan, and the simulated step time of the plan that it leads to.
 
     Attributes:
-        name: of the rule. what: the plan that it chooses.
+        name: name of the rule.
+        what: plan that it chooses.
+        seconds: simulated step time.
     """
 
     name: str
@@ -31,10 +33,10 @@ def _shape(c: Candidate) -> str:
 
 
 def _chosen_by(search: Search, rule: str) -> int:
-    """The candidate that a published rule ranks first: 1F1B without compression, layers spread evenly.
+    """Return the candidate that a published rule ranks first: 1F1B without compression, layers spread evenly.
 
-    Both rules know one bandwidth between hosts and one inside, here the medians; neither knows save modes, of which
-    each mesh takes the quickest that fits, nor ZeRO-1.
+    Both rules know one bandwidth between hosts and one inside; here they are the medians. Neither knows ZeRO-1 or save
+    modes, so each mesh takes the quickest save mode that fits.
     """
     space, cluster, model = search.space, search.cluster, search.model
     plain = (space.schedule == code("1f1b")) | (space.pipe == 1)
@@ -64,7 +66,7 @@ def _chosen_by(search: Search, rule: str) -> int:
 
 
 def comparisons(search: Search, chosen: Found) -> list[Comparison]:
-    """Host order, Pipette's own rule, AMP's, and no compression; each simulated on the same links."""
+    """Return what other rules would choose, each simulated on the same links."""
     found = [
         Comparison("host order", "the same plan on devices in order", chosen.plain),
         Comparison("better order", "data ranks side by side, where quicker", chosen.layout),

@@ -16,12 +16,12 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Memory that a plan may use, and the estimate of what it does use.
+    """The memory that a plan may use, and the estimate of what it does use.
 
     Attributes:
         usable: share of a device's memory.
-        error: how compressed messages keep their errors, as CompressConfig.error.
-        scan_layers: as PipelineConfig's.
+        error: CompressConfig.error.
+        scan_layers: PipelineConfig.scan_layers.
         margin: add the safety margin of the closed form, for programs like those that it was measured on.
     """
 
@@ -31,14 +31,20 @@ class Budget:
     margin: bool = True
 
     def limit(self, cluster: Cluster) -> float:
-        """Bytes on the cluster's smallest device: all stages run one program."""
+        """Return the bytes that a plan may use on the cluster's smallest device: all stages run one program."""
         return float(cluster.memory.min()) * self.usable
 
     def shape(self, cluster: Cluster, model: ModelConfig, space: Space) -> closed_form.Shape:
-        """Candidates as the memory estimates take them."""
+        """Return candidates as the memory estimates take them.
+
+        Args:
+            cluster: cluster whose GPUs settle the attention.
+            model: model to train.
+            space: candidates.
+        """
         common = model.layers // (space.pipe * space.chunks)
         return closed_form.Shape(
-            model=closed_form.settle(model, capability(cluster)),
+            model=model.with_attention(capability(cluster)),
             data=space.data,
             pipe=space.pipe,
             tensor=space.tensor,
@@ -58,7 +64,13 @@ class Budget:
         )
 
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
-        """Bytes per device [N] that candidates are held to need, the safety margin included."""
+        """Return the bytes per device [N] that candidates are estimated to need, including the safety margin.
+
+        Args:
+            cluster: cluster to run on.
+            model: model to train.
+            space: candidates.
+        """
         total = closed_form.analytic(self.shape(cluster, model, space)).total
         total = np.broadcast_to(total, (len(space),)).astype(float)
         return with_margin(total) if self.has_margin(cluster, model) else total
@@ -68,10 +80,10 @@ class Budget:
         return self.margin and cluster.overlaps and model.family == "gpt2"
 
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
-        """Return which estimate the figures are."""
+        """Return the name of the estimate that the figures are."""
         return ORIGIN if self.has_margin(cluster, model) else "closed form"
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:
-    """The least CUDA compute capability of the cluster's devices; (0, 0) without GPUs."""
+    """Return the least CUDA compute capability of the cluster's devices; (0, 0) without GPUs."""
     return min(GPUS[kind].capability if kind in GPUS else (0, 0) for kind in cluster.kinds)

@@ -1,4 +1,4 @@
-"""Reasons against other plans: what is wrong with each neighbour of the chosen one."""
+"""Reasons against other plans: why each neighbor of the chosen plan was not chosen."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ _FLAGS = ("zero1", "sequence_parallel")
 
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
-    """The chosen plan's columns with one thing changed; sizes of the mesh in pairs."""
+    """Yield the chosen plan's columns with one thing changed; sizes of the mesh change in pairs."""
     for more, less in (("data", "pipe"), ("data", "tensor"), ("pipe", "tensor")):
         for a, b in ((more, less), (less, more)):
             if now[b] % 2 == 0:
@@ -48,9 +48,14 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
 
 
 def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
-    """A sentence for each neighbour of the chosen plan: what it is, and why it was not chosen.
+    """Return a sentence for each neighbor of the chosen plan: what it is, and why it was not chosen.
 
-    Figures of neighbours are those of plain layouts, without a placement of their own.
+    Figures of neighbors are those of plain layouts; neighbors are not placed.
+
+    Args:
+        search: search that chose.
+        chosen: chosen plan.
+        global_batch: sequences of an optimizer step.
     """
     columns = ("data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS)
     columns += ("backward", "data_rank", "backward_rank")

@@ -6,18 +6,18 @@ import numpy as np
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """As equal as they get, the last ones shorter: what the trainer takes by itself."""
+    """Return stages that are as equal as they get, the last ones shorter, as the trainer splits by itself."""
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
 
 def split(layers: int, per_layer: np.ndarray, extra: np.ndarray) -> tuple[int, ...]:
-    """The split into stages of one layer or more that minimizes the slowest stage's seconds, exactly.
+    """Return the split into stages of one layer or more that minimizes the slowest stage's seconds, exactly.
 
-    Among the equally quick the one with the fewest layers on the fullest stage, whose memory all stages need, and then
-    the most even one. Virtual stages of one stage are taken each by itself.
+    Of equally quick splits it is the one with the fewest layers on the fullest stage, whose memory all stages need, and
+    then the most even one. Each virtual stage counts by itself.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         per_layer: [virtual stages] seconds of one layer on each.
         extra: [virtual stages] seconds of what else a stage runs: embedding, head.
     """

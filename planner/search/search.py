@@ -1,12 +1,11 @@
-"""The search: bounds all candidates, simulates those that the bound leaves, places the best of them.
+"""The search bounds all candidates, simulates those that the bound leaves, and places the best of them.
 
-1. every candidate's memory is estimated; what does not fit is out
-2. every other one is bounded in closed form (planner.search.pruning)
-3. by rising bound, candidates are simulated in two plain layouts and two splits of the layers, until the bound is
-   above the best so far of as many as are asked for: those left out cannot be among them
-4. by rising time, candidates are placed (planner.placement.place), until the bound over all placements of one is
-above the
-   best placed time
+1. The memory of every candidate is estimated; those that do not fit are out.
+2. Every other candidate is bounded in closed form (planner.search.pruning).
+3. By rising bound, candidates are simulated in two plain layouts and two splits of the layers. When the bound is above
+   the worst of as many as are asked for, those left out cannot be among them.
+4. By rising time, candidates are placed (planner.placement.place), until the bound over all placements of one is
+   above the best placed time.
 """
 
 import dataclasses
@@ -40,12 +39,12 @@ class Options:
     """Options of the search.
 
     Attributes:
-        top: plans to rank; the rest is bounded away.
-        placed: how many meshes and schedules of these are placed at most.
-        quantile: of the link samples' bandwidths, for which placements are optimized.
-        seed: of the annealing.
+        top: number of plans to rank; the rest is bounded away.
+        placed: most meshes and schedules to place.
+        quantile: quantile of the link samples' bandwidths, for which placements are optimized.
+        seed: seed of the annealing.
         uneven: also split layers unevenly.
-        gain: what each kind of compression must gain at least, as a share of the step: it changes what is trained.
+        gain: least gain of each kind of compression, as a share of the step, because it changes what is trained.
     """
 
     top: int = 10
@@ -61,12 +60,13 @@ class Found:
     """A candidate with its prediction.
 
     Attributes:
-        index: of the candidate in the space.
+        index: place of the candidate in the space.
+        candidate: candidate with its split of the layers.
         placement: hosts of the tensor groups, their step time, and the bound over all placements.
-        plain: seconds on the devices in order, pipeline neighbours side by side, as a run without a plan has them.
-        layout: seconds on the devices in order, in the better one of that and data ranks side by side.
-        memory: bytes per device; memory_source: which estimate that is.
-        screened: the closed-form bound.
+        plain: seconds on the devices in order, pipeline neighbors side by side, as a run without a plan has them.
+        layout: seconds on the devices in order, in the better of that layout and of data ranks side by side.
+        memory: bytes per device.
+        screened: closed-form bound in seconds.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Found:
         return self.placement.seconds
 
     def score(self, gain: float) -> float:
-        """Seconds, with a handicap for each kind of compression."""
+        """Return the seconds with a handicap of `gain` for each kind of compression."""
         return self.seconds * (1 + gain * ((self.candidate.backward != "none") + (self.candidate.data_rank > 0)))
 
 
@@ -91,11 +91,16 @@ class Outcome:
     """The result of a search.
 
     Attributes:
-        ranked: the best candidates, quickest first.
-        enumerated, fitting, simulated, placed: how many came so far.
-        seconds: of wall clock.
-        space, bytes, bounds: all candidates, their memory, and their closed-form bounds (inf: does not fit).
-        points: [simulated, 2] seconds and bytes of all that were simulated, in plain layouts.
+        ranked: best candidates, quickest first.
+        enumerated: number of all candidates.
+        fitting: number of those that fit into memory.
+        simulated: number of those that were simulated.
+        placed: number of those that were placed.
+        seconds: wall clock of the search.
+        space: all candidates.
+        bytes: bytes per device of all candidates.
+        bounds: closed-form bounds of all candidates; inf: does not fit.
+        points: [simulated, 2] seconds and bytes of those that were simulated, in plain layouts.
     """
 
     ranked: list[Found]
@@ -111,7 +116,13 @@ class Outcome:
 
 
 def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
-    """Candidate number i of the space with a split of the layers."""
+    """Return a candidate of the space with a split of the layers.
+
+    Args:
+        space: candidates.
+        i: place of the candidate.
+        counts: layers of each virtual stage.
+    """
     return Candidate(
         data=int(space.data[i]),
         pipe=int(space.pipe[i]),
@@ -159,9 +170,10 @@ class Search:
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
 
     def require_one(self) -> None:
-        """
+        """Require that a candidate fits into memory.
+
         Raises:
-            UserError: no candidate fits into memory; it names the closest and by how much.
+            UserError: none fits; the sentence names the closest and by how much it does not.
         """
         if np.isfinite(self.bounds).any():
             return
@@ -192,23 +204,23 @@ class Search:
         return even + [(*split, size) for split, size in zip(other, memory.tolist()) if size <= self.limit]
 
     def _split(self, problem: Problem, kinds: Array) -> tuple[int, ...]:
-        """The best split of the layers over stages of these kinds, int [P]."""
+        """Return the best split of the layers over stages of these kinds, int [P]."""
         c, on = problem.candidate, np.tile(kinds, problem.candidate.chunks)
         unit = np.array([x.forward + x.backward for x in problem.layer])[on]
         extra = np.zeros(len(on))
         extra[0] = problem.layer[on[0]].embedding
-        # The head runs m times, layers in stages that compute while idle more often.
+        # The head runs m times; layers run more often in stages that compute while idle.
         rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masked else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
         return layers.split(self.model.layers, unit, extra)
 
     def _memory(self, some: list[int], slots: list[int]) -> Array:
-        """Bytes per device of candidates with other numbers of layer slots, [len(some)]."""
+        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)]."""
         other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
         return self.budget.bytes(self.cluster, self.model, other)
 
     def layouts(self, candidate: Candidate) -> tuple[Array, Paths]:
-        """Devices in order, neighbours on the pipe side by side; and the other way round, data ranks side by side."""
+        """Return two layouts of devices in order: pipeline neighbors side by side, and data ranks side by side."""
         key = candidate.data, candidate.pipe, candidate.tensor
         if key not in self._layouts:
             hosts = step_time.host_order(candidate, self.cluster.devices_per_host)
@@ -220,7 +232,7 @@ class Search:
         return self._layouts[key]
 
     def simulate(self, some: list[int]) -> list[Found]:
-        """The better split and layout of each of some candidates."""
+        """Return each of some candidates with the better of its splits and layouts."""
         tried = [(i, candidate_of(self.space, i, counts), memory) for i, counts, memory in self.splits(some)]
         problems = [Problem(self.cluster, self.model, candidate) for _, candidate, _ in tried]
         layouts = [self.layouts(candidate) for _, candidate, _ in tried]
@@ -238,13 +250,13 @@ class Search:
         return list(found.values())
 
     def without_compression(self, chosen: Found) -> Found:
-        """The quickest candidate that compresses nothing; the chosen one itself if it does not."""
+        """Return the quickest candidate that compresses nothing, or the chosen one if it does not compress."""
         if chosen.candidate.backward == "none" and not chosen.candidate.data_rank:
             return chosen
         return self.run((self.space.backward == 0) & (self.space.data_rank == 0), top=1).ranked[0]
 
     def _known(self, problem: Problem, placement: Placement) -> Placement:
-        """The placement, or that of a candidate placed before that has the same mesh and schedule, if it is better."""
+        """Return the placement, or a better one of a candidate placed before with the same mesh and schedule."""
         other = self._placed.get(_mesh(problem.candidate))
         if other is None:
             return placement
@@ -254,7 +266,13 @@ class Search:
         return dataclasses.replace(other, seconds=seconds, bound=min(placement.bound, seconds))
 
     def _resplit(self, f: Found, problem: Problem, placement: Placement) -> Found:
-        """The placed candidate; where devices differ, with layers split by the slowest kind that each stage lies on."""
+        """Return the placed candidate; if devices differ, split layers by the slowest kind that each stage lies on.
+
+        Args:
+            f: candidate before its placement.
+            problem: the same candidate on the cluster.
+            placement: where it was placed.
+        """
         found = dataclasses.replace(f, placement=placement)
         if len(problem.layer) == 1 or not self.options.uneven or f.candidate.pipe == 1:
             return found

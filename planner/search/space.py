@@ -15,7 +15,7 @@ from planner.cost import compute
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
-# Without those that split the backward: real processes took longer with zb_h1 than is predicted (docs/cost.md).
+# Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = tuple(name for name, spec in SPECS.items() if not spec.splits)
 
 
@@ -24,12 +24,18 @@ class Choices:
     """The choices of the search. The kinds and ranks of compression are the budget of quality.
 
     Attributes:
-        tensor, pipe, micro_batch: sizes to try; empty: all that divide.
-        schedules, saves, zero1: values to try. virtual_stages: chunks of interleaved schedules.
-        sequence_parallel: values to try where tensor has several devices that the sequence can be split over.
-        backward: kinds of compressed activation gradients allowed besides none; backward_ranks: at which ranks.
+        tensor: sizes of the tensor axis to try; empty: all that divide.
+        pipe: sizes of the pipe axis to try; empty: all that divide.
+        micro_batch: sizes of a micro-batch to try; empty: all that divide.
+        schedules: schedules to try.
+        virtual_stages: chunks to try with interleaved schedules.
+        saves: save modes to try.
+        zero1: values of MeshConfig.zero1 to try.
+        sequence_parallel: values to try if tensor has several devices that the sequence can be split over.
+        backward: kinds of compressed gradients between stages that are allowed besides none.
+        backward_ranks: ranks at which they are allowed.
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
-        min_ratio: nothing is compressed that does not shrink so many times.
+        min_ratio: factor by which a message must shrink at least to be compressed.
     """
 
     tensor: tuple[int, ...] = ()
@@ -48,9 +54,12 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Space:
-    """Candidates as columns [N]; schedule, save and backward are indices into SPECS, SAVE_MODES and BACKWARD.
+    """Candidates as columns [N], named like the fields of planner.cost.step_time.Candidate.
 
     Attributes:
+        schedule: places in SPECS.
+        save: places in SAVE_MODES.
+        backward: places in BACKWARD.
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
     """
 
@@ -78,12 +87,12 @@ class Space:
         return np.where(self.sequence_parallel, self.tensor, 1)
 
     def take(self, where: Array) -> "Space":
-        """Some of the candidates."""
+        """Return some of the candidates."""
         return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, rising."""
+    """Return all divisors of n, rising."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -104,7 +113,13 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
 
 
 def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int, choices: Choices) -> Space:
-    """All candidates.
+    """Return all candidates.
+
+    Args:
+        cluster: devices of the hosts.
+        model: model to split.
+        global_batch: sequences of an optimizer step.
+        choices: values to try.
 
     Raises:
         UserError: no mesh divides the model and the batch.
@@ -170,7 +185,7 @@ def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tup
 def _compressions(
     choices: Choices, model: ModelConfig, data: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
 ) -> list[tuple[int, int, int]]:
-    """(backward, its rank, rank over data), as far as the trainer would compress anything."""
+    """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply."""
     n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
     between = [(0, 0)]
     if pipe > 1:

@@ -48,12 +48,18 @@ def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
 
 
 def check_devices(group: ProcessGroup, gpus: int, host: str) -> None:
-    """Ends this process, and so the others, where its devices are not what it is to have.
+    """End this process, and so the others, if its devices are not those that it must have.
 
-    It waits for nobody: where one process alone finds no GPU, jax's runtime holds up the others, who wait for its GPUs.
+    It does not wait for the others. If one process alone finds no GPU, jax's runtime holds up the others, which wait
+    for its GPUs.
+
+    Args:
+        group: processes of the job.
+        gpus: GPUs that each process must have; 0: CPUs.
+        host: name of this host.
 
     Raises:
-        UserError: if it is alone.
+        UserError: the devices are wrong, and this process is alone.
     """
     problem = wrong_devices(jax.local_devices(), gpus, host)
     if problem and group.count > 1:
@@ -80,10 +86,10 @@ def _seen(token: pathlib.Path, within: float) -> bool:
 
 
 def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED_WITHIN) -> None:
-    """Makes the folder and proves that all processes see the same one.
+    """Make the folder, and prove that all processes see the same one.
 
     Raises:
-        UserError: on every process: it cannot be written, or who does not see what process 0 wrote there.
+        UserError: on every process: the folder cannot be written, or some do not see what process 0 wrote there.
     """
 
     def write(_: object) -> str:
@@ -142,7 +148,10 @@ class Kept:
     """A profile that was kept, of these nodes alone and in their order.
 
     Attributes:
-        hosts: how many it is of; measured: seconds since the epoch.
+        cluster: measured cluster.
+        path: file of the profile.
+        hosts: number of hosts that were measured.
+        measured: time of the measurement, in seconds since the epoch.
     """
 
     cluster: Cluster
@@ -163,14 +172,21 @@ def _fits(cluster: Cluster, machines: Machines, model: ModelConfig) -> bool:
 
 
 def kept_profile(folder: pathlib.Path, machines: Machines, model: ModelConfig, most: float) -> Kept | None:
-    """The newest profile of these nodes, or of these and others, in the folder; None: none is younger than `most` s."""
+    """Return the newest profile of these nodes, or of these and others; None if none is young enough.
+
+    Args:
+        folder: folder of the profiles.
+        machines: nodes of the job.
+        model: model that the profile must have measured.
+        most: greatest age in seconds.
+    """
     found = sorted(((path.stat().st_mtime, path) for path in folder.glob("*.json")), reverse=True)
     for measured, path in found:
         if time.time() - measured > most:
             return None
         try:
             cluster = Cluster.load(path)
-        except UserError:  # cut off while it was written, or not a profile: one is as good as none
+        except UserError:  # cut off while it was written, or not a profile
             continue
         if _fits(cluster, machines, model):
             return Kept(clusters.of_hosts(cluster, machines.hosts), path, len(cluster.hosts), measured)
@@ -178,7 +194,7 @@ def kept_profile(folder: pathlib.Path, machines: Machines, model: ModelConfig, m
 
 
 def keep_profile(cluster: Cluster, folder: pathlib.Path) -> pathlib.Path:
-    """Writes a profile into the folder, named by the time."""
+    """Write a profile into the folder, named by the time."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / time.strftime("%Y%m%dT%H%M%SZ.json", time.gmtime())
     cluster.save(path)

@@ -26,13 +26,13 @@ _SECRET = re.compile(r"TOKEN|JWT|SECRET|PASS|CREDENTIAL|API_?KEY", re.IGNORECASE
 
 
 def packages() -> dict[str, str]:
-    """Version of every installed distribution."""
+    """Return the version of every installed distribution."""
     found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     return dict(sorted((name, version) for name, version in found.items() if name))
 
 
 def revision(root: pathlib.Path = _ROOT) -> str | None:
-    """The git commit of the code, with "+changes" if files differ from it; None where there is no repository."""
+    """Return the git commit of the code, with "+changes" if files differ from it; None without a repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -45,14 +45,14 @@ def revision(root: pathlib.Path = _ROOT) -> str | None:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The scheduler's and the runtime's variables, none that may be a secret."""
+    """Return the variables of the scheduler and the runtime, except those that may be secret."""
     return {
         name: value for name, value in sorted(environment.items()) if _NAMED.match(name) and not _SECRET.search(name)
     }
 
 
 def flag_values() -> dict[str, Any]:
-    """Our flags, those not given too, by name; the configuration is not among them."""
+    """Return the project's flags by name, including those not given; the configuration is not among them."""
     ours = [
         each for module, some in flags.FLAGS.flags_by_module_dict().items() if "absl" not in module for each in some
     ]
@@ -60,7 +60,7 @@ def flag_values() -> dict[str, Any]:
 
 
 def describe(**more: Any) -> dict[str, Any]:
-    """This start: when, what and with what, and what else there is to say, as JSON values."""
+    """Return the facts of this start, and `more`, as JSON values."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": sys.orig_argv,
@@ -75,7 +75,7 @@ def describe(**more: Any) -> dict[str, Any]:
 
 
 def record(out: pathlib.Path, start: Mapping[str, Any]) -> None:
-    """Adds a start to the folder's list; one that cannot be read is put aside."""
+    """Add a start to the folder's list; a list that cannot be read is put aside."""
     path = out / FILE
     starts: list[Any] = []
     try:

@@ -1,7 +1,7 @@
 """The plan for the nodes that a job got: the one that was made for them before, or a new one from their links.
 
-Process 0 decides and searches, all measure. What is kept lies in the run's folder: plan.json, report.html, and every
-profile in profile/.
+Process 0 decides and searches; all processes measure. The run's folder keeps plan.json, report.html, and every profile
+in profile/.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class PlanRequest:
 
     Attributes:
         values: the whole configuration, nested.
-        options: what may be chosen.
+        options: choices of the search.
         out: folder of the run.
         seconds: seconds that profiling may take.
         age: seconds after which a kept profile is measured again.
@@ -67,8 +67,10 @@ class Decision:
     """A plan and where it is from.
 
     Attributes:
-        source: in words. seconds: that deciding took.
-        given: it is the user's own.
+        plan: the plan.
+        source: origin of the plan, in words.
+        seconds: time that deciding took.
+        given: the user gave the plan.
     """
 
     plan: Plan
@@ -78,7 +80,7 @@ class Decision:
 
 
 def measurable(values: dict[str, Any]) -> Config:
-    """The configuration without what a plan decides: as it is measured, whatever its own mesh is."""
+    """Return the configuration without what a plan decides, as it is measured whatever its mesh is."""
     save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
     return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}})
 
@@ -86,10 +88,14 @@ def measurable(values: dict[str, Any]) -> Config:
 def decide(
     group: ProcessGroup, machines: Machines, request: PlanRequest, why: str, progress: supervised.Progress
 ) -> Decision:
-    """The plan, the same on every process.
+    """Decide on the plan, the same on every process.
 
     Args:
-        why: why a plan that was given is not taken ("plan.json is not for these nodes"); empty: none was.
+        group: processes of the job.
+        machines: nodes of the job.
+        request: what to plan, within which limits.
+        why: reason why a given plan is not taken ("plan.json is not for these nodes"); empty: none was given.
+        progress: reports what the process is doing.
 
     Raises:
         UserError: on every process: nothing fits, or a process was lost.
@@ -130,7 +136,9 @@ def _source(again: bool, reason: str, why: str) -> str:
     """Return the origin of the plan, in words.
 
     Args:
-        again: whether it is the one of an earlier start. reason: why it is that one, or is not. why: as decide has it.
+        again: the plan is that of an earlier start.
+        reason: reason why it is that one, or is not.
+        why: see `decide`.
     """
     if not why:
         return reason
@@ -138,7 +146,7 @@ def _source(again: bool, reason: str, why: str) -> str:
 
 
 def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any]:
-    """The same, with a disk that fails told as bad input."""
+    """Return the same function, except that it reports a disk that fails as bad input."""
 
     def told(values: Any) -> Any:
         try:
@@ -150,7 +158,7 @@ def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any
 
 
 def _former(machines: Machines, request: PlanRequest) -> tuple[Plan | None, str]:
-    """The plan of an earlier start, if it is still the right one, and why it is or not."""
+    """Return the plan of an earlier start if it is still the right one, and the reason why it is or is not."""
     path = request.out / PLAN
     for name in (PLAN, REPORT, PROFILES):
         if (request.out / name).exists() and (request.out / name).is_dir() != (name == PROFILES):
@@ -170,7 +178,7 @@ def _former(machines: Machines, request: PlanRequest) -> tuple[Plan | None, str]
 
 
 def _profile(group: ProcessGroup, machines: Machines, config: Config, request: PlanRequest) -> tuple[Cluster, str]:
-    """The cluster as measured, and which links there was no time for."""
+    """Measure the cluster; return it, and the links for which there was no time."""
     allowed = request.options.tensor
     tensor = tuple(
         t for t in profile_compute.tensor_sizes(config, machines.per_host, ()) if not allowed or t in allowed
@@ -193,7 +201,7 @@ def _profile(group: ProcessGroup, machines: Machines, config: Config, request: P
 
 
 def _ends(cluster: Cluster) -> dict[str, Any]:
-    """The slowest and the fastest link between hosts: from, to, bytes/s and seconds of latency."""
+    """Return the slowest and the fastest link between hosts: from, to, bytes/s and seconds of latency."""
     off = clusters.between(cluster)
     if not off.any():
         return {}
@@ -207,10 +215,12 @@ def _ends(cluster: Cluster) -> dict[str, Any]:
 
 
 def _search(cluster: Cluster, request: PlanRequest, links: dict[str, Any]) -> Any:
-    """Searches, and writes plan and report; the plan as JSON values.
+    """Search, and write plan and report; return the plan as JSON values.
 
     Args:
-        links: where their figures are from.
+        request: what to plan.
+        cluster: measured cluster.
+        links: origin of the links' figures.
     """
     more = {"links": links | _ends(cluster), "asked": request.asked()}
     found = plan_sections(request.values, cluster, request.options, predicted=more)
@@ -229,7 +239,7 @@ def _ago(seconds: float) -> str:
 
 
 def describe(decision: Decision, machines: Machines) -> str:
-    """The decision in ten lines, fewer where a plan does not say where its figures are from."""
+    """Return the decision in ten lines, or fewer if the plan does not say where its figures are from."""
     plan, told = decision.plan, decision.plan.predicted
     names = ", ".join(machines.hosts[:8]) + (", ..." if len(machines.hosts) > 8 else "")
     kinds = ", ".join(dict.fromkeys(machines.kinds))

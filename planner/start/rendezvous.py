@@ -1,7 +1,7 @@
 """A roll call before the processes join: jax.distributed only says that a process is missing, not which one.
 
-Process 0 listens for a moment where jax's coordinator will. Every other process calls there, says its number and its
-host, and hears either that all are there or who is missing.
+Process 0 listens for a moment at the address of jax's coordinator. Every other process calls there, gives its number
+and its host, and hears either that all are there or which ones are missing.
 """
 
 import contextlib
@@ -21,7 +21,14 @@ _GO = "go"
 def launch(
     coordinator: str | None, processes: int | None, process: int | None, timeout: float
 ) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes and this one's, from the flags or the launcher; None: this process is alone."""
+    """Return coordinator, number of processes and number of this one; None if this process is alone.
+
+    Args:
+        coordinator: address, from a flag; None: from the launcher.
+        processes: number of processes, from a flag.
+        process: number of this process, from a flag.
+        timeout: seconds to wait for the coordinator.
+    """
     if coordinator is not None and processes is not None and process is not None:
         return coordinator, processes, process
     if distributed.alone(coordinator, processes, process) or distributed.detect(os.environ) is None:
@@ -32,7 +39,7 @@ def launch(
 
 
 def hosts_of_launcher(environment: Mapping[str, str], processes: int) -> list[str] | None:
-    """The host of every process by SLURM's list, where it spreads them evenly in blocks; else None."""
+    """Return the host of every process by SLURM's list, if it spreads them evenly in blocks; else None."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         return None
@@ -125,13 +132,16 @@ def _call(host: str, port: int, process: int, timeout: float) -> None:
 
 
 def call(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> None:
-    """Returns when all processes of the launch have come.
+    """Wait until all processes of the launch have come.
 
     Args:
-        coordinator, processes, process, timeout: as paxtrain.process.distributed.initialize takes them.
+        coordinator: address of process 0; see paxtrain.process.distributed.initialize.
+        processes: number of processes.
+        process: number of this process.
+        timeout: seconds to wait.
 
     Raises:
-        UserError: on every process that came: which did not, by number and, where the launcher lists it, by host.
+        UserError: on every process that came: the others, by number and, if the launcher lists them, by host.
     """
     found = launch(coordinator, processes, process, timeout)
     if found is None or found[1] == 1:

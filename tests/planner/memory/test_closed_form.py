@@ -65,7 +65,7 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
     if flash and dtype == "float32":
         pytest.skip("flash attention takes no float32")
     c = config(model={"hidden": 256, "dtype": dtype, "residual_dropout": dropout, **family})
-    settled = closed_form.settle(c.model, (9, 0) if flash else CPU)
+    settled = c.model.with_attention((9, 0) if flash else CPU)
     assert settled.attention == ("cudnn" if flash else "xla")
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), transformer.shapes(c.model)["layers"])
     one = jax.eval_shape(lambda p: transformer.cast(p, dtype), one)
@@ -161,7 +161,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
     rng = np.random.default_rng(0)
     n, m = 500, config().model
     some = closed_form.Shape(
-        model=closed_form.settle(m, (9, 0)),
+        model=m.with_attention((9, 0)),
         data=rng.choice([1, 2, 4], n),
         pipe=rng.choice([1, 2, 4], n),
         tensor=rng.choice([1, 2, 4], n),
