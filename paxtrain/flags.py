@@ -1,4 +1,4 @@
-"""The flag for a configuration file, which many mains share."""
+"""Flags that many mains share: that of a configuration file, and the values of all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,3 +37,11 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
 def _resolved(path: str) -> str:
     file, colon, argument = path.partition(":")
     return find(file) + colon + argument
+
+
+def values() -> dict[str, Any]:
+    """Return the project's flags by name, including those not given; the configuration is not among them."""
+    ours = [
+        each for module, some in flags.FLAGS.flags_by_module_dict().items() if "absl" not in module for each in some
+    ]
+    return {flag.name: flag.value for flag in ours if isinstance(flag.value, str | int | float | list | None)}

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from paxtrain.errors import UserError, run
 from paxtrain.flags import define_config
+from planner import planning_flags
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
-from planner.planning import flags as plan_flags
 from planner.planning.planning import PLAN, REPORT, plan_sections, sections
 
 HINT = "overrides are written --model.section.key=value"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     f = flags.FLAGS
     values, out = f.model.to_dict(), pathlib.Path(f.out)
     sections(values)
-    cluster, options = _cluster(), plan_flags.options(oracle=f.oracle)
+    cluster, options = _cluster(), planning_flags.options(oracle=f.oracle)
     _check_writable(out)
     with tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False) as bar:
         found = plan_sections(
@@ -83,7 +83,7 @@ def define_flags() -> None:
     flags.DEFINE_string("constants_of", "", "The cluster in --constants to take them from, if the file has several.")
     flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)
     flags.DEFINE_string("out", "runs/plan", "Folder for plan.json and report.html.")
-    plan_flags.define_flags()
+    planning_flags.define_flags()
     flags.DEFINE_enum(
         "oracle",
         "auto",

@@ -23,10 +23,10 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.errors import OVERRIDES, UserError, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run import training
+from planner import planning_flags
 from planner.measure import flags as measure_flags
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
-from planner.planning import flags as plan_flags
 from planner.planning.options import PlanOptions
 from planner.planning.planning import sections
 from planner.start import allocation, environment, job_plan, rendezvous
@@ -99,7 +99,7 @@ def _decide(group: ProcessGroup, machines: Machines, request: PlanRequest, progr
 def _record(decision: Decision, machines: Machines, config: Config, processes: int) -> None:
     plan = {name: value for name, value in plans.to_json(decision.plan).items() if name != "predicted"}
     start = environment.describe(
-        flags=environment.flag_values(),
+        flags=shared_flags.values(),
         config=to_dict(config),
         nodes={"hosts": machines.hosts, "devices_per_host": machines.per_host, "kinds": machines.kinds},
         processes=processes,
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
     for name in ("profile_seconds", "profile_age", "answer_timeout"):
         if not math.isfinite(getattr(f, name)):
             raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
-    options = plan_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
+    options = planning_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
     if f.plan == AUTO:
         sections(values)
     neutral = job_plan.measurable(values)
@@ -168,7 +168,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
     flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
     distributed.define_flags()
-    plan_flags.define_flags()
+    planning_flags.define_flags()
     shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 

@@ -28,12 +28,24 @@ def positive(section: str, config: Any, *names: str) -> None:
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Require that `value` is one of `choices`."""
+    """Require that `value` is one of `choices`.
+
+    Args:
+        name: section and name of the setting.
+        value: what was given.
+        choices: what is allowed.
+    """
     require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """Return the numbers of a comma-separated list; an empty text is an empty list."""
+    """Return the numbers of a comma-separated list; an empty text is an empty list.
+
+    Args:
+        name: section and name of the setting.
+        text: what was given.
+        kind: int or float.
+    """
     try:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -46,7 +58,13 @@ def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
 
 
 def steps(name: str, text: str, last: int) -> range:
-    """Return the steps of "FIRST:END", END excluded, in a run of `last` steps; an empty text gives no steps."""
+    """Return the steps of "FIRST:END", END excluded; an empty text gives no steps.
+
+    Args:
+        name: section and name of the setting.
+        text: what was given.
+        last: number of steps of the run.
+    """
     if not text:
         return range(0)
     parts = text.split(":")

@@ -90,7 +90,13 @@ def leave(x: jax.Array, group: Group) -> jax.Array:
 
 
 def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
-    """Return this device's part of an array that has the whole sequence in dimension `dim`."""
+    """Return this device's part of an array that has the whole sequence.
+
+    Args:
+        x: array.
+        dim: dimension of the sequence.
+        group: tensor group; without sequence parallelism the part is the whole.
+    """
     if not group.sequence:
         return x
     size = x.shape[dim] // group.parts

@@ -346,7 +346,13 @@ def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Drop
 
 
 def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """Return the next-token logits [B, S, V] of ids [B, S] in float32, by the plain model on one device."""
+    """Return the next-token logits [B, S, V] in float32, by the plain model on one device.
+
+    Args:
+        params: parameters in canonical layout.
+        tokens: ids, int32 [B, S].
+        config: model.
+    """
     params = cast(params, config.dtype)
     y = _trunk(params, tokens, config, None)
     table = head_table(params["embedding"], config)
@@ -355,7 +361,14 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
 
 @functools.partial(jax.named_call, name="plain_loss")
 def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None) -> jax.Array:
-    """Return the mean next-token cross-entropy of ids [B, S+1] in nats, by the plain model on one device."""
+    """Return the mean next-token cross-entropy in nats, by the plain model on one device.
+
+    Args:
+        params: parameters in canonical layout.
+        tokens: ids, int32 [B, S+1].
+        config: model.
+        dropout: key and samples of dropout; None: none.
+    """
     params = cast(params, config.dtype)
     y = _trunk(params, tokens[:, :-1], config, dropout)
     table = head_table(params["embedding"], config)

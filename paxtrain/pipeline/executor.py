@@ -108,7 +108,13 @@ class Rows:
         )
 
     def row(self, carry: Carry, cells: jax.Array, kind: RowKind) -> Carry:
-        """Run one row; cells is this row's [stages, columns] of the table."""
+        """Run one row.
+
+        Args:
+            carry: state after the row before.
+            cells: this row's [stages, columns] of the table.
+            kind: what happens in the row.
+        """
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
         if self.program.splits:

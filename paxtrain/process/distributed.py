@@ -62,7 +62,13 @@ def detect(environment: Mapping[str, str]) -> str | None:
 
 
 def alone(coordinator: str | None, processes: int | None, process: int | None) -> bool:
-    """Return whether the flags say that this process is the only one."""
+    """Return whether the flags say that this process is the only one.
+
+    Args:
+        coordinator: address of process 0, if given.
+        processes: number of processes, if given.
+        process: number of this process, if given.
+    """
     return (coordinator, processes, process) == (None, 1, None)
 
 

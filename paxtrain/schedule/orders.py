@@ -97,7 +97,13 @@ def closed_form(
 
 
 def warm_up_then_alternate(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[Op]:
-    """Return `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    Args:
+        forwards: ops in their order.
+        backwards: ops in their order, as many as forwards.
+        warm_up: number of forwards before the first backward.
+    """
     warm_up = min(warm_up, len(forwards))
     steady = [op for pair in zip(forwards[warm_up:], backwards) for op in pair]
     return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]

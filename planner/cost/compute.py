@@ -63,7 +63,7 @@ def sheet(
     shares: Shares = ASSUMED,
     sequence_parallel: bool = False,
 ) -> LayerCosts:
-    """Return the costs that the data sheet gives.
+    """Return the data sheet's costs.
 
     F has 2 FLOPs a parameter of the matrices (24 H^2 for GPT-2) and 4 S H a token (attention's scores and values). F
     and B have two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or

@@ -27,18 +27,24 @@ Array = np.ndarray
 
 
 def item(model: ModelConfig) -> int:
-    """Bytes of an element in compute dtype."""
+    """Return the bytes of an element in compute dtype."""
     return costs.ITEM[model.dtype]
 
 
 def parameters(model: ModelConfig, space: Space) -> Array:
-    """Parameters [N] of a stage's layer slots on one device, if layers are spread evenly."""
+    """Return the parameters [N] of a stage's layer slots on one device, if layers are spread evenly."""
     per_layer = {t: costs.layer_parameters(model, t) for t in set(space.tensor.tolist())}
     return np.array([per_layer[t] for t in space.tensor.tolist()]) * space.slots * space.chunks
 
 
 def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Array]:
-    """Columns of the layer costs on the quickest kind of device."""
+    """Return the columns of the layer costs on the quickest kind of device.
+
+    Args:
+        cluster: kinds of devices.
+        model: model to train.
+        space: N candidates.
+    """
     keys = np.stack([space.tensor, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
     kinds = sorted(set(cluster.kinds))
@@ -52,7 +58,7 @@ def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Arr
 
 
 def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array]:
-    """Columns: latency and seconds per byte of the fastest hop and of the fastest slowest link of a ring."""
+    """Return columns: latency and seconds per byte of the fastest hop, and of the fastest slowest link of a ring."""
     groups = cluster.devices_per_host // space.tensor  # of a host
     size = len(cluster.hosts)
     inside = np.eye(size, dtype=bool)

@@ -26,7 +26,13 @@ _PAUSE = 0.2
 
 
 def wrong_devices(devices: Sequence[jax.Device], gpus: int, host: str) -> str:
-    """Return why these are not the `gpus` GPUs (0: CPUs) that a process must find; empty if they are."""
+    """Return why these are not the devices that a process must find; empty if they are.
+
+    Args:
+        devices: devices that jax finds.
+        gpus: GPUs that the process must find; 0: CPUs.
+        host: name of this host.
+    """
     found = [device.device_kind for device in devices if device.platform != "cpu"]
     if len(found) == gpus:
         return ""
@@ -87,6 +93,11 @@ def _seen(token: pathlib.Path, within: float) -> bool:
 
 def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED_WITHIN) -> None:
     """Make the folder, and prove that all processes see the same one.
+
+    Args:
+        group: processes of the job.
+        out: folder of the run.
+        within: seconds until what process 0 writes must be seen.
 
     Raises:
         UserError: on every process: the folder cannot be written, or some do not see what process 0 wrote there.

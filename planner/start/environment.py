@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from absl import flags
-
 FILE = "environment.json"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Variables of schedulers, and those that change what the runtime does.
@@ -49,14 +47,6 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in sorted(environment.items()) if _NAMED.match(name) and not _SECRET.search(name)
     }
-
-
-def flag_values() -> dict[str, Any]:
-    """Return the project's flags by name, including those not given; the configuration is not among them."""
-    ours = [
-        each for module, some in flags.FLAGS.flags_by_module_dict().items() if "absl" not in module for each in some
-    ]
-    return {flag.name: flag.value for flag in ours if isinstance(flag.value, str | int | float | list | None)}
 
 
 def describe(**more: Any) -> dict[str, Any]:

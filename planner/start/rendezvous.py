@@ -56,7 +56,15 @@ def hosts_of_launcher(environment: Mapping[str, str], processes: int) -> list[st
 def missing_sentence(
     missing: Sequence[int], came: Mapping[int, str], hosts: Sequence[str] | None, address: str, timeout: float
 ) -> str:
-    """Return a sentence that names the processes that are missing and those that have come."""
+    """Return a sentence that names the processes that are missing and those that have come.
+
+    Args:
+        missing: numbers of the missing processes.
+        came: host by number of the processes that came.
+        hosts: host of every process, if the launcher lists them.
+        address: address of process 0.
+        timeout: seconds that were waited.
+    """
     who = [f"process {i}" + (f" (host {hosts[i]})" if hosts else "") for i in missing]
     there = f"those on {', '.join(sorted(set(came.values())))} have" if came else "no other one has"
     return (
