@@ -120,8 +120,14 @@ class Stage:
     dim of slots, and belong to one micro-batch.
     """
 
-    def __init__(self, program: Program, weights: Weights, tokens: jax.Array, dropout_key: jax.Array | None,
-                 first_sample: jax.Array):  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        weights: Weights,
+        tokens: jax.Array,
+        dropout_key: jax.Array | None,
+        first_sample: jax.Array,
+    ):
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
         shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)

@@ -20,8 +20,15 @@ def _cluster(hosts: int, folder: pathlib.Path) -> pathlib.Path:
     bandwidth = 50e9 * np.clip(rng.normal(1, 0.035, (3, hosts, hosts)), 0.85, 1.1)
     bandwidth[:, np.eye(hosts, dtype=bool)] = 450e9
     np.savez(folder / "links.npz", alpha=np.where(np.eye(hosts), 4e-6, 12e-6), bandwidth=bandwidth)
-    values = {"version": 1, "name": f"{hosts} hosts of 8 x H100, made up", "hosts": hosts, "devices_per_host": 8,
-              "device": "h100", "nics": 8, "links": {"npz": "links.npz"}}  # fmt: skip
+    values = {
+        "version": 1,
+        "name": f"{hosts} hosts of 8 x H100, made up",
+        "hosts": hosts,
+        "devices_per_host": 8,
+        "device": "h100",
+        "nics": 8,
+        "links": {"npz": "links.npz"},
+    }
     path = folder / "cluster.json"
     path.write_text(json.dumps(values))
     return path

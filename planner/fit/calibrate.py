@@ -151,17 +151,24 @@ class _LeastSquares:
         wide = np.array([c.wide for c in CONSTANTS])
         widened = np.ptp(bounds, axis=2) > np.log([c.high / c.low for c in CONSTANTS]) + 1e-9
         between = np.where(widened, spread + np.log(wide) / 3, _BETWEEN * spread)
-        self.low, self.high = np.concatenate([
-            np.stack([bounds[..., 0].min(0), bounds[..., 1].max(0)]),
-            *bounds.transpose(0, 2, 1),
-            np.log(SPEED_RANGE)[:, None].repeat(len(self.kinds), 1),
-            np.log(FACTOR_RANGE)[:, None].repeat(len(self.cells), 1),
-        ], axis=1)  # fmt: skip
+        self.low, self.high = np.concatenate(
+            [
+                np.stack([bounds[..., 0].min(0), bounds[..., 1].max(0)]),
+                *bounds.transpose(0, 2, 1),
+                np.log(SPEED_RANGE)[:, None].repeat(len(self.kinds), 1),
+                np.log(FACTOR_RANGE)[:, None].repeat(len(self.cells), 1),
+            ],
+            axis=1,
+        )
         # One row per prior: 1 / spread at its parameter and, for a cluster's constant, - 1 / spread at the shared one.
-        diagonal = np.concatenate([
-            spread, between.ravel(), np.full(len(self.kinds), _SPEED_SPREAD),
-            np.full(len(self.cells), self.factor_spread),
-        ])  # fmt: skip
+        diagonal = np.concatenate(
+            [
+                spread,
+                between.ravel(),
+                np.full(len(self.kinds), _SPEED_SPREAD),
+                np.full(len(self.cells), self.factor_spread),
+            ]
+        )
         self.prior = np.diag(1 / diagonal)
         own = np.arange(k, first_kind)
         self.prior[own, own % k] = -1 / diagonal[own]
@@ -236,9 +243,15 @@ def fit(fitted: Sequence[Trial], everything: Sequence[Trial] = (), method: str =
         if i:
             problem.estimate_spreads(found)
         found = optimize.least_squares(
-            problem.residuals, found, problem.jacobian, bounds=(problem.low, problem.high), loss=problem.loss,
-            xtol=_TOLERANCE, ftol=_TOLERANCE, max_nfev=200,
-        ).x  # fmt: skip
+            problem.residuals,
+            found,
+            problem.jacobian,
+            bounds=(problem.low, problem.high),
+            loss=problem.loss,
+            xtol=_TOLERANCE,
+            ftol=_TOLERANCE,
+            max_nfev=200,
+        ).x
     k = len(CONSTANTS)
     values = np.exp(found[: k * (1 + len(problem.clusters))].reshape(-1, k)) * problem.typical
     rest = np.exp(found[values.size :])

@@ -26,27 +26,45 @@ def amp(text: str) -> list[dict[str, object]]:
     for trial in json.loads(text):
         config, model, cluster = trial["config"], trial["model"], trial["cluster"]
         ends = [min(max(b - _AMP_BEFORE, 0), model["layers"]) for b in config["stage_boundaries"]]
-        rows.append({
-            "cluster": "amp_16xT4",
-            "devices": cluster["nodes"] * cluster["gpus_per_node"],
-            "devices_per_host": cluster["gpus_per_node"],
-            "device_kinds": "T4",
-            "host_gbit": ";".join(map(str, cluster["inter_gbps"])),
-            "intra_gbit": ";".join(map(str, cluster["intra_gbps"])),
-            "hidden": model["hidden"], "heads": 16, "layers": model["layers"], "seq": model["seq"],
-            "vocab": model["vocab"], "global_batch": config["global_batch"], "micro_batch": config["micro_batch"],
-            "tp": config["tp"], "dp": config["dp"], "pp": config["pp"],
-            "stage_layers": ";".join(str(b - a) for a, b in zip(ends, ends[1:])),
-            "recompute": 0, "dtype": "fp16", "seconds": trial["measured_seconds"] or "",
-        })  # fmt: skip
+        rows.append(
+            {
+                "cluster": "amp_16xT4",
+                "devices": cluster["nodes"] * cluster["gpus_per_node"],
+                "devices_per_host": cluster["gpus_per_node"],
+                "device_kinds": "T4",
+                "host_gbit": ";".join(map(str, cluster["inter_gbps"])),
+                "intra_gbit": ";".join(map(str, cluster["intra_gbps"])),
+                "hidden": model["hidden"],
+                "heads": 16,
+                "layers": model["layers"],
+                "seq": model["seq"],
+                "vocab": model["vocab"],
+                "global_batch": config["global_batch"],
+                "micro_batch": config["micro_batch"],
+                "tp": config["tp"],
+                "dp": config["dp"],
+                "pp": config["pp"],
+                "stage_layers": ";".join(str(b - a) for a, b in zip(ends, ends[1:])),
+                "recompute": 0,
+                "dtype": "fp16",
+                "seconds": trial["measured_seconds"] or "",
+            }
+        )
     return rows
 
 
 def vtrain(text: str) -> list[dict[str, object]]:
     """Return the rows of vTrain's single-node measurements."""
     names = ("devices", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq", "tp", "dp", "pp")
-    fixed = {"cluster": "vtrain_8xA100", "devices_per_host": 8, "device_kinds": "A100", "intra_gbit": 2400,
-             "vocab": 51200, "recompute": 1, "dtype": "fp16"}  # fmt: skip
+    fixed = {
+        "cluster": "vtrain_8xA100",
+        "devices_per_host": 8,
+        "device_kinds": "A100",
+        "intra_gbit": 2400,
+        "vocab": 51200,
+        "recompute": 1,
+        "dtype": "fp16",
+    }
     rows = []
     header, *lines = csv.reader(text.splitlines())
     if len(header) != len(names) + 1 or not header[0].startswith("# GPUs"):

@@ -29,14 +29,42 @@ from paxtrain.errors import UserError
 
 OPTIONAL = ("device_kinds", "host_gbit", "intra_gbit", "stage_layers")
 COLUMNS = (
-    "cluster", "devices", "devices_per_host", "device_kinds", "host_gbit", "intra_gbit", "hidden", "heads", "layers",
-    "seq", "vocab", "global_batch", "micro_batch", "tp", "dp", "pp", "stage_layers", "recompute", "dtype", "seconds",
-)  # fmt: skip
+    "cluster",
+    "devices",
+    "devices_per_host",
+    "device_kinds",
+    "host_gbit",
+    "intra_gbit",
+    "hidden",
+    "heads",
+    "layers",
+    "seq",
+    "vocab",
+    "global_batch",
+    "micro_batch",
+    "tp",
+    "dp",
+    "pp",
+    "stage_layers",
+    "recompute",
+    "dtype",
+    "seconds",
+)
 
 _COUNTS = (
-    "devices", "devices_per_host", "hidden", "heads", "layers", "seq", "vocab", "global_batch", "micro_batch", "tp",
-    "dp", "pp",
-)  # fmt: skip
+    "devices",
+    "devices_per_host",
+    "hidden",
+    "heads",
+    "layers",
+    "seq",
+    "vocab",
+    "global_batch",
+    "micro_batch",
+    "tp",
+    "dp",
+    "pp",
+)
 _BYTES = {"fp16": 2, "float16": 2, "half": 2, "bf16": 2, "bfloat16": 2, "fp32": 4, "float32": 4, "tf32": 4, "float": 4}
 
 

@@ -104,8 +104,9 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
         # Of hosts taken together only groups that fill them are known: smaller ones lie on other links.
         if not cluster.parts or t == cluster.devices_per_host
         if not any(size % t for size in model.split_sizes.values())
-        and cluster.devices % t == 0 and cluster.devices_per_host % t == 0
-    ]  # fmt: skip
+        and cluster.devices % t == 0
+        and cluster.devices_per_host % t == 0
+    ]
     for tensor in tensors:
         for pipe in divisors(cluster.devices // tensor):
             if pipe <= model.layers and (not choices.pipe or pipe in choices.pipe):

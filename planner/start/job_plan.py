@@ -255,8 +255,13 @@ def describe(decision: Decision, machines: Machines) -> str:
     how += ", sequence parallel" if mesh.sequence_parallel else ""
     rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
     layers = f", layers {pipeline.pipe_layers}" if pipeline.pipe_layers else ""
-    rows.append(("schedule", f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{layers}, "
-                             f"save={pipeline.save}"))  # fmt: skip
+    rows.append(
+        (
+            "schedule",
+            f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{layers}, "
+            f"save={pipeline.save}",
+        )
+    )
     between = f"{compress.backward} gradients between stages at rank {compress.backward_rank}"
     over = f"gradients over data of stages {compress.data} at rank {compress.data_rank}"
     parts = [between] * (compress.backward != "none") + [over] * (compress.data != "none")

@@ -100,8 +100,13 @@ def short_cut(lab: Lab) -> Figures:
     stood = time.monotonic() - broken
     run.wait_for_words(1, "pax1 hears pax2 again")
     [note] = [line for line in run.said(1).splitlines() if "hears pax2 again" in line]
-    return {"fault": "a link is cut for less than the limit", "cut_seconds": SHORT_CUT, "stood_seconds": stood,
-            "sentence": note.removeprefix("note: "), "lost_steps": 0}  # fmt: skip
+    return {
+        "fault": "a link is cut for less than the limit",
+        "cut_seconds": SHORT_CUT,
+        "stood_seconds": stood,
+        "sentence": note.removeprefix("note: "),
+        "lost_steps": 0,
+    }
 
 
 def long_cut(lab: Lab) -> Figures:

@@ -116,8 +116,13 @@ class Slurm:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         (self.folder / "slurm.conf").write_text(self._configuration())
-        files = {"key-file": key, "socket": self._sockets / "socket", "pid-file": self._sockets / "pid",
-                 "seed-file": self._sockets / "seed", "log-file": self.folder / "munged.log"}  # fmt: skip
+        files = {
+            "key-file": key,
+            "socket": self._sockets / "socket",
+            "pid-file": self._sockets / "pid",
+            "seed-file": self._sockets / "seed",
+            "log-file": self.folder / "munged.log",
+        }
         munged = [_program("munged"), "--foreground", "--force", *(f"--{name}={file}" for name, file in files.items())]
         self.cluster.start(0, munged, log=self.folder / "munged.said")
         self._until("munge's socket", (self._sockets / "socket").exists)
@@ -186,9 +191,13 @@ class Slurm:
             SlurmError: it fails.
         """
         done = subprocess.run(
-            self.cluster.networked(0, command), capture_output=True, text=True, check=False, cwd=cwd,
+            self.cluster.networked(0, command),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=cwd,
             env={**os.environ, **self.environment, **(env or {})},
-        )  # fmt: skip
+        )
         if done.returncode:
             raise SlurmError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout.strip()

@@ -97,8 +97,10 @@ class Running:
         codes = {host: self.supervisors[host].returncode for host in survivors}
         require(set(codes.values()) == {FAULT}, f"exit codes {codes}:\n{self.everything_said()}")
         errors = [[line for line in self.said(host).splitlines() if line.startswith("error: ")] for host in survivors]
-        require(all(len(each) == 1 for each in errors) and len({each[0] for each in errors}) == 1,
-                 f"not one sentence:\n{self.everything_said()}")  # fmt: skip
+        require(
+            all(len(each) == 1 for each in errors) and len({each[0] for each in errors}) == 1,
+            f"not one sentence:\n{self.everything_said()}",
+        )
         return ended, errors[0][0].removeprefix("error: ")
 
     def report(self, host: int) -> dict[str, Any]:

@@ -177,8 +177,15 @@ def test_the_gain_is_that_of_the_plan_predicted_fastest(tmp_path, host_order, me
         == f"{host_order:.2f}x (1x2 fast; {low} to {host_order:.2f}x over 2 plans, {int(met)} of which gain as much)"
     )
     assert row(section, "two_racks", "1x2 fast") == [
-        "4", "1.000 s", f"{host_order:.3f} s", "3.000 s", "0.952 s", f"{host_order:.2f}x", "3.00x", "+5.0%"
-    ]  # fmt: skip
+        "4",
+        "1.000 s",
+        f"{host_order:.3f} s",
+        "3.000 s",
+        "0.952 s",
+        f"{host_order:.2f}x",
+        "3.00x",
+        "+5.0%",
+    ]
     assert judged(section, placement.BEST).met is False, "a random placement was 5% faster"
 
 

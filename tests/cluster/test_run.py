@@ -90,7 +90,9 @@ def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_tha
         _, in_order = train(cluster, tmp_path, tmp_path / "order", f"--plan={tmp_path / 'order.json'}")
     seconds, others = statistics.median(planned), statistics.median(in_order)
     told = plan.predicted
-    print(f"first step after {first:.0f} s; {seconds:.2f} s a step ({told['step_seconds']:.2f} predicted), in host "
-          f"order {others:.2f} s ({told['host_order_seconds']:.2f} predicted)")  # fmt: skip
+    print(
+        f"first step after {first:.0f} s; {seconds:.2f} s a step ({told['step_seconds']:.2f} predicted), in host "
+        f"order {others:.2f} s ({told['host_order_seconds']:.2f} predicted)"
+    )
     assert first < FIRST_STEP
     assert seconds < 0.95 * others

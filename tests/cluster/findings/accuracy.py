@@ -97,12 +97,28 @@ def _draw(found: list[Pair], forms: dict[str, Form]) -> Figure:
 
 def _scores(forms: dict[str, Form]) -> str:
     rows = [
-        (name, percent(f.pooled.mape), percent(f.pooled.median), rank(f.pooled.spearman), rank(f.mean_rank),
-         rank(min(f.ranks)), percent(f.mean_regret), percent(max(f.regrets)))
+        (
+            name,
+            percent(f.pooled.mape),
+            percent(f.pooled.median),
+            rank(f.pooled.spearman),
+            rank(f.mean_rank),
+            rank(min(f.ranks)),
+            percent(f.mean_regret),
+            percent(max(f.regrets)),
+        )
         for name, f in forms.items()
-    ]  # fmt: skip
-    headings = ("", "MAPE", "median error", "Spearman, all pairs", "within a scenario, mean", "lowest",
-                "top-1 regret, mean", "worst")  # fmt: skip
+    ]
+    headings = (
+        "",
+        "MAPE",
+        "median error",
+        "Spearman, all pairs",
+        "within a scenario, mean",
+        "lowest",
+        "top-1 regret, mean",
+        "worst",
+    )
     return table(headings, rows)
 
 

@@ -24,10 +24,20 @@ FASTER = Target.at_least(
 FASTEST = Target.at_least(f'Speed-up of "{ALL}" over dense, there', 2.0, factor)
 CLOSE = Target.at_most(f"Validation loss of {PAPER} against dense after equal steps", 0.01, losses.signed)
 _PARTS = {
-    "forward": "#2f6f9f", "backward": "#8fb3cf", "head": "#3c9d8f", "compression": "#8e5aa8", "optimizer": "#8aa83a",
-    "pipeline": "#d9822b", "data": "#c0392b", "embedding": "#e0b040", "tensor": "#b58a6a", "sync": "#5c6670",
-    "other": "#b9c0c6", "idle": "#e6e8ea", "input": "#1d1d1f",
-}  # fmt: skip
+    "forward": "#2f6f9f",
+    "backward": "#8fb3cf",
+    "head": "#3c9d8f",
+    "compression": "#8e5aa8",
+    "optimizer": "#8aa83a",
+    "pipeline": "#d9822b",
+    "data": "#c0392b",
+    "embedding": "#e0b040",
+    "tensor": "#b58a6a",
+    "sync": "#5c6670",
+    "other": "#b9c0c6",
+    "idle": "#e6e8ea",
+    "input": "#1d1d1f",
+}
 
 
 def speedups(line: dict) -> dict[str, tuple[float, float]]:
@@ -65,8 +75,18 @@ def _draw_speedups(lines: list[dict]) -> Figure:
     shares = [100 * line["share"] for line in lines]
     for kind in lines[0]["seconds"]:
         values, spreads = zip(*(speedups(line)[kind] for line in lines))
-        axes.errorbar(shares, values, None if kind == DENSE else spreads, color=COLORS.get(kind, figures.MUTED),
-                      marker="o", markersize=6, linewidth=1.5, capsize=3, elinewidth=1.1, label=kind)  # fmt: skip
+        axes.errorbar(
+            shares,
+            values,
+            None if kind == DENSE else spreads,
+            color=COLORS.get(kind, figures.MUTED),
+            marker="o",
+            markersize=6,
+            linewidth=1.5,
+            capsize=3,
+            elinewidth=1.1,
+            label=kind,
+        )
     axes.set_xticks(shares, [f"{line['share']:.0%}\n{line['rate']:.0f} Mbit/s" for line in lines])
     axes.set_xlabel("of a dense step that communication takes, as predicted")
     axes.set_ylabel("speed-up over dense")
@@ -195,10 +215,14 @@ def _wire(line: dict) -> str:
     parts = list(dict.fromkeys(name for sent in line["wire"].values() for name, size in sent.items() if size >= 500))
     dense = sum(line["wire"][DENSE].values())
     rows = [
-        (kind, *(f"{sent.get(name, 0) / 1e3:,.0f}" for name in parts), f"{sum(sent.values()) / 1e3:,.0f}",
-         percent(sum(sent.values()) / dense))
+        (
+            kind,
+            *(f"{sent.get(name, 0) / 1e3:,.0f}" for name in parts),
+            f"{sum(sent.values()) / 1e3:,.0f}",
+            percent(sum(sent.values()) / dense),
+        )
         for kind, sent in line["wire"].items()
-    ]  # fmt: skip
+    ]
     return table(["kB a step", *parts, "all", "of dense"], rows)
 
 

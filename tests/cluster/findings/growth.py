@@ -18,8 +18,10 @@ TITLE, SOURCE, COMMAND = "Growth", "growth.jsonl", lab("growth,schedules,placeme
 def _draw(hosts: np.ndarray, step: dict[str, np.ndarray]) -> Figure:
     figure = plots.figure(9, 3.6)
     left, right = figure.subplots(1, 2)
-    styles = {"measured": {"color": figures.INK, "marker": "o"},
-              "predicted": {"color": figures.COLORS[1], "marker": ".", "linestyle": (0, (4, 2))}}  # fmt: skip
+    styles = {
+        "measured": {"color": figures.INK, "marker": "o"},
+        "predicted": {"color": figures.COLORS[1], "marker": ".", "linestyle": (0, (4, 2))},
+    }
     for name, times in step.items():
         left.plot(hosts, times, **styles[name], label=name)
         right.plot(hosts, 100 * times[0] / times, **styles[name])
@@ -55,14 +57,30 @@ def section(folder: pathlib.Path) -> Section:
     measured = np.array([time["median"] for time in times])
     predicted = np.array([line["predicted"] for line in lines])
     rows = [
-        (f"{line['hosts']}", seconds(time["median"]), percent(time["spread"] / time["median"]),
-         seconds(line["predicted"]), signed(line["predicted"] / time["median"] - 1),
-         percent(measured[0] / time["median"]), percent(predicted[0] / line["predicted"]),
-         seconds(line["predicted_reduce"]), f"{line['tokens'] / time['median']:.0f}")
+        (
+            f"{line['hosts']}",
+            seconds(time["median"]),
+            percent(time["spread"] / time["median"]),
+            seconds(line["predicted"]),
+            signed(line["predicted"] / time["median"] - 1),
+            percent(measured[0] / time["median"]),
+            percent(predicted[0] / line["predicted"]),
+            seconds(line["predicted_reduce"]),
+            f"{line['tokens'] / time['median']:.0f}",
+        )
         for line, time in zip(lines, times)
-    ]  # fmt: skip
-    headings = ("hosts", "step", "spread", "predicted", "error", "efficiency", "predicted efficiency",
-                "predicted reduction over data", "tokens/s")  # fmt: skip
+    ]
+    headings = (
+        "hosts",
+        "step",
+        "spread",
+        "predicted",
+        "error",
+        "efficiency",
+        "predicted efficiency",
+        "predicted reduction over data",
+        "tokens/s",
+    )
     blocks: list[str | Drawing] = [
         _words(hosts, span(len(line["seconds"]) for line in lines)),
         table(headings, rows),

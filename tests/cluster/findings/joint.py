@@ -26,13 +26,28 @@ def section(folder: pathlib.Path) -> Section:
         target = FASTEST.said(f"{factor(gain)} over {lines[best]['what']}", gain > 1)
     baseline = times[NOTHING if NOTHING in lines else next(iter(lines))]["median"]
     rows = [
-        (line["what"], line.get("plan", ""), seconds(time["median"]), percent(time["spread"] / time["median"]),
-         seconds(line["predicted"]), signed(line["predicted"] / time["median"] - 1), factor(baseline / time["median"]),
-         f"{sum(line['wire'].values()) / 1e6:.2f}")
+        (
+            line["what"],
+            line.get("plan", ""),
+            seconds(time["median"]),
+            percent(time["spread"] / time["median"]),
+            seconds(line["predicted"]),
+            signed(line["predicted"] / time["median"] - 1),
+            factor(baseline / time["median"]),
+            f"{sum(line['wire'].values()) / 1e6:.2f}",
+        )
         for line, time in zip(lines.values(), times.values())
-    ]  # fmt: skip
-    headings = ("what the planner chooses", "plan", "step", "spread", "predicted", "error", "speed-up",
-                "MB on the wire")  # fmt: skip
+    ]
+    headings = (
+        "what the planner chooses",
+        "plan",
+        "step",
+        "spread",
+        "predicted",
+        "error",
+        "speed-up",
+        "MB on the wire",
+    )
     words = f"""All runs use the links of two_racks. The baseline of the speed-ups, with nothing chosen, is 1F1B over
     hosts in order without compression. Each single choice is the quickest of its kind by the planner's prediction,
     with everything else as in the baseline. MB on the wire are the bytes that all devices together send in a step,

@@ -65,11 +65,17 @@ def section(folder: pathlib.Path) -> Section:
     blocks: list[str | Drawing] = []
     if profiles:
         rows = [
-            (p.name, f"{p.error.size}", f"{p.given.min():.0f} to {p.given.max():.0f}",
-             percent(float(np.median(np.abs(p.error)))), percent(float(np.abs(p.error).max())),
-             signed(p.error.mean()), seconds(p.seconds))
+            (
+                p.name,
+                f"{p.error.size}",
+                f"{p.given.min():.0f} to {p.given.max():.0f}",
+                percent(float(np.median(np.abs(p.error)))),
+                percent(float(np.abs(p.error).max())),
+                signed(p.error.mean()),
+                seconds(p.seconds),
+            )
             for p in profiles
-        ]  # fmt: skip
+        ]
         headings = ("profile", "links", "set, Mbit/s", "median error", "largest error", "mean, signed", "takes")
         caption = "Rates of the links as set and as measured by the planner's profile; rows are senders."
         blocks = [

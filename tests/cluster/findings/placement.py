@@ -80,8 +80,17 @@ def _dots(axes: Axes, found: list[Placed], short: dict[str, str]) -> None:
     for y, p in enumerate(found):
         axes.scatter(p.measured, [y] * len(p.measured), 22, figures.MUTED, linewidths=0, zorder=2)
         for how, (color, mark) in _MARKS.items():
-            axes.scatter(p.by[how].measured, y, 46, color, marker=mark, linewidths=0, zorder=3, alpha=0.9,
-                         label=how if y == 0 else None)  # fmt: skip
+            axes.scatter(
+                p.by[how].measured,
+                y,
+                46,
+                color,
+                marker=mark,
+                linewidths=0,
+                zorder=3,
+                alpha=0.9,
+                label=how if y == 0 else None,
+            )
         place = {"xytext": (9, 0), "textcoords": "offset points", "va": "center", "fontsize": 8, "color": figures.INK}
         axes.annotate(factor(p.over(HOST_ORDER)), (max(p.measured), y), **place)
     axes.set_yticks(range(len(found)), [short[p.plan] for p in found])
@@ -156,14 +165,39 @@ def _draw_orders(all_orders: Orders) -> Figure:
     axes = figure.subplots()
     plots.style(axes)
     places = np.arange(1, len(all_orders.measured) + 1)
-    axes.errorbar(places, all_orders.measured, all_orders.spread, color=figures.INK, marker="o", markersize=5,
-                  linestyle="none", elinewidth=1.1, capsize=2, label="measured, and the spread")  # fmt: skip
-    axes.plot(places, all_orders.predicted, color=figures.COLORS[1], marker="_", markersize=9, markeredgewidth=1.8,
-              linestyle="none", label="predicted")  # fmt: skip
+    axes.errorbar(
+        places,
+        all_orders.measured,
+        all_orders.spread,
+        color=figures.INK,
+        marker="o",
+        markersize=5,
+        linestyle="none",
+        elinewidth=1.1,
+        capsize=2,
+        label="measured, and the spread",
+    )
+    axes.plot(
+        places,
+        all_orders.predicted,
+        color=figures.COLORS[1],
+        marker="_",
+        markersize=9,
+        markeredgewidth=1.8,
+        linestyle="none",
+        label="predicted",
+    )
     if all_orders.planned is not None:
         color, mark = _MARKS[PLANNED]
-        axes.plot(places[all_orders.planned], all_orders.measured[all_orders.planned], color=color, marker=mark,
-                  markersize=9, linestyle="none", label=PLANNED)  # fmt: skip
+        axes.plot(
+            places[all_orders.planned],
+            all_orders.measured[all_orders.planned],
+            color=color,
+            marker=mark,
+            markersize=9,
+            linestyle="none",
+            label=PLANNED,
+        )
     figures.from_zero(axes, all_orders.measured, all_orders.predicted)
     axes.set_xlabel("orders of four hosts, from the quickest to the slowest")
     axes.set_ylabel("seconds of a step")
@@ -188,12 +222,30 @@ def _about(found: Orders) -> str:
 
 def _table(found: list[Placed], short: dict[str, str]) -> str:
     rows = [
-        (p.scenario, short[p.plan], f"{len(p.measured)}", *(seconds(p.by[how].measured) for how in _MARKS),
-         seconds(min(p.measured)), factor(p.over(HOST_ORDER)), factor(p.over(WORST)), signed(p.above_best))
+        (
+            p.scenario,
+            short[p.plan],
+            f"{len(p.measured)}",
+            *(seconds(p.by[how].measured) for how in _MARKS),
+            seconds(min(p.measured)),
+            factor(p.over(HOST_ORDER)),
+            factor(p.over(WORST)),
+            signed(p.above_best),
+        )
         for p in found
-    ]  # fmt: skip
-    headings = ("scenario", "plan", "placements", PLANNED, HOST_ORDER, WORST, "best measured", "over host order",
-                "over worst", "above the best")  # fmt: skip
+    ]
+    headings = (
+        "scenario",
+        "plan",
+        "placements",
+        PLANNED,
+        HOST_ORDER,
+        WORST,
+        "best measured",
+        "over host order",
+        "over worst",
+        "above the best",
+    )
     return table(headings, rows, words=2)
 
 

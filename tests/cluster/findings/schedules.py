@@ -55,11 +55,28 @@ def _draw(lines: list[dict]) -> Figure:
     for color, name in zip(figures.COLORS, lines[0]["seconds"]):
         times = [summary(line["seconds"][name]) for line in lines]
         spread = [time["spread"] for time in times]
-        left.errorbar(rates, [time["median"] for time in times], spread, color=color, marker="o", markersize=6,
-                      linestyle="none", capsize=3, elinewidth=1.1, label=name)  # fmt: skip
+        left.errorbar(
+            rates,
+            [time["median"] for time in times],
+            spread,
+            color=color,
+            marker="o",
+            markersize=6,
+            linestyle="none",
+            capsize=3,
+            elinewidth=1.1,
+            label=name,
+        )
         left.plot(rates, [line["predicted"][name] for line in lines], color=color, linewidth=1.3)
-        right.plot(rates, [line["predicted_overlapping"][name] for line in lines], color=color, linewidth=1.3,
-                   linestyle=(0, (4, 2)), marker=".", label=name)  # fmt: skip
+        right.plot(
+            rates,
+            [line["predicted_overlapping"][name] for line in lines],
+            color=color,
+            linewidth=1.3,
+            linestyle=(0, (4, 2)),
+            marker=".",
+            label=name,
+        )
     for axes in (left, right):
         plots.style(axes)
         axes.set_xscale("log")
@@ -94,14 +111,29 @@ def section(folder: pathlib.Path) -> Section:
     if not lines:
         return Section(TITLE, lab("schedules"), (SOURCE,), (FASTER,))
     rows = [
-        (f"{line['rate']:g}", percent(line["transfer_share"]), name, seconds(time["median"]),
-         percent(time["spread"] / time["median"]), seconds(line["predicted"][name]),
-         signed(line["predicted"][name] / time["median"] - 1), seconds(line["predicted_overlapping"][name]))
+        (
+            f"{line['rate']:g}",
+            percent(line["transfer_share"]),
+            name,
+            seconds(time["median"]),
+            percent(time["spread"] / time["median"]),
+            seconds(line["predicted"][name]),
+            signed(line["predicted"][name] / time["median"] - 1),
+            seconds(line["predicted_overlapping"][name]),
+        )
         for line in lines
         for name, time in ((name, summary(times)) for name, times in line["seconds"].items())
-    ]  # fmt: skip
-    headings = ("Mbit/s", "transfers, of a stage's step", "schedule", "measured", "spread", "predicted", "error",
-                "predicted with overlap")  # fmt: skip
+    ]
+    headings = (
+        "Mbit/s",
+        "transfers, of a stage's step",
+        "schedule",
+        "measured",
+        "spread",
+        "predicted",
+        "error",
+        "predicted with overlap",
+    )
     caption = "Step time against the links' rate, by schedule."
     blocks = (_words(lines), table(headings, rows, words=3), Drawing("schedules", caption, _draw(lines)))
     return Section(TITLE, lab("schedules"), (SOURCE,), (_judged(lines),), blocks)

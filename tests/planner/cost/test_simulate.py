@@ -19,10 +19,17 @@ def test_it_is_the_problems_step(compress):
     config, some = paxtrain.load_config("tiny", SMALL | compress), cluster(2, 4)
     step = planner.simulate(config, some)
     candidate = planner.Candidate(
-        2, 4, 1, 4, 4, "eager_1f1b", (2, 2, 2, 2),
-        backward=config.compress.backward, backward_rank=config.compress.backward_rank,
+        2,
+        4,
+        1,
+        4,
+        4,
+        "eager_1f1b",
+        (2, 2, 2, 2),
+        backward=config.compress.backward,
+        backward_rank=config.compress.backward_rank,
         data_rank=config.compress.data_rank if compress else 0,
-    )  # fmt: skip
+    )
     expected = Problem(some, config.model, candidate).step(fabric(some), host_order(candidate, 4))
     assert step.seconds == expected.total[0] > 0
     np.testing.assert_array_equal(step.finish, expected.finish[0])

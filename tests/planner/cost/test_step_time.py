@@ -191,10 +191,21 @@ def test_a_slower_kind_of_device_slows_the_step_by_its_compute():
 
 def test_a_profile_counts_before_the_data_sheet():
     row = {
-        "kind": "cpu", "tensor": 1, "micro_batch": 2, "save": "dots", "hidden": 1024, "heads": 16, "sequence": 1024,
-        "vocab": MODEL.padded_vocab, "dtype": "bfloat16",
-        "forward": 1.0, "backward": 2.0, "head": 0.5, "embedding": 0.1, "optimizer": 1e-9,
-    }  # fmt: skip
+        "kind": "cpu",
+        "tensor": 1,
+        "micro_batch": 2,
+        "save": "dots",
+        "hidden": 1024,
+        "heads": 16,
+        "sequence": 1024,
+        "vocab": MODEL.padded_vocab,
+        "dtype": "bfloat16",
+        "forward": 1.0,
+        "backward": 2.0,
+        "head": 0.5,
+        "embedding": 0.1,
+        "optimizer": 1e-9,
+    }
     twice = row | {"micro_batch": 4, "forward": 1.8, "backward": 3.6}
     lab: Cluster = cluster(2, 1, device="cpu", memory=1e9, compute=[twice, row])
     at = lambda b, **model: costs.layer(lab, "cpu", dataclasses.replace(MODEL, **model), 1, b, "dots")  # noqa: E731

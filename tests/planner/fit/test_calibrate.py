@@ -11,10 +11,27 @@ from planner.fit.pipelines import pipeline_batches
 from planner.fit.trial_model import TrialModel
 
 ROW = {
-    "cluster": "lab", "devices": 16, "devices_per_host": 4, "device_kinds": "A100", "host_gbit": "100",
-    "intra_gbit": "2400", "hidden": 2048, "heads": 16, "layers": 16, "seq": 1024, "vocab": 50000, "global_batch": 64,
-    "micro_batch": 2, "tp": 1, "dp": 1, "pp": 16, "stage_layers": "", "recompute": 0, "dtype": "fp16", "seconds": "",
-}  # fmt: skip
+    "cluster": "lab",
+    "devices": 16,
+    "devices_per_host": 4,
+    "device_kinds": "A100",
+    "host_gbit": "100",
+    "intra_gbit": "2400",
+    "hidden": 2048,
+    "heads": 16,
+    "layers": 16,
+    "seq": 1024,
+    "vocab": 50000,
+    "global_batch": 64,
+    "micro_batch": 2,
+    "tp": 1,
+    "dp": 1,
+    "pp": 16,
+    "stage_layers": "",
+    "recompute": 0,
+    "dtype": "fp16",
+    "seconds": "",
+}
 TYPICAL = {c.name: c.typical for c in CONSTANTS}
 FREE = {"micro_batch_seconds": 0.0, "intra_latency": 0.0, "inter_latency": 0.0, "step_seconds": 0.0}
 
@@ -114,8 +131,18 @@ def _grid(cluster="lab", kinds="A100", **changes):
     """Return all layouts of two model sizes on 16 devices."""
     rows = []
     for hidden, tp, pp, micro in itertools.product((1024, 2048), (1, 2, 4), (1, 2, 4), (1, 2, 4)):
-        rows.append(trial(cluster=cluster, device_kinds=kinds, hidden=hidden, tp=tp, pp=pp, dp=16 // (tp * pp),
-                          micro_batch=micro, **changes))  # fmt: skip
+        rows.append(
+            trial(
+                cluster=cluster,
+                device_kinds=kinds,
+                hidden=hidden,
+                tp=tp,
+                pp=pp,
+                dp=16 // (tp * pp),
+                micro_batch=micro,
+                **changes,
+            )
+        )
     return rows
 
 

@@ -18,10 +18,27 @@ from planner.fit.trials import Trial, parse
 from tests.planner.examples import MODEL, cluster
 
 ROW = {
-    "cluster": "lab", "devices": 8, "devices_per_host": 8, "device_kinds": "A100", "host_gbit": "200",
-    "intra_gbit": "2400", "hidden": 4096, "heads": 32, "layers": 8, "seq": 1024, "vocab": 50000, "global_batch": 32,
-    "micro_batch": 2, "tp": 1, "dp": 1, "pp": 8, "stage_layers": "", "recompute": 0, "dtype": "fp16", "seconds": "",
-}  # fmt: skip
+    "cluster": "lab",
+    "devices": 8,
+    "devices_per_host": 8,
+    "device_kinds": "A100",
+    "host_gbit": "200",
+    "intra_gbit": "2400",
+    "hidden": 4096,
+    "heads": 32,
+    "layers": 8,
+    "seq": 1024,
+    "vocab": 50000,
+    "global_batch": 32,
+    "micro_batch": 2,
+    "tp": 1,
+    "dp": 1,
+    "pp": 8,
+    "stage_layers": "",
+    "recompute": 0,
+    "dtype": "fp16",
+    "seconds": "",
+}
 
 
 def trial(**changes: int) -> Trial:
@@ -30,10 +47,16 @@ def trial(**changes: int) -> Trial:
 
 def constants(**changes: float) -> dict:
     values = {
-        "compute_efficiency": 0.5, "memory_efficiency": 0.7, "layer_launch": 1e-4, "backward_ratio": 2.2,
-        "optimizer_bytes": 30.0, "intra_efficiency": 0.5, "intra_latency": 2e-5, "inter_efficiency": 0.25,
+        "compute_efficiency": 0.5,
+        "memory_efficiency": 0.7,
+        "layer_launch": 1e-4,
+        "backward_ratio": 2.2,
+        "optimizer_bytes": 30.0,
+        "intra_efficiency": 0.5,
+        "intra_latency": 2e-5,
+        "inter_efficiency": 0.25,
         "inter_latency": 6e-5,
-    }  # fmt: skip
+    }
     return {"rows_fitted": 9, "constants": {name: {"value": x} for name, x in (values | changes).items()}}
 
 

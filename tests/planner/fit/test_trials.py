@@ -9,10 +9,27 @@ from planner.fit import published, trials
 
 SHARED = pathlib.Path(__file__).resolve().parents[3].parent / "shared" / "data" / "trials"
 ROW = {
-    "cluster": "lab", "devices": 8, "devices_per_host": 4, "device_kinds": "A100;V100", "host_gbit": "100;50",
-    "intra_gbit": 2400, "hidden": 1024, "heads": 16, "layers": 10, "seq": 512, "vocab": 50304, "global_batch": 32,
-    "micro_batch": 2, "tp": 2, "dp": 2, "pp": 2, "stage_layers": "4;6", "recompute": 1, "dtype": "bf16", "seconds": 1.5,
-}  # fmt: skip
+    "cluster": "lab",
+    "devices": 8,
+    "devices_per_host": 4,
+    "device_kinds": "A100;V100",
+    "host_gbit": "100;50",
+    "intra_gbit": 2400,
+    "hidden": 1024,
+    "heads": 16,
+    "layers": 10,
+    "seq": 512,
+    "vocab": 50304,
+    "global_batch": 32,
+    "micro_batch": 2,
+    "tp": 2,
+    "dp": 2,
+    "pp": 2,
+    "stage_layers": "4;6",
+    "recompute": 1,
+    "dtype": "bf16",
+    "seconds": 1.5,
+}
 
 
 def _file(tmp_path, *rows, columns=trials.COLUMNS):

@@ -14,10 +14,27 @@ from planner.fit.published import amp, vtrain
 from tests import mains
 
 BASE = {
-    "cluster": "lab", "devices": 4, "devices_per_host": 4, "device_kinds": "V100", "host_gbit": "", "intra_gbit": "",
-    "hidden": 512, "heads": 8, "layers": 8, "seq": 256, "vocab": 32000, "global_batch": 16, "micro_batch": 1, "tp": 1,
-    "dp": 4, "pp": 1, "stage_layers": "", "recompute": 0, "dtype": "fp16", "seconds": 0.1,
-}  # fmt: skip
+    "cluster": "lab",
+    "devices": 4,
+    "devices_per_host": 4,
+    "device_kinds": "V100",
+    "host_gbit": "",
+    "intra_gbit": "",
+    "hidden": 512,
+    "heads": 8,
+    "layers": 8,
+    "seq": 256,
+    "vocab": 32000,
+    "global_batch": 16,
+    "micro_batch": 1,
+    "tp": 1,
+    "dp": 4,
+    "pp": 1,
+    "stage_layers": "",
+    "recompute": 0,
+    "dtype": "fp16",
+    "seconds": 0.1,
+}
 KEYS = ["n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups"]
 
 
@@ -113,11 +130,16 @@ def test_too_few_rows(arguments, message):
 
 
 def test_scores_by_hand():
-    rows = _parsed([
-        BASE | {"seconds": 1.0}, BASE | {"seconds": 2.0}, BASE | {"seconds": 4.0},
-        BASE | {"global_batch": 32, "seconds": 3.0}, BASE | {"global_batch": 32, "seconds": 5.0},
-        BASE | {"global_batch": 64, "seconds": 10.0},
-    ])  # fmt: skip
+    rows = _parsed(
+        [
+            BASE | {"seconds": 1.0},
+            BASE | {"seconds": 2.0},
+            BASE | {"seconds": 4.0},
+            BASE | {"global_batch": 32, "seconds": 3.0},
+            BASE | {"global_batch": 32, "seconds": 5.0},
+            BASE | {"global_batch": 64, "seconds": 10.0},
+        ]
+    )
     predicted = np.array([1.5, 1.0, 4.4, 3.0, 4.0, 11.0])
     s = accuracy.score(rows, predicted, 7)
     assert (s.n, s.n_fit, s.groups) == (6, 7, 2)
@@ -223,10 +245,12 @@ def published(shared, tmp_path_factory):
 def _mean(path, seeds, **split):
     rows = trials.read(path)
     options = {"fit": None, "folds": 0, "hold_out": "rows"} | split
-    return accuracy.mean([
-        validation.repetition(rows, accuracy.splits(rows, seed=seed, **options), "simulate").scores["all"]
-        for seed in range(seeds)
-    ])  # fmt: skip
+    return accuracy.mean(
+        [
+            validation.repetition(rows, accuracy.splits(rows, seed=seed, **options), "simulate").scores["all"]
+            for seed in range(seeds)
+        ]
+    )
 
 
 def test_amp_trials(published):

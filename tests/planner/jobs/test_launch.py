@@ -211,8 +211,18 @@ def test_options_of_sbatch():
     own = slurm.SlurmOptions("gpt", "2-00:00:00", "big", "me", ("--qos=high", "--exclude=n9"), ("source env/activate",))
     lines = slurm.script(dataclasses.replace(JOB, signal_ahead=600), own).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    wanted = {"--nodes=2-4", "--gpus-per-node=8", "--time=2-00:00:00", "--partition=big", "--account=me", "--requeue",
-              "--qos=high", "--exclude=n9", "--signal=B:USR1@600", "--open-mode=append"}  # fmt: skip
+    wanted = {
+        "--nodes=2-4",
+        "--gpus-per-node=8",
+        "--time=2-00:00:00",
+        "--partition=big",
+        "--account=me",
+        "--requeue",
+        "--qos=high",
+        "--exclude=n9",
+        "--signal=B:USR1@600",
+        "--open-mode=append",
+    }
     assert wanted <= set(options)
     assert not [option for option in options if "ntasks" in option]  # SLURM would give two nodes, though four are idle
     # SLURM reads no option behind the first command.
@@ -237,9 +247,19 @@ def test_shellcheck_finds_nothing(tmp_path, gpus):
 
 @pytest.mark.parametrize(
     "time, seconds",
-    [("90", 5400), ("1:30", 90), ("12:00:00", 43_200), ("2-00:00:00", 172_800), ("1-2", 93_600), ("1-2:30", 95_400),
-     ("soon", None), ("1h", None), ("", None), ("1:2:3:4", None)],
-)  # fmt: skip
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("12:00:00", 43_200),
+        ("2-00:00:00", 172_800),
+        ("1-2", 93_600),
+        ("1-2:30", 95_400),
+        ("soon", None),
+        ("1h", None),
+        ("", None),
+        ("1:2:3:4", None),
+    ],
+)
 def test_times_as_slurm_writes_them(time, seconds):
     assert jobs.seconds(time) == seconds
 

@@ -150,9 +150,17 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(launched, job):
 
 @pytest.mark.parametrize(
     "codes, asked, code",
-    [([0, 0], False, 0), ([3, 0], False, FAULT), ([2, 3], False, 2), ([STOPPED, 0], True, STOPPED),
-     ([STOPPED, -15], True, STOPPED), ([STOPPED, -15], False, FAULT), ([-9, 0], True, FAULT), ([1, 0], False, FAULT)],
-)  # fmt: skip
+    [
+        ([0, 0], False, 0),
+        ([3, 0], False, FAULT),
+        ([2, 3], False, 2),
+        ([STOPPED, 0], True, STOPPED),
+        ([STOPPED, -15], True, STOPPED),
+        ([STOPPED, -15], False, FAULT),
+        ([-9, 0], True, FAULT),
+        ([1, 0], False, FAULT),
+    ],
+)
 def test_one_code_of_all(codes, asked, code):
     assert local._of_all(codes, asked) == code
 

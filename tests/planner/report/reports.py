@@ -19,9 +19,15 @@ def made_report(
     """Return a report on four plans for four hosts of four devices; `changes` replace its attributes."""
     some = changes.get("cluster") or cluster(4, 4)
     choices = Choices(
-        tensor=(2,), pipe=(pipe,), micro_batch=(1,), schedules=(schedule,), saves=("dots",), data_ranks=(),
-        backward=("epilogue",), virtual_stages=(2,),
-    )  # fmt: skip
+        tensor=(2,),
+        pipe=(pipe,),
+        micro_batch=(1,),
+        schedules=(schedule,),
+        saves=("dots",),
+        data_ranks=(),
+        backward=("epilogue",),
+        virtual_stages=(2,),
+    )
     batch = some.devices // (2 * pipe) * micro_batches
     search = Search(some, MODEL, batch, choices, Budget(margin=False), Options(top=4, placed=1))
     outcome = search.run()

@@ -14,9 +14,12 @@ from planner.search.space import BACKWARD, Choices, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements
 
 SPACE_CHOICES = Choices(
-    backward=("epilogue", "all"), backward_ranks=(16,), data_ranks=(32,), virtual_stages=(2, 3),
+    backward=("epilogue", "all"),
+    backward_ranks=(16,),
+    data_ranks=(32,),
+    virtual_stages=(2, 3),
     sequence_parallel=(False, True),
-)  # fmt: skip
+)
 HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 

@@ -40,20 +40,22 @@ def test_every_candidate_is_a_configuration():
     assert set(zip(space.tensor, space.sequence_parallel)) == {(1, 0), (2, 0), (2, 1), (4, 0), (4, 1)}
     for i in np.random.default_rng(0).choice(len(space), 300, replace=False):
         row = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space)}
-        config = from_dict({
-            "model": dataclasses.asdict(MODEL),
-            "mesh": {
-                **{axis: row[axis] for axis in ("data", "pipe", "tensor")},
-                **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
-            },
-            "pipeline": {
-                "schedule": tuple(SPECS)[row["schedule"]],
-                "virtual_stages": row["chunks"],
-                "save": SAVE_MODES[row["save"]],
-            },
-            "batch": {"global_batch": 16, "micro_batch": row["micro_batch"]},
-            "compress": {"backward": BACKWARD[row["backward"]], "backward_rank": row["backward_rank"] or 16},
-        })  # fmt: skip
+        config = from_dict(
+            {
+                "model": dataclasses.asdict(MODEL),
+                "mesh": {
+                    **{axis: row[axis] for axis in ("data", "pipe", "tensor")},
+                    **{name: bool(row[name]) for name in ("zero1", "sequence_parallel")},
+                },
+                "pipeline": {
+                    "schedule": tuple(SPECS)[row["schedule"]],
+                    "virtual_stages": row["chunks"],
+                    "save": SAVE_MODES[row["save"]],
+                },
+                "batch": {"global_batch": 16, "micro_batch": row["micro_batch"]},
+                "compress": {"backward": BACKWARD[row["backward"]], "backward_rank": row["backward_rank"] or 16},
+            }
+        )
         assert config.micro_batches == row["micro_batches"]
         assert max(config.stage_layers) == row["slots"]
 

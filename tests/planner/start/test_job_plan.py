@@ -107,8 +107,7 @@ def test_a_plan_that_cannot_be_read_is_made_anew_and_one_that_was_given_is_said(
 def test_the_decision_is_told_in_ten_lines(out):
     lines = job_plan.describe(decide(request(out), *HOSTS), machines(*HOSTS)).splitlines()
     heads = [line.split()[0] for line in lines]
-    assert heads == [
-        "nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]  # fmt: skip
+    assert heads == ["nodes", "plan", "links", "slowest", "fastest", "mesh", "schedule", "compressed", "memory", "step"]
     assert "4 x 2 a100-80gb: a, b, c, d" in lines[0]
     assert f"{PROFILES}/" in lines[2]
     kept = Cluster.load(next((out / PROFILES).glob("*.json")))

@@ -16,9 +16,20 @@ NAMES = ("pax0", "pax1", "pax2", "pax3")
 GLOO = "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.77.0.3]:26321"
 SERVICE = "Terminating process because the JAX distributed service detected fatal errors."
 RUNNING = WorkerStatus(
-    state="running", code=None, signal="", asked=False, out_of_memory=False, error="", failed=False, step=41, doing="",
-    frozen="", ended_age=0.0, told_age=2.0, step_seconds=0.5,
-)  # fmt: skip
+    state="running",
+    code=None,
+    signal="",
+    asked=False,
+    out_of_memory=False,
+    error="",
+    failed=False,
+    step=41,
+    doing="",
+    frozen="",
+    ended_age=0.0,
+    told_age=2.0,
+    step_seconds=0.5,
+)
 
 
 def ended(**changes) -> WorkerStatus:
@@ -52,22 +63,34 @@ CASCADES = (failed(GLOO), ended(code=None, signal="SIGABRT", error=SERVICE), end
         (ended(signal="SIGKILL"), "killed", "pax2: the worker was killed by SIGKILL, after step 41, 1.0 s ago"),
         (ended(signal="SIGKILL", out_of_memory=True), "out of memory", "killed by the kernel, because its host"),
         (ended(signal="SIGSEGV", error="Fatal Python error: Segmentation fault"), "killed", "ended by SIGSEGV"),
-        (failed("OSError: [Errno 28] No space left on device: 'x'", doing="saving a checkpoint"), "disk full",
-         "found its disk full while saving a checkpoint, after step 41"),
-        (failed("ValueError: RESOURCE_EXHAUSTED: Error writing \"x\" [OS error 28: ENOSPC No space left on device]"),
-         "disk full", "found its disk full"),
-        (failed("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory",
-         "ran out of memory"),
+        (
+            failed("OSError: [Errno 28] No space left on device: 'x'", doing="saving a checkpoint"),
+            "disk full",
+            "found its disk full while saving a checkpoint, after step 41",
+        ),
+        (
+            failed('ValueError: RESOURCE_EXHAUSTED: Error writing "x" [OS error 28: ENOSPC No space left on device]'),
+            "disk full",
+            "found its disk full",
+        ),
+        (
+            failed("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"),
+            "out of memory",
+            "ran out of memory",
+        ),
         (ended(signal="SIGABRT", error="std::bad_alloc"), "out of memory", "ran out of memory"),
-        (ended(code=2, error="error: mesh.data must be positive, got 0"), "bad input",
-         "was given bad input, after step 41, 1.0 s ago (mesh.data must be positive, got 0)"),
+        (
+            ended(code=2, error="error: mesh.data must be positive, got 0"),
+            "bad input",
+            "was given bad input, after step 41, 1.0 s ago (mesh.data must be positive, got 0)",
+        ),
         (failed("UserError: no checkpoint is good"), "bad input", "(no checkpoint is good)"),
         (failed("ZeroDivisionError: division by zero"), "exception", "failed, after step 41"),
         (failed("OSError: [Errno 11] Resource temporarily unavailable"), "exception", "failed"),
         (ended(code=7, error="no luck"), "exit", "failed with exit code 7, after step 41, 1.0 s ago (no luck)"),
         (ended(signal="SIGTERM", asked=True), "stopped", "was told to end and ended by SIGTERM"),
     ],
-)  # fmt: skip
+)
 def test_a_reason_of_its_own_comes_before_all_others(worker, kind, words):
     """Also before what happened earlier, and before a lost host and a cut link."""
     earlier = [dataclasses.replace(cascade, ended_age=9.0) for cascade in CASCADES]

@@ -9,9 +9,20 @@ from planner.supervision.worker_process import WorkerStatus
 
 NAMES = ("pax0", "pax1", "pax2 (stage 1)", "pax3")
 WAITING = WorkerStatus(
-    state="running", code=None, signal="", asked=False, out_of_memory=False, error="", failed=False, step=41, doing="",
-    frozen="", ended_age=0.0, told_age=9.0, step_seconds=2.0,
-)  # fmt: skip
+    state="running",
+    code=None,
+    signal="",
+    asked=False,
+    out_of_memory=False,
+    error="",
+    failed=False,
+    step=41,
+    doing="",
+    frozen="",
+    ended_age=0.0,
+    told_age=9.0,
+    step_seconds=2.0,
+)
 EVEN = {0: (2.4e7, 2.5e7), 1: (2.2e7, 2.5e7), 2: (2.6e7, 2.5e7), 3: (2.4e7, 2.5e7)}
 
 
@@ -80,8 +91,14 @@ SLOW = {3: (1.1e6, 2.5e7), 1: EVEN[1]}
         ({}, "nothing to be seen from outside", ()),
         ({"pax3": None}, f"pax3 {FIRST}its supervisor does not answer", (3,)),
         ({"pax2": {"worker": {"frozen": "stopped by a signal"}}}, f"pax2 (stage 1) {FIRST}stopped by a signal", (2,)),
-        ({"pax0": {"worker": {"frozen": "waiting for a disk"}}, "pax1": {"worker": {"frozen": "waiting for a disk"}}},
-         f"pax0 {FIRST}waiting for a disk, and so is pax1", (0, 1)),
+        (
+            {
+                "pax0": {"worker": {"frozen": "waiting for a disk"}},
+                "pax1": {"worker": {"frozen": "waiting for a disk"}},
+            },
+            f"pax0 {FIRST}waiting for a disk, and so is pax1",
+            (0, 1),
+        ),
         ({"pax1": {"pace": 0.0042}}, f"pax1 {FIRST}its CPU takes 4.2 times as long as the others' for the same", (1,)),
         ({"pax1": {"pace": 0.0029}}, "nothing to be seen", ()),
         ({"pax2": {"links": SLOW}}, "the link pax2 (stage 1) - pax3 carries 1.1 MB/s, 25 MB/s when the run", (2, 3)),
@@ -90,14 +107,20 @@ SLOW = {3: (1.1e6, 2.5e7), 1: EVEN[1]}
         ({"pax2": {"links": {3: (0.0, 0.0)}}}, "nothing to be seen", ()),  # no more than there ever was
         ({"pax2": {"links": {3: (2e8, 5e9)}}}, "nothing to be seen", ()),  # that fast, a CPU was busy
         ({"pax2": {"links": {3: (1e8, 5e9)}}}, "the link pax2 (stage 1) - pax3 carries 100 MB/s, over 500", (2, 3)),
-        ({"pax0": {"links": {1: (2e6, 2.5e7), 3: (1e6, 2.5e7)}}},
-         "the links of pax0 are slow: that to pax3 carries 1 MB/s, 25 MB/s when the run began", (0,)),
-        ({"pax0": {"links": {1: (2e6, 2.5e7)}}, "pax2": {"links": SLOW}},
-         "the link pax2 (stage 1) - pax3 carries 1.1 MB/s, 25 MB/s when the run began; 1 more is slow, too", (2, 3)),
+        (
+            {"pax0": {"links": {1: (2e6, 2.5e7), 3: (1e6, 2.5e7)}}},
+            "the links of pax0 are slow: that to pax3 carries 1 MB/s, 25 MB/s when the run began",
+            (0,),
+        ),
+        (
+            {"pax0": {"links": {1: (2e6, 2.5e7)}}, "pax2": {"links": SLOW}},
+            "the link pax2 (stage 1) - pax3 carries 1.1 MB/s, 25 MB/s when the run began; 1 more is slow, too",
+            (2, 3),
+        ),
         ({"pax3": {"worker": {"step": 40}}}, f"pax3 {FIRST}it has not finished step 41", (3,)),
         ({name: {"worker": {"step": 40}} for name in ("pax0", "pax1", "pax2")}, "nothing to be seen", ()),
     ],
-)  # fmt: skip
+)
 def test_what_is_said(changes, text, hosts):
     found = seen(views(**changes), NAMES)
     assert found.text.startswith(text) and found.hosts == hosts

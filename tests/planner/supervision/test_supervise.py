@@ -58,8 +58,15 @@ with supervised.Progress(os.environ) as p:
 """
 
 
-def supervisors(folder: pathlib.Path, event: str = "pass", others: str = "pass", hosts=range(HOSTS), steps: int = 40,
-                limits: Limits = LIMITS, worker: str = WORKER):  # fmt: skip
+def supervisors(
+    folder: pathlib.Path,
+    event: str = "pass",
+    others: str = "pass",
+    hosts=range(HOSTS),
+    steps: int = 40,
+    limits: Limits = LIMITS,
+    worker: str = WORKER,
+):
     """One per host, by its number."""
     script = worker.replace("EVENT", event).replace("OTHERS", others).replace("STEPS", str(steps))
     return start(folder, script, limits, hosts)
@@ -92,13 +99,23 @@ def test_where_nothing_happens_nothing_is_said(tmp_path):
         ("raise KeyError('x')", ABORT, FAULT, "exception", "the worker failed, after step 5"),
         ("print('error: no such data', file=sys.stderr); sys.exit(2)", GLOO, 2, "bad input", "(no such data)"),
         ("time.sleep(600)", "time.sleep(600)", FAULT, "stalled", "no worker has finished a step for "),
-        ("p.now('saving a checkpoint'); time.sleep(600)", GLOO.replace("raise", "time.sleep(6); raise"), FAULT, "busy",
-         "the worker has been saving a checkpoint for"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", GLOO.replace("raise", "time.sleep(6); raise"), FAULT, "frozen",
-         "the worker has been stopped by a signal for"),
+        (
+            "p.now('saving a checkpoint'); time.sleep(600)",
+            GLOO.replace("raise", "time.sleep(6); raise"),
+            FAULT,
+            "busy",
+            "the worker has been saving a checkpoint for",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            GLOO.replace("raise", "time.sleep(6); raise"),
+            FAULT,
+            "frozen",
+            "the worker has been stopped by a signal for",
+        ),
     ],
     ids=["killed", "disk", "exception", "bad input", "hang", "busy", "stopped"],
-)  # fmt: skip
+)
 def test_all_say_who_was_first(tmp_path, event, others, code, kind, words):
     limits = dataclasses.replace(LIMITS, hang=HANG) if kind == "stalled" else LIMITS
     with supervisors(tmp_path, event, others, limits=limits) as started:
@@ -275,7 +292,11 @@ def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
 
 def test_addresses_and_numbers(tmp_path):
     assert addresses.addresses("a,b:9200,[::1]:5,[fe80::1]", 9000) == [
-        ("a", 9000), ("b", 9200), ("::1", 5), ("fe80::1", 9000)]  # fmt: skip
+        ("a", 9000),
+        ("b", 9200),
+        ("::1", 5),
+        ("fe80::1", 9000),
+    ]
     (tmp_path / "hosts").write_text("a\nb:7\n")
     assert addresses.addresses(f"@{tmp_path}/hosts", 1) == [("a", 1), ("b", 7)]
     assert addresses.addresses("a,b:5", 9000, 2) == [("a", 9000), ("a", 9001), ("b", 5), ("b", 6)]

@@ -42,13 +42,19 @@ def notes(path: pathlib.Path) -> list[str]:
 @pytest.mark.parametrize(
     ("event", "what", "logs"),
     [
-        ("if step == 20 and host == 1: os.kill(os.getpid(), signal.SIGSTOP)",
-         r"127\.0\.0\.1:\d+ \(stage 1\) is the one the others wait for: stopped by a signal", (0, 1)),
-        ("if step == 20 and host == 1: until('go')",
-         "nothing to be seen from outside: no worker is stopped or behind, no CPU or link slower than before", (0,)),
+        (
+            "if step == 20 and host == 1: os.kill(os.getpid(), signal.SIGSTOP)",
+            r"127\.0\.0\.1:\d+ \(stage 1\) is the one the others wait for: stopped by a signal",
+            (0, 1),
+        ),
+        (
+            "if step == 20 and host == 1: until('go')",
+            "nothing to be seen from outside: no worker is stopped or behind, no CPU or link slower than before",
+            (0,),
+        ),
     ],
     ids=["stopped", "unseen"],
-)  # fmt: skip
+)
 def test_a_late_step_is_told_and_that_it_went_on(tmp_path, event, what, logs):
     with start(tmp_path, WORKER.replace("EVENT", event), LIMITS) as started:
         wait_for(tmp_path, "err0", lambda path: notes(path) != [])

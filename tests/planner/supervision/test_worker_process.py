@@ -229,13 +229,15 @@ print("step 2/10", file=sys.stderr)
         ([], ""),
         (["step 1", "what now"], "what now"),
         (["Traceback (most recent call last):", '  File "x"', "ValueError: bad", "later"], "ValueError: bad"),
-        (["Traceback (most recent call last):", "jax.errors.JaxRuntimeError: UNKNOWN: Gloo"],
-         "jax.errors.JaxRuntimeError: UNKNOWN: Gloo"),
+        (
+            ["Traceback (most recent call last):", "jax.errors.JaxRuntimeError: UNKNOWN: Gloo"],
+            "jax.errors.JaxRuntimeError: UNKNOWN: Gloo",
+        ),
         (["F1121 22:19:30.478666    6661 client.h:80] Terminating", "    @  0x7f  x()"], "Terminating"),
         (["error: no such key", "    @  0x7f  x()"], "error: no such key"),
         (["ValueErrorless text: no", "last"], "last"),
     ],
-)  # fmt: skip
+)
 def test_the_line_that_says_why(lines, best):
     assert best_line(lines) == best
 
