@@ -53,6 +53,11 @@ class LayerCosts:
     optimizer: float
 
 
+def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
+    """Return the seconds of an all-reduce of `size` bytes over a ring."""
+    return 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * size / bandwidth
+
+
 def sheet(
     model: ModelConfig,
     kind: str,
@@ -83,10 +88,7 @@ def sheet(
     tokens, h = micro_batch * model.sequence, model.hidden
     flops = (gpu.peak_flops if model.dtype == "bfloat16" else gpu.sms * gpu.fpus * 2e9 * gpu.clock) * shares.matmul
     memory = gpu.bandwidth * shares.memory
-    alpha, bandwidth = inside
-    reduce = 0.0
-    if tensor > 1:
-        reduce = 2 * (tensor - 1) * alpha + 2 * (tensor - 1) / tensor * tokens * h * item / bandwidth
+    reduce = _all_reduce(tensor, tokens * h * item, *inside)
 
     def launched(seconds: float, times: float) -> float:
         return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
