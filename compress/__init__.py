@@ -1,9 +1,9 @@
-"""compress: codecs for what crosses slow links. It imports neither paxtrain nor planner.
+"""compress: codecs for traffic over slow links. It imports neither paxtrain nor planner.
 
     codec.py                                the interface of a codec; codec_error, wire_bytes
     lowrank.py                              the codec LowRank: messages between pipeline stages
     collectives.py                          mean_lowrank: gradients over data (PowerSGD); packed collectives
-    policy.py                               what to compress, from when on, to which rank
+    policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py triton.py                    passes over whole matrices: public op and jnp reference, Pallas kernels
     kernel_times.py bench.py                benchmark of the kernels, and its main
     subspace.py                             subspace iteration on thin factors
@@ -11,7 +11,7 @@
 
     error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors
 
-Importing this package imports no jax; the names below do so when they are first used.
+Importing this package does not import jax; each name below does when it is first used.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The benchmark of the compression's kernels: python -m compress.bench --out=bench.csv, on an NVIDIA GPU.
 
-kernel_times.py says what is measured.
+kernel_times.py describes the measurements.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def parse_size(size: str) -> tuple[int, int, int]:
     """Return (number, n, k) of a size "NxK" or "NUMBERxNxK".
 
     Raises:
-        ValueError: it is neither; the message is one sentence.
+        ValueError: the size has neither form; the message is one sentence.
     """
     numbers = size.split("x")
     if len(numbers) not in (2, 3) or not all(x.isdecimal() and int(x) for x in numbers):
@@ -60,7 +60,7 @@ def parse_cases(kind: str, sizes: Sequence[str], ranks: Sequence[str]) -> list[M
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print the table; return the exit code."""
+    """Measure all cases, print the table and return the exit code."""
     options = flags.FLAGS
     try:
         if len(argv) > 1:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
                 "pip install -r requirements-gpu.txt"
             )
         if options.out:
-            open(options.out, "a").close()  # fails before anything slow does
+            open(options.out, "a").close()  # a wrong path fails here, before the slow measurements
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """Return what is left of the command line, or exit with one sentence if a flag is wrong."""
+    """Return the command line without its flags, or exit with one sentence if a flag is wrong."""
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:

@@ -47,8 +47,8 @@ class Codec(Protocol):
 
     The functions are traced by jax.jit, so shapes and dtypes of the state and the wire must depend on the message's
     shape and dtype alone. A message is [B, S, H]: micro-batch, sequence (or a device's part of it) and hidden size, in
-    the model's compute dtype. A codec has to be hashable; a frozen dataclass is. Its `repr` identifies it in logs and
-    checkpoints, so every setting belongs into it.
+    the model's compute dtype. A codec must be hashable, as a frozen dataclass is. Its `repr` identifies it in logs and
+    checkpoints, so it must show every setting.
     """
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -63,25 +63,25 @@ class Codec(Protocol):
         """
 
     def encode(self, state: Any, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Any]:
-        """Return what crosses the link for a message, and the next state.
+        """Return the wire of a message, which is all that crosses the link, and the next state.
 
         Args:
             state: state that `init` or the previous `encode` returned.
-            x: the message.
+            x: message of the link.
             active: whether this stage sends in this step, bool []. All stages run one program, so stages that send
                 nothing call `encode` as well. If it is False, the returned state must equal `state` bit for bit, and
                 nobody uses the wire.
 
         Returns:
             The wire, a pytree of arrays, and the next state, of the same structure, shapes and dtypes as `state`. If x
-            is not finite, the decoded wire must not be finite either: that is how the trainer finds a step to skip.
+            is not finite, the decoded wire must not be finite either, because the trainer then skips the step.
         """
 
     def decode(self, wire: Any, like: Like) -> jax.Array:
         """Return the message that a wire encodes.
 
         Args:
-            wire: what `encode` returned, possibly on another device.
+            wire: wire that `encode` returned, possibly on another device.
             like: array or shape whose shape and dtype the result has.
         """
 
@@ -94,7 +94,13 @@ class Identity(NamedTuple):
         return ()
 
     def encode(self, state: tuple[()], x: jax.Array, active: jax.Array | bool = True) -> tuple[jax.Array, tuple[()]]:
-        """Return the message itself, and the empty state."""
+        """Return the message itself and the empty state.
+
+        Args:
+            state: empty state.
+            x: message of any shape.
+            active: ignored, because there is no state to keep.
+        """
         return x, state
 
     def decode(self, wire: jax.Array, like: Like) -> jax.Array:
@@ -102,12 +108,12 @@ class Identity(NamedTuple):
         return wire
 
     def residual(self, state: tuple[()], like: Like) -> jax.Array:
-        """Return zeros: no message loses anything."""
+        """Return zeros, because no message loses anything."""
         return jnp.zeros(like.shape, like.dtype)
 
 
 def codec_name(codec: Codec) -> str:
-    """Return what identifies a codec in logs and checkpoints: its repr, or its class if the repr is an address."""
+    """Return the name of a codec in logs and checkpoints: its repr, or its class if the repr is an address."""
     kind = type(codec)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)
 
@@ -118,7 +124,7 @@ def wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
     Nothing is computed: the codec is traced on shapes.
 
     Args:
-        codec: the codec.
+        codec: codec of the link.
         shape: shape of the message.
         dtype: dtype of the message.
     """
@@ -130,13 +136,13 @@ def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Check a codec's shapes and dtypes without computing anything.
 
     Args:
-        codec: the codec.
+        codec: codec to check.
         shape: shape of the messages.
         dtype: dtype of the messages.
 
     Raises:
         ValueError: `encode` returns a state of other shapes than `init`, or `decode` another shape or dtype than the
-            message's. Whatever the codec itself raises for this shape passes through.
+            message's. An exception that the codec itself raises for this shape passes through.
     """
     message = jax.ShapeDtypeStruct(shape, dtype)
     before, wire, after = _first_message(codec, message)
@@ -154,19 +160,19 @@ def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 
 def codec_error(codec: Codec, x: jax.Array, steps: int = 1) -> jax.Array:
-    """Return how much of an array a codec loses, with its error feedback, when the array is sent again and again.
+    """Return the relative error that a codec makes, with its error feedback, when one array is sent again and again.
 
     After t messages the receiver has the sum of t decoded arrays, which should be t x. Without error feedback the
     error stays as it is. With error feedback it falls like 1/t, because each message brings what the last one left out.
 
     Args:
-        codec: the codec.
-        x: the message, of any shape that the codec takes, in a floating-point dtype.
+        codec: codec to measure.
+        x: message of any shape that the codec takes, in a floating-point dtype.
         steps: number of messages.
 
     Returns:
-        float32 [steps]: |t x - sum of the decoded messages| / |t x| after message t = 1 to steps, in Frobenius norms;
-        0 if x is zero and arrives as zero.
+        float32 [steps]: |t x - sum of the decoded messages| / |t x| in Frobenius norms, after message t = 1 to steps.
+        It is 0 if x is zero and arrives as zero.
 
     References:
         Karimireddy et al. 2019, Error Feedback Fixes SignSGD and other Gradient Compression Schemes.

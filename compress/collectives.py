@@ -1,4 +1,4 @@
-"""Compression of data-parallel reductions: PowerSGD with error feedback, and many small reductions packed in one.
+"""Compression of data-parallel reductions: PowerSGD with error feedback, and many small reductions packed into one.
 
 All functions run per device, inside shard_map or under vmap with the same axis names.
 
@@ -20,7 +20,7 @@ Factors = tuple[jax.Array, jax.Array]
 
 
 class PowerState(NamedTuple):
-    """State of PowerSGD between steps, an array for each matrix [n, k].
+    """State of PowerSGD between steps, with one array for each matrix [n, k].
 
     Attributes:
         error: [n, k] float32 parts of the gradients that this data rank has not sent yet.
@@ -38,7 +38,7 @@ class PowerStats(NamedTuple):
 
     Attributes:
         left: squared norm of the errors that this step leaves.
-        total: squared norm of what was to be sent, gradients plus the previous errors.
+        total: squared norm of the gradients plus the previous errors, which were to be sent.
     """
 
     left: jax.Array
@@ -117,7 +117,7 @@ def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -
 
 
 def _split(x: jax.Array, sizes: list[int], dim: int) -> list[jax.Array]:
-    """Return the parts of those sizes that x consists of along a dim."""
+    """Return the parts of x along a dim, given their sizes."""
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
 
 
@@ -142,9 +142,9 @@ def mean_lowrank(
     form: str = "solve",
     keep: bool = False,
 ) -> tuple[list[Factors], PowerState, PowerStats]:
-    """Return factors of the mean over data ranks of many matrices, in two all-reduces for all of them.
+    """Return low-rank factors of the mean of many matrices over data ranks, with two all-reduces for all of them.
 
-    With g_w the gradient of a rank w and e_w its error:
+    Data rank w has the gradient g_w and the error e_w. Then
 
         M_w = g_w + e_w
         P   = precondition(mean M_w Q)          all-reduce of [n, r]
@@ -152,22 +152,21 @@ def mean_lowrank(
         W   = mean W_w                          all-reduce of [k, r]
         e_w = M_w - P W_w^T                     kept for the next step
 
-    The result stands for the mean P W^T. What is sent and what is kept add up over ranks and time: the sum of all
-    P W^T plus the last mean e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P, and W_w is
-    subtracted before the mean, so no rank's solve has to be exact.
+    The result stands for the mean P W^T. Nothing is lost over ranks and time: the sum of all P W^T plus the last mean
+    e_w is the sum of all mean g_w plus the first mean e_w. That holds for every P. Each rank's error
+    subtracts the rank's own W_w, so no rank's solve has to be exact.
 
-    Memory: new errors replace donated old ones. Each M_w is held between the all-reduces, in its gradient's place if
-    that is not used elsewhere.
+    New errors take the memory of donated old ones. Each M_w is held between the all-reduces, in the memory of its
+    gradient if nothing else uses that.
 
     Args:
         matrices: [n, k] float32 gradients of this data rank.
         state: state of the same matrices, in the same order.
-        rank: rank r of the factors, at most as many columns as state.q has; a lower one leaves q's last columns as
-            they are.
-        axis: name of the data axis; None if there is one data rank only, which needs no collective.
+        rank: rank r of the factors, at most the columns of state.q; a lower one leaves q's last columns as they are.
+        axis: name of the data axis; None if there is only one data rank, which needs no collective.
         implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
         form: "solve", or "qr" with an orthonormal P: the same product at a higher cost.
-        keep: whether the old errors are needed later as well, for a step that may be dropped; it saves a copy of them.
+        keep: whether the old errors are needed later as well, because the step may be dropped; this saves a copy.
 
     Returns:
         (p [n, r], w [k, r]) of each matrix, float32, whose product p w^T is the mean. All ranks have the same bits of
@@ -198,7 +197,8 @@ def mean_lowrank(
 
 def _warm_start(w: jax.Array) -> jax.Array:
     """Return the q [k, r] of the next step after a step with right factor w [k, r]."""
-    # The first q is cheaper made anew than kept: it depends on the shape alone, and need not be orthonormal.
+    # The first q is made anew, which is cheaper than keeping it: it depends on the shape alone and need not be
+    # orthonormal.
     k, r = w.shape[-2:]
     return subspace.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)
 

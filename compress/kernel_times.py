@@ -1,13 +1,13 @@
-"""Times of the compression's passes on this machine's GPU, beside what its memory allows.
+"""Times of the compression's passes on this machine's GPU, beside the bandwidth of its memory.
 
 Messages are encoded with the lazy error and decoded, as between pipeline stages. Gradients are reduced over one data
 rank and decoded, as in data parallelism, without the collectives. "xla" and "triton" are the implementations of
 kernels.py. "gram_schmidt" is PowerSGD as the released Optimus-CC does it: an explicit error, and columns that are
 orthogonalised one after another.
 
-The bytes of an operation are those that have to move: every matrix that the best of the forms reads and writes, once,
-without the thin factors. The bandwidth beside them is that of a copy in the same run. Their share of it says how far an
-implementation is from the best.
+The bytes of an operation are those that have to move: each matrix counts once for every read and write of the best
+form, and thin factors do not count. The share is the rate of these bytes over the bandwidth of a copy in the same run.
+It says how close an implementation is to the best possible.
 """
 
 import collections
@@ -88,13 +88,13 @@ class Timing(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Something to time.
+    """Operation to time.
 
     Attributes:
         name: "encode", "reduce" or "decode".
-        step: one pass of it.
-        carry: what the first pass starts from.
-        inputs: what every pass gets.
+        step: function that runs one pass.
+        carry: carry of the first pass.
+        inputs: inputs of every pass.
         bytes: bytes that have to move.
     """
 
@@ -114,11 +114,11 @@ def seconds(step: Pass, carry: Any, inputs: Any, repeats: int, iterations: int) 
     """Return the median time of a step, in seconds.
 
     Args:
-        step: what is timed.
+        step: function to time.
         carry: carry of the first step.
         inputs: inputs of every step.
         repeats: number of runs of a compiled loop.
-        iterations: steps of a run, enough to hide the time that Python takes.
+        iterations: number of steps of a run, large enough to hide the time that Python takes.
     """
     loop = jax.jit(partial(_loop, step, iterations), donate_argnums=0)
     # The carry is donated, and a state may hold an array twice, so it is copied.
@@ -135,16 +135,16 @@ def copy_bandwidth(elements: int, repeats: int, iterations: int) -> float:
     """Return the bytes/s that an elementwise pass reads and writes.
 
     Args:
-        elements: number of bfloat16 numbers.
-        repeats: see `seconds`.
-        iterations: see `seconds`.
+        elements: number of bfloat16 elements.
+        repeats: number of runs of a compiled loop.
+        iterations: number of steps of a run.
     """
     took = seconds(lambda x, _: -x, jnp.ones(elements, jnp.bfloat16), None, repeats, iterations)
     return 2 * 2 * elements / took
 
 
 def gram_schmidt(p: jax.Array) -> jax.Array:
-    """Return orthonormal columns in place of p's [n, r], by the modified Gram-Schmidt process, one after another."""
+    """Return the columns of p [n, r] made orthonormal one after another, by the modified Gram-Schmidt process."""
 
     def normalise(i: jax.Array, p: jax.Array) -> jax.Array:
         unit = p[:, i] / (jnp.linalg.norm(p[:, i]) + 1e-8)
@@ -166,9 +166,10 @@ def _gram_schmidt_step(carry: list, inputs: list[jax.Array]) -> list:
 
 
 def compression(case: Matrices, implementation: str) -> Operation:
-    """Return what the sender does: encode a message, or reduce gradients; the carry is its state."""
+    """Return the sender's operation: encode a message or reduce gradients; the carry is the sender's state."""
     inputs = case.random(case.n, case.k)
-    # Read x and the old m, write and read the new m; or read x and e, write and read m, read it again and write e.
+    # A message reads x and the old m, writes the new m and reads it. A gradient reads x and e, writes m, reads it twice
+    # and writes e.
     name, passes = ("encode", 4) if case.kind == "message" else ("reduce", 6)
     moved = passes * case.bytes
     if implementation == "gram_schmidt":
@@ -189,12 +190,12 @@ def compression(case: Matrices, implementation: str) -> Operation:
 
 
 def decompression(case: Matrices, implementation: str) -> Operation:
-    """Return what the receiver does: decode; the carry is what it decoded."""
+    """Return the receiver's operation, decode; the carry is the decoded matrices."""
     factors = list(zip(case.random(case.n, case.rank), case.random(case.k, case.rank)))
     carry = [jnp.zeros((case.n, case.k), case.dtype) for _ in factors]
 
     def decode(carry: list[jax.Array], factors: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        # The factors depend on the previous pass, or XLA would move what is the same in every pass out of the loop.
+        # The factors must depend on the previous pass, or XLA would move the product out of the loop.
         _, factors = lax.optimization_barrier((carry, factors))
         return [kernels.decode(p, w, case.dtype, implementation=implementation) for p, w in factors]
 
@@ -207,11 +208,11 @@ def measure(
     """Yield the timings of all cases, as they are measured.
 
     Args:
-        cases: what is compressed.
+        cases: matrices to compress.
         implementations: "gram_schmidt", "xla" and "triton", or some of them.
-        bandwidth: bandwidth of a copy, bytes/s.
-        repeats: see `seconds`.
-        iterations: see `seconds`.
+        bandwidth: bandwidth of a copy, in bytes/s.
+        repeats: number of runs of a compiled loop.
+        iterations: number of steps of a run.
     """
     for case, work, implementation in itertools.product(cases, (compression, decompression), implementations):
         if work is decompression and implementation == "gram_schmidt":
@@ -226,7 +227,7 @@ def measure(
 
 
 def ratios(rows: Iterable[Timing]) -> list[str]:
-    """Return a line per operation and case that "triton" was measured on: how much faster than the others it is."""
+    """Return a line for each operation and case with "triton": its speed relative to the other implementations."""
     lines, groups = [], collections.defaultdict[tuple, dict[str, float]](dict)
     for row in rows:
         groups[row.operation, row.size, row.dtype, row.rank][row.implementation] = row.microseconds
@@ -245,7 +246,13 @@ def table_row(row: Timing | None = None) -> str:
 
 
 def write_csv(path: str, rows: Iterable[Timing], bandwidth: float) -> None:
-    """Write rows to a CSV file, with the copy bandwidth in bytes/s as a last column."""
+    """Write rows to a CSV file, with the copy bandwidth as the last column.
+
+    Args:
+        path: file to write.
+        rows: rows of the table.
+        bandwidth: bandwidth of a copy, in bytes/s.
+    """
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*Timing._fields, "copy_bandwidth"])

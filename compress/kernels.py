@@ -2,19 +2,20 @@
 
     project      m = x + error and m q      first pass of an encoder
     backproject  m^T p and p^T p            second pass of an encoder
-    residual     m - p w^T                  what a message loses
-    decode       p w^T                      what the receiver forms
+    residual     m - p w^T                  the error of a message
+    decode       p w^T                      the matrix that the receiver forms
 
-Everything else in compress/ works on thin factors. Shapes: a message x or matrix m [*, n, k], factors p [*, n, r] and
-q, w [*, k, r], any leading dims. Products accumulate in float32. A thin factor's dtype decides the precision: float32
-factors are multiplied in full float32, bfloat16 ones as the tensor cores do it (m is rounded to bfloat16 for that).
+Everything else in compress/ works on thin factors. A message x or matrix m is [*, n, k], a factor p is [*, n, r], and
+factors q and w are [*, k, r], with any leading dims. Products accumulate in float32. A thin factor's dtype decides the
+precision: float32 factors are multiplied in full float32, bfloat16 ones as tensor cores do it, with m rounded to
+bfloat16.
 
 `implementation` is "xla" (plain jnp), "triton" (compress/triton.py's kernels for NVIDIA GPUs), or "interpret": the same
 kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a `Lazy` error, must use
 the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their speed.
 
-If `active` (a traced scalar) is False, the state that a pass updates comes back as it was, bit for bit: an error's
-first array, or the m of `residual`. "triton" updates that state in place if XLA sees no later use of it, and an
+If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
+error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an
 inactive pass moves no matrix at all.
 """
 
@@ -26,15 +27,15 @@ from jax import lax
 
 from compress import triton
 
-LARGEST_RANK = triton.LARGEST_RANK  # that "triton" and "interpret" take
+LARGEST_RANK = triton.LARGEST_RANK  # the largest rank that "triton" and "interpret" take
 IMPLEMENTATIONS = ("xla", "triton", "interpret")
 
 
 class Explicit(NamedTuple):
-    """The error that the previous message left.
+    """Error that the previous message left.
 
     Attributes:
-        e: the error [*, n, k].
+        e: error [*, n, k].
     """
 
     e: jax.Array
@@ -44,7 +45,7 @@ class Lazy(NamedTuple):
     """The same error, not yet formed: m - decode(p, w).
 
     Attributes:
-        m: what was to be sent [*, n, k].
+        m: matrix that was to be sent [*, n, k].
         p: left factor of the message [*, n, r].
         w: right factor of the message [*, k, r].
     """
@@ -79,7 +80,7 @@ def _add(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str = "xla") -> jax.Array:
-    """Return p w^T [*, n, k], rounded to `dtype`: the sender's error and the receiver's value see the same bits.
+    """Return p w^T [*, n, k], rounded to `dtype`, with the same bits in the sender's error and on the receiver.
 
     Args:
         p: left factor [*, n, r].
@@ -99,7 +100,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
 def residual(
     m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, implementation: str = "xla"
 ) -> jax.Array:
-    """Return what the factors lose of m: m - decode(p, w), in m's dtype.
+    """Return the part of m that the factors lose: m - decode(p, w), in m's dtype.
 
     Args:
         m: matrix [*, n, k].
@@ -123,17 +124,20 @@ def project(
     keep: bool = False,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what is to be sent and its product with q: m = x + error [*, n, k] in x's dtype, m q [*, n, r] in float32.
+    """Return the matrix to send, m = x + error, and its product m q.
 
     Args:
         x: message [*, n, k].
         q: right factor [*, k, r].
-        error: what earlier messages lost, [*, n, k]; None without error feedback.
+        error: error of earlier messages, [*, n, k]; None without error feedback.
         active: if it is False, m is the error's first array (Explicit.e or Lazy.m, or x without an error), and m q is
             meaningless.
         keep: whether the error's first array is needed later as well (not together with `active`); m then takes other
             memory, which saves a copy.
         implementation: one of IMPLEMENTATIONS.
+
+    Returns:
+        m [*, n, k] in x's dtype, and m q [*, n, r] in float32.
     """
     if _kernels(implementation):
         interpret = implementation == "interpret"

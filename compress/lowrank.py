@@ -1,4 +1,4 @@
-"""The codec `LowRank`: a message travels as two thin factors, and what they lose goes into the next message."""
+"""The codec `LowRank`: a message travels as two thin factors, and their error is added to the next message."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ class LowRankState(NamedTuple):
     Attributes:
         q: [k, r] right factor from which the next message starts.
         first: [k, r] right factor of the first message; `restrict` zeroes the columns beyond a link's rank.
-        error: what the previous message lost, as `kernels.project` takes it.
+        error: error of the previous message, as `kernels.project` takes it.
     """
 
     q: jax.Array
@@ -47,11 +47,12 @@ class LowRank:
 
     Attributes:
         rank: columns r of the factors.
-        error: "none" forgets what a message lost; "explicit" forms it at once; "lazy" keeps the message and its factors
-            and forms it when the next message is encoded, which moves fewer bytes. The last two decode alike.
+        error: "none" forgets the error of a message; "explicit" forms it at once; "lazy" keeps the message and its
+            factors, and forms the error when the next message is encoded, which moves fewer bytes. The last two decode
+            alike.
         factors: dtype on the wire, one of subspace.FACTORS. "float32" is multiplied in full float32, the others as
             bfloat16.
-        form: "solve" (r x r factorisations only) or "qr" (slower; checks the other).
+        form: "solve" (r x r factorisations only) or "qr" (slower, to check the other).
         implementation: implementation of the passes over whole matrices, one of kernels.IMPLEMENTATIONS.
         seed: seed of the first right factor.
 
@@ -105,11 +106,11 @@ class LowRank:
     def encode(
         self, state: LowRankState, x: jax.Array, active: jax.Array | bool = True
     ) -> tuple[LowRankWire, LowRankState]:
-        """Return the factors of x plus what earlier messages lost, and the next state.
+        """Return the factors of x plus the error of earlier messages, and the next state.
 
         Args:
             state: state of the link.
-            x: the message [*, k].
+            x: message [*, k].
             active: whether the message is sent, bool []. If it is False, the state returns unchanged, bit for bit.
         """
 
@@ -134,17 +135,17 @@ class LowRank:
         return LowRankWire(wire_p, wire_w), LowRankState(keep(q, state.q), state.first, error)
 
     def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
-        """Return p w^T: the same bits on the sender and on the receiver.
+        """Return p w^T, with the same bits on the sender and on the receiver.
 
         Args:
-            wire: the factors.
+            wire: factors of the message.
             like: array or shape whose shape [*, k] and dtype the result has.
         """
         p, w = subspace.dequantise(wire.p), subspace.dequantise(wire.w)
         return kernels.decode(p, w, like.dtype, implementation=self.implementation).reshape(like.shape)
 
     def residual(self, state: LowRankState, like: Like) -> jax.Array:
-        """Return what earlier messages lost and the next one will bring; zeros without error feedback.
+        """Return the error of earlier messages, which the next one will bring; zeros without error feedback.
 
         Args:
             state: state of the link.
@@ -174,12 +175,12 @@ def restrict(state: LowRankState, rank: jax.Array | int) -> LowRankState:
 
 
 def narrow(wire: LowRankWire, rank: int) -> LowRankWire:
-    """Return the first `rank` columns of the factors, which are all that a link of that rank has to carry."""
+    """Return the first `rank` columns of the factors; a link of that rank need not carry more."""
     return jax.tree.map(lambda leaf: leaf[..., :rank], wire)
 
 
 def widen(wire: LowRankWire, rank: int) -> LowRankWire:
-    """Return a wire with zero columns up to `rank`: it decodes to the same bits as before `narrow`."""
+    """Return a wire padded with zero columns up to `rank`; it decodes to the same bits as before `narrow`."""
 
     def pad(leaf: jax.Array) -> jax.Array:
         return jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, rank - leaf.shape[-1])])

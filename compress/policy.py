@@ -1,4 +1,4 @@
-"""The policy of compression: what to compress, from when on, to which rank.
+"""The policy of compression: what to compress, when to start, and to which rank.
 
 The functions are plain Python on measured or predicted seconds, bytes and residuals, without arrays. The trainer and
 the planner both use them.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def compression_ratio(n: int, k: int, rank: int, dense_bytes: float = 4, factor_bytes: float = 4) -> float:
-    """Return how many times fewer bytes the factors [n, rank] and [k, rank] have than the matrix [n, k].
+    """Return the bytes of a matrix [n, k] over those of its factors [n, rank] and [k, rank].
 
     Args:
         n: rows of the matrix.
@@ -23,7 +23,7 @@ def compression_ratio(n: int, k: int, rank: int, dense_bytes: float = 4, factor_
 
 
 def largest_rank(n: int, k: int, min_ratio: float = 2.0, dense_bytes: float = 4, factor_bytes: float = 4) -> int:
-    """Return the largest rank at which the factors of an [n, k] matrix are `min_ratio` times smaller; 0 if none is.
+    """Return the largest rank whose factors are `min_ratio` times smaller than the [n, k] matrix; 0 if there is none.
 
     The result is at most min(n, k), at which the factors can express every matrix.
 
@@ -38,19 +38,19 @@ def largest_rank(n: int, k: int, min_ratio: float = 2.0, dense_bytes: float = 4,
 
 
 def selective(finish: Sequence[float], dense: Sequence[float], compressed: Sequence[float]) -> tuple[int, ...]:
-    """Return the fewest stages whose compression lets the last data-parallel reduction end as early as possible.
+    """Return the fewest stages to compress so that the last data-parallel reduction ends as early as possible.
 
-    Stage s reduces from T_s on for C_s seconds, or for K_s seconds if it is compressed; the step waits for the last
+    Stage s reduces from T_s on for C_s seconds, or for K_s seconds if it is compressed. The step waits for the last
     stage. No choice ends before L = max_s (T_s + min(C_s, K_s)). A stage with T_s + C_s > L must be compressed to end
-    by L, and then does. Any other stage ends by L as it is. So this choice attains L, and every choice that attains L
-    contains it.
+    by L, and then does. Any other stage ends by L uncompressed. So this choice attains L, and every choice that attains
+    L contains it.
 
-    Optimus-CC's rule, T_0 - T_s < C_s - K_0, takes L = T_0 + K_0. It is the same if the first stage, compressed, is
-    the last to end, as it is with even stages. Otherwise that rule may compress more than necessary (a stage that ends
-    even later hides it) or less (K_0 > C_0).
+    Optimus-CC's rule, T_0 - T_s < C_s - K_0, takes L = T_0 + K_0. The two agree if the compressed first stage ends
+    last, as it does with even stages. Otherwise that rule may compress more than necessary (if another stage ends even
+    later) or less (if K_0 > C_0).
 
     The choice is optimal if reductions do not wait for each other. If stages share a link, C and K depend on the
-    choice itself; then measure them with all stages reducing at once.
+    choice itself. Measure them then with all stages reducing at once.
 
     Args:
         finish: T, seconds at which each stage's last backward ends.
@@ -69,12 +69,12 @@ def selective(finish: Sequence[float], dense: Sequence[float], compressed: Seque
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveRank:
-    """Rule that doubles a stage's rank if it leaves too much of the gradients, and halves one that is ample.
+    """Rule that doubles a stage's rank if it leaves too much of the gradients, and halves a rank that is ample.
 
     Between the two thresholds nothing changes, so if a spectrum falls off evenly, a rank in between stays. That does
     not help if the spectrum breaks off: of 15 equal singular values rank 8 leaves 68%, and rank 16 nothing. A rule that
-    knows only the present must oscillate there. This rule also knows the ranks that doubling has led to, the `floors`,
-    and comes to rest on every constant spectrum.
+    knows only the present must oscillate there. This rule also knows the `floors`, the ranks that doubling has led to,
+    so it comes to rest on every constant spectrum.
 
     Attributes:
         minimum: lowest rank.
@@ -86,7 +86,7 @@ class AdaptiveRank:
         ValueError: bounds or thresholds are not in order.
 
     References:
-        EDGC adapts ranks by stage and over time in this way, from the entropy of the gradients; the residual costs
+        EDGC adapts ranks by stage and over time in this way, from the entropy of the gradients. The residual costs
         nothing, because the compression computes it anyway.
     """
 
@@ -140,13 +140,13 @@ def start_step(fraction: float, steps: int) -> int:
 
 
 def epilogue_sends(stages: int, stage: int, micro_batches: int) -> int:
-    """Return how many gradients a stage sends in the drain phase of a pipeline, in which nothing hides a transfer.
+    """Return the number of gradients that a stage sends in a pipeline's drain phase, in which nothing hides a transfer.
 
     They are the stage's last ones: min(P - stage, m) for the stages 1 to P - 1, and none for the first stage.
 
     Args:
         stages: number of stages P.
-        stage: the sending stage.
+        stage: number of the sending stage.
         micro_batches: number of micro-batches m.
     """
     return min(stages - stage, micro_batches) if stage else 0

@@ -12,14 +12,14 @@ from compress.codec import Codec, Like
 
 @runtime_checkable
 class RecordableCodec(Codec, Protocol):
-    """Codec that also says what it still has to send."""
+    """Codec that can also return the error that it still has to send."""
 
     def residual(self, state: Any, like: Like) -> jax.Array:
-        """Return what earlier messages lost and the next one will bring, of like's shape and dtype."""
+        """Return the error of earlier messages, which the next one will bring, in like's shape and dtype."""
 
 
 class Record(NamedTuple):
-    """State of a Recorder: message i is at i % capacity.
+    """State of a Recorder, which keeps message i at i % capacity.
 
     Attributes:
         inner: state of the recorded codec.
@@ -41,7 +41,7 @@ class Recorder:
     """Codec that sends what another codec sends, and records the last messages in its state.
 
     Attributes:
-        codec: the recorded codec.
+        codec: codec whose messages are recorded.
         capacity: number of messages in the record.
     """
 
@@ -54,7 +54,13 @@ class Recorder:
         return Record(self.codec.init(shape, dtype), jnp.int32(0), empty, empty, empty)
 
     def encode(self, state: Record, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Record]:
-        """Return the inner codec's wire, and the record with the message if it is active."""
+        """Return the inner codec's wire, and the record with the message if it is active.
+
+        Args:
+            state: record of the link.
+            x: message of the link.
+            active: whether the message is sent, bool [].
+        """
         wire, inner = self.codec.encode(state.inner, x, active)
         slot = state.seen % self.capacity
 
@@ -70,7 +76,7 @@ class Recorder:
         )
 
     def decode(self, wire: Any, like: Like) -> jax.Array:
-        """Return what the inner codec decodes."""
+        """Return the message that the inner codec decodes."""
         return self.codec.decode(wire, like)
 
     def residual(self, state: Record, like: Like) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Subspace iteration on thin factors: what low-rank compression computes between its passes over whole matrices.
+"""Subspace iteration on thin factors: the computations of low-rank compression between its passes over whole matrices.
 
 A message M [n, k] travels as P W^T, by one step of subspace iteration per message (PowerSGD, Vogels et al. 2019):
 
@@ -6,9 +6,9 @@ A message M [n, k] travels as P W^T, by one step of subspace iteration per messa
     W = solve(M^T P, P^T P)                             [k, r]
     Q = warm_start(W, first Q)                          [k, r], for the next message
 
-W is the least-squares fit of M by the columns of P. P therefore need not be orthonormal, only well-conditioned: then
-neither quantised factors nor float32 sums lose more than they must. Every function batches over leading dims, computes
-in float32 and factorises r x r matrices only, except `orthonormal`.
+W is the least-squares fit of M by the columns of P. P therefore need not be orthonormal, only well-conditioned, so that
+neither quantised factors nor float32 sums lose more than they must. Every function batches over leading dims and
+computes in float32. All except `orthonormal` factorise r x r matrices only.
 
 A zero column stays exactly zero in every function, so zero columns make a rank below the number of columns.
 """
@@ -23,13 +23,13 @@ from jax import lax
 FACTORS = ("float32", "bfloat16", "int8")
 
 # Share of the first Q in every later one. Without it, messages that are zero or of low rank for a while would leave a Q
-# from which no later message recovers. This share adds less than 0.3 % to the error of a constant message.
+# from which later messages cannot recover. This share adds less than 0.3 % to the error of a constant message.
 _MIX = 0.03
 _RIDGE = 1e-6
 
 
 class Factor(NamedTuple):
-    """A thin factor as it crosses a link.
+    """Thin factor as it crosses a link.
 
     Attributes:
         values: [*, n, r] in a dtype of FACTORS.
@@ -43,12 +43,12 @@ class Factor(NamedTuple):
 def _largest(x: jax.Array) -> jax.Array:
     """Return the largest magnitude of every column, [*, 1, r]; 1 for zero columns."""
     largest = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
-    return jnp.where(largest == 0, 1, largest)  # nan stays: what is not finite must not look like a number
+    return jnp.where(largest == 0, 1, largest)  # nan stays nan, so that the trainer finds it
 
 
 def _unit(x: jax.Array) -> jax.Array:
     """Return x with columns of unit length; zero columns stay zero."""
-    # Scaled first, so that no square leaves float32's range, however small or large x is.
+    # x is scaled first, so that no square leaves float32's range, however small or large x is.
     x = x / _largest(x)
     return x * lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-2, keepdims=True), 1))
 
@@ -64,15 +64,21 @@ def _divide(x: jax.Array, lower: jax.Array, transpose: bool) -> jax.Array:
 
 
 def initial(k: int, rank: int, seed: int) -> jax.Array:
-    """Return the first Q: random orthonormal columns, [k, rank] float32, the same for the same seed."""
+    """Return the first Q, random orthonormal columns [k, rank] in float32.
+
+    Args:
+        k: number of rows.
+        rank: number of columns.
+        seed: seed of the columns; equal seeds give equal columns.
+    """
     return jax.random.orthogonal(jax.random.key(seed), k, m=rank, dtype=jnp.float32)
 
 
 def precondition(p: jax.Array) -> jax.Array:
     """Return well-conditioned columns that span the same space as p's [*, n, r].
 
-    The columns are orthonormal as far as p has full rank, by one round of shifted Cholesky QR on unit columns. If
-    columns depend on others, what is left of them is short and need not be orthogonal; `solve` accounts for that.
+    One round of shifted Cholesky QR on unit columns makes them orthonormal if p has full rank. If a column depends on
+    others, the rest of it is short and need not be orthogonal; `solve` accounts for that.
 
     References:
         Fukaya et al. 2020, Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices.
@@ -95,8 +101,8 @@ def orthonormal(p: jax.Array) -> jax.Array:
 def solve(s: jax.Array, g: jax.Array) -> jax.Array:
     """Return the W [*, k, r] for which P W^T is closest to M.
 
-    W = s (g + ridge I)^-1, by Cholesky. The ridge is 1e-6 of the largest element of g's diagonal; so is the relative
-    error that it leaves if P could represent M exactly.
+    W is s (g + ridge I)^-1, by Cholesky. The ridge is 1e-6 of the largest element of g's diagonal. If P could represent
+    M exactly, the ridge leaves a relative error of 1e-6.
 
     Args:
         s: M^T P [*, k, r], float32.
@@ -109,7 +115,7 @@ def solve(s: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def warm_start(w: jax.Array, first: jax.Array) -> jax.Array:
-    """Return the Q of the next message: this message's W with columns of unit length, and a little of the first Q.
+    """Return the Q of the next message: this message's W with columns of unit length, plus a little of the first Q.
 
     Args:
         w: right factor [*, k, r] of this message, float32.
@@ -132,14 +138,14 @@ def quantise(x: jax.Array, factors: str) -> Factor:
 
 
 def thin_dtype(factors: str) -> jnp.dtype:
-    """Return the dtype in which factors are multiplied: bfloat16 also holds dequantised int8."""
+    """Return the dtype in which factors are multiplied; int8 factors are dequantised to bfloat16."""
     return jnp.dtype("float32" if factors == "float32" else "bfloat16")
 
 
 def dequantise(factor: Factor) -> jax.Array:
     """Return the factor [*, n, r] as sender and receiver multiply it, in `thin_dtype`."""
     values, scale = factor
-    # A flat array has one layout only: whatever made or received the values, products of them add up in the same order.
+    # A flat array has only one layout, so products add up in the same order on the sender and on the receiver.
     values = lax.optimization_barrier(values.reshape(-1)).reshape(values.shape)
     if scale is None:
         return values

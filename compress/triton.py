@@ -1,8 +1,8 @@
-"""The passes of kernels.py for NVIDIA GPUs: Pallas kernels on its Triton backend.
+"""The passes of kernels.py for NVIDIA GPUs, as kernels for Pallas's Triton backend.
 
-Two kernels suffice. The row kernel goes along the rows of a matrix and forms each tile in registers: the sum of those
-of x, an error and a product p w^T that the pass needs. It writes the tile and multiplies it by q. The column kernel
-goes down the columns and accumulates m^T p; further programs of it do the same with p in place of m, for p^T p.
+Two kernels suffice. The row kernel goes along the rows of a matrix and forms each tile in registers, as the sum of x,
+an error and a product p w^T, or of those that the pass has. It writes the tile and multiplies it by q. The column
+kernel goes down the columns and accumulates m^T p. Further programs of it do the same with p in place of m, for p^T p.
 
 Long sums are split among programs that write separate partial sums, which XLA then adds up. Without atomics the order
 of summation is fixed, so equal inputs give equal bits. docs/gpu.md has the reasons for the block sizes.
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
         columns: columns of a tile.
         warps: warps of a program.
         stages: tiles in flight, the stages of Triton's software pipeline.
-        programs: number of programs to aim at by splitting rows or columns: what the multiprocessors hold at once.
+        programs: number of programs to aim at by splitting rows or columns: as many as the GPU runs at once.
     """
 
     rows: int
@@ -44,8 +44,9 @@ class Blocks(NamedTuple):
 
 LARGEST_RANK = 128
 _SMS = 132  # multiprocessors of an H100 or H200
-# Keys: the most columns of a thin factor's tile, and the item size of the wider dtype of factor and matrix. These alone
-# decide the blocks of the row kernel, so that all its passes form the same bits of p w^T.
+
+# Keys are the largest number of columns of a thin factor's tile, and the item size of the wider dtype of factor and
+# matrix. These alone decide the blocks of the row kernel, so that all its passes form the same bits of p w^T.
 _ROW_BLOCKS = {
     (32, 2): Blocks(64, 64, warps=4, stages=3, programs=4 * _SMS),
     (64, 2): Blocks(128, 64, warps=8, stages=2, programs=2 * _SMS),
@@ -83,13 +84,13 @@ def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeL
 
 
 def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:
-    """Split the tiles of each program into parts, one program each.
+    """Split the tiles of each program into parts, each of which becomes a program.
 
     Args:
         programs: number of programs before the split.
         tiles: number of tiles of each program.
         target: number of programs to aim at in all.
-        most: the largest number of parts.
+        most: largest number of parts.
 
     Returns:
         The number of parts, and the tiles of a part.
@@ -99,12 +100,12 @@ def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]
 
 
 def _zero() -> jax.Array:
-    """Return a 0 that jax takes for a variable: it refuses a slice beyond an edge if its start is a constant."""
+    """Return a 0 that jax takes for a variable, because it refuses a slice beyond an edge that starts at a constant."""
     return 0 * pl.program_id(0)
 
 
 def _mask(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
-    """Return which indices of a block lie within the matrix, bool [block, 1] or [1, block]; None if all always do.
+    """Return the mask of a block's indices that lie within the matrix, bool [block, 1] or [1, block]; None if all do.
 
     Args:
         start: first index of the block.
@@ -116,10 +117,10 @@ def _mask(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
 
 
 def _tile(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
-    """Return a tile of ref [rows, columns], and the mask of its numbers that lie within ref, None if all do.
+    """Return a tile of ref [rows, columns], and the mask of its elements that lie within ref, or None if all do.
 
     Args:
-        ref: the matrix.
+        ref: matrix to slice.
         start: first row and column of the tile.
         block: rows and columns of the tile.
     """
@@ -135,7 +136,7 @@ def _load(ref: Ref, start: tuple[Index, Index], block: tuple[int, int]) -> jax.A
 
 
 def _store(ref: Ref, start: tuple[Index, Index], value: jax.Array) -> None:
-    """Write a tile to ref [rows, columns], except its numbers beyond the edges."""
+    """Write a tile to ref [rows, columns], except its elements beyond the edges."""
     tile, mask = _tile(ref, start, value.shape)
     pt.store(tile, value.astype(ref.dtype), mask=mask)
 
@@ -176,7 +177,9 @@ def _row_kernel(
     dtype: DTypeLike,
     interpret: bool,
 ) -> None:
-    """Compute out = x + (m - p w^T), without operands that are None, and y = out q; inactive, keep out and zero y.
+    """Compute out = x + (m - p w^T), without operands that are None, and y = out q.
+
+    An inactive pass leaves out as it is and sets y to zero.
 
     Args:
         active: flag [1].
@@ -290,12 +293,20 @@ def _call(
 
 
 def _matrices(array: jax.Array | None) -> jax.Array | None:
-    """Return an array [*, n, k] as [b, n, k]."""
+    """Return an array [*, n, k] reshaped to [b, n, k]."""
     return None if array is None else array.reshape(-1, *array.shape[-2:])
 
 
 def _most(length: int, dtype: DTypeLike, rank: int) -> int:
-    """Return the most parts of a sum over `length` numbers: partial sums have at most half the bytes of the matrix."""
+    """Return the largest number of parts of a sum over `length` numbers.
+
+    The partial sums have at most half the bytes of the matrix.
+
+    Args:
+        length: number of elements to sum up.
+        dtype: dtype of the matrix.
+        rank: number of columns of the product.
+    """
     return length * jnp.dtype(dtype).itemsize // (8 * rank)
 
 
@@ -325,7 +336,7 @@ def _rows(
         p: left factor [*, n, r].
         w: right factor [*, k, r].
         q: right factor [*, k, r] of the product.
-        keep: whether m is needed later; if not, the result takes its place.
+        keep: whether m is needed later; if not, the result takes its memory.
         interpret: whether Pallas's interpreter runs the kernel.
 
     Returns:
@@ -337,7 +348,7 @@ def _rows(
     assert thin is not None, "a pass has p, q or both"
     blocks = _blocks(_ROW_BLOCKS, thin, dtype)
     across, along = pl.cdiv(n, blocks.rows), pl.cdiv(k, blocks.columns)
-    # Without sums there are no parts to add up, so more programs cost nothing.
+    # Without a product there are no partial sums to add up, so more programs cost nothing.
     target, most = (2 * blocks.programs, along) if q is None else (blocks.programs, _most(k, dtype, q.shape[-1]))
     parts, chunk = _split(across * batch, along, target, most)
     flag = None if active is True else jnp.asarray(active, bool).reshape(1)
@@ -357,7 +368,14 @@ def _rows(
 
 
 def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Return p w^T, as kernels.decode does."""
+    """Return p w^T [*, n, k], as kernels.decode does.
+
+    Args:
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        dtype: dtype of the result.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
     size = (*p.shape[:-1], w.shape[-2])
     return _rows("lowrank_decode", size, dtype, p=p, w=w, interpret=interpret)[0]
 
@@ -365,7 +383,15 @@ def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = Fa
 def residual(
     m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, interpret: bool = False
 ) -> jax.Array:
-    """Return m - p w^T, as kernels.residual does, in the place of m."""
+    """Return m - p w^T, as kernels.residual does, in the memory of m.
+
+    Args:
+        m: matrix [*, n, k].
+        p: left factor [*, n, r].
+        w: right factor [*, k, r].
+        active: if it is False, m is returned, bit for bit.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
     return _rows("lowrank_residual", m.shape, m.dtype, active=active, m=m, p=p, w=w, interpret=interpret)[0]
 
 
@@ -380,16 +406,16 @@ def project(
     keep: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return x plus an error and its product with q, as kernels.project does, in the place of m unless `keep`.
+    """Return x plus an error and its product with q, as kernels.project does, in the memory of m unless `keep`.
 
     Args:
         x: message [*, n, k].
         q: right factor [*, k, r].
-        m: the error, or with p and w what m - p w^T gives; None without an error.
-        p: left factor [*, n, r] of the previous message.
+        m: error [*, n, k], or the previous message if p and w are given; None without an error.
+        p: left factor [*, n, r] of the previous message; the error is then m - p w^T.
         w: right factor [*, k, r] of the previous message.
-        active: see kernels.project.
-        keep: see kernels.project.
+        active: if it is False, the result is m, bit for bit, and its product is meaningless.
+        keep: whether m is needed later as well.
         interpret: whether Pallas's interpreter runs the kernel.
     """
     out, y = _rows(
@@ -399,7 +425,13 @@ def project(
 
 
 def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return m^T p and p^T p, as kernels.backproject does."""
+    """Return m^T p [*, k, r] and p^T p [*, r, r] in float32, as kernels.backproject does.
+
+    Args:
+        m: matrix [*, n, k].
+        p: left factor [*, n, r].
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
     *lead, n, k = m.shape
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
     across = pl.cdiv(k, blocks.columns)

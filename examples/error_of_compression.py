@@ -1,8 +1,8 @@
 # %% [markdown]
 # # The error of compression on a real gradient
 #
-# A small GPT is trained for a few steps. Then the gradient of the loss with respect to the activations between two
-# layers is compressed at several ranks, and sent eight times with error feedback.
+# We train a small GPT for a few steps and take the gradient of the loss with respect to the activations between two
+# layers. This gradient is compressed at several ranks, and sent eight times with error feedback.
 
 # %%
 import operator
@@ -40,7 +40,7 @@ def run_layers(x: jax.Array, numbers: range) -> jax.Array:
 
 
 def loss_of_middle(x: jax.Array) -> jax.Array:
-    """Return the loss as a function of what the second layer hands to the third."""
+    """Return the loss as a function of the second layer's output [B, S, H]."""
     y = run_layers(x, range(2, 4))
     return transformer.head_loss(params["final_norm"], params["embedding"]["token"], y, tokens[:, 1:], model, WHOLE)
 

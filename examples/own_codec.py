@@ -1,7 +1,7 @@
 # %% [markdown]
-# # A codec of one's own in 30 lines
+# # Your own codec in 30 lines
 #
-# Blockwise int8 with error feedback: each block of 64 values is sent as int8 and one scale.
+# The codec is blockwise int8 with error feedback: it sends each block of 64 values as int8 with one scale.
 
 # %%
 import dataclasses
@@ -15,7 +15,7 @@ import paxtrain
 
 @dataclasses.dataclass(frozen=True)
 class BlockInt8:
-    """Blocks of a message as int8 with a scale each; what rounding left out is added to the next message."""
+    """Codec that sends blocks as int8 with one scale each, and adds the rounding error to the next message."""
 
     block: int = 64
 
@@ -39,7 +39,7 @@ print("error:", compress.codec_error(BlockInt8(), message, steps=3))
 print("bytes:", compress.wire_bytes(BlockInt8(), message.shape, message.dtype), "of", message.nbytes)
 
 # %% [markdown]
-# Training with it needs no further line. `python -m paxtrain.prepare --input=stdlib --out=runs/data` makes the data.
+# Training with it needs no more code. `python -m paxtrain.prepare --input=stdlib --out=runs/data` makes the data.
 
 # %%
 short = {"run.steps": 6, "optimizer.warmup_steps": 2, "run.eval_batches": 1, "run.sample_tokens": 0}

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Plan a cluster, and look at the plan
 #
-# Sixteen hosts of eight A100s, with links as they were measured. The planner ranks meshes, schedules and compression by
-# the simulated step, and places the best plan on the hosts.
+# The cluster has sixteen hosts of eight A100s, with measured links. The planner ranks meshes, schedules and compression
+# by the simulated step time, and places the best plan on the hosts.
 
 # %%
 import matplotlib.figure
@@ -20,7 +20,7 @@ print(found.text())
 # %% [markdown]
 # ## The links between hosts
 #
-# The data sheet says 25 GB/s for all of them.
+# According to the data sheet, all of them have 25 GB/s.
 
 # %%
 bandwidth = cluster.bandwidth / 1e9

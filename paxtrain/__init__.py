@@ -1,7 +1,7 @@
 """paxtrain: language models trained over a (data, pipe, tensor) mesh.
 
-Mains lie directly in this package (`python -m paxtrain.train`); everything else lives in rooms. The names below are the
-interface for programs that import paxtrain; each is loaded when it is first used.
+Programs lie directly in this package (`python -m paxtrain.train`); everything else lives in its subpackages. The names
+below are the interface for programs that import paxtrain. Each name is loaded when it is first used.
 """
 
 import importlib
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paxtrain.schedule.drawing import draw_schedule
     from paxtrain.schedule.spec import build as schedule_table
 
-# Module and name there of everything public.
+# Module and attribute of each public name.
 _EXPORTS = {
     "BatchConfig": "paxtrain.config:BatchConfig",
     "CheckpointConfig": "paxtrain.config:CheckpointConfig",

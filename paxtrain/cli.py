@@ -1,4 +1,4 @@
-"""Console scripts: `paxtrain COMMAND ...` is `python -m paxtrain.COMMAND ...`."""
+"""The console script: `paxtrain COMMAND ...` runs `python -m paxtrain.COMMAND ...`."""
 
 import runpy
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from paxtrain.errors import UserError, fail
 
-# Module, further arguments, and what the command does.
+# (module, arguments in front of the given ones, description for --help)
 Command = tuple[str, tuple[str, ...], str]
 COMMANDS: dict[str, Command] = {
     "prepare": ("paxtrain.prepare", (), "turn text into token files"),
@@ -22,11 +22,11 @@ COMMANDS: dict[str, Command] = {
 
 
 def run_command(program: str, commands: Mapping[str, Command]) -> None:
-    """Run the command that the first argument names, as the main of its module.
+    """Run the command that the first argument names, as `python -m` runs its module.
 
     Args:
         program: name of the console script.
-        commands: what there is.
+        commands: commands by name.
     """
     name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if name in ("--help", "-h", "help"):

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         plots.plot_runs(flags.FLAGS.runs, out)
     except OSError as error:
-        raise UserError(f"cannot write {out} ({error.strerror}); name a file in a folder that there is") from error
+        raise UserError(f"cannot write {out} ({error.strerror}); name a file in a folder that exists") from error
 
 
 if __name__ == "__main__":

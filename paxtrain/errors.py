@@ -8,7 +8,7 @@ from absl import app, flags, logging
 
 from paxtrain.process import setup
 
-PREFIX = "error: "  # begins the sentence; a supervisor finds it in a worker's output
+PREFIX = "error: "  # begins the sentence; a supervisor looks for it in a worker's output
 OVERRIDES = "overrides are written --config.section.key=value"
 
 
@@ -24,7 +24,7 @@ def fail(error: Exception) -> NoReturn:
 
 def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
     # config_flags loads the configuration file while flags are defined or parsed, so these errors concern the
-    # command line. The last line of its text about a missing file names the file and the reason.
+    # command line. If the file is missing, the last line of its message names the file and the reason.
     try:
         define_flags()
         return flags.FLAGS(argv)
@@ -45,11 +45,10 @@ def run(
     """Run an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
 
     Args:
-        main: function of the arguments that are no flags.
-        define_flags: defines the flags whose definition can fail, such as that of a configuration file.
-        hint: what to write instead of an argument that is no flag; None lets such arguments through.
+        main: function of the command line without its flags.
+        define_flags: function that defines the flags whose definition can fail, such as a configuration file's.
+        hint: what to write instead of a positional argument; None allows positional arguments.
     """
-
     logging.set_verbosity(logging.WARNING)
     setup.use_one_blas_thread()
 

@@ -15,8 +15,8 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
     Args:
         name: name of the flag; `--name.section.key=value` overrides a value.
         default: name of a shipped file; None if the flag may be left out.
-        description: help of the flag.
-        unknown_keys: let overrides of unknown keys through, so that `from_dict` can name the valid ones.
+        description: help text of the flag.
+        unknown_keys: whether to accept overrides of unknown keys, so that `from_dict` can name the valid ones.
     """
     config_flags.DEFINE_config_file(
         name, default and find(default), description, lock_config=not unknown_keys, accept_new_attributes=unknown_keys
@@ -29,7 +29,7 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
 
     parser.parse = parse  # type: ignore[method-assign,assignment]  # ml_collections has no hook for paths
     if default is not None:
-        # A file that could not be loaded raises when it is first used: here, while flags are parsed.
+        # A file that cannot be loaded raises when it is first used, which is here, while flags are parsed.
         requirement = "get_config() must return a ConfigDict"
         flags.register_validator(name, lambda config: hasattr(config, "items"), requirement)
 

@@ -1,7 +1,7 @@
-"""Shows where the seconds of a training step go: srun python -m paxtrain.profile --config=... [--plan=plan.json].
+"""Show where the seconds of a training step go: srun python -m paxtrain.profile --config=... [--plan=plan.json].
 
-Takes the flags of paxtrain.train, but neither data nor checkpoints: it runs a few steps from fresh weights on random
-tokens, with the configuration's compression on. `paxtrain/profiling/breakdown.py` lists the parts.
+The program takes the flags of paxtrain.train, but needs neither data nor checkpoints. It runs a few steps from fresh
+weights on random tokens, with the configuration's compression on. `paxtrain/profiling/breakdown.py` lists the parts.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     """Return the breakdown of a configuration's step on this process's devices.
 
     Args:
-        config: the configuration.
-        mesh: mesh of config.mesh.
+        config: configuration of the step.
+        mesh: mesh with the sizes of config.mesh.
         steps: number of steps to trace.
     """
     trainer = Trainer(config, mesh)
@@ -58,7 +58,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the configuration, join the other processes, measure and print."""
+    """Read the configuration, join the other processes, measure the step and print the table."""
     f = flags.FLAGS
     config, chosen = training_flags.configured()
     training_flags.join()

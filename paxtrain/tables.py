@@ -1,4 +1,4 @@
-"""Figures and tables as text, for what a program prints."""
+"""Figures and tables as text, for what programs print."""
 
 from collections.abc import Sequence
 
@@ -12,6 +12,6 @@ def size(count: float, unit: str = "") -> str:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Return rows of (what, figure) as two aligned columns."""
+    """Return rows of (label, figure) as two aligned columns."""
     width = max(len(what) for what, _ in rows)
     return "\n".join(f"  {what:<{width}}  {figure}" for what, figure in rows)

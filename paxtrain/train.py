@@ -1,4 +1,4 @@
-"""Trains a GPT: python -m paxtrain.train --config=gpt2_125m --config.mesh.pipe=4 [--plan=plan.json]."""
+"""Train a GPT: python -m paxtrain.train --config=gpt2_125m --config.mesh.pipe=4 [--plan=plan.json]."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ define_flags = training_flags.define_flags
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the configuration, join the other processes, train."""
+    """Read the configuration, join the other processes and train."""
     config, chosen = training_flags.configured()
     with supervised.Progress(os.environ) as progress:
         training_flags.join()

@@ -1,4 +1,4 @@
-"""Flags of the mains that train or profile a configuration."""
+"""Flags of the programs that train or profile a configuration."""
 
 import os
 
@@ -38,7 +38,7 @@ def join() -> None:
     """Join the other processes of the launch, as the flags of `define_flags` say.
 
     Raises:
-        UserError: the flags make no sense.
+        UserError: the flags are incomplete or wrong, or the other processes cannot be joined.
     """
     f = flags.FLAGS
     heartbeat = supervised.heartbeat(os.environ)

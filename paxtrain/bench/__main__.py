@@ -1,12 +1,12 @@
 """Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble].
 
     memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
-    throughput  our step on a 1x1x1 mesh beside a plain jit of the same model: tokens/s, MFU and bytes; of a small
-                model, or of the one that --config=configs/gpt_1_3b.py names
-    bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part, beside (m+P-1)/m
-                or, for F, B and W of equal length, (m+(P-1)/3)/m
+    throughput  our step on a 1x1x1 mesh beside a plain jit of the same model: tokens/s, MFU and bytes. The model is a
+                small one, or the one that --config=configs/gpt_1_3b.py names.
+    bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part. Beside it stands
+                the ideal, (m+P-1)/m, or (m+(P-1)/3)/m for F, B and W of equal length.
 
-Every ratio compares things measured in turn in the same run. Nothing here is a test.
+Every ratio compares steps that were measured in turn in the same run. Nothing here is a test.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ HINT = f"choose with --sections={','.join(SECTIONS)}"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the sections."""
+    """Run the sections that --sections names."""
     f = flags.FLAGS
     if f.worker is not None:
         worker(f.worker, f.coordinator, f.repeats)

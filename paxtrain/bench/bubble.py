@@ -11,7 +11,7 @@ from paxtrain.schedule.spec import SPECS
 
 
 def bubble(repeats: int) -> None:
-    """Print step times of pipe=2 over two processes, each on a separate core, over their bubble-free part.
+    """Print ratios of pipe=2's step time to its bubble-free part, over two processes on separate cores.
 
     Args:
         repeats: steps per figure, of which the median counts.
@@ -24,7 +24,7 @@ def bubble(repeats: int) -> None:
     print(f"  {'schedule':<14}{'m':>4}{'seconds':>10}{'measured':>10}{'ideal':>8}")
     measured = {schedule: {int(m): s for m, s in seconds.items()} for schedule, seconds in output.items()}
     few, many = sorted(measured["eager_1f1b"])[-2:]
-    # Seconds that a further micro-batch takes. All schedules share one, so that a stall in the steady state shows.
+    # Seconds of one more micro-batch. All schedules share the figure, so that a stall in the steady state shows.
     slope = min((times[many] - times[few]) / (many - few) for times in measured.values())
     for schedule, times in measured.items():
         for m, value in times.items():
@@ -33,7 +33,7 @@ def bubble(repeats: int) -> None:
 
 
 def worker(process: int, coordinator: str, repeats: int) -> None:
-    """Time steps as one of the two processes, and print the medians by schedule and micro-batches as JSON.
+    """Time steps as one of the two processes, and print the medians by schedule and number of micro-batches as JSON.
 
     Args:
         process: number of this process, 0 or 1.

@@ -1,4 +1,4 @@
-"""Temporary bytes of the train step by schedule, save mode and number of micro-batches."""
+"""Temporary bytes of the training step by schedule, save mode and number of micro-batches."""
 
 from paxtrain.bench.steps import configuration
 from paxtrain.parallel.mesh import make_mesh
@@ -7,7 +7,7 @@ from paxtrain.tables import size
 
 
 def memory() -> None:
-    """Print temporary bytes of the step on a (1, 4, 2) mesh of virtual devices."""
+    """Print the temporary bytes of the step on a (1, 4, 2) mesh of virtual devices."""
     print("\ntemporary bytes per device, pipe=4, tensor=2, 8 layers of 256, float32 (CPU buffer assignment)")
     print(f"  {'schedule':<18}{'save':<14}{'m=8':>10}{'m=32':>10}{'ratio':>8}")
     rows = [(schedule, "dots") for schedule in ("eager_1f1b", "1f1b", "interleaved_1f1b", "gpipe", "zb_h1")]

@@ -1,4 +1,4 @@
-"""Train steps to be timed: ours, and a plain jit of the same model, on random tokens."""
+"""Training steps to time: ours, and a plain jit of the same model, on random tokens."""
 
 import functools
 import time
@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 
 def configuration(mesh: tuple[int, int, int], micro_batches: int, hidden: int = 256, **pipeline: Any) -> Config:
-    """Return a small model in float32 with micro-batches of 4 sequences.
+    """Return the configuration of a small float32 model with micro-batches of 4 sequences.
 
     Args:
         mesh: sizes of (data, pipe, tensor).
@@ -45,7 +45,7 @@ def tokens(config: Config) -> np.ndarray:
 
 
 def interleave(steps: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, list[float]]:
-    """Time steps in turn, so that whatever slows the machine slows all of them.
+    """Time steps in turn, so that other load on the machine slows all of them alike.
 
     Args:
         steps: functions to time, by name.
@@ -69,7 +69,7 @@ def interleave(steps: Mapping[K, Callable[[], object]], repeats: int) -> dict[K,
 def plain_step(config: Config) -> Any:
     """Return a jitted training step with gradient accumulation that uses the model and optax only.
 
-    It maps (params, optimizer state, tokens) to (params, optimizer state, loss), and takes the first two as donated.
+    The step maps (params, optimizer state, tokens) to (params, optimizer state, loss). The first two are donated.
     """
     transformation = make_optimizer(config)
     gradient = jax.value_and_grad(functools.partial(transformer.loss, config=config.model))
@@ -94,14 +94,14 @@ def plain_step(config: Config) -> Any:
 
 
 def _bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of a compiled program: state, batch and temporary."""
+    """Return the bytes that a compiled program holds: state, batch and temporary arrays."""
     m = compiled.memory_analysis()
     assert m is not None
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
 class PipelinedStep:
-    """Our train step with its state.
+    """Our training step with its state.
 
     Attributes:
         bytes: bytes of the compiled program.

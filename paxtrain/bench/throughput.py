@@ -1,4 +1,4 @@
-"""Our train step beside a plain jit of the same model, on one device."""
+"""Our training step beside a plain jit of the same model, on one device."""
 
 import dataclasses
 import statistics
@@ -26,7 +26,7 @@ def _of_one_device(config: Config) -> Config:
 
 
 def throughput(repeats: int, config: Config) -> None:
-    """Print tokens/s, bytes and, if the device's peak is known, MFU of our step and of the plain one.
+    """Print tokens/s and bytes of our step and of the plain one, and their MFU if the device's peak is known.
 
     Args:
         repeats: steps of each, of which the median counts.

@@ -14,15 +14,16 @@ import jax
 from paxtrain.errors import UserError
 from paxtrain.process.distributed import initialize
 
-# glibc gives a step's big buffers back to the system and faults them in again page by page in the next step. That costs
-# time, which grows with the rings. A GPU's allocator keeps its memory; these settings make glibc do the same.
+# glibc returns a step's big buffers to the system, and the next step faults them in again page by page. The cost grows
+# with the size of the rings. A GPU's allocator keeps its memory; these settings make glibc do the same.
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 
 def run_two(module: str, repeats: int) -> Any:
-    """Run two processes of a module, and return the JSON that the first prints as its last line; None on one core.
+    """Run two processes of a module, and return the JSON value that the first prints as its last line.
 
-    Each process has to call `enter` with the values of its flags --worker and --coordinator.
+    The result is None on a machine with one core. Each process must call `enter` with the values of its flags --worker
+    and --coordinator.
 
     Args:
         module: dotted name of a main with the flags --coordinator, --repeats and --worker.

@@ -1,9 +1,9 @@
-"""Device kinds: what data sheets and drivers say of them. This package imports nothing of the project.
+"""Device kinds, as data sheets and drivers describe them. This package imports nothing of the project.
 
     datasheets.py   peak rates of all known devices: model FLOPs utilisation (MFU), fits of job logs
-    gpus.py         GPUs for which programs can be compiled and plans made without having one
+    gpus.py         GPUs for which programs are compiled and plans are made on machines without them
 
-A new GPU needs a line in datasheets.py. If the planner is to plan for it, it also needs an entry in gpus.py, whose
-peak rates the line then reads. Nothing else in the project names GPU models, except the sizes for which the kernels of
-compress/triton.py are laid out.
+A new GPU needs a line in datasheets.py. A GPU that the planner plans for also needs an entry in gpus.py, from which the
+line takes its peak rates. Nothing else in the project names GPU models, except the block sizes of compress/triton.py,
+which are laid out for an H100 or H200.
 """

@@ -1,4 +1,4 @@
-"""Peak rates of devices from their makers' data sheets, old devices too, by any name that a log or a driver uses."""
+"""Peak rates of devices, old ones included, from their makers' data sheets, by any name in a log or a driver."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ class Datasheet(NamedTuple):
         half: dense 16-bit operations per second, bfloat16 or, on older devices, float16.
         single: dense 32-bit operations per second, TF32 if the device has it.
         memory: bytes per second of the device's memory.
-        intra: bytes per second, each way, to another device of the host, over NVLink or the like, else PCIe.
+        intra: bytes per second, each way, to another device of the host: over NVLink or a similar link, else over PCIe.
     """
 
     half: float
@@ -24,13 +24,13 @@ class Datasheet(NamedTuple):
 
 
 def _gpu(name: str, single: float, intra: float) -> Datasheet:
-    """Return the sheet of a GPU of gpus.py, which has its other rates."""
+    """Return the data sheet of a GPU in gpus.py, which has its other rates."""
     return Datasheet(GPUS[name].peak_flops, single, GPUS[name].bandwidth, intra)
 
 
 # Rates are NVIDIA's and AMD's, without sparsity; NVIDIA's sheets print twice as much "with sparsity" from Ampere on. A
-# key without a form, "H100", is that of the fastest form, so that no share of its rates can be above 1. A key with a
-# form, "H100 PCIE", is taken if the device's name has all its words.
+# key without a form factor, "H100", has the rates of the fastest one, so that no utilisation can exceed 1. A key with a
+# form factor, "H100 PCIE", applies if the device's name has all its words.
 _DATASHEETS = {
     "K80": Datasheet(4.1e12, 4.1e12, 240e9, 12e9),
     "P100": Datasheet(19e12, 9.5e12, 732e9, 80e9),
@@ -65,19 +65,19 @@ _DATASHEETS = {
     "MI300X": Datasheet(1307e12, 654e12, 5300e9, 64e9),
 }
 
-# What stands in for a device kind, and for a host's network, of which nothing is known.
+# Stand-ins for an unknown device kind, and for the unknown network of a host in bytes per second.
 UNKNOWN = Datasheet(100e12, 50e12, 1000e9, 25e9)
 UNKNOWN_HOST = 100e9 / 8
 
 
 @functools.cache
 def datasheet(kind: str) -> Datasheet | None:
-    """Return the data sheet of a device kind by any of its names, as "NVIDIA A100-SXM4-80GB", or None if unknown."""
+    """Return the data sheet of a device kind by any of its names, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
     words = re.split(r"[^A-Z0-9]+", kind.upper())
     # "GeForce RTX 3090" is RTX3090.
     names = {"".join(words[i : i + n]) for n in (1, 2, 3) for i in range(len(words) - n + 1)}
     found = [key for key in _DATASHEETS if set(key.split()) <= names]
-    # The most specific of several keys: "H100 PCIE" says more than "H100".
+    # The most specific of several keys wins: "H100 PCIE" says more than "H100".
     return _DATASHEETS[max(found, key=lambda key: (len(key.split()), len(key)))] if found else None
 
 

@@ -1,11 +1,14 @@
-"""GPUs for which programs can be compiled and plans made without having one, as data sheets and drivers say."""
+"""GPUs for which programs are compiled and plans are made on machines without them.
+
+The figures are those of data sheets and drivers.
+"""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU model: what its maker's data sheet says, and what its driver reports to XLA.
+    """A GPU model, as its maker's data sheet and its driver describe it.
 
     Attributes:
         name: name in `jax.Device.device_kind`.
@@ -19,8 +22,8 @@ class Gpu:
         memory_clock: clock of the memory, in GHz.
         l2: bytes of level-2 cache.
         shared: bytes of shared memory of a multiprocessor.
-        shared_block: bytes of shared memory that one thread block can have at most.
-        pcie: bytes per second to the host.
+        shared_block: largest number of bytes of shared memory that one thread block can have.
+        pcie: bytes per second to the host, over PCIe.
     """
 
     name: str
@@ -38,9 +41,9 @@ class Gpu:
     pcie: int
 
     def target_config(self) -> str:
-        """Return the GPU as XLA's compiler takes it: a stream_executor.GpuTargetConfigProto as text."""
+        """Return the description of the GPU for XLA's compiler: a stream_executor.GpuTargetConfigProto as text."""
         major, minor = self.capability
-        # From Hopper on XLA compiles for the architecture's own features ("sm_90a"), as it does on the GPU itself.
+        # From Hopper on, XLA compiles for the features of one architecture ("sm_90a"), as it does on the GPU itself.
         accelerated = major >= 9
         version = f"{major}.{minor}{'a' if accelerated else ''}"
         model = (
@@ -92,9 +95,9 @@ class Gpu:
         """
 
 
-# Sources: for peak_flops, NVIDIA's data sheets of the SXM modules, without sparsity. Those of H100 and H200 print 1979
-# TFLOP/s "with sparsity"; the H100 architecture white paper has 989.4 without. For everything else, the descriptions
-# that OpenXLA keeps of the same modules (xla/backends/gpu/target_config/specs).
+# Sources: peak_flops is from NVIDIA's data sheets of the SXM modules, without sparsity. Those of H100 and H200 print
+# 1979 TFLOP/s "with sparsity"; the H100 architecture white paper has 989.4 without. Everything else is from the
+# descriptions that OpenXLA keeps of the same modules (xla/backends/gpu/target_config/specs).
 _VOLTA = Gpu(
     name="Tesla V100-SXM2-16GB",
     memory=16_935_682_048,

@@ -1,4 +1,4 @@
-"""Profiles of training steps: traces, and the parts into which they divide a step's seconds.
+"""Profiles of training steps: traces, and the breakdown of a step's seconds into parts.
 
 May import `paxtrain.config`, `process`, `run` and `xla`.
 """

@@ -1,10 +1,11 @@
 """The breakdown of a training step's seconds, from a profiler trace of a few steps and the compiled step's text.
 
-The trace says when each instruction of the program ran on each local device. The text says from which named scope it
-comes, and between which devices a collective goes. The parts:
+The trace says when each instruction of the program ran on each local device. The text says which named scope an
+instruction comes from, and which devices a collective connects. The parts:
 
-    forward, backward   F and B of the layers and the embedding's lookup; recomputing is B's. On masked schedules (see
-                        pipeline.py) idle stages compute on scrap, and that is in here: the bubble is no wait there.
+    forward, backward   F and B of the layers, with the embedding's lookup; recomputation counts as B. Under masked
+                        schedules (paxtrain/pipeline/executor.py) idle stages compute on scrap. That time counts here
+                        too, so their bubble is no idle time.
     head                final norm, logits and loss, forward and backward
     pipeline            transfers between stages, with the wait for the other end
     tensor              collectives over the tensor axis
@@ -14,11 +15,11 @@ comes, and between which devices a collective goes. The parts:
     optimizer           clipping and update
     sync                collectives for loss, gradient norm and metrics: the first place where all wait for the slowest
     other               all other instructions: casts of the weights, the rows' bookkeeping, copies that XLA added
-    input               nothing ran, and the loop waited for a batch
-    idle                nothing ran for another reason: dispatch, the host, a core that is busy with something else
+    input               time in which nothing ran and the loop waited for a batch
+    idle                time in which nothing ran for another reason: dispatch, the host, a core busy with other work
 
-Each instant of a device counts once. Work goes before collectives, so a collective counts only while nothing hides it;
-hidden seconds are listed separately. Parts that run at the same time share it.
+Each instant of a device counts once. Work takes precedence over collectives, so a collective counts only while no work
+hides it. Hidden seconds are listed separately. Parts that run at the same time share that time.
 """
 
 import collections
@@ -58,7 +59,7 @@ PARTS = (
     "idle",
 )
 
-# On CPUs these have separate events around those of the instructions that they run.
+# On CPUs these instructions have events around those of the instructions that they run.
 _CONTAINERS = ("while", "call", "conditional")
 
 
@@ -70,8 +71,8 @@ class Breakdown:
         devices: this process's devices of the mesh, in the mesh's order.
         total: seconds of a traced step, from its call until its results are ready.
         seconds: seconds of each of PARTS, float64 [devices]; on every device they add up to the total.
-        hidden: seconds in which collectives of each of LINKS were in flight under work, float64 [devices]; they count
-            as that work.
+        hidden: seconds in which collectives of each of LINKS were in flight under work, float64 [devices]; `seconds`
+            counts them as that work.
         untraced: seconds of a step without the profiler, nan if not measured.
     """
 
@@ -88,7 +89,7 @@ class Traced:
 
     Attributes:
         devices: this process's devices of the mesh, in the mesh's order.
-        windows: (start, end) of the times to share out, in seconds of the trace's clock.
+        windows: (start, end) of each time to break down, in seconds of the trace's clock.
         spans: spans of each device.
     """
 
@@ -98,7 +99,7 @@ class Traced:
 
 
 def axes(groups: tuple[tuple[int, ...], ...], mesh: Mesh) -> frozenset[str]:
-    """Return the mesh axes along which the partitions of a group differ; without groups all partitions are one."""
+    """Return the mesh axes along which the partitions of a group differ; no groups stand for one group of all."""
     found = set()
     for group in groups or [range(mesh.size)]:
         places = np.unravel_index(list(group), mesh.devices.shape)
@@ -166,7 +167,7 @@ def load(folder: pathlib.Path, text: str, mesh: Mesh) -> Traced:
     """Return the newest trace in a folder.
 
     Args:
-        folder: the folder.
+        folder: folder of the traces.
         text: text of the compiled step that ran.
         mesh: mesh of the step, of all processes.
     """
@@ -194,16 +195,16 @@ def shares(traced: Traced, steps: int) -> Breakdown:
 
 
 def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh, steps: int = 3) -> Breakdown:
-    """Trace a few steps on this process, and return their breakdown. All processes of the mesh call it together.
+    """Return the breakdown of a few steps, traced on this process; all processes of the mesh call it together.
 
     Args:
-        run: runs `compiled` once and returns (some of) its results. It is called 2 * steps + 1 times.
-        compiled: train step that Trainer.compile_step returned.
+        run: function that runs `compiled` once and returns (some of) its results. It is called 2 * steps + 1 times.
+        compiled: training step that Trainer.compile_step returned.
         mesh: mesh of the step.
         steps: number of steps to trace.
 
     Raises:
-        ValueError: the trace has nothing of the program: `run` runs another one, or the backend traces nothing.
+        ValueError: the trace has no event of the program: `run` runs another one, or the backend traces nothing.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.enable_hlo_proto = 0, False
@@ -227,7 +228,7 @@ def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh,
 
 
 def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return seconds and hidden seconds of every part by stage, [P]: means over the devices of all processes."""
+    """Return the seconds and hidden seconds of every part by stage, [P], as means over the devices of all processes."""
     stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
     mine = np.stack([*(found.seconds[p] for p in PARTS), *(found.hidden[p] for p in LINKS)], axis=1)
     stages, values = multihost_utils.process_allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
@@ -236,7 +237,7 @@ def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[
 
 
 def table(seconds: dict[str, np.ndarray], hidden: dict[str, np.ndarray]) -> str:
-    """Return a table of the parts by stage in seconds and their share in the step, without parts that are zero."""
+    """Return a table of the parts' seconds by stage and their shares of the step, without parts that are zero."""
     total = np.sum(list(seconds.values()), axis=0)
     heads = [f"stage {s}" for s in range(len(total))]
     lines = [f"  {'seconds of a step':<18}" + "".join(f"{head:>10}" for head in heads) + f"{'share':>9}"]

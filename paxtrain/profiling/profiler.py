@@ -1,7 +1,7 @@
-"""The profile of some steps of a training run: traces for xprof and Perfetto, and where the steps' seconds went.
+"""The profile of some steps of a training run: traces for xprof and Perfetto, and a breakdown of the steps' seconds.
 
-The loop runs as without a profile: it does not wait for single steps. Its pauses (validation, checkpoints) do not count
-as time of a step. docs/profiling.md says how to read what is written.
+The loop runs as it does without a profile: it does not wait for single steps. Its pauses (validation, checkpoints) do
+not count as time of a step. docs/profiling.md says how to read the files.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ GROUPS = {
 
 
 class Profiler:
-    """Tracer of the steps of config.profile; if that names none, every method returns at once.
+    """Tracer of the steps of config.profile; if config.profile names none, every method returns at once.
 
     It is a context manager, whose exit ends a trace that an error or SIGTERM has cut short.
 
     Attributes:
         folder: folder of this process's trace.
         steps: numbers of the traced steps.
-        last: the last traced step, 0 for none.
+        last: number of the last traced step, 0 if none is traced.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first: int) -> None:
@@ -55,7 +55,7 @@ class Profiler:
             first: step after which the run continues.
 
         Raises:
-            UserError: the steps begin before that, and the run's folder has no trace of them.
+            UserError: the steps begin before `first`, and the run's folder has no trace of them.
         """
         steps = config.profiled
         folder = pathlib.Path(config.run.out) / FOLDER / f"steps_{steps.start}_to_{steps.stop - 1}"
@@ -84,13 +84,13 @@ class Profiler:
         return jax.profiler.TraceAnnotation(READ) if self._traces else contextlib.nullcontext()
 
     def step(self, number: int) -> contextlib.AbstractContextManager:
-        """Return a context for the start of a step, whose number xprof shows."""
+        """Return a context for the start of a step; xprof shows the step's number."""
         if not self._traces:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=number)
 
     def resume(self, number: int) -> None:
-        """Note that the loop continues after step `number`, and begin the trace if the next step is the first one."""
+        """Count time again after step `number`, and begin the trace if the next step is the first traced one."""
         if self.steps and number == self.steps.start - 1:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / TABLE).unlink(missing_ok=True)  # of an earlier run; the file says that a trace is complete
@@ -104,21 +104,23 @@ class Profiler:
             self._shared.__enter__()
 
     def pause(self, values: Any) -> None:
-        """Note that the loop pauses: wait for the last step's results, and count no time until `resume`."""
+        """Wait for the last step's results, and count no time until `resume`."""
         if self._shared is not None:
             jax.block_until_ready(values)
             self._shared.__exit__(None, None, None)
             self._shared = None
 
     def finish(self, compiled: jax.stages.Compiled, say: Callable[[str], None]) -> dict[str, float]:
-        """End the trace, after `pause`, and write timeline, picture and table. All processes call it together.
+        """End the trace, and write timeline, picture and table.
+
+        All processes call it together, after `pause`.
 
         Args:
-            compiled: the train step that ran.
-            say: prints a text.
+            compiled: training step that ran.
+            say: function that prints a text.
 
         Returns:
-            Metrics: mean seconds of a step over all devices, as a whole and by GROUPS, which add up to the whole.
+            The metrics: mean seconds of a step over all devices, as a whole and by GROUPS, which add up to the whole.
         """
         self.close()
         text = compiled.as_text()
@@ -135,7 +137,7 @@ class Profiler:
         return {"profile_step": sum(mean.values()), **{f"profile_{name}": value for name, value in groups.items()}}
 
     def close(self) -> None:
-        """End a trace that is being made."""
+        """End the trace if one is running."""
         if self._traces:
             self._traces = False
             jax.profiler.stop_trace()

@@ -30,7 +30,7 @@ COLORS = {
 
 
 def joined(spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
-    """Yield the (start, end) of the times in which at least one of the spans runs, in order."""
+    """Yield (start, end) of each time in which at least one of the spans runs, in order."""
     runs: list[tuple[float, float]] = []
     for span in sorted(spans):
         if runs and span.start <= runs[-1][1]:
@@ -73,7 +73,7 @@ def write(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
 
     Args:
         path: file to write.
-        traced: the trace.
+        traced: trace of the steps.
         mesh: mesh of the step.
     """
     with gzip.open(path, "wt") as file:
@@ -81,11 +81,11 @@ def write(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
 
 
 def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Draw one of this process's devices for each stage into a PNG: work above, collectives below.
+    """Draw one of this process's devices for each stage into a PNG, with work above and collectives below.
 
     Args:
         path: file to write.
-        traced: the trace.
+        traced: trace of the steps.
         mesh: mesh of the step.
     """
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}

@@ -1,8 +1,8 @@
-"""Reader of profiler traces: when the instructions of a compiled program ran on each local device, CPU or GPU.
+"""The reader of profiler traces: it finds when the instructions of a compiled program ran on each local CPU or GPU.
 
 On a GPU every kernel is an event with its instruction's name. On CPUs an event is the time that one thread spends on
 an instruction. The instruction leaves work to the thread pool as tasks without a name. Such a task belongs to the
-instruction that put it into the queue. So a thread's time goes to the innermost instruction or task on it. A task in
+instruction that put it into the queue, so a thread's time goes to the innermost instruction or task on it. A task in
 the queue does not run: with few cores it often waits for a thread that is in a collective.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-# Name of the annotation around the time that is shared out: each traced step, or several steps together.
+# Name of the annotation around each time to break down: a traced step, or several steps together.
 STEP = "paxtrain.profiling.trace step"
 # Name of the annotation around the loop's wait for a batch.
 READ = "paxtrain.profiling.trace read"
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """Part of a step that an instruction counts as.
 
     Attributes:
-        name: a part of a step, one of breakdown.PARTS.
+        name: name of the part, one of breakdown.PARTS.
         link: whether the instruction is a collective.
     """
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 OTHER = Part("other", link=False)
-# The part of a step in which the host waits for its data.
+# Part of a step in which the host waits for its data.
 INPUT = Part("input", link=False)
 
 
@@ -58,7 +58,7 @@ class _Execution(NamedTuple):
 
 
 class _Time(NamedTuple):
-    """Time that a thread spends on an instruction, or on the task of a number."""
+    """Time that a thread spends on an instruction or, if `doing` is a number, on the task of that number."""
 
     start: float
     end: float
@@ -123,12 +123,13 @@ def _work(threads: Iterable[_Thread]) -> Iterator[tuple[int, Span]]:
 def read(
     trace: ProfileData, module: str, parts: Mapping[str, Part | None]
 ) -> tuple[list[tuple[float, float]], dict[int, list[Span]]]:
-    """Return when the steps and the instructions of a program ran.
+    """Return the times at which the steps and the instructions of a program ran.
 
     Args:
-        trace: the profiler's trace.
-        module: name of the program, with which its text begins.
-        parts: what each instruction counts as; None if it only runs others. Instructions of other programs are OTHER.
+        trace: trace of the profiler.
+        module: name of the program, as its text begins with it.
+        parts: part that each instruction counts as; None if it only runs others. Instructions of other programs count
+            as OTHER.
 
     Returns:
         The (start, end) of every annotation STEP, and the spans of each device in no order. Spans of READ are listed
@@ -145,7 +146,7 @@ def read(
         return parts.get(stats.get("hlo_op", ""), OTHER) if stats.get("hlo_module") == module else OTHER
 
     with warnings.catch_warnings():
-        # Python 3.12 warns of how jaxlib makes the type of stats; if warnings are errors, the process would end.
+        # Python 3.12 warns about how jaxlib makes the type of stats. Where warnings are errors, that ends the process.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane, line in [(p.name, line) for p in trace.planes for line in p.lines]:
             gpu = _GPU.fullmatch(plane)

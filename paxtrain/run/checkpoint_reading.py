@@ -1,4 +1,4 @@
-"""Reading of checkpoints: the newest good one, verified against its record, onto any mesh."""
+"""The reader of checkpoints: it restores the newest good one, verified against its record, onto any mesh."""
 
 import functools
 import pathlib
@@ -16,8 +16,8 @@ from paxtrain.errors import UserError
 from paxtrain.run import checkpoint_record
 from paxtrain.run.checkpoint_record import Meta, Tree
 
-# Function of a checkpoint's metadata, the kinds of its arrays by path, and its name; returns the top-level keys to
-# read.
+# Function that returns the top-level keys to read, given a checkpoint's metadata, the kinds of its arrays by path, and
+# its name.
 Wanted = Callable[[Meta, dict[str, str], str], set[str]]
 
 _VISIBLE = 90.0  # seconds until a network folder shows what another host has created; NFS caches names for 60 s
@@ -31,9 +31,9 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
 
 
 def same_everywhere(directory: pathlib.Path) -> list[int]:
-    """Return the steps that process 0 sees, on every process, once they are visible here or time is up.
+    """Return the steps that process 0 sees, once they are visible on this process or 90 seconds have passed.
 
-    Processes may see different states of a folder on a network.
+    Every process gets the same steps, although processes may see different states of a folder on a network.
     """
     steps = finished_steps(directory)
     if jax.process_count() == 1:
@@ -74,7 +74,7 @@ def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
 
 
 def _try(read: Callable[[], Any], joined: bool) -> tuple[Any, str]:
-    """Return the result of `read` and "", or None and why it failed, here or (if joined) on another process."""
+    """Return the result of `read` and "", or None and why it failed here or (if joined) on another process."""
     try:
         result, reason = read(), ""
     except (jax.errors.JaxRuntimeError, MemoryError):
@@ -96,18 +96,18 @@ def restore(
     problems: list[str],
     wanted: Wanted | None = None,
 ) -> tuple[int, Tree, Meta] | None:
-    """Return step, state and metadata of the newest good checkpoint, or None.
+    """Return step, state and metadata of the newest good checkpoint, or None if no checkpoint is good.
 
     Args:
         directory: Folder of the checkpoints.
         abstract: Shapes and shardings of the state.
         model: Architecture, compared with the checkpoint's.
         steps: Steps to try, ascending.
-        problems: Sentences so far, to which one is appended for each damaged checkpoint.
+        problems: List of sentences; the function appends one for each damaged checkpoint.
         wanted: Function that selects the keys of `abstract` to read; None: all.
 
     Raises:
-        UserError: A checkpoint is of another model or has other arrays.
+        UserError: A checkpoint belongs to another model or has other arrays.
     """
     # If all arrays are on this process's devices, other processes may not be reading.
     joined = not all(leaf.sharding.is_fully_addressable for leaf in jax.tree.leaves(abstract))
@@ -162,9 +162,9 @@ def none_good(directory: pathlib.Path, steps: list[int]) -> UserError:
 
 
 def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
-    """Return the metadata of the newest checkpoint whose record is intact, or of the one of `step`.
+    """Return the metadata of the checkpoint of `step`, or of the newest one whose record is intact.
 
-    Arrays are not read. A process may call this function alone.
+    The function reads no arrays. A process may call it alone.
 
     Args:
         directory: Folder of the checkpoints.
@@ -186,9 +186,9 @@ def read_meta(directory: str | pathlib.Path, step: int | None = None) -> Meta:
 def restore_params(
     directory: str | pathlib.Path, abstract: Tree, model: Meta, step: int | None = None
 ) -> tuple[Tree, Meta]:
-    """Read the parameters alone, from the newest good checkpoint or the one of `step`.
+    """Return parameters and metadata of the checkpoint of `step`, or of the newest good one.
 
-    A process may call this function alone if `abstract` is on its own devices.
+    Nothing else of the state is read. A process may call the function alone if `abstract` is on its own devices.
 
     Args:
         directory: Folder of the checkpoints.
@@ -196,11 +196,8 @@ def restore_params(
         model: Architecture, compared with meta["model"] before any array is read.
         step: Step of the checkpoint; None: the newest good one.
 
-    Returns:
-        Parameters and metadata.
-
     Raises:
-        UserError: There is no good checkpoint, or it is of another model.
+        UserError: There is no good checkpoint, or it belongs to another model.
     """
     directory = pathlib.Path(directory).absolute()
     steps = _chosen(directory, step)

@@ -1,6 +1,6 @@
 """The record of a checkpoint: the run's metadata and, for each array, dtype, shape and a fingerprint of its bits.
 
-Decompression does not notice every damaged byte, while the fingerprint does, on any mesh.
+Decompression does not notice every damaged byte. The fingerprint does, on any mesh.
 """
 
 import json
@@ -23,7 +23,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
     """Return a fingerprint that depends on each bit of x and its position, and not on how x is sharded.
 
     It is the sum modulo 2**32 of each element's bits, mixed with its flat index by MurmurHash3's fmix32. The mixer is
-    one to one, so that a change of a single element always shows. Any other change goes unnoticed once in 2**32 cases.
+    one to one, so a change of a single element always shows. Any other change goes unnoticed once in 2**32 cases.
     Without the mixer two flipped signs would cancel.
 
     Args:
@@ -64,7 +64,8 @@ def _all_fingerprints(tree: Tree) -> Tree:
 
 def fingerprints(tree: Tree) -> dict[str, int]:
     """Return the fingerprint of each array by its path."""
-    # One program, and after the state is computed: many small collective programs can starve the CPU backend's threads.
+    # This is one program, and it starts once the state is computed: many small collective programs can starve the
+    # threads of the CPU backend.
     sums = _by_path(_all_fingerprints(jax.block_until_ready(tree)))
     return {path: int(value) for path, value in jax.device_get(sums).items()}
 
@@ -79,7 +80,7 @@ def make(state: Tree, meta: Meta) -> Meta:
 
     Args:
         state: Canonical state, a nested dict of global jax.Arrays.
-        meta: Metadata of JSON values.
+        meta: Metadata, a dict of JSON values.
     """
     record: Meta = {"meta": meta, "arrays": kinds(state), "fingerprints": fingerprints(state)}
     return record | {"checksum": _checksum(record)}

@@ -1,4 +1,4 @@
-"""The training loop: steps, and what is due between them."""
+"""The training loop: steps, and the work that is due between them."""
 
 import time
 
@@ -18,7 +18,7 @@ class Loop:
     The metrics of step n - 1 are read while step n runs, so that the devices never wait for the host.
 
     Attributes:
-        first: Number of steps done before.
+        first: Number of steps done before the loop.
         checkpoints: Open checkpoints of the run.
         writer: Open metrics of the run.
         profiler: Profiler of some of the steps.
@@ -36,8 +36,8 @@ class Loop:
         """Prepare the loop.
 
         Args:
-            run: The run, prepared and with ranks chosen.
-            first: Number of steps done before.
+            run: Prepared run, whose ranks are chosen.
+            first: Number of steps done before the loop.
             checkpoints: Open checkpoints of the run.
             writer: Open metrics of the run.
             profiler: Profiler of some of the steps.
@@ -84,7 +84,7 @@ class Loop:
         return ", ".join(map(str, self._run.ranks.current))
 
     def _between(self, number: int, state: TrainState, figures: Figures) -> bool:
-        """Do what is due after a step: profile, adapt ranks, evaluate, save. Return whether to stop."""
+        """Profile, adapt ranks, evaluate and save, as far as each is due after a step; return whether to stop."""
         run, profiler, c = self._run, self.profiler, self._run.config
         validate = c.run.eval_every and number % c.run.eval_every == 0 and number < c.run.steps
         save = c.checkpoint.every and number % c.checkpoint.every == 0

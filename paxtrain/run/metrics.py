@@ -21,9 +21,9 @@ VALIDATION = "validation_loss"
 def flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of forward and backward for one token: 6 N + 12 L H S.
 
-    N counts every parameter that a token is multiplied with. That is all except the position table and an untied head's
-    embedding, which are only looked up. A tied table counts once, as the head; padding of the vocabulary does not
-    count. Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
+    N counts every parameter that a token is multiplied with. Those are all except the position table and an untied
+    head's embedding, which are only looked up. A tied table counts once, as the head; padding of the vocabulary does
+    not count. Attention is counted in full, although a causal kernel does half of it. Recomputation is not counted.
 
     References:
         Chowdhery et al., PaLM, https://arxiv.org/abs/2204.02311, appendix B.
@@ -34,12 +34,12 @@ def flops_per_token(model: ModelConfig) -> float:
 
 
 def mfu(tokens_per_second: float, model: ModelConfig, devices: int, peak: float) -> float:
-    """Return the model FLOPs utilisation, 0 to 1: FLOP/s that the model needs over the peak of all devices.
+    """Return the model FLOPs utilisation, 0 to 1: the model's FLOP/s over the peak of all devices.
 
     Args:
         tokens_per_second: Speed of the whole mesh.
         model: Configuration of the model.
-        devices: Number of devices.
+        devices: Number of devices of the mesh.
         peak: Peak FLOP/s of one device.
     """
     return tokens_per_second * flops_per_token(model) / (devices * peak)
@@ -60,7 +60,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics.jsonl in the order written, without lines that a crash cut short.
+    """Return the records of a metrics.jsonl in the order of its lines, without lines that a crash cut short.
 
     Raises:
         UserError: The file cannot be read.
@@ -162,7 +162,7 @@ class ProgressLine:
         file: TextIO | None = None,
         seconds_between_lines: float = 10.0,
     ) -> None:
-        """Start the clock; nothing is shown yet, except the bar.
+        """Start the clock, and show the bar on a terminal.
 
         Args:
             total: Number of steps of the whole run.
@@ -183,7 +183,7 @@ class ProgressLine:
             self._bar = tqdm(total=total, initial=initial, file=self._file, unit="step", dynamic_ncols=True)
 
     def update(self, step: int, loss: float, tokens_per_second: float, step_seconds: float) -> None:
-        """Show that steps are done.
+        """Show how far the run is.
 
         Args:
             step: Number of steps done.

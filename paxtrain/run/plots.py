@@ -27,7 +27,7 @@ def figure(width: float, height: float) -> Figure:
 
 
 def style(axes: Axes) -> None:
-    """Give axes two spines and a light grid behind everything."""
+    """Reduce axes to two spines, and draw a light grid behind everything."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#e6e8ea", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -142,7 +142,7 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
 
 
 def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> None:
-    """Draw the losses of several runs, each named by its folder, into a PNG, without the steep first tenth.
+    """Draw the losses of several runs into a PNG, without the steep first tenth; each run is named by its folder.
 
     Args:
         runs: Folders of the runs.

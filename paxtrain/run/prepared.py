@@ -31,7 +31,7 @@ from paxtrain.tables import table
 class PreparedRun:
     """A training run before and between its steps.
 
-    The constructor finds everything that can be wrong with the input, before anything is compiled.
+    The constructor checks all input before anything is compiled.
 
     Attributes:
         config: Configuration of the run.
@@ -79,7 +79,7 @@ class PreparedRun:
         self._check_tokenizer()
         checkpoint.ensure_writable(self.out)
         self._ranks: StageRanks | None = None
-        self._reset = ""  # why the state of the compression does not continue from the checkpoint
+        self._reset = ""  # the reason why the compression's state starts anew instead of from the checkpoint
         self._steps: dict[Ranks, jax.stages.Compiled] = {}
         self.shape = (config.batch.global_batch, config.model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
@@ -166,7 +166,7 @@ class PreparedRun:
         return self.trainer.from_canonical(tree)
 
     def _resume(self, meta: Meta) -> None:
-        """Continue the count of samples and the ranks from a checkpoint's metadata, and print what has changed."""
+        """Take the count of samples and the ranks from a checkpoint's metadata, and print what has changed since."""
         step, steps = meta["step"], self.config.run.steps
         if step > steps:
             raise UserError(
@@ -199,7 +199,7 @@ class PreparedRun:
         return {name: getattr(self.config.compress, name) for name in names}
 
     def _wanted(self, abstract: dict[str, Any]) -> Wanted:
-        """Return the function that selects what to read: all, or all except the state of the compression."""
+        """Return the function that selects the keys to read: all, or all except the state of the compression."""
         mine = checkpoint_record.kinds({"codec": abstract["codec"]})
 
         def wanted(meta: Meta, arrays: dict[str, str], where: str) -> set[str]:
@@ -223,7 +223,7 @@ class PreparedRun:
             self._ranks = StageRanks.of(self.config, chosen)
 
     def _check_profile(self, steps: range) -> None:
-        """Check that all profiled steps run the same program, by whose parts the trace is sorted.
+        """Check that all profiled steps run one program, because the trace is read with that program's text.
 
         Raises:
             UserError: Ranks may change between the steps.
@@ -231,8 +231,8 @@ class PreparedRun:
         changes = [n + 1 for n in steps[:-1] if self.ranks.at(n) != self.ranks.at(n + 1) or self.ranks.due(n)]
         if changes:
             raise UserError(
-                f"profile={self.config.profile} goes across step {changes[0]}, from which on gradients over data may "
-                "have other ranks; name steps before it, or from it on"
+                f"profile={self.config.profile} spans step {changes[0]}, at which gradients over data may change their "
+                "ranks; name steps that all come before it, or steps from it on"
             )
 
     def step_of(self, number: int) -> jax.stages.Compiled:
@@ -245,7 +245,7 @@ class PreparedRun:
         return self._steps[ranks]
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
-        """Start to write a checkpoint.
+        """Start writing a checkpoint.
 
         Args:
             checkpoints: Open checkpoints of the run.

@@ -1,4 +1,4 @@
-"""The tables that a run prints: mesh, schedule and memory of each device at its start, losses at its end."""
+"""The tables that a run prints: mesh, schedule and memory per device at its start, losses at its end."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def parameters_per_device(trainer: Trainer) -> int:
 
 
 def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tuple[str, str]]:
-    """Return the table for the start of a run, as rows of (what, figure).
+    """Return the table for the start of a run, as rows of (label, figure).
 
     Args:
         trainer: Trainer of the run.
@@ -40,7 +40,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
     stages = ",".join(map(str, layout.counts))
     padding = f"; {layout.padding():.0%} of the layer slots are padding" if layout.padding() else ""
     flying = "chunks" if layout.chunks > 1 else "micro-batches"
-    # The bubble with F, B and W of equal length. A split backward idles (P-1)(F+B-W) beside m(F+B+W) of work.
+    # F, B and W are taken to be equally long. A split backward idles (P-1)(F+B-W) beside m(F+B+W) of work.
     work = config.micro_batches * (3 if schedule.splits else config.pipeline.virtual_stages)
     bubble = (mesh.pipe - 1) / (work + mesh.pipe - 1)
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -64,7 +64,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
 
 
 def stage_times(times: StageTimes, chosen: tuple[int, ...], source: str) -> list[tuple[str, str]]:
-    """Return the table with the times from which selective compression chose its stages.
+    """Return the table of the times from which selective compression chose its stages, as rows of (label, figure).
 
     Args:
         times: Times of each stage.

@@ -1,4 +1,4 @@
-"""One training run from its first step to its report."""
+"""The training run, from its first step to its report."""
 
 import dataclasses
 import pathlib
@@ -72,7 +72,7 @@ class Run(PreparedRun):
             self._check_profile(profiler.steps)
             began = time.perf_counter()
             self.step_of(first + 1)
-            self.step_of(self.config.run.steps)  # the program with compression over data; thus all memory is known
+            self.step_of(self.config.run.steps)  # the program with compression over data, so that all memory is known
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began)
             self.say(table(described + self.data.describe()))

@@ -1,4 +1,4 @@
-"""The function `paxtrain.train`, and its part that `python -m paxtrain.train` calls after the processes have joined."""
+"""The function `paxtrain.train`, and the part that `python -m paxtrain.train` calls once the processes have joined."""
 
 import contextlib
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def train_together(
     quiet: bool = False,
     codec: Codec | None = None,
 ) -> TrainingResult:
-    """Train with all processes, which have joined.
+    """Train with all processes of the job, which must have joined.
 
     Args:
         config: Configuration, with the plan's sections if there is a plan.
@@ -58,7 +58,7 @@ def train_together(
 def train(
     config: Config, plan: Plan | HasPlan | None = None, *, codec: Codec | None = None, quiet: bool = False
 ) -> TrainingResult:
-    """Train as `python -m paxtrain.train` does, and return its metrics.
+    """Train as `python -m paxtrain.train` does, and return the outcome.
 
     Without an accelerator the process gets as many virtual CPU devices as the mesh needs, if it has not used jax's
     devices before. Processes of one job call `paxtrain.join` first and share the mesh.

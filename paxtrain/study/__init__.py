@@ -1,8 +1,8 @@
 """The compression study: the same model trained with different compression, and a page about it.
 
-    variants.py             what is compared
+    variants.py             the configurations that are compared
     runs.py                 the training runs
-    probe.py                what is measured besides losses: bytes, errors of messages, spectra
+    probe.py                measurements besides losses: bytes, errors of messages, spectra
     report.py plots.py      the page, its CSV files and its figures
 
 May import every other room of `paxtrain`.

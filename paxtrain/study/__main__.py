@@ -1,7 +1,7 @@
-"""The effect of compression on training: python -m paxtrain.study --out=runs/study [--seeds=3] [--config.x.y=...].
+"""Study what compression does to training: python -m paxtrain.study --out=runs/study [--seeds=3] [--config.x.y=...].
 
-Trains one model again and again, from the same start on the same data, with more and more of what crosses the links
-compressed. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and
+The program trains one model several times, from the same start on the same data, and compresses more of the traffic
+each time. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and
 computes the same values. Bytes on the wire are read from the step compiled for the real mesh.
 """
 
@@ -35,11 +35,11 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Read the configuration, train all runs, write the page."""
+    """Read the configuration, train all runs and write the page."""
     f = flags.FLAGS
     if not all(rank.isdecimal() for rank in f.ranks):
         raise UserError(f"--ranks must be numbers joined by commas, got {','.join(f.ranks)}")
-    # scipy's OpenBLAS factorises the small matrices on CPUs and would spend its time on waking threads.
+    # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = settled(from_dict(f.config))
     if f.steps is not None:

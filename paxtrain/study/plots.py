@@ -1,4 +1,4 @@
-"""Figures of a study: what compression saves, costs and leaves out."""
+"""The figures of a study: the bytes that compression saves, the loss that it costs, and its errors."""
 
 import math
 import pathlib
@@ -49,7 +49,7 @@ def _ordered(runs: ResultsByName) -> ResultsByName:
 
 
 def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
-    """Draw the loss of each variant against its bytes."""
+    """Draw the validation loss of each variant, relative to the dense one's, against its bytes."""
     axes.axhspan(-1, 1, color=_BAND, zorder=0)
     axes.axhline(0, color=_COLORS["dense"], linewidth=0.9)
     points = {
@@ -256,20 +256,20 @@ def draw(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> di
     figures = {
         "bytes.png": (
             _overview(runs),
-            "What each run saves on the wire and what that costs in validation loss; the band is 1 % around dense.",
+            "Bytes of each run on the wire, and its validation loss; the band is 1 % around dense.",
         ),
         "losses.png": (
             _losses(runs),
-            "Losses of the runs, and how far each validation loss is from the dense run's.",
+            "Losses of the runs, and the distance of each validation loss from the dense run's.",
         ),
         "errors.png": (
             _errors(runs),
-            "What compressed messages get wrong, by link; dashed: the gradient of weights that a step makes of them.",
+            "Errors of compressed messages, by link; dashed: of the weights' gradients that a step computes from them.",
         ),
         "cosines.png": (
             _cosines(runs, elements),
-            "Lazy error propagation rests on errors that have nothing to do with how activations change from one "
-            "micro-batch to the next, or on means near zero. Errors have none: a LayerNorm's backward removes it.",
+            "Lazy error propagation assumes that errors are uncorrelated with the change of activations from one "
+            "micro-batch to the next, or that means are near zero. Errors have none: LayerNorm's backward removes it.",
         ),
         "spectra.png": (
             _spectra(runs, config.compress.backward_rank),

@@ -1,4 +1,4 @@
-"""Measurements of a study besides losses: bytes on the wire, errors of messages, spectra of gradients."""
+"""The measurements of a study besides losses: bytes on the wire, errors of messages, spectra of gradients."""
 
 import collections
 import dataclasses
@@ -25,8 +25,8 @@ _RING = {
     "all-gather": lambda n: n - 1,
 }
 
-# Collectives are the same without optimization. The disabled pass of XLA for CPUs (not of XLA for GPUs) would move the
-# embedding's collectives out of the branch of the first and the last stage, so that every stage would run them.
+# Collectives are the same without optimization. On CPUs (not on GPUs) the disabled pass would move the embedding's
+# collectives out of the branch of the first and the last stage. Every stage would then run them.
 _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
@@ -37,12 +37,12 @@ _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "whil
 
 
 def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collections.Counter[str]:
-    """Return the bytes that one device sends in collectives by kind, without permutes and those of tensor groups.
+    """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
 
     Args:
         text: text of the compiled step.
         mesh: mesh of the step.
-        unknown_trip_count: number of trips of loops that serve as branches.
+        unknown_trip_count: trip count to assume for loops that serve as branches.
     """
     sent: collections.Counter[str] = collections.Counter()
     for op in hlo.collectives(text, unknown_trip_count):
@@ -53,7 +53,7 @@ def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collec
 
 
 def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
-    """Return the bytes that all devices send to other stages, by what they are."""
+    """Return the bytes that all devices send to other stages: "forward", "backward" or "embedding"."""
     sent: collections.Counter[str] = collections.Counter()
 
     def stage(number: int) -> int:
@@ -73,9 +73,9 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
 def wire_bytes(trainer: Trainer) -> dict[str, int]:
     """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from compiled HLO.
 
-    Bytes within tensor groups, which are inside hosts, do not count. Collectives are assumed to run over rings. What a
-    stage sends over data is read from a program whose stages all have that stage's rank, because the HLO does not tell
-    which stage takes which branch of a program with different ranks.
+    Bytes within tensor groups, which are inside hosts, do not count. Collectives are assumed to run over rings. In a
+    program with different ranks the HLO does not tell which stage takes which branch. So the bytes that a stage sends
+    over data are read from a program whose stages all have that stage's rank.
 
     Args:
         trainer: trainer on the real mesh, without virtual stages.
@@ -98,13 +98,13 @@ def wire_bytes(trainer: Trainer) -> dict[str, int]:
 
 
 class Messages(NamedTuple):
-    """Messages of one sender in one step, in the order of their micro-batches, float64 [n, ...].
+    """Messages of one sender in one step, in the order of their micro-batches.
 
     Attributes:
         micro_batches: micro-batch of each message.
-        given: messages as the sender had them.
-        decoded: messages as they arrived.
-        error: what each message left to the next one or, without error feedback, what it lost.
+        given: messages as the sender had them, float64 [n, ...].
+        decoded: messages as they arrived, float64 [n, ...].
+        error: error that each message left to the next one or, without error feedback, lost; float64 [n, ...].
     """
 
     micro_batches: list[int]
@@ -120,8 +120,8 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
         trainer: trainer that records as many messages as there are micro-batches.
         codec: state of its codecs, in numpy.
         direction: "backward" or "forward".
-        data: the data rank.
-        stage: the stage.
+        data: number of the data rank.
+        stage: number of the stage.
     """
     numbers = list(range(trainer.config.micro_batches))
     if direction == "backward":
@@ -148,7 +148,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _relative_mean(x: np.ndarray) -> float:
-    """Return the mean of the elements over their root mean square."""
+    """Return the mean of the elements, divided by their root mean square."""
     return _ratio(float(x.mean()), float(np.sqrt(np.mean(x**2))))
 
 
@@ -164,9 +164,10 @@ def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
 def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[dict[str, Any]]:
     """Yield the error of each message and, for gradients, its effect on the gradients of weights.
 
-    Lazy error propagation leaves a linear layer an error of sum e_i (x_{i+1} - x_i)^T, up to its two ends. It is small
-    if the error of a message is orthogonal to the change of the activations, or if both have no mean. Every layer
-    multiplies gradients with different activations; those at the boundary stand for them here.
+    Lazy error propagation leaves the gradient of a linear layer's weights an error of sum e_i (x_{i+1} - x_i)^T, up to
+    the first and the last term. It is small if the error of a message is orthogonal to the change of the activations,
+    or if both have no mean. Every layer multiplies gradients with different activations; those at the boundary stand
+    for them here.
 
     Args:
         sent: messages of one sender in one step.
@@ -175,9 +176,9 @@ def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[d
 
     Yields:
         A row with micro_batch and relative_error, |decoded - given| / |given|. Rows of gradients also have
-        weight_error, the same for the sums of g_i x_i^T over this step's messages so far. All except the last message
-        also have the cosine of e_i with x_i - x_{i+1}, and error_mean and change_mean, the means of both over their
-        root mean squares.
+        weight_error, the same for the sums of g_i x_i^T over this step's messages so far. Those of all messages except
+        the last also have cosine, of e_i with x_i - x_{i+1}. Their error_mean and change_mean are the means of these
+        two, divided by their root mean squares.
     """
     lost = sent.decoded - sent.given
     if activations is not None:
@@ -195,9 +196,9 @@ def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[d
 
 
 def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
-    """Return rows of `message_errors` for all compressed messages of the last step.
+    """Return the rows of `message_errors` for all compressed messages of the last step.
 
-    They also have direction, link and data_rank. Link k joins the stages k and k+1.
+    The rows also have direction, link and data_rank. Link k joins the stages k and k+1.
 
     Args:
         trainer: trainer that records as many messages as there are micro-batches.
@@ -221,13 +222,13 @@ def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
 
 
 def _singular_values(matrices: np.ndarray) -> np.ndarray:
-    """Return singular values over the largest one, as a mean over matrices [*, n, k]."""
+    """Return singular values divided by the largest one, as a mean over matrices [m, n, k]."""
     values = np.linalg.svd(matrices, compute_uv=False)
     return np.mean(values / np.maximum(values[:, :1], np.finfo(np.float64).tiny), axis=0)
 
 
 def activation_gradient_spectra(trainer: Trainer, codec: Any) -> dict[str, np.ndarray]:
-    """Return the spectrum of the gradients that cross each link: singular values over the largest one.
+    """Return the spectrum of the gradients that cross each link: singular values divided by the largest one.
 
     Each spectrum is the mean over the step's messages.
 
@@ -249,12 +250,12 @@ def _gradient(config: ModelConfig) -> Callable[[Params, jax.Array], Params]:
 
 
 def weight_gradient_spectra(trainer: Trainer, params: Params, tokens: jax.Array) -> dict[str, np.ndarray]:
-    """Return the spectrum of each kernel's gradients in a plain model: singular values over the largest one.
+    """Return the spectrum of each kernel's gradients in a plain model: singular values divided by the largest one.
 
     Each spectrum is the mean over the layers.
 
     Args:
-        trainer: trainer whose model and layout count.
+        trainer: trainer that has the model and the layout of the parameters.
         params: parameters in the mesh's layout.
         tokens: global batch, int32 [global_batch, sequence + 1].
     """

@@ -1,4 +1,4 @@
-"""Report of a study: CSV files, a table, and a page that says plainly which claims hold and which do not."""
+"""The report of a study: CSV files, a table, and a page that says plainly which claims hold and which do not."""
 
 import csv
 import dataclasses
@@ -18,9 +18,11 @@ PAGE = "study.md"
 # Headings of probe.BYTES in tables.
 KINDS = dict(zip(BYTES, ("activations", "gradients", "embedding swap", "all-reduce", "reduce-scatter", "all-gather")))
 
-# Percent of the dense loss. Runs within the first count as equally good; differences below the second are invisible.
+# Thresholds in percent of the dense loss: runs closer than _CLOSE count as equally good, and differences below _VISIBLE
+# as none.
 _CLOSE = 1.0
 _VISIBLE = 0.1
+# Magnitude of a cosine below which errors count as hardly correlated.
 _CORRELATED = 0.1
 
 
@@ -33,8 +35,8 @@ class VariantResult:
         label: name of the variant in tables.
         seed: seed of the run.
         rank: rank of the gradients between stages, if they are compressed.
-        bytes: bytes that all devices together put on the links in a step, by the kinds probe.BYTES; if compression over
-            data starts late, after its start.
+        bytes: bytes that all devices together put on the links in a step, by the kinds probe.BYTES. If compression over
+            data starts late, they are those after its start.
         losses: training loss of every step.
         validation: validation loss by step; step 0 is before the first one.
         errors: rows of probe.link_errors, with their step.
@@ -60,7 +62,7 @@ class VariantResult:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all kinds together."""
+        """Sum of the bytes of all kinds."""
         return sum(self.bytes.values())
 
 
@@ -73,12 +75,12 @@ def by_run(outcomes: Iterable[VariantResult]) -> dict[str, list[VariantResult]]:
 
 
 def differences(runs: dict[str, list[VariantResult]], name: str, other: str = "dense") -> list[float]:
-    """Return by seed how much higher a variant's final validation loss is than another one's, in percent.
+    """Return the percentage by which a variant's final validation loss exceeds another one's, for each seed.
 
     Args:
         runs: results by name.
-        name: the variant.
-        other: the variant to compare with.
+        name: name of the variant.
+        other: name of the variant to compare with.
     """
     pairs = zip(runs[name], runs[other], strict=True)
     return [100 * (a.final / b.final - 1) for a, b in pairs]
@@ -146,7 +148,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def table(outcomes: list[VariantResult]) -> list[list[str]]:
-    """Return the table as rows of cells, the first of which are headings."""
+    """Return the table as rows of cells; the first row has the headings."""
     runs = by_run(outcomes)
     heads = ["run", "validation loss", "perplexity", "against dense, %", "kB a step", "times less"]
     rows = [[*heads, *KINDS.values()]]
@@ -193,7 +195,7 @@ def _percents(values: Sequence[float]) -> str:
 
 
 def _close(name: str, values: Sequence[float]) -> str:
-    """Return a sentence on whether a variant's loss is that of dense training, from its differences in percent."""
+    """Return a sentence on whether a variant trains as well as dense, from the differences of losses in percent."""
     if not all(map(math.isfinite, values)):
         return f"{name} diverges."
     what = f"{_percents(values)} of its validation loss"
@@ -210,7 +212,7 @@ def _close(name: str, values: Sequence[float]) -> str:
 
 
 def _effect(what: str, values: Sequence[float]) -> str:
-    """Return a sentence on whether a change lowers the loss, from the differences in percent that it makes."""
+    """Return a sentence on whether a change lowers the loss, from the differences that it makes in percent."""
     if not all(map(math.isfinite, values)):
         return f"{what}: one of the two runs diverges."
     found = _percents(values)
@@ -230,7 +232,7 @@ def _errors(group: list[VariantResult], column: str, direction: str = "backward"
 
 
 def _weight_errors(group: list[VariantResult]) -> float:
-    """Return the mean relative error of weights' gradients, over all messages that a link compressed in a step."""
+    """Return the mean relative error of weights' gradients, after all messages that a link compressed in a step."""
     last = {
         (o.seed, row["step"], row["link"], row["data_rank"]): row["weight_error"]
         for o in group
@@ -256,7 +258,7 @@ def _orthogonality(group: list[VariantResult]) -> str:
 
 
 def _fused(runs: dict[str, list[VariantResult]]) -> str:
-    """Return a sentence on what fusing the embedding's synchronisation saves; it may change nothing else."""
+    """Return a sentence on the bytes that fusing the embedding's synchronisation saves, and on whether losses agree."""
     values = differences(runs, "cb_fe", "cb_epilogue")
     saved = 1 - runs["cb_fe"][0].total_bytes / runs["cb_epilogue"][0].total_bytes
     what = f"Fusing the embedding's synchronisation (CB + FE against CB epilogue) takes {saved:.1%} off a step's bytes"
@@ -270,7 +272,7 @@ def _fused(runs: dict[str, list[VariantResult]]) -> str:
 
 
 def claims(outcomes: list[VariantResult]) -> list[str]:
-    """Return one sentence per question, computed from a study's results; the sentences also say what does not hold."""
+    """Return one sentence per question, computed from a study's results; the sentences also say which claims fail."""
     runs = by_run(outcomes)
     label = {name: group[0].label for name, group in runs.items()}
     asked = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
@@ -305,7 +307,7 @@ def summary(outcomes: list[VariantResult]) -> str:
 
 
 def _setting(config: Config, seeds: int) -> str:
-    """Return the page's paragraph on what was trained."""
+    """Return the page's paragraph on the model and its training."""
     c, m, compress = config, config.model, config.compress
     message = f"{c.batch.micro_batch * m.sequence} x {m.hidden}"
     dense = f" after the first {compress.data_start:.0%} of the steps" if compress.data_start else ""
@@ -332,7 +334,7 @@ mesh; collectives are taken to run over rings. Where compression over data start
 
 
 def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str, str], out: pathlib.Path) -> None:
-    """Write the page.
+    """Write the page `study.md`.
 
     Args:
         config: configuration of the study.

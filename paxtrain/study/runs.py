@@ -25,14 +25,14 @@ from paxtrain.study import probe
 from paxtrain.study.report import VariantResult
 from paxtrain.study.variants import Variant, variants
 
-# Times per run at which the messages between the stages are examined.
+# Number of times per run that the messages between the stages are examined.
 _PROBES = 20
 
 
 class Study:
     """The runs of a study, with the data, the mesh and the compiled evaluation that they share.
 
-    The constructor finds everything that can be wrong with the input, before anything is compiled.
+    The constructor checks all input before anything is compiled.
     """
 
     def __init__(self, config: Config, out: str, seeds: int, sweep: Sequence[int], real_mesh: bool) -> None:
@@ -41,12 +41,12 @@ class Study:
         Args:
             config: configuration that `variants.settled` returned.
             out: folder to write to.
-            seeds: number of runs of each variant; the first one has config.run.seed, the next one more.
+            seeds: number of runs of each variant, with the seeds config.run.seed, config.run.seed + 1 and so on.
             sweep: ranks of compressed backpropagation.
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
 
         Raises:
-            UserError: data, mesh, ranks or folder do not fit.
+            UserError: the data, the mesh, the ranks or the folder do not fit.
         """
         if seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {seeds}")
@@ -67,7 +67,7 @@ class Study:
         return Trainer(variant.config, self.mesh, record=self.config.micro_batches, virtual=self.virtual)
 
     def real_trainer(self, variant: Variant) -> Trainer:
-        """Return the trainer of a variant on the real mesh of CPU devices, which is compiled only, to count bytes."""
+        """Return the trainer of a variant on the real mesh of CPU devices; it is only compiled, to count bytes."""
         c = variant.config
         c = dataclasses.replace(
             c,
@@ -143,11 +143,11 @@ class Study:
         return outcomes
 
     def _look(self, trainer: Trainer, outcome: VariantResult, number: int, state: TrainState, batch: jax.Array) -> None:
-        """Add to the outcome what is measured after this step.
+        """Add to the outcome the measurements that are due after a step.
 
         Args:
             trainer: trainer of the variant.
-            outcome: the run so far.
+            outcome: result of the run so far.
             number: number of the step, from 1 on.
             state: state after the step.
             batch: global batch of the step.

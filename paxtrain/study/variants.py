@@ -1,4 +1,4 @@
-"""The variants of a study: one configuration with more and more of what crosses the links compressed."""
+"""The variants of a study: one configuration, with more and more of the traffic between devices compressed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from paxtrain.parallel.selective import StageTimes
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to compress.
+    """One kind of compression to compare.
 
     Attributes:
         name: name in files.
@@ -25,7 +25,7 @@ class Variant:
 
 
 def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
-    """Return the variants: dense, then with more and more compressed, then one for every further rank of the sweep.
+    """Return the variants: dense, those that compress more and more, and one for each further rank of the sweep.
 
     Args:
         config: configuration that gives ranks, the stages of selective stage compression and when it starts.
@@ -52,10 +52,10 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
 
 
 def settled(config: Config) -> Config:
-    """Return the configuration with the stages of selective stage compression by number.
+    """Return the configuration with the stages of selective stage compression named by their numbers.
 
     Raises:
-        UserError: a study has nothing to compare on this mesh, or could not count its bytes.
+        UserError: a study has nothing to compare with this configuration, or could not count its bytes.
     """
     c, mesh = config.compress, config.mesh
     if mesh.pipe < 2:

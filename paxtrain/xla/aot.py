@@ -1,15 +1,16 @@
 """Compiling for a GPU cluster on a machine without GPUs.
 
 XLA can compile for a described GPU. The executable cannot run, but its memory figures and its scheduled HLO are those
-of the cluster's program. That needs jax's CUDA plugin (requirements-gpu.txt) and no driver.
+of the cluster's program. This needs jax's CUDA plugin (requirements-gpu.txt), but no driver.
 
     mesh = Mesh(np.reshape(aot.devices("h200", hosts=2, per_host=8), (2, 4, 2)), ("data", "pipe", "tensor"))
     compiled = aot.compile(step.lower(arguments_with_shardings_over(mesh)))
     compiled.memory_analysis(), compiled.as_text()
 
-jax keeps computing on the CPU, and may have used it before. jax drops a CUDA plugin that finds no driver when it first
-looks for devices. A process with a plugin and without a GPU prevents that with `JAX_PLATFORMS=cpu` in its environment
-or `jax.config.update("jax_platforms", "cpu")`. `devices` does so itself if it is the first to look.
+jax keeps computing on the CPU, and may have used it before. When jax first looks for devices, it drops a CUDA plugin
+that finds no driver. A process with a plugin and without a GPU prevents that with `JAX_PLATFORMS=cpu` in its
+environment or `jax.config.update("jax_platforms", "cpu")`. If nothing has looked for devices before, `devices` keeps
+the plugin itself.
 """
 
 import importlib.metadata
@@ -24,7 +25,7 @@ from paxtrain.errors import UserError
 
 
 class Unavailable(Exception):
-    """This installation cannot compile for GPUs; the message says in one sentence why, and what would help."""
+    """Error of an installation that cannot compile for GPUs; its message says in one sentence why and what helps."""
 
 
 def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
@@ -41,7 +42,7 @@ def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
     """
     if kind not in GPUS:
         raise UserError(f"unknown GPU {kind!r}; known are {', '.join(GPUS)}")
-    # The plugin checks the driver when jax first looks for devices, and registers itself only if it finds one.
+    # When jax first looks for devices, the plugin looks for a driver and registers itself only if it finds one.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         cluster = topologies.get_topology_desc(
@@ -62,9 +63,9 @@ def devices(kind: str, hosts: int, per_host: int) -> list[jax.Device]:
 def compile(lowered: jax.stages.Lowered, options: dict[str, Any] | None = None) -> jax.stages.Compiled:
     """Compile for GPUs that this machine does not have.
 
-    Autotuning is off, because there is nothing to time kernels on. With jax 0.12 that saves a third of the time and
-    leaves the memory figures as they are. On a GPU, workspaces of cuBLAS (if autotuning chooses it over XLA's kernels)
-    and of cuDNN's attention are added to them.
+    Autotuning is off, because there is no GPU to time kernels on. With jax 0.12 that saves a third of the time and
+    leaves the memory figures as they are. On a real GPU, the workspaces of cuBLAS (if autotuning chooses it over XLA's
+    kernels) and of cuDNN's attention come on top.
 
     Args:
         lowered: program lowered for devices of `devices`.

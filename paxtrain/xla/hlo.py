@@ -1,9 +1,9 @@
-"""Facts about a compiled XLA program, read from its text: what it sends, what it copies, what hides what.
+"""Facts about a compiled XLA program, read from its text: what it sends, what it copies, which compute hides transfers.
 
 Every function takes `compiled.as_text()`: optimized HLO, whose instructions stand in the order in which they are
-scheduled. Counts follow the calls from ENTRY: the body of a loop counts as often as the loop's known trip count says,
-each branch of a conditional once. A loop whose trip count is decided at run time counts `unknown_trip_count` times. The
-default, 1, suits loops of zero or one trip that serve as conditionals, and gives the most that can happen.
+scheduled. Counts follow the calls from ENTRY. The body of a loop counts as often as the loop's known trip count says,
+and each branch of a conditional counts once. A loop whose trip count is decided at run time counts `unknown_trip_count`
+times. The default, 1, suits loops of zero or one trip that serve as conditionals: it gives the largest possible count.
 
 CPU programs carry bfloat16 collectives as float32, so read bytes on the wire from a GPU program (paxtrain.xla.aot).
 """
@@ -45,7 +45,8 @@ class Collective:
     Attributes:
         kind: one of COLLECTIVES.
         dtype: dtype of the first operand, as HLO spells it ("bf16").
-        bytes: bytes of one participant's operands: for an all-gather its shard, for a reduce-scatter all it reduces.
+        bytes: bytes of one participant's operands: for an all-gather its shard, for a reduce-scatter all that it
+            reduces.
         pairs: (source, target) partition ids of a collective-permute; a partition id is a position in
             `mesh.devices.flat`, not a device's id.
         groups: groups of partition ids that exchange values; empty for a collective-permute, or if all partitions
@@ -70,9 +71,9 @@ class Instruction:
     Attributes:
         opcode: opcode as HLO spells it; that of the start for an asynchronous pair, and of the wrapped instruction for
             a wrapper.
-        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"). Instructions that XLA
-            has added without a name get that of the loop around them, or "" outside of loops.
-        groups: groups of partition ids of a collective that exchange values, or a collective-permute's pairs; empty if
+        op_name: named scopes and primitive that it comes from ("jit(step)/forward/dot_general"). An instruction that
+            XLA has added without a name gets that of the loop around it, or "" outside of loops.
+        groups: groups of partition ids that exchange values in a collective, or a collective-permute's pairs; empty if
             all partitions exchange values. A partition id is a position in `mesh.devices.flat`.
     """
 
@@ -110,7 +111,7 @@ class Overlap:
         executions: number of times that one execution of the program runs it.
         bytes: bytes of one participant's operands.
         kernels: number of fusions, matrix products and custom calls, except those with a scalar result (loop counters).
-            In loops of a known number of trips they count as often as they run, in other loops not at all.
+            Those in a loop with a known trip count count as often as they run, those in other loops not at all.
         matmuls: number of the kernels that contain a matrix product or convolution.
         whiles: number of loops of either kind.
     """
@@ -160,7 +161,7 @@ class _HloInstruction:
         return named + _CALLEE.findall(self.attributes)
 
     def trips(self) -> int | None:
-        """Return the number of trips of a loop, or None if the text does not say it."""
+        """Return the number of trips of a loop, or None if the text does not state it."""
         known = _TRIPS.search(self.attributes)
         return int(known[1]) if known else None
 
@@ -172,7 +173,7 @@ class _HloModule:
         """Parse a program's text.
 
         Raises:
-            ValueError: it is not the text of a compiled program.
+            ValueError: the text is not that of a compiled program.
         """
         self.computations: dict[str, dict[str, _HloInstruction]] = {}
         entry = ""
@@ -198,7 +199,7 @@ class _HloModule:
         Args:
             computation: name of the computation.
             times: number of executions to add.
-            unknown: trips of a loop whose number is not known.
+            unknown: trip count to assume for a loop whose trip count is not known.
         """
         self.executions[computation] += times
         for instruction in self.computations[computation].values():
@@ -295,7 +296,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         ids = _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))
     elif mesh := _GROUPS_MESH.search(attributes):
         axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        # 'a':(2)4 is a part of an axis: of its dims 2 x 4 x the rest the second one.
+        # 'a':(2)4 is a part of an axis: the second of the dims 2 x 4 x the rest into which the axis is cut.
         chosen = [(name, int(outer or 1), int(size or axes[name])) for name, outer, size in _AXIS.findall(mesh[3])]
         dims: dict[tuple[str, int], int] = {}  # sizes of the parts into which axes are cut, by where they begin
         for name, whole in axes.items():
@@ -361,8 +362,8 @@ def instructions(text: str) -> dict[str, Instruction]:
 def collective_bytes(text: str, unknown_trip_count: int = 1) -> dict[str, int]:
     """Return the bytes of one participant's operands, added up over all executions, for each kind of collective.
 
-    They describe the program and not what a device sends, which depends on its branches and on the permutes that it
-    takes part in (`paxtrain.study.probe.wire_bytes`).
+    The bytes describe the program. What a device sends depends on its branches and on the permutes that it takes part
+    in (`paxtrain.study.probe.wire_bytes`).
     """
     total: collections.Counter[str] = collections.Counter()
     for op in collectives(text, unknown_trip_count):
@@ -385,7 +386,7 @@ def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
 
 
 def conditionals(text: str, unknown_trip_count: int = 1) -> int:
-    """Return how many conditionals one execution of the program runs; on a GPU each makes the host wait."""
+    """Return the number of conditionals that one execution of the program runs; on a GPU each makes the host wait."""
     return sum(n for _, n, op in _HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
 
 
@@ -420,7 +421,7 @@ def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
 
 
 def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
-    """Return, for every collective-permute that is executed, the compute between its start and its done."""
+    """Return the compute between start and done of every collective-permute that is executed."""
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times in program.executions.items():
@@ -448,7 +449,7 @@ def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
 
 
 def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
-    """Return every executed copy of a whole array, alone or as (a part of) a fusion that does nothing else to it."""
+    """Return every executed copy of a whole array: alone, or as (a part of) a fusion that does nothing else to it."""
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():

@@ -170,7 +170,7 @@ def test_off_there_is_nothing_around_a_step(home, tmp_path):
 def test_a_window_is_of_one_program(home, tmp_path, compress):
     """Ranks over data change after step 3, as compression starts or as they adapt: parts are known of one program."""
     values = to_dict(config(home, tmp_path / "run", "3:5"))
-    with pytest.raises(UserError, match="profile=3:5 goes across step 4, from which on gradients over data may"):
+    with pytest.raises(UserError, match="profile=3:5 spans step 4, at which gradients over data may"):
         started(from_dict(values | {"compress": values["compress"] | compress})).train()
 
 
