@@ -7,7 +7,7 @@ from paxtrain.errors import UserError
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise UserError(message) unless the condition holds."""
+    """Raise UserError(message) if the condition does not hold."""
     if not condition:
         raise UserError(message)
 
@@ -20,7 +20,7 @@ def divisors_near(n: int, target: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def positive(section: str, config: Any, *names: str) -> None:
+def positive(section: str, config: object, *names: str) -> None:
     """Require that the named values of a section are above zero."""
     for name in names:
         value = getattr(config, name)
@@ -28,12 +28,15 @@ def positive(section: str, config: Any, *names: str) -> None:
 
 
 def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Require that `value` is one of `choices`.
+    """Require that a value is one of several.
 
     Args:
-        name: section and name of the setting.
-        value: what was given.
-        choices: what is allowed.
+        name: full name of the value, such as "mesh.data", for the message.
+        value: the value given.
+        choices: the values allowed.
+
+    Raises:
+        UserError: it is none of them.
     """
     require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
@@ -42,9 +45,12 @@ def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
     """Return the numbers of a comma-separated list; an empty text is an empty list.
 
     Args:
-        name: section and name of the setting.
-        text: what was given.
+        name: full name of the value, for the message.
+        text: the list, such as "16,8,16".
         kind: int or float.
+
+    Raises:
+        UserError: a part is no number of this kind, is not finite or is negative.
     """
     try:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
@@ -61,9 +67,12 @@ def steps(name: str, text: str, last: int) -> range:
     """Return the steps of "FIRST:END", END excluded; an empty text gives no steps.
 
     Args:
-        name: section and name of the setting.
-        text: what was given.
+        name: full name of the value, for the message.
+        text: the range, such as "10:13".
         last: number of steps of the run.
+
+    Raises:
+        UserError: the text has another form, or names no step or steps outside of 1 to `last`.
     """
     if not text:
         return range(0)

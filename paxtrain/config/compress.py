@@ -13,31 +13,36 @@ class CompressConfig:
     """Low-rank compression of what crosses the links (Optimus-CC, Song et al. 2023).
 
     Attributes:
-        backward: activation gradients between stages: "none", "epilogue" (those that no compute hides: the drain of the
-            pipeline) or "all".
+        backward: compressed activation gradients between stages: "none", "epilogue" (those of the pipeline's drain,
+            which no compute hides) or "all".
         backward_rank: rank of their factors.
-        backward_ranks: ranks link by link, "16,8,16", the link between stages 0 and 1 first (with virtual stages the
-            one between the last stage and the first comes last); empty: backward_rank for all.
-        forward, forward_rank: activations between stages, "none" or "all"; beyond the paper.
-        error: lazy error propagation, which adds what a compressed message leaves out to the next one on its link:
+        backward_ranks: rank of each link's factors, such as "16,8,16"; empty: backward_rank for all. The link between
+            stages 0 and 1 comes first. With virtual stages the link between the last stage and the first comes last.
+        forward: compressed activations between stages, "none" or "all"; beyond the paper.
+        forward_rank: rank of their factors.
+        error: form of lazy error propagation, which adds the error of a compressed message to the next one on its link:
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
             compute dtype.
-        form: "solve" (normal equations, no orthogonalisation) or "qr" (its check).
-        embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (a mean over data on each,
-            then their sum: the baseline), or "auto": fused if there are two copies.
+        form: method of the factors: "solve" (normal equations, no orthogonalisation) or "qr" (to check it).
+        embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (the baseline: a mean over
+            data of each, then their sum), or "auto": fused if there are two copies.
         data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
-            "0,1", or "selective": those whose reduction would end the step.
+            "0,1", or "selective": those whose reductions would end the step.
         data_rank: rank of their factors; the highest rank if ranks adapt.
         data_start: fraction of the run's steps before data-parallel compression starts.
-        data_adapt_every: steps between adaptions of each stage's rank to its residual; 0: ranks stay.
-        data_rank_min, residual_low, residual_high: bounds of the adaption: the rank doubles if the part of the
-            gradient left out (0 to 1, by norm) is above residual_high, and halves below residual_low.
-        stage_seconds, reduce_seconds, compressed_seconds: for data=selective, a number per stage each: when its last
-            backward ends, how long its reduction takes dense and compressed; empty: measured before the first step.
+        data_adapt_every: steps between adaptations of each stage's rank to its residual; 0: ranks stay. The residual is
+            the part of the gradient that compression leaves out, 0 to 1, by norm.
+        data_rank_min: lowest rank that adaptation chooses.
+        residual_low: residual below which the rank halves.
+        residual_high: residual above which the rank doubles.
+        stage_seconds: for data=selective, the time at which each stage's last backward ends, joined by commas; this and
+            the next two are measured before the first step if they are empty.
+        reduce_seconds: for data=selective, the seconds of each stage's dense reduction.
+        compressed_seconds: for data=selective, the seconds of each stage's compressed reduction.
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
-        implementation: passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto": triton on H100,
-            H200 and B200 GPUs for ranks up to 128.
+        implementation: implementation of the passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto":
+            triton on H100, H200 and B200 GPUs for ranks up to 128.
     """
 
     backward: str = "none"
@@ -105,16 +110,16 @@ class CompressConfig:
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
-        """Return stage_seconds, reduce_seconds and compressed_seconds, a number per stage each; empty if not given."""
+        """Numbers per stage of stage_seconds, reduce_seconds and compressed_seconds; each empty if not given."""
         return tuple(numbers(name, getattr(self, name), float) for name in SECONDS)
 
     def data_stages(self, pipe: int) -> tuple[int, ...]:
-        """Return the stages that compress over data by the configuration alone; "selective" has none yet."""
+        """Return which of `pipe` stages compress over data by the configuration alone; "selective" has none yet."""
         if self.data in ("none", "selective"):
             return ()
         return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
 
     def link_ranks(self, links: int) -> tuple[int, ...]:
-        """Return the rank of every link's gradients."""
+        """Return the rank of the gradients on each of `links` links between stages."""
         ranks = numbers("compress.backward_ranks", self.backward_ranks, int)
         return ranks or (self.backward_rank,) * links

@@ -23,7 +23,7 @@ def _sets(key: str, text: str) -> dict[str, str]:
     require(all(matches), f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
     found: dict[str, str] = {}
     for name, prefix in (match.groups() for match in matches):
-        require(name not in found, f"{key} has two data sets of the name {name}; give each a name of its own")
+        require(name not in found, f"{key} has two data sets of the name {name}; give each a different name")
         found[name] = prefix
     return found
 
@@ -36,7 +36,7 @@ def _weight(name: str, text: str) -> Fraction:
     require(
         weight > 0,
         f"data.weights must give each data set a positive number, got {name}={text}; "
-        "leave a set that is to give nothing out of data.train",
+        "leave a set without samples out of data.train",
     )
     return weight
 
@@ -46,9 +46,9 @@ class DataConfig:
     """Token files written by paxtrain.prepare (Megatron-LM's .bin/.idx), named without the suffix.
 
     Attributes:
-        train, validation: one data set, "runs/data/train", or several with names,
-            "web=runs/web/train,code=runs/code/train". Training sets are mixed; each validation set has a
-            separate validation loss.
+        train: one training set, "runs/data/train", or several with names that are mixed,
+            "web=runs/web/train,code=runs/code/train".
+        validation: one validation set, or several with names, likewise; each has a separate validation loss.
         weights: shares of several training sets, "web=0.7,code=0.3"; only their proportions count.
         prefetch: batches read ahead.
     """
@@ -64,17 +64,17 @@ class DataConfig:
 
     @property
     def train_sets(self) -> dict[str, str]:
-        """Return the prefixes of the training sets by name."""
+        """Prefixes of the training sets by name."""
         return _sets("data.train", self.train)
 
     @property
     def validation_sets(self) -> dict[str, str]:
-        """Return the prefixes of the validation sets by name."""
+        """Prefixes of the validation sets by name."""
         return _sets("data.validation", self.validation)
 
     @property
     def mixture(self) -> dict[str, int]:
-        """Return the samples of each training set in a period of the mixture, by name; names are sorted."""
+        """Number of samples of each training set in a period of the mixture, by name; names are sorted."""
         sets = sorted(self.train_sets)
         names = ", ".join(sets)
         if not self.weights and len(sets) == 1:

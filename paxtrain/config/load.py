@@ -41,7 +41,7 @@ def read_section(cls: type, values: Any, path: str) -> Any:
     return cls(**kwargs)
 
 
-def from_dict(values: Any) -> Config:
+def from_dict(values: object) -> Config:
     """Return the Config that a (possibly partial) mapping of sections describes.
 
     Args:

@@ -17,20 +17,26 @@ class ModelConfig:
     Attributes:
         family: one of FAMILIES. "gpt2": learned positions, LayerNorm, GELU, biases. "llama": rotary positions, RMSNorm,
             SwiGLU, no biases.
-        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` on every mesh, so
-            that checkpoints fit every mesh; padded rows never receive probability.
+        vocab_size: number of token ids. The table is padded to a multiple of `vocab_multiple` on every mesh, so that
+            checkpoints fit every mesh; padded rows never receive probability.
+        layers: number of layers, L.
+        hidden: size of a token's activations, H.
+        heads: number of attention heads of each layer.
         kv_heads: heads of keys and values, each shared by heads/kv_heads queries; 0: as many as heads.
         intermediate: size of the feed-forward part; 0: 4 * hidden.
-        sequence: positions, S.
-        tied_head: the head uses the embedding's table.
-        rope_theta: base of the rotary angles. norm_epsilon: added to a norm's mean square.
-        embedding_dropout, residual_dropout: rates after the embedding and on both residual branches
-            (GPT-2's embd_pdrop and resid_pdrop).
-        dtype: compute dtype, "bfloat16" or "float32"; parameters, their gradients' sum over
-            micro-batches and the optimizer are always float32.
-        attention: "auto" (cuDNN flash attention on GPU in bfloat16, else XLA), "xla" or "cudnn".
-        separator: id of the token that documents begin with (one that ends them begins the next one). Attention stays
-            within a document and positions count from its beginning; -1: all tokens of a sample are one document.
+        sequence: tokens of a sample, S.
+        vocab_multiple: divisor of the rows of the padded tables.
+        tied_head: whether the head uses the embedding's table.
+        rope_theta: base of the rotary angles.
+        norm_epsilon: addend of a norm's variance or mean square.
+        embedding_dropout: dropout rate after the embedding (GPT-2's embd_pdrop).
+        residual_dropout: dropout rate on both residual branches (GPT-2's resid_pdrop).
+        dtype: compute dtype, "bfloat16" or "float32". Parameters, their gradients' sum over micro-batches and the
+            optimizer are always float32.
+        attention: "auto" (cuDNN flash attention on GPUs in bfloat16, else XLA), "xla" or "cudnn".
+        separator: id of the token with which documents begin; -1: all tokens of a sample are one document. A token that
+            ends documents serves as well, as the first token of the next one. Attention stays within a document, and
+            positions count from its beginning.
     """
 
     family: str = "gpt2"
@@ -104,55 +110,59 @@ class ModelConfig:
 
     @property
     def fits_flash(self) -> bool:
-        """Return whether cuDNN has flash attention for this shape; its masks need an even sequence."""
+        """Whether cuDNN has flash attention for this shape; its masks need an even sequence."""
         small = self.head_dim % 8 == 0 and self.head_dim <= 128
         return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 
     @property
     def padded_vocab(self) -> int:
+        """Number of rows of a vocabulary table."""
         return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
 
     @property
     def ffn(self) -> int:
+        """Size of the feed-forward part, F."""
         return self.intermediate or 4 * self.hidden
 
     @property
     def head_dim(self) -> int:
+        """Size of an attention head, D."""
         return self.hidden // self.heads
 
     @property
     def key_value_heads(self) -> int:
+        """Number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def key_value(self) -> int:
-        """Return the size of a token's keys."""
+        """Size of a token's keys, K; its values have the same."""
         return self.key_value_heads * self.head_dim
 
     @property
     def matrices(self) -> int:
-        """Return the number of parameters in a layer's matrices, which multiply every token."""
+        """Number of parameters in a layer's matrices, which multiply every token."""
         feed_forward = 3 if self.family == "llama" else 2
         return self.hidden * (2 * self.hidden + 2 * self.key_value + feed_forward * self.ffn)
 
     @property
     def vectors(self) -> int:
-        """Return the number of parameters in a layer's norms and biases."""
+        """Number of parameters in a layer's norms and biases."""
         return 2 * self.hidden if self.family == "llama" else 9 * self.hidden + self.ffn
 
     @property
     def positions(self) -> int:
-        """Return the rows of the position table."""
+        """Number of rows of the position table."""
         return 0 if self.family == "llama" else self.sequence
 
     @property
     def tables(self) -> int:
-        """Return the number of vocabulary tables: the embedding's, and the head's if it is untied."""
+        """Number of vocabulary tables: the embedding's, and the head's if it is untied."""
         return 1 if self.tied_head else 2
 
     @property
     def split_sizes(self) -> dict[str, int]:
-        """Return the sizes that tensor parallelism splits evenly, by name."""
+        """Sizes that tensor parallelism splits evenly, by name."""
         names = ("heads", "hidden", "key_value_heads", "ffn", "padded_vocab")
         return {name: getattr(self, name) for name in names}
 

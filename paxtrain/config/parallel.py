@@ -15,7 +15,7 @@ def scans(scan_layers: str, common: Any) -> Any:
 
     Args:
         scan_layers: "auto", "on" or "off".
-        common: layers of the smallest virtual stage, a number or an array of candidates'. One alone needs no loop.
+        common: layers of the smallest virtual stage, a number or an array of them; a single layer needs no loop.
     """
     return ((scan_layers == "on") | ((scan_layers == "auto") & (common > 8))) & (common > 1)
 
@@ -28,9 +28,9 @@ class MeshConfig:
         data: replicas of the model, each with a share of the batch.
         pipe: stages, each with a share of the layers.
         tensor: devices that share the matrices of each layer.
-        zero1: shard gradients, master weights and optimizer state over data (reduce-scatter and all-gather);
-            False replicates them (all-reduce).
-        sequence_parallel: split the sequence over a tensor group between the split matrices, so that each device
+        zero1: whether gradients, master weights and optimizer state are sharded over data (reduce-scatter and
+            all-gather) or replicated (all-reduce).
+        sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
     """
 
@@ -50,7 +50,7 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """Return the number of devices."""
+        """Number of devices."""
         return self.data * self.pipe * self.tensor
 
 
@@ -64,7 +64,7 @@ class PipelineConfig:
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
             "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).
-        scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": from 9 layers per stage on.
+        scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": a loop from 9 layers per stage on.
     """
 
     schedule: str = "eager_1f1b"
@@ -101,14 +101,14 @@ class PipelineConfig:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """Return the facts about the schedule."""
+        """Facts about the schedule."""
         return SPECS[self.schedule]
 
     def scans(self, common: Any) -> Any:
         """Return whether layers run in a loop: one bool, or an array of them.
 
         Args:
-            common: layers of the smallest virtual stage, a number or an array of candidates'.
+            common: layers of the smallest virtual stage, a number or an array of them.
         """
         return scans(self.scan_layers, common)
 

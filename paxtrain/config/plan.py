@@ -61,10 +61,10 @@ class Plan:
             )
 
     def apply(self, values: Mapping[str, Any]) -> Config:
-        """Return the configuration of `values` (sections, as for config.from_dict) with this plan's sections.
+        """Return the configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
         Raises:
-            UserError: they do not fit each other.
+            UserError: the plan's sections do not fit the others.
         """
         return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
 
@@ -96,7 +96,7 @@ def load(path: str | pathlib.Path) -> Plan:
         raise UserError(f"plan {path}: {error}") from error
 
 
-def from_json(values: Any) -> Plan:
+def from_json(values: object) -> Plan:
     """Return the plan that JSON values describe.
 
     Raises:

@@ -13,8 +13,8 @@ class CheckpointConfig:
         every: steps between checkpoints; 0: only at the end and on SIGTERM.
         keep: newest checkpoints kept.
         keep_every: interval of checkpoints that are never deleted, in steps; 0: none.
-        resume: continue from the newest good checkpoint of the output directory if there is one.
-        reset_codec: start compression afresh if the checkpoint's compression state does not fit this run's.
+        resume: whether to continue from the newest good checkpoint of the output directory if there is one.
+        reset_codec: whether to start compression afresh if the checkpoint's compression state does not fit this run's.
     """
 
     every: int = 100

@@ -8,7 +8,11 @@ from paxtrain.errors import UserError
 
 
 def folder() -> pathlib.Path:
-    """Return the folder `configs`, of this checkout or of the installed package."""
+    """Return the folder `configs`, of this checkout or of the installed package.
+
+    Raises:
+        UserError: the package `configs` is not installed.
+    """
     found = importlib.util.find_spec("configs")
     if found is None or not found.submodule_search_locations:
         raise UserError("the package configs is not installed beside paxtrain; name a file by its path")
@@ -29,7 +33,7 @@ def find(name: str, kind: str = "", suffix: str = ".py") -> str:
     """Return the path of a shipped file by its bare name; a path comes back unchanged.
 
     Args:
-        name: "gpt_8b", or any path: what has a folder or a suffix, or exists.
+        name: bare name such as "gpt_8b", or a path: any name with a folder or a suffix, or of an existing file.
         kind: folder in `configs`; "" for the configurations themselves.
         suffix: ".py" or ".json".
 

@@ -72,7 +72,7 @@ class Group(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Return the number of parts of the sequence."""
+        """Number of parts of the sequence."""
         return lax.axis_size(self.axis) if self.sequence else 1
 
 
@@ -93,9 +93,9 @@ def own(x: jax.Array, dim: int, group: Group) -> jax.Array:
     """Return this device's part of an array that has the whole sequence.
 
     Args:
-        x: array.
-        dim: dimension of the sequence.
-        group: tensor group; without sequence parallelism the part is the whole.
+        x: any array.
+        dim: dim of the sequence.
+        group: the split of the sequence.
     """
     if not group.sequence:
         return x

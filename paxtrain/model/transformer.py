@@ -21,7 +21,7 @@ With an untied head, token is [2, V, H]: the embedding's table, then the head's.
 
 `group` names the mesh axis that splits heads, ffn and vocabulary, and tells whether the sequence is split as well. If
 it is, S is one device's part of the sequence between the split matrices. The train step does not use `loss` and
-`logits`: they are the plain model on one device, for sampling, for comparison, and to read.
+`logits`: these are the plain model on one device, for sampling, comparing and reading.
 
 References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
@@ -164,7 +164,15 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
 
 
 def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Array | int, group: tp.Group) -> jax.Array:
-    """Drop elements of x [B, S, H]; `place` (layer and branch) tells the masks of one sample apart."""
+    """Drop elements of x [B, S, H].
+
+    Args:
+        x: [B, S or S/T, H].
+        rate: share of the elements to drop.
+        dropout: randomness of the micro-batch; None: nothing is dropped.
+        place: number of layer and branch, which makes the masks of one sample differ.
+        group: the split of the sequence.
+    """
     if not rate or dropout is None:
         return x
     key = jax.random.fold_in(dropout.key, place)
@@ -191,7 +199,10 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
 
 def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries, keys and values [B, S, N, D] of a normalized h [B, S, H]; the last two may have fewer heads."""
-    heads = lambda x: x.reshape(*x.shape[:2], -1, config.head_dim)  # noqa: E731
+
+    def heads(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], -1, config.head_dim)
+
     if config.family == "llama":
         q = checkpoint_name(h @ p["q"]["kernel"], "qkv")
         kv = checkpoint_name(jnp.einsum("bsh,hck->bsck", h, p["kv"]["kernel"]), "qkv")
@@ -219,9 +230,14 @@ def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
 
 
 def layer(
-    p: Params, x: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None, index: jax.Array | int,
+    p: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    group: tp.Group,
+    dropout: Dropout | None,
+    index: jax.Array | int,
     starts: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the output of one transformer layer, [B, S, H] in the compute dtype.
 
     Args:
@@ -250,9 +266,13 @@ def layer(
 
 
 def embed(
-    p: Params, tokens: jax.Array, config: ModelConfig, group: tp.Group, dropout: Dropout | None = None,
+    p: Params,
+    tokens: jax.Array,
+    config: ModelConfig,
+    group: tp.Group,
+    dropout: Dropout | None = None,
     starts: jax.Array | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Return the embedding of token ids, with learned positions if the model has them.
 
     Args:
@@ -276,9 +296,15 @@ def embed(
 
 
 def embed_gradient(
-    grads: Params, tokens: jax.Array, g: jax.Array, config: ModelConfig, group: tp.Group,
-    dropout: Dropout | None, active: jax.Array | bool = True, starts: jax.Array | None = None,
-) -> Params:  # fmt: skip
+    grads: Params,
+    tokens: jax.Array,
+    g: jax.Array,
+    config: ModelConfig,
+    group: tp.Group,
+    dropout: Dropout | None,
+    active: jax.Array | bool = True,
+    starts: jax.Array | None = None,
+) -> Params:
     """Add the embedding's gradient to `grads`, in place if XLA can; no dense [V, H] term is made.
 
     Args:
@@ -346,12 +372,12 @@ def _trunk(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Drop
 
 
 def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """Return the next-token logits [B, S, V] in float32, by the plain model on one device.
+    """Return the next-token logits of the plain model on one device, float32 [B, S, V].
 
     Args:
-        params: parameters in canonical layout.
-        tokens: ids, int32 [B, S].
-        config: model.
+        params: canonical parameters.
+        tokens: int [B, S].
+        config: the model's shape.
     """
     params = cast(params, config.dtype)
     y = _trunk(params, tokens, config, None)
@@ -361,13 +387,13 @@ def logits(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
 
 @functools.partial(jax.named_call, name="plain_loss")
 def loss(params: Params, tokens: jax.Array, config: ModelConfig, dropout: Dropout | None = None) -> jax.Array:
-    """Return the mean next-token cross-entropy in nats, by the plain model on one device.
+    """Return the mean next-token cross-entropy of the plain model on one device, in nats, float32 [].
 
     Args:
-        params: parameters in canonical layout.
-        tokens: ids, int32 [B, S+1].
-        config: model.
-        dropout: key and samples of dropout; None: none.
+        params: canonical parameters.
+        tokens: int [B, S + 1].
+        config: the model's shape.
+        dropout: randomness of the batch; None: no dropout.
     """
     params = cast(params, config.dtype)
     y = _trunk(params, tokens[:, :-1], config, dropout)

@@ -20,7 +20,7 @@ class Link(NamedTuple):
 
     Attributes:
         codec: codec of every link; each stage has a separate state.
-        ranks: rank of each link by its sending stage, if the links differ in rank; then the codec's wire is that of a
+        ranks: rank of each link by its sending stage, if the links differ in rank; the codec's wire is then that of a
             LowRank of the highest rank. Empty if all links carry the codec's wire as it is.
     """
 
@@ -37,7 +37,7 @@ def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:
 
 
 def _joined(leaves: list[jax.Array]) -> jax.Array:
-    """Return all arrays in one array [size]; if their dtypes differ, like codes and their scales, in one of bytes."""
+    """Return all arrays in one array [size]; if their dtypes differ, as for codes and scales, an array of bytes."""
     common = _common(leaves)
     return lax.concatenate([_cast(leaf, common).reshape(-1) for leaf in leaves], 0)
 

@@ -1,11 +1,12 @@
 """A layer's backward in two: B, the gradient of its input, and W, the matrix products that only its weights need.
 
-The jaxpr of the backward is cut. W has the matrix products on which the gradient of the input does not depend, and what
-is made of them. B has everything else: every collective, and the gradients of norms and biases. B leaves for W the
-operands that depend on the incoming gradient. W recomputes the others from what F has kept, except those that take a
-matrix product or a collective: B leaves these, too. So no matrix product runs twice, and W waits for no other device.
+The jaxpr of the backward is cut in two. W has the matrix products that the gradient of the input does not need, and the
+equations that use their results. B has all other equations: every collective, and the gradients of norms and biases.
 
-What B leaves takes the places of what F has kept and W does not read, if shapes agree.
+B leaves for W the operands that depend on the incoming gradient. W recomputes its other operands from the residuals of
+F. Operands whose recomputation takes a matrix product or a collective are the exception: B leaves these, too. So no
+matrix product runs twice, and W waits for no other device. The values that B leaves take the places of residuals that W
+does not read, as far as shapes agree.
 
 References:
     Qi et al. 2023, Zero Bubble Pipeline Parallelism.
@@ -19,6 +20,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from paxtrain.model.transformer import Params
 from paxtrain.pipeline.residuals import SplitVjp
 
 # Equations that only call a jaxpr.
@@ -32,7 +34,7 @@ def _value(values: Values, atom: core.Var | core.Literal) -> Any:
 
 
 def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
-    """Evaluate equations in order, and inner jaxprs equation by equation; add what they make to the values."""
+    """Evaluate equations in order, calls equation by equation, and add their results to `values`."""
     for equation in equations:
         inputs = [_value(values, atom) for atom in equation.invars]
         if equation.primitive.name in _CALLS:
@@ -43,7 +45,7 @@ def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
         values.update(zip(equation.outvars, made if equation.primitive.multiple_results else [made], strict=True))
 
 
-def _evaluate(jaxpr: Any, *inputs: Any) -> list[Any]:
+def _evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: Any) -> list[Any]:
     """Return the outputs of a jaxpr, closed or without constants, for its inputs."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*getattr(jaxpr, "consts", ()), *inputs], strict=True))
     _run(jaxpr.eqns, values)
@@ -54,14 +56,15 @@ class SplitBackward:
     """The backward of a SplitVjp as B and W.
 
     Attributes:
-        leaves: shapes of what waits for W: what F keeps, then what B leaves and finds no place among that.
-        late: weights whose gradients W makes, as numbers of their leaves. B makes those of the others.
+        leaves: shapes of the values that wait for W: the residuals of F, then those values of B that find no place
+            among them.
+        late: numbers of the weights (leaves of their tree) whose gradients W computes. B computes all others.
 
     Raises:
         AssertionError: W would have a collective.
     """
 
-    def __init__(self, vjp: SplitVjp, weights: Any, x: jax.Array):
+    def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
         flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*jax.tree.leaves(weights), *vjp.kept, x)]
         count = len(jax.tree.leaves(weights))
 
@@ -69,7 +72,7 @@ class SplitBackward:
             return jax.tree.leaves(vjp.backward(flat[:count], list(flat[count:-1]), flat[-1]))
 
         traced = jax.make_jaxpr(backward)(*flat)
-        # Traced once more without its calls: all equations are of one jaxpr.
+        # A second trace inlines the calls, so that all equations are in one jaxpr.
         closed = jax.make_jaxpr(functools.partial(_evaluate, traced))(*flat)
         self._constants = dict(zip(closed.constvars, closed.consts, strict=True))
         self._weights, self._kept, self._g = closed.invars[:count], closed.invars[count:-1], closed.invars[-1]
@@ -84,7 +87,7 @@ class SplitBackward:
         def inputs(i: int) -> list[core.Var]:
             return [atom for atom in equations[i].invars if not isinstance(atom, core.Literal)]
 
-        def needed(atoms: Iterable[Any]) -> set[int]:
+        def needed(atoms: Iterable[core.Var | core.Literal]) -> set[int]:
             found: set[int] = set()
             todo = [maker[a] for a in atoms if not isinstance(a, core.Literal) and a in maker]
             while todo:
@@ -98,7 +101,7 @@ class SplitBackward:
 
         alive, chain = needed([*self._gradients, self._out]), needed([self._out])
         late: set[int] = set()
-        incoming = {self._g}  # what depends on the gradient that comes in
+        incoming = {self._g}  # values that depend on the incoming gradient
         for i in sorted(alive):
             if (product(i) and i not in chain) or any(maker.get(a) in late for a in inputs(i)):
                 late.add(i)
@@ -124,7 +127,7 @@ class SplitBackward:
         self._w = [equations[i] for i in sorted(late | again)]
 
     def _place(self, kept: list[jax.ShapeDtypeStruct]) -> None:
-        """Find a leaf for everything that B leaves."""
+        """Assign a leaf to each value that B leaves."""
         read = {atom for equation in self._w for atom in equation.invars if not isinstance(atom, core.Literal)}
         free = [n for n, variable in enumerate(self._kept) if variable not in read]
         self.leaves, self._places = list(kept), []
@@ -139,17 +142,18 @@ class SplitBackward:
             self._places.append(place)
 
     def input_gradient(
-        self, weights: Any, leaves: list[jax.Array], g: jax.Array
+        self, weights: Params, leaves: list[jax.Array], g: jax.Array
     ) -> tuple[jax.Array, dict[int, jax.Array], dict[int, jax.Array]]:
-        """Run B: return the gradient of x, those of the early weights, and the leaves that change.
+        """Run B.
 
         Args:
-            weights: tree of the layer's weights.
-            leaves: what F has kept; further leaves are not read.
-            g: gradient of the layer's output [B, S, H].
+            weights: the layer's weights.
+            leaves: the residuals that F kept; leaves after them are not read.
+            g: gradient of the layer's output.
 
         Returns:
-            The gradient of x [B, S, H]; gradients by number of the weight; new leaves by number of the leaf.
+            The gradient of x; the gradients of the weights that are not `late`, by number; and the leaves that change,
+            by number.
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
@@ -157,15 +161,16 @@ class SplitBackward:
         _run(self._b, values)
         early = {n: _value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
         left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}
-        # Some places were read. The barrier says that they are written afterwards, so that XLA does not copy the ring.
+        # B reads some of the places that it overwrites. The barrier orders the writes after the reads; without it XLA
+        # copies the ring.
         return lax.optimization_barrier((_value(values, self._out), early, left))
 
-    def weight_gradients(self, weights: Any, leaves: list[jax.Array]) -> dict[int, jax.Array]:
-        """Run W: return the gradients of the late weights, by number.
+    def weight_gradients(self, weights: Params, leaves: list[jax.Array]) -> dict[int, jax.Array]:
+        """Run W. Return the gradients of the `late` weights, by number.
 
         Args:
-            weights: tree of the layer's weights.
-            leaves: leaves as B has left them.
+            weights: the layer's weights.
+            leaves: the leaves after B has changed them.
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))

@@ -1,4 +1,4 @@
-"""One stage of the pipeline: F and B of one micro-batch on one device, in place over rings and accumulators."""
+"""One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,13 +20,14 @@ from paxtrain.pipeline.split_backward import SplitBackward
 class Weights(NamedTuple):
     """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
 
-    The gradient accumulators have the same structure, in float32. (Stacked over layers they would be copied on every
-    update: XLA reads one layer's row from the array as it was before another row was written.)
+    The gradient accumulators have the same structure, in float32. They are not stacked over layers, because XLA would
+    copy a stacked array on every update: it reads one layer's row from the array as it was before another row's write.
 
     Attributes:
         embedding: token [V/T, H], or [1 or 2, V/T, H] if the head is untied; position [S, H] if any.
-        chunks: segments of each chunk: each is a list of layers' trees, or one stacked tree [layers, ...] to scan.
-        final_norm: scale and bias, if any, [H].
+        chunks: segments of each chunk. A segment is a list of layers' trees, or one stacked tree [layers, ...] if it is
+            scanned.
+        final_norm: scale [H], and bias [H] if any.
     """
 
     embedding: Params
@@ -41,8 +42,8 @@ class Segment:
     Attributes:
         start: first slot.
         count: number of slots.
-        optional: some virtual stages have no layer here and skip it (uneven stages).
-        scan: one compiled layer in a loop.
+        optional: whether some virtual stages have no layer here and skip the segment (uneven stages).
+        scan: whether the layers run in a loop over one compiled layer.
     """
 
     start: int
@@ -56,15 +57,15 @@ class Program:
     """The static facts that the compiled code depends on.
 
     Attributes:
-        model: model whose layers run.
-        stages: P.
-        chunks: virtual stages per stage.
+        model: shape of the model.
+        stages: number of pipeline stages, P.
+        chunks: number of chunks of each stage.
         layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
-        counts: layers of every virtual stage, in model order.
-        save: see PipelineConfig.save.
-        scan_layers: common layers run in a loop.
-        splits: the backward runs as B and W.
-        group: group of tensor and sequence parallelism.
+        counts: number of layers of each virtual stage, in model order.
+        save: values that a forward keeps for its backward, see PipelineConfig.save.
+        scan_layers: whether the common layers run in a loop over one compiled layer.
+        splits: whether the backward runs as B and W.
+        group: split of a layer over tensor and sequence parallelism.
         pipe: mesh axis of the stages, or None if there is one stage.
     """
 
@@ -81,7 +82,7 @@ class Program:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Segments of a chunk: the layers that all stages have, then each further slot by itself."""
+        """Segments of a chunk: the layers that all virtual stages have, then each further slot by itself."""
         common, slots = min(self.counts), max(self.counts)
         return (
             Segment(0, common, optional=False, scan=self.scan_layers),
@@ -90,34 +91,48 @@ class Program:
 
 
 class Place(NamedTuple):
-    """A layer of a chunk, while its segment runs.
+    """The place of a layer in its chunk, while its segment runs.
 
     Attributes:
         number: number of the layer in the model, int32 [].
         segment: number of its segment in the chunk.
-        layer: number of the layer in the segment.
-        at: (layer,) if layers are scanned and have one stacked part together; else ().
+        layer: number of the layer in the segment, an int or int32 [].
+        at: (layer,) if the segment is scanned, and its layers share one stacked part; otherwise ().
     """
 
     number: jax.Array
     segment: int
-    layer: Any
+    layer: int | jax.Array
     at: Index
 
     def of(self, parts: list[Any]) -> Any:
-        """Return the part that holds this layer: its segment's, or one of the segment's list."""
+        """Return the part that holds this layer.
+
+        Args:
+            parts: for each segment one stacked part if it is scanned, else a list with one part per layer.
+        """
         return parts[self.segment] if self.at else parts[self.segment][self.layer]
 
 
+# A step of one layer: (place, weights, x, part) -> (x, part).
 Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
 
 
 class Stage:
-    """The functions of a row for one micro-batch on one device, over rings and accumulators.
+    """The operations of one device on one micro-batch: F, B and W of a chunk, the embedding and the head.
 
-    Residuals are kept per segment: as a list of layers' leaves, each [slots, ...], or as one tree of leaves
-    [slots, layers, ...] if layers are scanned. `slot` is an index of one element, or empty: then the leaves have no
-    dim of slots, and belong to one micro-batch.
+    Residuals are stored by segment: a list of layers' leaves, each [slots, ...], or one list of leaves
+    [slots, layers, ...] if the segment is scanned. A `slot` argument is an index of one element. It may also be empty:
+    the leaves then have no dim of slots and belong to one micro-batch.
+
+    Attributes:
+        program: static facts of the pipeline.
+        weights: the stage's weights in compute dtype.
+        tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
+        micro_batches: number of micro-batches.
+        batch: sequences of a micro-batch, B.
+        message: shape and dtype of a message between stages, [B, S or S/T, H].
+        index: position of the stage on the pipe axis, int32 [].
     """
 
     def __init__(
@@ -127,7 +142,16 @@ class Stage:
         tokens: jax.Array,
         dropout_key: jax.Array | None,
         first_sample: jax.Array,
-    ):
+    ) -> None:
+        """Trace one layer to find its residuals.
+
+        Args:
+            program: static facts of the pipeline.
+            weights: the stage's weights in compute dtype.
+            tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
+            dropout_key: key of the step, uint32 [2]; None without dropout.
+            first_sample: index of the data rank's first sequence in the global batch, int32 [].
+        """
         self.program, self.weights, self.tokens = program, weights, tokens
         self.micro_batches, self.batch, length = tokens.shape
         shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
@@ -157,11 +181,11 @@ class Stage:
         return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
 
     def _documents(self, mb: jax.Array) -> jax.Array | None:
-        """Return the document starts of a micro-batch, see model.document_starts."""
+        """Return the document starts of a micro-batch, see transformer.document_starts."""
         return None if self._starts is None else self._starts[mb]
 
     def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
-        """Return uninitialized residuals of a chunk, with leading dims: every slot is written before it is read."""
+        """Return uninitialized residuals of a chunk, with leading dims; every slot is written before it is read."""
         leaves = self._split.leaves if self._split else self._vjp.kept
 
         def empty(*dims: int) -> list[jax.Array]:
@@ -173,17 +197,21 @@ class Stage:
         ]
 
     def residuals(self, slots: int) -> Any:
-        """Return the ring of what F leaves for B, and B for W."""
+        """Return the ring of the values that F leaves for B, and B for W, with `slots` slots."""
         if self.program.save == "inputs":
             return lax.empty((slots, *self.message.shape), self.message.dtype)
         return self._layer_residuals((slots,))
 
     def scratch(self) -> Any:
-        """Return a buffer for scanned layers' residuals in B of save="inputs"; without it XLA makes one per row."""
+        """Return a buffer for the residuals of scanned layers in B of save="inputs".
+
+        Without it XLA makes one per row.
+        """
         again = self.program.save == "inputs" and self.program.scan_layers
         return self._layer_residuals(()) if again else ()
 
     def embed(self, mb: jax.Array) -> jax.Array:
+        """Return the embedding of a micro-batch, shaped like a message."""
         tokens, program = self.tokens[mb, :, :-1], self.program
         return transformer.embed(
             self.weights.embedding, tokens, program.model, program.group, self._dropout(mb), self._documents(mb)
@@ -192,14 +220,14 @@ class Stage:
     def _each_layer(
         self, chunk: int, x: Any, parts: list[Any], step: Step, backward: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Return x and the layers' parts after a step of every layer of a chunk.
+        """Run a step of each layer of a chunk, and return x and the layers' parts after it.
 
         Args:
             chunk: number of the chunk.
-            x: what goes from layer to layer.
-            parts: for each segment a list of the layers' parts, or one part if layers are scanned.
-            step: (place, weights, x, part) -> (x, part).
-            backward: begin with the last layer.
+            x: value that goes from layer to layer.
+            parts: for each segment a list of the layers' parts, or one stacked part if it is scanned.
+            step: function (place, weights, x, part) -> (x, part).
+            backward: whether the last layer comes first.
         """
         parts, numbers = list(parts), range(len(parts))
         for number in reversed(numbers) if backward else numbers:
@@ -236,14 +264,17 @@ class Stage:
         return self._each_layer(chunk, x, residuals, step)
 
     def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Any, slot: Index) -> tuple[jax.Array, Any]:
-        """Run F of a chunk: return its output, and the residuals with this micro-batch's in their slot.
+        """Run F of a chunk.
 
         Args:
             chunk: number of the chunk.
-            mb: number of the micro-batch, int [].
-            x: input [B, S, H].
-            residuals: the ring, see `residuals`.
-            slot: index of the micro-batch's slot.
+            mb: number of the micro-batch, int32 [].
+            x: input of the chunk, [B, S or S/T, H].
+            residuals: ring of residuals.
+            slot: index of this micro-batch in the ring.
+
+        Returns:
+            The output of the chunk, and the ring with this micro-batch's residuals in their slot.
         """
         if self.program.save != "inputs":
             return self._run_layers(chunk, mb, x, residuals, slot)
@@ -251,39 +282,42 @@ class Stage:
         return y, write(residuals, slot, x)
 
     def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Run F of a chunk whose B follows at once: return its output and this micro-batch's residuals.
+        """Run F of a chunk whose B follows at once. Return its output and residuals without a ring.
 
         Args:
             chunk: number of the chunk.
-            mb: number of the micro-batch, int [].
-            x: input [B, S, H].
+            mb: number of the micro-batch, int32 [].
+            x: input of the chunk, [B, S or S/T, H].
         """
         empty = x if self.program.save == "inputs" else self._layer_residuals(())
         return self.forward(chunk, mb, x, empty, ())
 
     def output(self, chunk: int, mb: jax.Array, x: jax.Array) -> jax.Array:
-        """Run F of a chunk without B: what it keeps is dead, and XLA drops it.
+        """Return the output of F of a chunk that has no B; its residuals are dead code, which XLA drops.
 
         Args:
             chunk: number of the chunk.
-            mb: number of the micro-batch, int [].
-            x: input [B, S, H].
+            mb: number of the micro-batch, int32 [].
+            x: input of the chunk, [B, S or S/T, H].
         """
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def backward(
         self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights, scratch: Any
     ) -> tuple[jax.Array, Weights, Any]:
-        """Run B of a chunk: return its input's gradient, the accumulators with B's gradients added, and the scratch.
+        """Run the whole backward of a chunk.
 
         Args:
             chunk: number of the chunk.
-            mb: number of the micro-batch, int [].
-            residuals: the ring, or one micro-batch's residuals if `slot` is empty.
-            slot: index of the micro-batch's slot.
-            g: gradient of the chunk's output [B, S, H].
-            grads: accumulators of the weights' gradients.
-            scratch: see `scratch`.
+            mb: number of the micro-batch, int32 [].
+            residuals: ring of residuals.
+            slot: index of this micro-batch in the ring.
+            g: gradient of the chunk's output, [B, S or S/T, H].
+            grads: gradient accumulators.
+            scratch: the buffer of `scratch`.
+
+        Returns:
+            The gradient of the chunk's input, the accumulators with the layers' gradients added, and the scratch.
         """
         if self.program.save == "inputs":
             x = read(residuals, slot)
@@ -301,17 +335,18 @@ class Stage:
     def input_gradient(
         self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
     ) -> tuple[jax.Array, Weights, Any]:
-        """Run B of a chunk as `backward` does, without the matrices' gradients.
+        """Run B of a chunk whose W comes later.
 
         Args:
             chunk: number of the chunk.
-            residuals: the ring.
-            slot: index of the micro-batch's slot.
-            g: gradient of the chunk's output [B, S, H].
-            grads: accumulators of the weights' gradients.
+            residuals: ring of residuals.
+            slot: index of the micro-batch in the ring.
+            g: gradient of the chunk's output, [B, S or S/T, H].
+            grads: gradient accumulators.
 
         Returns:
-            The gradient of the chunk's input; the accumulators; the ring with what W needs.
+            The gradient of the chunk's input, the accumulators with the gradients of norms and biases added, and the
+            ring with the values that W needs.
         """
 
         def step(place: Place, weights: Params, g: jax.Array, part: tuple) -> tuple[jax.Array, tuple]:
@@ -326,13 +361,13 @@ class Stage:
         return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
 
     def weight_gradients(self, chunk: int, residuals: Any, slot: Index, grads: Weights) -> Weights:
-        """Run W of a chunk: return the accumulators with its matrices' gradients added.
+        """Run W of a chunk. Return the accumulators with its matrices' gradients added.
 
         Args:
             chunk: number of the chunk.
-            residuals: the ring as B has left it.
-            slot: index of the micro-batch's slot.
-            grads: accumulators of the weights' gradients.
+            residuals: ring that `input_gradient` has changed.
+            slot: index of the micro-batch in the ring.
+            grads: gradient accumulators.
         """
 
         def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
@@ -343,13 +378,13 @@ class Stage:
         return _with_chunk(grads, chunk, totals)
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
-        """Add the embedding's gradient; stages without the first layer add nothing.
+        """Add the embedding's gradient to the accumulators.
 
         Args:
-            mb: number of the micro-batch, int [].
-            g: gradient of the first layer's input [B, S, H].
-            grads: accumulators of the weights' gradients.
-            active: this stage has the first layer and runs its B now, bool [].
+            mb: number of the micro-batch, int32 [].
+            g: gradient of the embedding's output, [B, S or S/T, H].
+            grads: gradient accumulators.
+            active: whether this stage holds the first layer and runs its B now, bool []; if not, nothing is added.
         """
         tokens, dropout = self.tokens[mb, :, :-1], self._dropout(mb)
         embedding = transformer.embed_gradient(
@@ -358,7 +393,7 @@ class Stage:
         return grads._replace(embedding=embedding)
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
-        """Return a micro-batch's mean loss, divided by the number of micro-batches."""
+        """Return the mean loss of a micro-batch with last output y, divided by the number of micro-batches."""
         return self._loss(self.weights.final_norm, self._table, y, mb)
 
     @property
@@ -373,14 +408,18 @@ class Stage:
     def head(
         self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
     ) -> tuple[jax.Array, jax.Array, Params, Params]:
-        """Run the head: return the loss so far, the gradient of y, and the accumulators with their gradients added.
+        """Run F and B of the head.
 
         Args:
-            mb: number of the micro-batch, int [].
-            y: output of the last layer [B, S, H].
-            loss: sum so far, float32 [].
+            mb: number of the micro-batch, int32 [].
+            y: output of the last layer, [B, S or S/T, H].
+            loss: loss of the micro-batches so far, float32 [].
             embedding: accumulators of the embedding's gradients.
-            final_norm: accumulators of the norm's gradients.
+            final_norm: accumulators of the final norm's gradients.
+
+        Returns:
+            The loss with this micro-batch's added, the gradient of y, and the accumulators with the head's gradients
+            added.
         """
         value, (norm, table, g) = jax.value_and_grad(self._loss, argnums=(0, 1, 2))(
             self.weights.final_norm, self._table, y, mb

@@ -1,8 +1,8 @@
 """The virtual mesh: all devices of a mesh on one, by nested vmap under the mesh's axis names.
 
 A function of one device, as `jax.shard_map` takes it, computes the same values here: vmap turns every collective into
-plain array operations. So one device can study what a mesh of many computes. What a step sends is counted on the real
-mesh, because the program here has no collectives.
+plain array operations. Use it to study on one device what a mesh of many devices computes. Count the bytes that a step
+sends on the real mesh, since this program has no collectives.
 """
 
 import math
@@ -16,16 +16,16 @@ from jax.sharding import PartitionSpec
 
 
 def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
-    """Permute a tree's leaves as `lax.ppermute` does, on a real or a virtual mesh.
+    """Permute a tree's leaves over an axis, as `lax.ppermute` does, on a real or a virtual mesh.
 
     Args:
-        x: tree of arrays.
+        x: pytree of arrays.
         axis: name of the mesh axis.
-        pairs: (sender, receiver) positions on the axis; a position that does not receive gets zeros.
+        pairs: (sender, receiver) positions on the axis; positions that do not receive get zeros.
     """
     if axis in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map
         return lax.ppermute(x, axis, pairs)
-    # vmap needs a complete permutation: idle senders feed idle receivers, which drop what comes.
+    # vmap wants a complete permutation: idle senders feed idle receivers, which drop the values.
     senders, receivers = zip(*pairs)
     positions = range(lax.axis_size(axis))
     idle = zip([p for p in positions if p not in senders], [p for p in positions if p not in receivers])
@@ -35,7 +35,7 @@ def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Gather x over several axes, the major one first, on a real or a virtual mesh: [devices, *shape]."""
+    """Return x gathered over several axes, the major one first, on a real or a virtual mesh: [devices, *shape]."""
     if axes[0] in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map: one collective
         return lax.all_gather(x, axes)
     shape = x.shape
@@ -45,7 +45,7 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    """Return for each dim of a global array the axes that split it, the major one first."""
+    """Return the axes that split each dim of a global array, the major one first."""
     entries = [*spec, *[None] * (ndim - len(spec))]
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
@@ -56,7 +56,7 @@ def _factors(axes: list[tuple[str, ...]]) -> list[str | int]:
 
 
 def _shards_first(factors: list[str | int], sizes: Mapping[str, int], ndim: int) -> list[str | int]:
-    """Return the factors in the order that the vmaps take them: axes in mesh order, then the shard's dims."""
+    """Return the factors in the order of the vmaps: axes in mesh order, then the shard's dims."""
     return [axis for axis in sizes if axis in factors] + list(range(ndim))
 
 
@@ -70,7 +70,10 @@ def _split(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.A
 
 
 def _join(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Array:
-    """Return the global array of shards [*sizes, *shape]; along axes that the spec does not name, the first."""
+    """Return the global array of shards [*sizes, *shape of a shard].
+
+    Over axes that the spec does not name, all shards are equal and the first one is taken.
+    """
     shard = x.shape[len(sizes) :]
     axes = _axes(spec, len(shard))
     factors = _factors(axes)
@@ -81,13 +84,14 @@ def _join(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Ar
 
 
 def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Any, out_specs: Any) -> Callable:
-    """Return what `jax.shard_map(f, in_specs=..., out_specs=..., check_vma=False)` returns, on one device.
+    """Return what `jax.shard_map(f, in_specs=..., out_specs=..., check_vma=False)` does, for one device.
 
     Args:
-        f: function of one device; its ppermutes are `permute`, because those of vmap have to be complete.
-        sizes: sizes of the mesh axes, the major one first.
-        in_specs: PartitionSpecs of the arguments, a tree or a prefix of it.
-        out_specs: PartitionSpecs of the results, a tree or a prefix of it.
+        f: function of one device's shards. It must call `permute` for `lax.ppermute`, because vmap accepts only
+            complete permutations.
+        sizes: size of each mesh axis by name, the major axis first.
+        in_specs: PartitionSpecs of the arguments, or trees or tree prefixes of them.
+        out_specs: PartitionSpecs of the results, likewise.
     """
 
     def run(*args: Any) -> Any:
