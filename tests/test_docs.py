@@ -1,7 +1,11 @@
 """The pages of docs/ are true: their snippets run, and their commands and paths exist."""
 
+import importlib
 import pathlib
 import re
+import runpy
+import sys
+import types
 
 import pytest
 import yaml
@@ -68,6 +72,32 @@ def test_the_site_has_every_page_once():
     written = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert sorted(found) == sorted(written | {"index.md", "reference.md"})
     assert config["strict"]
+
+
+@pytest.fixture
+def hooks(monkeypatch) -> dict:
+    """Return the names of docs/hooks.py; mkdocs, which `make docs` installs, only gives its annotations."""
+    for module in ("mkdocs.config.defaults", "mkdocs.structure.files"):
+        stand_in = types.SimpleNamespace(MkDocsConfig=object, File=object, Files=object)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    return runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+
+
+def test_the_reference_has_every_public_name_once(hooks):
+    entries = re.findall(r"^### (\w+)\.(\w+)\n\n::: ([\w.]+)\.(\w+)$", hooks["reference"](), re.M)
+    public = [(package, name) for package in hooks["PACKAGES"] for name in importlib.import_module(package).__all__]
+    assert [(package, name) for package, name, _, _ in entries] == public
+    for package, name, home, attribute in entries:
+        found = getattr(importlib.import_module(home), attribute)
+        assert found is getattr(importlib.import_module(package), name), name
+
+
+def test_the_overview_links_to_pages_of_the_site_only(hooks):
+    readme = (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)", hooks["overview"](readme))
+    assert "train.md" in links and all((ROOT / "docs" / link).exists() for link in links)
+    control = re.findall(r"\]\(([^)]+)\)", readme)
+    assert not all((ROOT / "docs" / link).exists() for link in control)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
