@@ -33,6 +33,8 @@ MINIATURE = {
     "tests/paxtrain/help.py": "",
     "tests/paxtrain/reference.npz": "",
     "tests/paxtrain/make.py": "# /// script\n# ///\nimport torch",
+    "tests/test_house.py": "",
+    "tests/paxtrain/run/test_loop.py": "",
     "tests/paxtrain/test_train.py": "import pytest\nfrom tests.paxtrain import help\nRUN = ['-m', 'paxtrain.train']",
 }
 
@@ -73,6 +75,10 @@ def _matches(path, pattern):
     return folder.suffix == ".py" if pattern == "**/*.py" else path == pattern
 
 
+def _is_test(path):
+    return path.startswith("tests/") and pathlib.PurePosixPath(path).match("test_*.py")
+
+
 def complaints(root, text=None):
     """Return what BUILD says otherwise than the files under root, as sentences."""
     built, read = targets(root, text), sources.read(root)
@@ -82,7 +88,8 @@ def complaints(root, text=None):
     }
     held = [path for target in built.values() for path in (*target.get("srcs", ()), *target.get("data", ()))]
     found = [f"{path} is in {held.count(path)} targets" for path in sources.files(root) if held.count(path) != 1]
-    found += [f"{path} is not there" for path in sorted(set(held) - {"pyproject.toml"}) if not (root / path).exists()]
+    known = {*sources.files(root), "pyproject.toml"}
+    found += [f"{path} is not there, or brings its own environment" for path in sorted(set(held) - known)]
     for top, allowed in MAY_IMPORT.items():
         mine = [source for path, source in read.items() if path.startswith(f"{top}/")]
         if not mine:
@@ -94,14 +101,19 @@ def complaints(root, text=None):
         has = set(of_rule["py_library"][LIBRARY.get(top, top)].get("deps", ()))
         if has != needs:
             found.append(f"{top} needs {sorted(needs - has)} and does not need {sorted(has - needs)}")
+    modules = [target["main_module"] for target in of_rule["py_binary"].values()]
+    found += [f"{module} has {modules.count(module)} binaries" for module in set(modules) if modules.count(module) > 1]
     programs = {target["main_module"]: target["deps"] for target in of_rule["py_binary"].values()}
+    shipped = [name for name, target in built.items() if ":testing" in target["deps"] or name == "testing"]
+    plain = [name for name in shipped if built[name]["rule"] != "py_test" and not built[name].get("testonly")]
+    found += [f"{name} is not testonly" for name in plain]
     for path, source in read.items():
         module = path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
         top = path.partition("/")[0]
         if source.is_main and programs.pop(module, None) != [f":{LIBRARY.get(top, top)}"]:
             found.append(f"{module} has no binary of its package")
     found += [f"{module} is no program" for module in programs]
-    for path in (path for path in read if pathlib.PurePosixPath(path).match("tests/**/test_*.py")):
+    for path in filter(_is_test, read):
         run = {
             "srcs": [path],
             "args": [path],
@@ -185,10 +197,26 @@ def test_files_that_build_does_not_know_are_told(miniature, path, text, complain
     ("old", "new", "complaint"),
     [
         ('glob(["paxtrain/**/*.py"])', '["paxtrain/model.py"]', "paxtrain/train.py is in 0 targets"),
-        ("srcs = [path]", 'srcs = [path, "compress/codec.py"]', "compress/codec.py is in 2 targets"),
-        ('glob(["compress/**/*.py"])', '["compress/gone.py"]', "compress/gone.py is not there"),
+        ("srcs = [path]", 'srcs = [path, "compress/codec.py"]', "compress/codec.py is in 4 targets"),
+        (
+            'glob(["compress/**/*.py"])',
+            '["compress/gone.py"]',
+            "compress/gone.py is not there, or brings its own environment",
+        ),
         ('main_module = "pytest"', 'main_module = "test"', "tests/paxtrain/test_train.py has no test that pytest runs"),
         ('"paxtrain.train"', "", "paxtrain.train has no binary of its package"),
+        (
+            'glob(["tests/**/test_*.py"])',
+            '["tests/paxtrain/test_train.py"]',
+            "tests/test_house.py has no test that pytest runs",
+        ),
+        (
+            'glob(["tests/**/test_*.py"])',
+            'glob(["tests/paxtrain/*.py"])',
+            "tests/paxtrain/run/test_loop.py is in 0 targets",
+        ),
+        (" + SCRIPTS", "", "tests/paxtrain/make.py is not there, or brings its own environment"),
+        ("testonly = True", "testonly = False", "testing is not testonly"),
     ],
 )
 def test_targets_that_the_files_do_not_bear_out_are_told(miniature, old, new, complaint):

@@ -210,7 +210,7 @@ class _Columns:
         self.schedule = schedule
         self.residuals, self.activations, self.gradients = _rings(schedule)
         self.column = {name: np.zeros((schedule.rows, schedule.stages), np.int32) for name in COLUMNS}
-        # What nobody reads goes into the scrap slots.
+        # Values that no op reads go into the scrap slots.
         self.column["forward_slot"][:] = self.residuals.depth
         self.column["arrival_slot"][:] = self.activations.depth
         self.column["gradient_arrival_slot"][:] = self.column["head_slot"][:] = self.gradients.depth

@@ -100,7 +100,7 @@ class _Proof:
                 self.sending[s] = ((s - 1) % self.stages, (virtual - 1, mb))
 
     def _scrap(self) -> None:
-        """Check that what is written into a ring fits, and that what nobody keeps goes into the scrap slot."""
+        """Check that what is written into a ring fits, and that other values go into the scrap slot."""
         depths = {
             "forward_slot": self.buffers.residual_depth,
             "arrival_slot": self.buffers.activation_depth,
@@ -129,7 +129,7 @@ class _Proof:
         phases = ("FBW" if schedule.splits else "FB") if schedule.trains else "F"
         expected = {(p, q, mb) for p in phases for q in range(self.last + 1) for mb in range(schedule.micro_batches)}
         self.check(self.seen == expected, -1, "an op is missing")
-        self.check(not self.unread and not self.sending, -1, "a message nobody used")
+        self.check(not self.unread and not self.sending, -1, "a message that no op used")
 
 
 def validate(schedule: Schedule, buffers: Buffers) -> None:

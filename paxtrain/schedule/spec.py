@@ -1,4 +1,4 @@
-"""The schedules that there are: what each one is, for everything that has to know.
+"""The pipeline schedules: what each one is, in one place that everything else reads.
 
 A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests. The configuration, the
 executor, the planner's simulator, its memory model, its search and its bounds read their facts from here.

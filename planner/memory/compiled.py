@@ -6,7 +6,7 @@ disk, keyed by everything that changes the program. Without jax's CUDA plugin th
 devices, and `source` says so: that is another compiler's answer, useful in tests and never a GPU's.
 
     oracle(config, "h100", hosts=2, per_host=8)          in this process, which jax may already use
-    oracles([...], workers=2)                            in processes of their own, with a time limit and a progress bar
+    oracles([...], workers=2)                            in separate processes, with a time limit and a progress bar
 """
 
 import concurrent.futures
@@ -181,7 +181,7 @@ def _compile(request: CompileRequest) -> OracleMemory:
     return OracleMemory(state, temporary, total, seconds, f"{by}, jax {jax.__version__}")
 
 
-# --- Many, in processes of their own --------------------------------------------------------------------------------
+# --- Many, in separate processes --------------------------------------------------------------------------------------
 
 
 def _serve(connection: Any, cpu_devices: int) -> None:
