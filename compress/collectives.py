@@ -6,6 +6,7 @@ References:
     Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -177,10 +178,7 @@ def mean_lowrank(
         Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
         orthogonalisation.
     """
-
-    def mean(x: jax.Array) -> jax.Array:
-        return x if axis is None else lax.pmean(x, axis)
-
+    mean = functools.partial(_mean, axis=axis)
     projected = [
         kernels.project(g, q[:, :rank], kernels.Explicit(e), keep=keep, implementation=implementation)
         for g, q, e in zip(matrices, state.q, state.error, strict=True)
@@ -193,6 +191,11 @@ def mean_lowrank(
     errors = [kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(ms, ps, own)]
     qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(state.q, _by_shape(_warm_start, ws))]
     return list(zip(ps, ws)), PowerState(errors, qs), PowerStats(_squares(errors), _squares(ms))
+
+
+def _mean(x: jax.Array, axis: str | None) -> jax.Array:
+    """Return the mean of x over the data axis, or x itself if there is only one data rank."""
+    return x if axis is None else lax.pmean(x, axis)
 
 
 def _warm_start(w: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ of summation is fixed, so equal inputs give equal bits. docs/gpu.md has the reas
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -161,6 +162,43 @@ def _add(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
+def _sum_tile(
+    x: Ref | None,
+    m: Ref | None,
+    p_tile: jax.Array | None,
+    w: Ref | None,
+    start: tuple[Index, Index],
+    *,
+    zero: jax.Array,
+    shape: tuple[int, int],
+    dtype: DTypeLike,
+    interpret: bool,
+) -> jax.Array:
+    """Return a tile of x + (m - p w^T), without operands that are None.
+
+    Args:
+        x: message [n, k].
+        m: previous message [n, k].
+        p_tile: the tile's rows of the left factor.
+        w: right factor [k, r].
+        start: first row and column of the tile.
+        zero: result of `_zero`, which works outside of loops only.
+        shape: rows and columns of the tile.
+        dtype: dtype to which p w^T is rounded.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    value = None if m is None else _load(m, start, shape)
+    if p_tile is not None:
+        w_tile = _load(w, (start[1], zero), (shape[1], p_tile.shape[1]))
+        product = _dot(p_tile, w_tile, interpret, trans_b=True).astype(dtype)
+        value = product if value is None else _add(value, -product)
+    if x is not None:
+        x_tile = _load(x, start, shape)
+        value = x_tile if value is None else _add(x_tile, value)
+    assert value is not None, "a pass has x, m or p"
+    return value
+
+
 def _row_kernel(
     active: Ref | None,
     x: Ref | None,
@@ -205,15 +243,7 @@ def _row_kernel(
 
     def step(trip: jax.Array, total: Any) -> Any:  # the sum [rows, r] of y, or None without q
         column = (first + trip) * blocks.columns
-        value = None if m is None else _load(m, (row, column), shape)
-        if p_tile is not None:
-            w_tile = _load(w, (column, zero), (blocks.columns, p_tile.shape[1]))
-            product = _dot(p_tile, w_tile, interpret, trans_b=True).astype(dtype)
-            value = product if value is None else _add(value, -product)
-        if x is not None:
-            x_tile = _load(x, (row, column), shape)
-            value = x_tile if value is None else _add(x_tile, value)
-        assert value is not None, "a pass has x, m or p"
+        value = _sum_tile(x, m, p_tile, w, (row, column), zero=zero, shape=shape, dtype=dtype, interpret=interpret)
         if out is not None:
             _store(out, (row, column), value)
         if q is not None:
@@ -256,7 +286,13 @@ def _column_kernel(m: Ref, p: Ref, s: Ref, g: Ref, *, blocks: Blocks, chunk: int
 
 
 def _call(
-    kernel: Any, name: str, blocks: Blocks, grid: tuple[int, ...], ins: tuple, outs: tuple, **keywords: Any
+    kernel: Callable[..., None],
+    name: str,
+    blocks: Blocks,
+    grid: tuple[int, ...],
+    ins: tuple,
+    outs: tuple,
+    **keywords: Any,
 ) -> Any:
     """Run a kernel over a grid of programs, each of which gets the whole matrices of its batch index.
 

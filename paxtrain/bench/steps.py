@@ -12,6 +12,7 @@ import optax
 
 from paxtrain.config import Config, from_dict
 from paxtrain.model import transformer
+from paxtrain.model.transformer import Params
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer, TrainState
@@ -66,7 +67,7 @@ def interleave(steps: Mapping[K, Callable[[], object]], repeats: int) -> dict[K,
     return seconds
 
 
-def plain_step(config: Config) -> Any:
+def plain_step(config: Config) -> jax.stages.Wrapped:
     """Return a jitted training step with gradient accumulation that uses the model and optax only.
 
     The step maps (params, optimizer state, tokens) to (params, optimizer state, loss). The first two are donated.
@@ -74,7 +75,9 @@ def plain_step(config: Config) -> Any:
     transformation = make_optimizer(config)
     gradient = jax.value_and_grad(functools.partial(transformer.loss, config=config.model))
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def step(
+        params: Params, state: optax.OptState, tokens: jax.Array
+    ) -> tuple[optax.Params, optax.OptState, jax.Array]:
         batches = tokens.reshape(config.micro_batches, config.batch.micro_batch, -1)
 
         def accumulate(carry: tuple, batch: jax.Array) -> tuple[tuple, None]:

@@ -30,7 +30,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -194,7 +193,7 @@ def shares(traced: Traced, steps: int) -> Breakdown:
     )
 
 
-def breakdown(run: Callable[[], Any], compiled: jax.stages.Compiled, mesh: Mesh, steps: int = 3) -> Breakdown:
+def breakdown(run: Callable[[], object], compiled: jax.stages.Compiled, mesh: Mesh, steps: int = 3) -> Breakdown:
     """Return the breakdown of a few steps, traced on this process; all processes of the mesh call it together.
 
     Args:

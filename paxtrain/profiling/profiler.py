@@ -7,7 +7,7 @@ not count as time of a step. docs/profiling.md says how to read the files.
 import contextlib
 import pathlib
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -103,7 +103,7 @@ class Profiler:
             self._shared = jax.profiler.TraceAnnotation(STEP)
             self._shared.__enter__()
 
-    def pause(self, values: Any) -> None:
+    def pause(self, values: object) -> None:
         """Wait for the last step's results, and count no time until `resume`."""
         if self._shared is not None:
             jax.block_until_ready(values)

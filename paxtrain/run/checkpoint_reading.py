@@ -4,7 +4,6 @@ import functools
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +46,7 @@ def same_everywhere(directory: pathlib.Path) -> list[int]:
     return steps
 
 
-def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+def _read(directory: pathlib.Path, step: int, item: str, args: ocp.args.CheckpointArgs) -> Tree:
     """Return the "record" or the "state" of a checkpoint."""
     # Orbax ends a restore at a barrier, which a process with damaged files never reaches. So each process reads as if
     # it were alone, and `_try` lets them agree.
@@ -73,7 +72,7 @@ def _read_state(directory: pathlib.Path, step: int, abstract: Tree) -> Tree:
     )
 
 
-def _try(read: Callable[[], Any], joined: bool) -> tuple[Any, str]:
+def _try(read: Callable[[], Tree], joined: bool) -> tuple[Tree, str]:
     """Return the result of `read` and "", or None and why it failed here or (if joined) on another process."""
     try:
         result, reason = read(), ""

@@ -14,8 +14,8 @@ import numpy as np
 
 from paxtrain.errors import UserError
 
-Tree = Any
-Meta = dict[str, Any]
+Tree = Any  # a pytree of arrays or of their shapes
+Meta = dict[str, Any]  # JSON values
 
 
 @jax.jit
@@ -46,7 +46,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
     return jnp.sum(h ^ (h >> np.uint32(16)), dtype=jnp.uint32)
 
 
-def _by_path(tree: Tree) -> dict[str, Any]:
+def _by_path(tree: Tree) -> dict[str, jax.Array]:
     """Return the arrays by path, with names joined by slashes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 
+Record = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
 FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
 
@@ -51,7 +52,7 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: str) -> Record | None:
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -59,7 +60,7 @@ def _parse(line: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def read(path: str | pathlib.Path) -> list[dict[str, Any]]:
+def read(path: str | pathlib.Path) -> list[Record]:
     """Return the records of a metrics.jsonl in the order of its lines, without lines that a crash cut short.
 
     Raises:
@@ -77,13 +78,13 @@ def validation_loss(part: str) -> str:
     return f"{VALIDATION}/{part}" if part else VALIDATION
 
 
-def validation_names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def validation_names(records: Iterable[Record]) -> list[str]:
     """Return the names of the validation losses in records, in the order of their first appearance."""
     names = (name for record in records for name in record)
     return [name for name in dict.fromkeys(names) if name.split("/")[0] == VALIDATION]
 
 
-def validation_losses(records: list[dict[str, Any]], step: int) -> dict[str, float]:
+def validation_losses(records: list[Record], step: int) -> dict[str, float]:
     """Return the finite validation losses of a step, by name."""
     there = [record for record in records if record["step"] == step]
     return {n: r[n] for r in there for n in validation_names([r]) if r[n] is not None}

@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from paxtrain.process import distributed, supervised
 from paxtrain.process.stopping import Stop
 from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
 from paxtrain.run.checkpoint_reading import Wanted
-from paxtrain.run.checkpoint_record import Meta
+from paxtrain.run.checkpoint_record import Meta, Tree
 from paxtrain.tables import table
 
 
@@ -190,7 +189,7 @@ class PreparedRun:
         self.say(f"ranks over data, by stage: {', '.join(map(str, self._ranks.current))}")
 
     @property
-    def _rank_rule(self) -> dict[str, Any]:
+    def _rank_rule(self) -> Meta:
         """The settings that decide the ranks over data."""
         names = [
             *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every"),
@@ -198,7 +197,7 @@ class PreparedRun:
         ]
         return {name: getattr(self.config.compress, name) for name in names}
 
-    def _wanted(self, abstract: dict[str, Any]) -> Wanted:
+    def _wanted(self, abstract: dict[str, Tree]) -> Wanted:
         """Return the function that selects the keys to read: all, or all except the state of the compression."""
         mine = checkpoint_record.kinds({"codec": abstract["codec"]})
 

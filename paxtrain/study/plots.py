@@ -3,7 +3,6 @@
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from paxtrain.config import Config
 from paxtrain.run import plots
+from paxtrain.study.probe import Row
 from paxtrain.study.report import KINDS, VariantResult, by_run, differences
 
 _COLORS = {
@@ -159,7 +159,7 @@ def _losses(runs: ResultsByName) -> Figure:
     return figure
 
 
-def _rows(group: Sequence[VariantResult], direction: str) -> list[dict[str, Any]]:
+def _rows(group: Sequence[VariantResult], direction: str) -> list[Row]:
     """Return the error rows of a variant in one direction."""
     return [row for outcome in group for row in outcome.errors if row["direction"] == direction]
 

@@ -16,6 +16,7 @@ from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import hlo
 
+Row = dict[str, Any]  # a row of a CSV file: numbers and names by column
 BYTES = ("forward", "backward", "embedding", "all-reduce", "reduce-scatter", "all-gather")
 
 # Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
@@ -161,7 +162,7 @@ def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.cumsum(np.einsum("nra,nrb->nab", rows(gradients), rows(x)), axis=0)
 
 
-def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[dict[str, Any]]:
+def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[Row]:
     """Yield the error of each message and, for gradients, its effect on the gradients of weights.
 
     Lazy error propagation leaves the gradient of a linear layer's weights an error of sum e_i (x_{i+1} - x_i)^T, up to
@@ -195,7 +196,7 @@ def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[d
         yield row
 
 
-def link_errors(trainer: Trainer, codec: Any) -> list[dict[str, Any]]:
+def link_errors(trainer: Trainer, codec: Any) -> list[Row]:
     """Return the rows of `message_errors` for all compressed messages of the last step.
 
     The rows also have direction, link and data_rank. Link k joins the stages k and k+1.

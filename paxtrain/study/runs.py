@@ -8,7 +8,6 @@ import pathlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -114,7 +113,7 @@ class Study:
         began = time.perf_counter()
         trainer = self.trainer(variant)
         ranks = StageRanks.of(variant.config, trainer.compression.stages)
-        steps: dict[Ranks, Any] = {}
+        steps: dict[Ranks, jax.stages.Compiled] = {}
         for number in (1, self.config.run.steps):
             if ranks.at(number) not in steps:
                 steps[ranks.at(number)] = dataclasses.replace(trainer, stage_ranks=ranks.at(number)).compile_step()
