@@ -158,7 +158,9 @@ class Corpus:
 
 
 def split(files: Sequence[str], json_key: str, fraction: float, seed: int) -> Corpus:
-    """Choose the held-out documents; this reads everything once, so that bad input is refused before any writing.
+    """Choose the held-out documents.
+
+    This reads everything once, so that bad input is refused before anything is written.
 
     Args:
         files: paths of the files, see `documents`.

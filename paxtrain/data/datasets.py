@@ -24,7 +24,7 @@ def _require_one_tokenizer(files: Iterable[TokenFile]) -> None:
         try:
             equal = path.read_bytes() == found[0].read_bytes()
         except OSError as error:
-            raise UserError(f"{error.filename} cannot be read ({error.strerror}); see who may read it") from error
+            raise UserError(f"{error.filename} cannot be read ({error.strerror}); check its permissions") from error
         if not equal:
             raise UserError(
                 f"{found[0]} and {path} are different tokenizers, so the ids of one data set mean something else in "
@@ -36,7 +36,8 @@ class DataSets:
     """The training and validation sets of a run. Sample n is the same for any mesh, batch size and resumption.
 
     Attributes:
-        train, validation: the token files by name; one set without a name has the name "".
+        train: token files of the training sets by name; a single set without a name has the name "".
+        validation: token files of the validation sets by name, likewise.
     """
 
     def __init__(self, config: Config) -> None:
@@ -59,18 +60,20 @@ class DataSets:
 
     @property
     def tokenizer(self) -> pathlib.Path:
-        """Return the path of the sets' tokenizer.json if one lies beside a training set."""
+        """Path of the sets' tokenizer.json, or of where it would lie if no training set has one."""
         paths = [pathlib.Path(file.prefix).with_name(TOKENIZER) for file in self.train.values()]
         return next((path for path in paths if path.exists()), paths[0])
 
     def training(self, rows: Sequence[int], start_sample: int = 0, seed: int | None = None) -> Iterator[np.ndarray]:
-        """Yield this process's rows of the global training batches without end, see token_files.stream.
+        """Yield this process's rows of the global training batches without end, int32 [len(rows), sequence + 1].
 
         Every set has separate epochs. Their order depends on the seed and the set's name, not on other sets or
         weights.
 
         Args:
-            seed: default: the configuration's.
+            rows: rows of each global batch that this process reads.
+            start_sample: number of samples consumed before.
+            seed: seed of the order; None: the configuration's.
         """
         c = self._config
         seed = c.run.seed if seed is None else seed
@@ -105,7 +108,10 @@ class DataSets:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that determine sample n; a file is known by its length and its first million tokens."""
+        """Return the values that determine sample n.
+
+        A file is identified by its length and its first million tokens.
+        """
         sets = {
             name: {"tokens": len(file), "beginning": zlib.crc32(file.read(0, min(len(file), 1_000_000)).tobytes())}
             for name, file in self.train.items()

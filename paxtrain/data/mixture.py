@@ -3,8 +3,9 @@
 Sample n depends on n and the weights alone, so a run needs no state but its count of samples, on any mesh. The rule is
 the quota method of apportionment: of the data sets that are below their share of the first n + 1 samples, the one with
 the largest weight / (samples so far + 1) gives sample n. After any number n of samples a data set of share w has given
-w n, rounded down or up. (A draw for each sample strays by sqrt(n) and leaves a small set out of most batches; taking
-from the set with the largest deficit, as Megatron-LM does, strays by up to 1.6 samples in trials with ten sets.)
+w n, rounded down or up. (Random draws stray from w n by about sqrt(n) and leave a small set out of most batches.
+Taking each sample from the set with the largest deficit, as Megatron-LM does, strays by up to 1.6 samples in trials
+with ten sets.)
 
 References:
     Balinski and Young 1975, "The quota method of apportionment", American Mathematical Monthly 82.
@@ -17,7 +18,12 @@ class Mixture:
     """The samples of a mixture of data sets, numbered from 0 without end."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """Set the integer weight of each data set; after their sum shares are exact and the pattern repeats."""
+        """Compute the pattern of a period.
+
+        Args:
+            weights: integer weight of each data set. After as many samples as their sum, shares are exact and the
+                pattern repeats.
+        """
         self._weights, self._period = tuple(weights), sum(weights)
         self._pattern: list[tuple[int, int]] = []
         given = [0] * len(weights)

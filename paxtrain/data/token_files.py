@@ -4,7 +4,7 @@ PREFIX.bin holds the token ids of all sequences, one after the other. PREFIX.idx
 
     magic "MMIDIDX\\0\\0", uint64 version (1), uint8 dtype code, uint64 sequences N, uint64 document indices D,
     int32[N] tokens per sequence, int64[N] byte offset of each sequence, int64[D] first sequence of each document,
-    beginning with 0 and ending with N (so that there are D - 1 documents).
+    beginning with 0 and ending with N (the documents number D - 1).
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
@@ -53,7 +53,7 @@ class TokenWriter:
     """
 
     def __init__(self, prefix: Prefix, vocab_size: int) -> None:
-        """Open PREFIX.bin; `vocab_size` decides between uint16 and int32."""
+        """Open PREFIX.bin; `vocab_size` decides between uint16 and int32 ids."""
         self._prefix = os.fspath(prefix)
         self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
         self._bin = open(f"{self._prefix}.bin", "wb")  # noqa: SIM115 (closed by __exit__)
@@ -73,7 +73,7 @@ class TokenWriter:
 
     @property
     def documents(self) -> int:
-        """Return the number of documents ended so far."""
+        """Number of documents ended so far."""
         return len(self._sizes)
 
     def __enter__(self) -> "TokenWriter":
@@ -204,7 +204,10 @@ def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1)
     Ids are scanned in the first 64 MiB; later ones are checked when they are read.
 
     Args:
-        separator: token that begins or ends documents; -1: any.
+        prefix: path without ".bin" and ".idx".
+        vocab_size: number of token ids of the model; ids must be below this.
+        sequence: tokens per sample, without the last target.
+        separator: token that must begin or end documents; -1: any.
 
     Raises:
         UserError: a file is unusable (see TokenFile) or cannot be read, has too few tokens for one sample or an id
@@ -213,7 +216,7 @@ def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1)
     try:
         file = TokenFile(prefix, vocab_size)
     except OSError as error:
-        raise UserError(f"{prefix}.bin and .idx cannot be read ({error}); see who may read them") from error
+        raise UserError(f"{prefix}.bin and .idx cannot be read ({error}); check their permissions") from error
     if samples_per_epoch(len(file), sequence) < 1:
         raise UserError(
             f"{file.prefix}.bin has {len(file)} tokens, too few for one sample of model.sequence={sequence} plus one; "
@@ -289,7 +292,7 @@ def stream(
         global_batch: samples per batch over all processes.
         rows: rows of each global batch to read, in this order.
         start_sample: samples consumed before.
-        prefetch: batches read ahead, each in its own thread.
+        prefetch: batches read ahead, each in a separate thread.
 
     Returns:
         An iterator whose item n is int32 [len(rows), sequence + 1]: samples start_sample + n * global_batch + row.
@@ -314,7 +317,18 @@ def batches(
     shuffle: bool = True,
     prefetch: int = 2,
 ) -> Iterator[np.ndarray]:
-    """Return the `stream` of one file's `epochs`; see there for the arguments."""
+    """Return the `stream` of one file's `epochs`.
+
+    Args:
+        file: the token file.
+        sequence: tokens per sample, without the last target.
+        global_batch: samples per batch over all processes.
+        rows: rows of each global batch to read, in this order.
+        seed: seed of the order of samples.
+        start_sample: samples consumed before.
+        shuffle: whether to shuffle; False keeps the file's order.
+        prefetch: batches read ahead, each in a separate thread.
+    """
     samples = epochs(file, sequence, seed=seed, shuffle=shuffle)
     return stream(
         samples.__getitem__, global_batch=global_batch, rows=rows, start_sample=start_sample, prefetch=prefetch

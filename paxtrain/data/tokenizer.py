@@ -36,7 +36,7 @@ def bytes_tokenizer() -> Tokenizer:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(BYTES) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(BYTES + i): byte for i, byte in enumerate(others)}
-    # Words make no difference without merges, and finding them takes three times as long as all the rest.
+    # Without merges words make no difference, and finding them takes three times as long as everything else.
     tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]), split_words=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
@@ -85,7 +85,7 @@ def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
             f"{path} has no token {end_of_text}; name the one that ends its documents, such as --end_of_text='</s>'"
         )
     tokenizer.encode_special_tokens = True  # the file does not store this setting
-    # What a model's file may keep is for its prompts, not for documents.
+    # A model's file may have truncation and padding for prompts; documents need neither.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -94,7 +94,7 @@ def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a BPE with GPT-2's word pattern on `texts`; little text may give fewer tokens than `vocab_size`.
 
-    `vocab_size` must be SMALLEST_BPE_VOCABULARY or more: the bytes and `<|endoftext|>` need that many.
+    `vocab_size` must be SMALLEST_BPE_VOCABULARY or more, since the bytes and `<|endoftext|>` need that many ids.
     """
     tokenizer = _byte_level(models.BPE(), split_words=True)
     trainer = trainers.BpeTrainer(

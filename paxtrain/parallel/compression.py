@@ -11,7 +11,7 @@ dense. A run starts dense and changes the ranks at logged steps.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ class Compression:
 
     @property
     def between_stages(self) -> bool:
-        """True if any message between stages is compressed."""
+        """Whether any message between stages is compressed."""
         return self.backward != "none" or self.config.compress.forward != "none"
 
     @property
@@ -125,14 +125,14 @@ class Compression:
         """Return the codec, within a Recorder if the run records messages.
 
         Raises:
-            UserError: the codec does not say what it still has to send.
+            UserError: the codec has no method `residual`, which returns the error still to be sent.
         """
         if not self.record:
             return codec
         if not isinstance(codec, RecordableCodec):
             raise UserError(
                 f"record={self.record} needs a codec with a method residual(state, like), which "
-                f"{codec_name(codec)} has not; use record=0 or add the method"
+                f"{codec_name(codec)} lacks; use record=0 or add the method"
             )
         return Recorder(codec, self.record)
 
@@ -195,7 +195,7 @@ class Compression:
 
     @functools.cached_property
     def power_kernels(self) -> tuple[Path, ...]:
-        """The kernels that have a PowerSGD state: those that the lowest rank of the run compresses."""
+        """Paths of the kernels with a PowerSGD state: those that the lowest rank of the run compresses."""
         c = self.config.compress
         if c.data == "none":
             return ()
@@ -260,14 +260,14 @@ class Compression:
         }
 
     def link_settings(self) -> dict[str, Any]:
-        """Return settings of the links that the shapes of a saved state do not show, as JSON values.
+        """Return the settings of the links that the shapes of a saved state do not show, as JSON values.
 
-        They are the ranks of the links, and the repr of a codec that is not the configuration's.
+        They are the ranks of the links, and the name of a codec that is not the configuration's.
         """
         given = {} if self.codec is None else {"codec": codec_name(self.codec)}
         return {"backward_ranks": list(self._backward_ranks), **given}
 
-    def why_reset(self, meta: dict[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
+    def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
         """Return why a checkpoint's state of the compression is not continued, as a line for the log; "" if it is.
 
         Args:
@@ -304,7 +304,7 @@ class Compression:
     # --- Checks and report --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Find a codec that does not fit and ranks that compress nothing, before anything is compiled.
+        """Refuse a codec that does not fit and ranks that compress nothing, before anything is compiled.
 
         Raises:
             UserError: the codec has nothing to encode or returns wrong shapes, or a rank is above the largest useful
@@ -334,7 +334,7 @@ class Compression:
                 raise UserError(_too_large("compress.data_rank", rank, what, largest, c.min_ratio))
 
     def _check_codec(self, codec: Codec) -> None:
-        """Check that a given codec has messages to encode, no ranks by link, and the right shapes.
+        """Require that a given codec has messages to encode, no ranks by link, and the right shapes.
 
         Raises:
             UserError: one of these does not hold.
@@ -398,9 +398,9 @@ def _too_large(name: str, rank: int, what: str, largest: int, min_ratio: float) 
     Args:
         name: name of the flag.
         rank: its value.
-        what: the matrix that the rank is too large for, as a clause.
-        largest: the largest useful rank, 0 if no rank is useful.
-        min_ratio: times that a compressed matrix has to be smaller.
+        what: clause that names the matrix for which the rank is too large.
+        largest: largest useful rank; 0 if no rank is useful.
+        min_ratio: factor by which compression must make a matrix smaller.
     """
     would = f"the largest useful rank is {largest}" if largest else "no rank would"
     return f"{name}={rank} does not make anything {min_ratio:g} times smaller (compress.min_ratio): {what}; {would}"

@@ -27,7 +27,7 @@ from paxtrain.pipeline.stage import Segment, Weights
 from paxtrain.pipeline.virtual import gather, permute
 
 
-def _on_edges(layout: Layout, run: Any, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
 
     If processes communicate over gloo, all stages call `run`, those between with zeros. A collective inside a loop may
@@ -96,9 +96,9 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     """
 
     def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
-        """Arrange a mesh-layout tree as Weights. `take` returns one row, or several if layers are scanned."""
+        """Arrange a mesh-layout tree as Weights; `take` returns one row, or several if layers are scanned."""
 
-        def segment(first: int, segment: Segment) -> Any:
+        def segment(first: int, segment: Segment) -> Params | list[Params]:
             if segment.scan:
                 return take(tree["layers"], slice(first, first + segment.count))
             return [take(tree["layers"], first + i) for i in range(segment.count)]
@@ -133,7 +133,7 @@ def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
     return x + permute(x, "pipe", ((0, last), (last, 0)))
 
 
-def _layers(segment: Any) -> list[Params]:
+def _layers(segment: Params | list[Params]) -> list[Params]:
     """Return the layers of a segment, one tree for each."""
     if isinstance(segment, list):
         return segment
@@ -208,12 +208,12 @@ class Reduced(NamedTuple):
     Attributes:
         gradients: Mean gradients in mesh layout: the device's ZeRO-1 shards, or whole arrays.
         state: New state of the compression over data.
-        left_out: Relative error of the stage's compression, float32 []: the norm of what it left out, over the norm of
+        left_out: Relative error of the stage's compression, float32 []: the norm of the new error over the norm of
             gradient plus previous error. It is 0 without compression and nan if all gradients are zero.
     """
 
     gradients: Params
-    state: Any
+    state: PowerState | tuple[()]
     left_out: jax.Array
 
 
@@ -271,7 +271,7 @@ def _low_rank_layers(
     used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
     error, q = list(state.error), list(state.q)
     for n in set(range(len(places))) - set(used):
-        # This kernel was compressed at a lower rank and is dense now, so its error is sent with the gradient.
+        # This kernel was compressed at a lower rank and is dense now, so its error is added to the gradient.
         gradients[places[n]] += error[n].reshape(gradients[places[n]].shape)
         error[n] = jnp.zeros_like(error[n])
 
@@ -373,7 +373,7 @@ def reduce_gradients(
     table, dim = grads.embedding["token"], dims["embedding"]["token"]
     tied = layout.config.model.tied_head
     table = _tied_embedding(layout, table, without_stage(dim))[None] if tied else _tables(layout, table, dim)
-    # The rest outside of the layers: positions, if the model has any, and the final norm.
+    # Other parameters outside the layers: positions, if the model has any, and the final norm.
     rest = [{k: x for k, x in part.items() if k != "token"} for part in (grads.embedding, grads.final_norm)]
     groups = (dims["embedding"], dims["final_norm"])
     rest_dims = [{k: without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]

@@ -47,7 +47,7 @@ _TENSOR_DIM = {
 
 
 def tensor_dim(names: tuple[str, ...]) -> int | None:
-    """Return the dim of a mesh-layout array that is split over tensor, or None. `names` is the path of the array."""
+    """Return the dim of a mesh-layout array that is split over tensor, or None; `names` is the array's path."""
     return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
 
 
@@ -58,7 +58,7 @@ def names(path: tuple) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The placement of one model on one mesh. It depends on the configuration alone and is hashable.
+    """The placement of one model on one mesh; it depends on the configuration alone and is hashable.
 
     Attributes:
         config: Configuration with the model, the mesh and the pipeline.
@@ -124,13 +124,13 @@ class Layout:
         return jax.eval_shape(self.from_canonical, canonical)
 
     def _spec(self, path: tuple, shape: tuple[int, ...], data: bool) -> PartitionSpec:
-        spec: list[Any] = ["pipe", *[None] * (len(shape) - 1)]
+        spec: list[str | tuple[str, ...] | None] = ["pipe", *[None] * (len(shape) - 1)]
         split = tensor_dim(names(path))
         if split is not None:
             spec[split] = "tensor"
         dim = self.data_dim(path, shape) if data else None
         if dim is not None:
-            spec[dim] = (spec[dim], "data") if spec[dim] else "data"
+            spec[dim] = ("tensor", "data") if dim == split else "data"
         return PartitionSpec(*spec)
 
     def data_dim(self, path: tuple, shape: tuple[int, ...]) -> int | None:

@@ -27,7 +27,7 @@ def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:
         names: Host name of every process.
 
     Raises:
-        UserError: The plan names other hosts than those of the processes.
+        UserError: The plan's hosts are not those of the processes.
     """
     if set(hosts) != set(names):
         raise UserError(
@@ -44,8 +44,8 @@ def make_mesh(
 
     Args:
         config: Sizes of the axes.
-        order: An index into `devices` for each mesh position in row-major order; default: 0, 1, 2, ...
-        devices: The devices; default: all devices of all processes, ordered by process and id.
+        order: Index into `devices` for each mesh position in row-major order; None: 0, 1, 2, ...
+        devices: Devices of the mesh; None: all devices of all processes, ordered by process and id.
 
     Raises:
         UserError: The product of the sizes is not the number of devices.
@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def mesh_position(mesh: Mesh, process: int | None = None) -> MeshPosition:
-    """Return the position of a process in a mesh; default: of this process.
+    """Return the position of a process in a mesh, by default of this process.
 
     Its neighbours are the processes of the next and previous devices along each axis, cyclically.
     """

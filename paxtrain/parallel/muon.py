@@ -1,13 +1,14 @@
 """Muon for the layers' matrices: optax's, over global arrays in mesh layout.
 
 Every row of a kernel [rows, n, k] is a separate matrix. Kernels [rows, n, several, k] hold several matrices in each
-row: q, k and v, or a gate and the projection that it multiplies. They are orthogonalised separately, since they train
-worse together (Jordan et al.). A row without a layer is zero, and so is its update.
+row: q, k and v, or a gate and the projection that it multiplies. They are orthogonalised separately, because they train
+worse if they are orthogonalised together (Jordan et al.). A row without a layer is zero, and so is its update.
 
 Newton-Schulz multiplies whole matrices, but data and tensor parallelism split the weights within matrices. So each
 stage's matrices are dealt out to its devices: the momentum is split by rows, gradients move to this split and updates
-move back. In between, no device needs another one. An axis whose size does not divide the rows stays where the weights
-have it. XLA then splits the products over that axis, with collectives in every iteration.
+move back. In between, devices do not communicate. If the size of an axis does not divide the rows, that axis keeps
+splitting the dim that it splits in the weights. XLA then splits the products over it, with collectives in every
+iteration.
 
 References:
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (the method; q, k and v apart).
@@ -17,7 +18,6 @@ References:
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -34,7 +34,7 @@ Route = Sequence[Params]
 
 
 def is_matrix(path: tuple) -> bool:
-    """Return whether a parameter holds matrices of the layers. The tables of embedding and head do not count."""
+    """Return whether a parameter holds matrices of the layers; the tables of embedding and head do not count."""
     return names(path)[0] == "layers" and names(path)[-1] == "kernel"
 
 
@@ -73,7 +73,7 @@ def _go(shardings: Route) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(go, updates))
 
 
-def _dimension_numbers(tree: Any) -> Any:
+def _dimension_numbers(tree: Params) -> Params:
     """Return the dims n and k of the matrices in each kernel [rows, n, k] or [rows, n, several, k]."""
     return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, x.ndim - 1), tree)
 

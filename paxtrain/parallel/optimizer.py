@@ -39,7 +39,7 @@ def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransform
     Clipping is not included, because the global norm must count the tied embedding once (see step.py).
 
     Args:
-        config: Configuration with the optimizer and the number of steps.
+        config: Configuration of the run; its optimizer and its number of steps count.
         route: Shardings through which Muon's updates pass (see muon.py); () on one device.
     """
     opt, rate = config.optimizer, learning_rate(config)

@@ -15,7 +15,7 @@ Ranks = tuple[int, ...]
 class StageRanks:
     """The rank of each stage: 0 (dense) until `start`, then `chosen`, adapted to the compression error at intervals.
 
-    All processes observe the same errors, and so come to the same ranks.
+    All processes observe the same errors, so they choose the same ranks.
 
     Attributes:
         chosen: Ranks with which compression starts, 0 for stages that stay dense.
@@ -50,7 +50,11 @@ class StageRanks:
         return self.current if step > self.start else (0,) * len(self.chosen)
 
     def observe(self, left_out: np.ndarray) -> None:
-        """Add the relative errors of a step, [stages]: the norm that compression left out over the norm of all."""
+        """Add the relative errors of a step.
+
+        Args:
+            left_out: relative error of each stage's compression, float [stages], as in gradients.Reduced.
+        """
         self.left_out = [total + float(new) for total, new in zip(self.left_out, left_out, strict=True)]
         self.observed += 1
 
@@ -60,7 +64,7 @@ class StageRanks:
         return bool(any(self.chosen) and self.every and after > 0 and after % self.every == 0)
 
     def adapt(self) -> bool:
-        """Adapt the ranks to the errors observed since the last time. Return whether any rank changed."""
+        """Adapt the ranks to the errors observed since the last adaptation. Return whether any rank changed."""
         if not self.observed:
             return False
         before = self.current

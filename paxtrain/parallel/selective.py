@@ -1,9 +1,9 @@
 """Selective stage compression: the stages to compress, from times measured on the mesh before the first step.
 
-Compression pays on the stages whose reductions over data end the step. The choice needs two things of each stage: when
-its last backward ends, and how long its reduction takes, dense and compressed. Reductions are timed one stage at a time
-on that stage's links. The end of a backward is the time of the pipeline times the share of the schedule's rows up to
-that backward; all rows count as equally long.
+Compression pays on the stages whose reductions over data end the step. The choice needs two times of each stage: the
+end of its last backward, and the duration of its reduction, dense and compressed. Reductions are timed one stage at a
+time on that stage's links. The end of a backward is the pipeline's duration times the share of the schedule's rows up
+to that backward; all rows count as equally long.
 
 References:
     Optimus-CC (Song et al. 2023), selective stage compression.
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 from compress import policy
 from paxtrain.parallel import gradients
+from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import BATCH_SPEC, CODEC_SPEC, Trainer, TrainState
 from paxtrain.pipeline import executor
 from paxtrain.pipeline.rings import only_if
@@ -57,7 +58,7 @@ def finish_rows(trainer: Trainer) -> tuple[int, ...]:
     return tuple(last.values())
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     """Return the median seconds of a few runs, on the slowest process."""
     jax.block_until_ready(run())
     taken = []
@@ -79,7 +80,7 @@ def _local(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0, 0, 0], tree)
 
 
-def pipelined(trainer: Trainer) -> Any:
+def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
     """Return the jitted pipeline without the reduction of gradients.
 
     Returns:
@@ -87,7 +88,7 @@ def pipelined(trainer: Trainer) -> Any:
         loss and the unreduced gradients of each device, with leading dims [data, pipe, tensor].
     """
 
-    def backward(params: Any, tokens: jax.Array, codec: Any) -> Any:
+    def backward(params: Params, tokens: jax.Array, codec: Any) -> Any:
         stage = trainer.stage(params, tokens, None)
         between = _local({direction: codec[direction] for direction in ("backward", "forward")})
         loss, grads, _ = executor.loss_and_gradients(
@@ -98,7 +99,7 @@ def pipelined(trainer: Trainer) -> Any:
     return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), BATCH_SPEC, CODEC_SPEC), CODEC_SPEC))
 
 
-def reduction(trainer: Trainer, rank: int) -> Any:
+def reduction(trainer: Trainer, rank: int) -> jax.stages.Wrapped:
     """Return the jitted reduction over data of the gradients of one stage.
 
     Args:
@@ -114,8 +115,8 @@ def reduction(trainer: Trainer, rank: int) -> Any:
         layers = gradients.layer_gradients(_local(grads))
 
         def body(total: jax.Array) -> jax.Array:
-            # The barrier binds the inputs to the loop. XLA would else move the reduction out, and all stages would run
-            # it.
+            # The barrier binds the inputs to the loop. Without it XLA would move the reduction out of the loop, and all
+            # stages would run it.
             inputs, total = lax.optimization_barrier(((layers, _local(power)), total))
             outputs = gradients.reduce_layers(trainer.compression, rank, *inputs)
             # Every output is needed, and only one element of each is read.
@@ -131,7 +132,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
 
     Args:
         trainer: Trainer of a configuration that compresses over data; its stage_ranks have no effect.
-        state: Training state, which is only read.
+        state: Training state; it is read and not changed.
     """
     stages, rank = trainer.layout.stages, trainer.config.compress.data_rank
     shape = trainer.abstract_batch().shape
@@ -140,7 +141,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
     whole = _seconds(lambda: backward(state.params, tokens, state.codec))
     _, grads = backward(state.params, tokens, state.codec)
 
-    def seconds(program: Any, stage: int) -> float:
+    def seconds(program: jax.stages.Wrapped, stage: int) -> float:
         return _seconds(lambda: program(jnp.int32(stage), grads, state.codec["data"]))
 
     dense, compressed = (

@@ -26,7 +26,7 @@ from compress import Codec
 from paxtrain.config import Config
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients, muon
-from paxtrain.parallel.compression import Compression, settle_implementation
+from paxtrain.parallel.compression import Compression, State, settle_implementation
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.pipeline import executor, virtual
@@ -40,8 +40,8 @@ BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
 CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
 
-# XLA's default estimate of a transfer's time comes from the data sheet, so that it overlaps factors of a few kilobytes
-# with only a few kernels. Links are slower than that. With this estimator transfers overlap with matrix products too.
+# XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. So XLA overlaps
+# factors of a few kilobytes with a few kernels only. With this estimator transfers overlap with matrix products too.
 GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 
 # By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
@@ -49,16 +49,16 @@ GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 # asserts it.
 GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
-# Stages skip F and B by loops of zero trips. XLA for CPUs would move their bodies out, and all stages would run all
-# ops.
+# Stages skip F and B by loops of zero trips. XLA for CPUs would move the bodies out of these loops, and all stages
+# would run all ops.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
@@ -77,8 +77,8 @@ class TrainState:
     step: jax.Array
     skipped: jax.Array
     params: Params
-    optimizer: Any
-    codec: Any
+    optimizer: optax.OptState
+    codec: State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Trainer:
         )
 
     @functools.cached_property
-    def canonical(self) -> Any:
+    def canonical(self) -> jax.stages.Wrapped:
         """Jitted conversion of a state to the canonical state, which a checkpoint holds.
 
         The result is nested dicts of global arrays, distributed over the mesh. Only its entry "codec" depends on the
@@ -271,7 +271,7 @@ class Trainer:
         return jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
 
     @functools.cached_property
-    def from_canonical(self) -> Any:
+    def from_canonical(self) -> jax.stages.Wrapped:
         """Jitted conversion of a canonical state to the state on this mesh.
 
         The argument may lack "codec", or hold "params" alone. Missing parts are initialised as for the first step.
@@ -315,7 +315,7 @@ class Trainer:
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
         return lax.psum(loss, ("data", "pipe")) / self.config.mesh.data
 
-    def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: Any) -> tuple:
+    def _local_gradients(self, params: Params, tokens: jax.Array, key: jax.Array | None, codec: State) -> tuple:
         """Return one device's results for `loss_and_gradients`, before they are assembled to global arrays."""
         table, compression = self.schedule, self.compression
         codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
@@ -329,8 +329,8 @@ class Trainer:
         return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
     def loss_and_gradients(
-        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: Any = None
-    ) -> tuple[jax.Array, Params, Any, jax.Array]:
+        self, params: Params, tokens: jax.Array, key: jax.Array | None = None, codec: State | None = None
+    ) -> tuple[jax.Array, Params, State, jax.Array]:
         """Return the mean loss over the global batch and its gradients. Traceable.
 
         Args:
@@ -361,7 +361,7 @@ class Trainer:
 
     @jax.named_scope("optimizer")
     def update(
-        self, state: TrainState, loss: jax.Array, grads: Params, codec: Any
+        self, state: TrainState, loss: jax.Array, grads: Params, codec: State
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Clip the gradients and apply the optimizer. Traceable.
 
@@ -449,7 +449,7 @@ class Trainer:
         return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))
 
     @functools.cached_property
-    def evaluate(self) -> Any:
+    def evaluate(self) -> jax.stages.Wrapped:
         """Jitted evaluation: (params, batch) -> loss.
 
         Args:

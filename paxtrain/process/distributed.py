@@ -65,9 +65,9 @@ def alone(coordinator: str | None, processes: int | None, process: int | None) -
     """Return whether the flags say that this process is the only one.
 
     Args:
-        coordinator: address of process 0, if given.
-        processes: number of processes, if given.
-        process: number of this process, if given.
+        coordinator: HOST:PORT of process 0, or None.
+        processes: number of processes, or None.
+        process: number of this process, or None.
     """
     return (coordinator, processes, process) == (None, 1, None)
 

@@ -13,10 +13,10 @@ from jax._src import cache_key, clusters, compiler, distributed
 
 
 class CoordinationClient(Protocol):
-    """The client of jax's coordination service, as far as this project uses it."""
+    """The methods of jax's coordination service's client that this project uses."""
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
-        """Return when every process waits at the barrier of this name, which serves once."""
+        """Return when every process waits at the barrier; a name can be used once."""
 
     def key_value_set(self, key: str, value: str) -> None:
         """Store a value for all processes."""
@@ -48,7 +48,7 @@ def joined_processes() -> int:
 def coordinator_address() -> str | None:
     """Return HOST:PORT of the coordinator that this process has joined, or None.
 
-    `jax.distributed` tells whether it is initialised, and not where.
+    `jax.distributed` tells whether it is initialised, but not the address.
     """
     return distributed.global_state.coordinator_address
 
@@ -56,9 +56,9 @@ def coordinator_address() -> str | None:
 def detect_launch(
     coordinator: str | None, processes: int | None, process: int | None, timeout: int
 ) -> tuple[str | None, int | None, int | None]:
-    """Complete what the flags say with what the launcher's environment says.
+    """Complete the values of the flags with those of the launcher's environment.
 
-    `jax.distributed.initialize` detects the same values, and tells them only after all processes have joined.
+    `jax.distributed.initialize` detects the same values, but offers them only after all processes have joined.
 
     Args:
         coordinator: HOST:PORT of process 0, or None to detect it.
@@ -75,14 +75,14 @@ def detect_launch(
 
 
 def share_compiled_programs() -> None:
-    """Let all processes find in jax's persistent cache what one of them has compiled for its own devices.
+    """Let all processes load from jax's persistent cache the programs that one of them has compiled.
 
-    On GPUs jax leaves the order of the devices, and what else differs from process to process, out of a program's key;
-    a loaded program is told both anew. On CPUs it does not, so that each process would compile every program. No
-    setting changes that.
+    On GPUs jax leaves the order of the devices, and other facts that differ from process to process, out of a program's
+    key; a loaded program gets them anew. On CPUs jax includes them, so that each process would compile every program.
+    No setting changes that.
     """
     whole = cache_key._hash_serialized_compile_options
-    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]  # what it falls back to
+    cache_key._hash_accelerator_config = cache_key._hash_devices  # type: ignore[assignment]  # jax's own fallback
     cache_key._hash_serialized_compile_options = lambda hashed, options, **_: whole(
         hashed, options, strip_device_assignment=True
     )

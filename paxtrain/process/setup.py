@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 
 def use_one_blas_thread() -> None:
@@ -28,7 +27,7 @@ def quiet_orbax() -> Iterator[None]:
     """
     say = sys.unraisablehook
 
-    def unraisable(event: Any) -> None:
+    def unraisable(event: "sys.UnraisableHookArgs") -> None:
         files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(event.exc_traceback)]
         if str(event.exc_value) != "Event loop is closed" and not any("/orbax/" in file for file in files):
             say(event)

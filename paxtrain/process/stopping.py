@@ -1,4 +1,4 @@
-"""SIGTERM, as a question that the training loop asks after each step.
+"""A stop on SIGTERM, for which the training loop asks after each step.
 
 With several processes jax.distributed catches the signal, and the processes agree on the step after which to stop: one
 more than the highest number that any of them has asked about. A run therefore numbers its questions from 1, even if it

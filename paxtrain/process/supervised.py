@@ -2,8 +2,8 @@
 
 The file that PAXTRAIN_PROGRESS names holds one line of JSON. Each update overwrites it in one system call of a few
 microseconds; without the variable nothing is written. The line says which step finished last, what the process does
-between steps, and why it failed. An exception is written at once, while the exit of the process would wait for
-the other processes at the coordination service's barrier.
+between steps, and why it failed. An exception is written at once, because the process's exit first waits for the other
+processes at the coordination service's barrier.
 """
 
 import contextlib
@@ -60,13 +60,13 @@ class Progress:
         """Write what the process does outside of steps, which may take longer than a step.
 
         Args:
-            what: The words after "the process is".
+            what: Words that continue "the process is", such as "compiling".
         """
         self._tell(doing=what)
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Write what the process does in a block, as `now`, and after it what the process did before."""
+        """Write what the process does in a block, as `now` does, and restore the previous text after the block."""
         before = self._said["doing"]
         self.now(what)
         yield
