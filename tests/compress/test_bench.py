@@ -1,4 +1,4 @@
-"""The benchmark's main: what it reads, and what it says without a GPU."""
+"""The benchmark's main: the flags that it reads, and its message without a GPU."""
 
 import os
 import subprocess

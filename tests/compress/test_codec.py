@@ -1,4 +1,4 @@
-"""The interface of a codec, and what it is measured with: made-up codecs against figures worked out by hand."""
+"""The interface of a codec and its measures: made-up codecs against figures worked out by hand."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_bytes_on_the_wire():
 
 
 def test_error_of_a_codec_on_an_array():
-    """The largest of (4, 3, 2, 1) leaves a norm of sqrt(14); with error feedback the rest comes later."""
+    """Sending only the largest of (4, 3, 2, 1) leaves a norm of sqrt(14); with error feedback the rest comes later."""
     x = jnp.array([4.0, 3.0, 2.0, 1.0])
     missing, state = [], np.zeros(4)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""PowerSGD over data ranks against numpy in float64, its invariants, and what it sends."""
+"""PowerSGD over data ranks against numpy in float64, its invariants, and its collectives."""
 
 import functools
 
@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def mapped(function, ranks):
-    """function on `ranks` data ranks: every array has a leading dim [ranks]."""
+    """Return `function` mapped over `ranks` data ranks; every array gets a leading dim [ranks]."""
     mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
 
     def local(*args):
@@ -31,7 +31,7 @@ def mapped(function, ranks):
 
 
 def reduce(matrices, state, rank=RANK, axis="data", form="solve"):
-    """mean_lowrank, and the means it stands for."""
+    """Return the means that the factors of mean_lowrank stand for, the state and the statistics."""
     factors, state, stats = mean_lowrank(matrices, state, rank, axis, form=form)
     return [p @ w.T for p, w in factors], state, stats
 
@@ -52,7 +52,7 @@ def start(ranks, shapes=SHAPES):
 
 @functools.cache
 def gradients(ranks):
-    """[steps][matrix] of [ranks, n, k]: part the same on all ranks and in all steps."""
+    """Return [steps][matrix] gradients [ranks, n, k], a part of which is the same on all ranks and in all steps."""
     rng = np.random.default_rng(ranks)
     common = [rng.normal(size=shape) for shape in SHAPES]
     steps = [[c + rng.normal(size=(ranks, *c.shape)) for c in common] for _ in range(STEPS)]
@@ -64,7 +64,7 @@ def gradients(ranks):
 
 @functools.cache
 def trajectory(ranks):
-    """Per step: means, state, statistics, as numpy; the state before the first step comes first."""
+    """Return means, state and statistics of each step in numpy; the state before the first step comes first."""
     state, found = start(ranks), []
     for matrices in gradients(ranks):
         means, state, stats = step(ranks)(matrices, state)
@@ -73,7 +73,7 @@ def trajectory(ranks):
 
 
 def power_sgd(matrices, errors, q):
-    """One step as published, in float64 on all ranks at once: the mean's approximation and the new errors."""
+    """Return the mean's approximation and the new errors of one step as published, in float64 on all ranks at once."""
     m = matrices.astype(np.float64) + errors
     p, _ = np.linalg.qr((m @ q.astype(np.float64)).mean(0))
     own = m.transpose(0, 2, 1) @ p
@@ -81,7 +81,7 @@ def power_sgd(matrices, errors, q):
 
 
 def some(tree, matrices):
-    """The arrays of these matrices only, of a list or a state."""
+    """Return only these matrices' arrays of a list or a state."""
     return jax.tree.map(lambda xs: [xs[i] for i in matrices], tree, is_leaf=lambda x: isinstance(x, list))
 
 
@@ -217,7 +217,7 @@ def test_after_zero_gradients_compression_recovers():
 
 @functools.cache
 def norms_of_errors(local, steps):
-    """[steps] norm of four ranks' errors, of their local residuals M_w - P W_w^T or the aggregated M_w - P W^T."""
+    """Return norms [steps] of four ranks' errors: local residuals M_w - P W_w^T or aggregated ones, M_w - P W^T."""
     rng = np.random.default_rng(7)
     common = jnp.asarray(rng.normal(size=(32, 24)), jnp.float32)
     keys = jax.random.split(jax.random.key(7), steps)
@@ -250,7 +250,7 @@ def test_two_all_reduces_of_the_factors_whatever_the_number_of_matrices(count):
     shapes = SHAPES[:count]
     shaped = [jax.ShapeDtypeStruct((4, *shape), jnp.float32) for shape in shapes]
     lowered = step(4).lower(shaped, start(4, shapes))
-    # XLA's combiner merges what it can: before it there must not be more either.
+    # XLA's combiner merges collectives, so they are also counted before it.
     assert lowered.as_text().count("stablehlo.all_reduce") == 2
     found = hlo.collectives(lowered.compile().as_text())
     ranks = [min(RANK, *shape) for shape in shapes]
@@ -267,14 +267,16 @@ class TestPacked:
         return [rng.normal(size=(4, *shape)).astype(np.float32) for shape in self.SHAPES]
 
     def test_one_reduction_of_many_arrays(self):
-        mean = lambda x: lax.pmean(x, "data")  # noqa: E731
+        mean = functools.partial(lax.pmean, axis_name="data")
         run = mapped(lambda *xs: packed(mean, xs), 4)
         single = mapped(lambda *xs: [mean(x) for x in xs], 4)
         assert all(map(np.array_equal, run(*self.arrays()), single(*self.arrays())))
         assert run.lower(*self.arrays()).as_text().count("stablehlo.all_reduce") == 1
 
     def test_one_reduce_scatter_of_many_arrays(self):
-        scatter = lambda x, dim: lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)  # noqa: E731
+        def scatter(x, dim):
+            return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
+
         run = mapped(lambda *xs: packed_scatter(xs, self.DIMS, "data"), 4)
         single = mapped(lambda *xs: list(map(scatter, xs, self.DIMS)), 4)
         virtual = jax.vmap(lambda *xs: packed_scatter(xs, self.DIMS, "data"), axis_name="data")
@@ -284,7 +286,9 @@ class TestPacked:
         assert run.lower(*self.arrays()).as_text().count("stablehlo.reduce_scatter") == 1
 
     def test_one_all_gather_of_many_arrays(self):
-        gather = lambda x, dim: lax.all_gather(x, "data", axis=dim, tiled=True)  # noqa: E731
+        def gather(x, dim):
+            return lax.all_gather(x, "data", axis=dim, tiled=True)
+
         run = mapped(lambda *xs: packed_gather(xs, self.DIMS, "data"), 4)
         single = mapped(lambda *xs: list(map(gather, xs, self.DIMS)), 4)
         virtual = jax.vmap(lambda *xs: packed_gather(xs, self.DIMS, "data"), axis_name="data")

@@ -1,4 +1,4 @@
-"""The benchmark but for the GPU: what it times, how it counts, and what it says without one."""
+"""The benchmark of the kernels as far as it needs no GPU: its operations, its counts and its messages."""
 
 import csv
 from functools import partial
@@ -39,7 +39,7 @@ def test_a_table_of_all_operations_and_implementations(tmp_path):
 
 
 def test_the_triton_form_is_measurable():
-    """Traced only: what would be compiled for a GPU takes the state and the inputs that it is given."""
+    """The step that would be compiled for a GPU can be traced with its state and its inputs."""
     for work in (kernel_times.compression, kernel_times.decompression):
         for case in (MESSAGE, GRADIENTS):
             _, step, carry, inputs, _ = work(case, "triton")
@@ -64,17 +64,17 @@ def test_gram_schmidt_orthonormalises():
     p = np.random.default_rng(0).standard_normal((32, 5)).astype(np.float32)
     q = np.asarray(kernel_times.gram_schmidt(jnp.asarray(p)), np.float64)
     np.testing.assert_allclose(q.T @ q, np.eye(5), atol=1e-6)
-    # The same as QR's, but for its signs.
+    # The columns are QR's, except for their signs.
     reference, triangle = np.linalg.qr(p.astype(np.float64))
     np.testing.assert_allclose(q, reference * np.sign(np.diag(triangle)), atol=1e-5)
 
 
 def test_the_baseline_compresses():
-    """On one matrix sent again and again its error feedback makes the mean of what is decoded approach that matrix."""
+    """If one matrix is sent again and again, error feedback makes the mean of the decoded ones approach it."""
     _, step, carry, inputs, _ = kernel_times.compression(Matrices("gradient", 1, 16, 24, 4), "gram_schmidt")
     norms = []
     for _ in range(20):
         carry = step(carry, inputs)
         norms.append(float(jnp.linalg.norm(carry[0][0]) / jnp.linalg.norm(inputs[0])))
-    # What was decoded is what was sent but for the last error; that stays bounded.
+    # The sum of the decoded matrices misses only the last error, which stays bounded.
     assert norms[-1] < 5 and norms[-1] / 20 < 0.2

@@ -1,4 +1,4 @@
-"""The passes of every implementation against numpy in float64, their kernels' names, and what they leave alone."""
+"""The passes of every implementation against numpy in float64, their kernels' names, and inactive passes."""
 
 import re
 
@@ -28,14 +28,14 @@ EPS = {"bfloat16": 2.0**-7, "float32": 2.0**-23}
 
 
 def operands(lead, n, k, rank, dtype, thin):
-    """x, m [*, n, k]; p [*, n, r]; w, q [*, k, r], of different scales."""
+    """Return x, m [*, n, k], p [*, n, r] and w, q [*, k, r], of different scales."""
     rng = np.random.default_rng(0)
     shapes = [(n, k, dtype, 1), (n, k, dtype, 3), (n, rank, thin, 1), (k, rank, thin, 0.3), (k, rank, thin, 1)]
     return [jnp.asarray(scale * rng.standard_normal((*lead, a, b)), dtype) for a, b, dtype, scale in shapes]
 
 
 def passes(implementation, x, m, p, w, q, *active):
-    """Everything that the passes return, in one program."""
+    """Return the results of all passes, computed in one program."""
     chosen = {"implementation": implementation}
     return {
         "none": kernels.project(x, q, None, *active, **chosen),
@@ -52,13 +52,13 @@ def exact(array):
 
 
 def assert_close(array, reference, scale, eps):
-    """|array - reference| <= eps scale, elementwise; no NaN."""
+    """Assert that |array - reference| <= eps scale elementwise, which no NaN fulfils."""
     error = np.abs(exact(array) - reference) / np.maximum(scale, 1e-30)
     assert error.max() <= eps, error.max()
 
 
 def assert_product(array, a, b, rounding="float32"):
-    """array = a b, but for errors of float32 sums (and `rounding`): relative to |a| |b|, as they are bounded."""
+    """Assert that array is a b up to the errors of float32 sums and of `rounding`, which are relative to |a| |b|."""
     assert_close(array, a @ b, np.abs(a) @ np.abs(b), 16 * EPS["float32"] + EPS[rounding] / 2)
 
 
@@ -77,7 +77,7 @@ def test_against_float64(case, implementation):
 
     assert got["decode"].dtype == got["residual"].dtype == got["lazy"][0].dtype == x.dtype
     assert_product(got["decode"], ep, ew.mT, rounding=dtype)
-    # What the receiver decodes is what the sender takes off, to the last bit.
+    # The receiver decodes exactly the bits that the sender subtracts.
     assert (bits(got["residual"]) == bits(kernels._add(m, -got["decode"]))).all()
     assert (bits(got["none"][0]) == bits(x)).all()
     for form, error, magnitude in (
@@ -118,7 +118,7 @@ def test_inactive_passes_leave_the_state(dtype, implementation):
 
 
 def test_kernels_under_vmap_each_with_its_own_flag():
-    """As on the virtual mesh, where one device runs the programs of many."""
+    """On the virtual mesh one device runs the programs of many in this way."""
     arrays = [*operands((2,), 33, 65, 4, "float32", "float32"), jnp.array([True, False])]
     many = jax.jit(jax.vmap(lambda *args: passes("interpret", *args)))(*arrays)
     one = jax.jit(lambda *args: passes("interpret", *args))
@@ -153,7 +153,7 @@ def test_each_pass_is_one_named_kernel_that_updates_its_state_in_place():
 @pytest.mark.parametrize("rank", [16, 128])
 @pytest.mark.parametrize("columns", [3072, 12288])
 def test_large_messages_fill_the_multiprocessors(columns, rank):
-    """Programs enough for three quarters of 132 multiprocessors, with partial sums that are small beside the matrix."""
+    """The programs fill three quarters of 132 multiprocessors, with partial sums that are small beside the matrix."""
     shapes = [(4096, columns), (4096, columns), (4096, rank), (columns, rank), (columns, rank)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     text = lowered_for_cuda(lambda *a: passes("triton", *a), *arrays)

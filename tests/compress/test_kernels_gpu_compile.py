@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not there; skipped where jax's CUDA plugin is not installed."""
+"""The Triton kernels, compiled for GPUs without having one; skipped if jax's CUDA plugin is not installed."""
 
 import re
 from functools import partial
@@ -25,7 +25,7 @@ def mesh():
 def compiled(mesh, function, *shapes, donate=()):
     place = NamedSharding(mesh, PartitionSpec())
     arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
-    # From jax 0.11 on the lowering of the kernels asks the mesh in use which GPU they are for.
+    # From jax 0.11 on, the lowering of the kernels asks the mesh in use for the kind of GPU.
     with use_abstract_mesh(mesh.abstract_mesh):
         return aot.compile(jax.jit(function, donate_argnums=donate).lower(*arrays))
 
@@ -35,13 +35,13 @@ def kernel_calls(program) -> int:
 
 
 def copies(program) -> list[int]:
-    """Elements of all that is copied."""
+    """Return the number of elements of all copied arrays."""
     found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text())
     return [int(np.prod([int(n) for n in shape.split(",")])) for shape in found]
 
 
 def passes(x, m, p, w, q, active):
-    """Every form of every pass; first what takes the places of the donated states m, in their order."""
+    """Return the results of every form of every pass; those that replace the donated states m come first, in order."""
     chosen = {"implementation": "triton"}
     return (
         kernels.project(x, q, kernels.Explicit(m[0]), active, **chosen),
@@ -89,7 +89,7 @@ def test_encoding_takes_no_memory_but_for_thin_factors(mesh, error):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_the_benchmark_times_its_work_in_every_iteration(mesh, implementation):
-    """None of it stands outside the loop, and no iteration copies a matrix."""
+    """All the work is inside the loop, and no iteration copies a matrix."""
     for case in (
         kernel_times.Matrices("message", 1, 1024, 512, 16),
         kernel_times.Matrices("gradient", 2, 512, 1024, 16),

@@ -1,4 +1,4 @@
-"""The low-rank codec: what crosses the link, what is lost, and that it is lost for one message only."""
+"""The low-rank codec: its wire, its errors, and that error feedback sends them with the next message."""
 
 import functools
 from typing import NamedTuple
@@ -30,7 +30,7 @@ CONFIGURATIONS = [
 
 
 def messages(dtype, steps=STEPS, seed=0):
-    """Like gradients of neighbouring micro-batches: a common part of decaying spectrum and one of each its own."""
+    """Return messages like gradients of micro-batches: a common part of decaying spectrum plus a part of each."""
     rng = np.random.default_rng(seed)
     common = rng.normal(size=(N, K)) * np.arange(1, K + 1.0) ** -1
     own = rng.normal(size=(steps, N, K))
@@ -38,7 +38,7 @@ def messages(dtype, steps=STEPS, seed=0):
 
 
 class Trajectory(NamedTuple):
-    """Stacked over messages: what was given, the wires, what the sender decodes and the residual after each."""
+    """Messages as given, wires, messages as the sender decodes them, residuals and states, stacked over messages."""
 
     given: jax.Array
     wires: tuple
@@ -49,7 +49,7 @@ class Trajectory(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(codec, given, active=True, rank=None):
-    """The trajectory of a link."""
+    """Return the trajectory of a link."""
     dtype = given.dtype.name
 
     def step(state, x_active):
@@ -73,12 +73,12 @@ def float64(x):
 
 
 def bits(tree):
-    """Every array of a tree as bytes, for comparisons that know no rounding."""
+    """Return every array of a tree as bytes, for exact comparisons."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def lost(t):
-    """What was given and neither arrived nor is left to be sent, per element."""
+    """Return the part of the given messages that neither arrived nor is left to be sent, per element."""
     return np.abs(float64(t.given).sum(0) - float64(t.decoded).sum(0) - float64(t.residual[-1])).max()
 
 
@@ -90,10 +90,10 @@ def test_trajectory(configuration):
     decode = jax.jit(lambda wire: codec.decode(wire, LIKE[dtype]))
     for i in range(STEPS):
         assert bits(decode(jax.tree.map(lambda x, i=i: np.asarray(x)[i], t.wires))) == bits(t.decoded[i])
-    # The wire is the factors in their dtype and nothing else.
+    # The wire has the factors in their dtype and nothing else.
     assert {x.dtype.name for x in jax.tree.leaves(t.wires)} == {factors} | ({"float32"} if factors == "int8" else set())
     assert sum(x.nbytes for x in jax.tree.leaves(t.wires)) == STEPS * wire_bytes(codec, SHAPE, dtype)
-    # Each message: what is left is exactly what did not arrive, and less than there was.
+    # After each message, the residual is exactly the part that did not arrive, and smaller than the message.
     before = np.concatenate([np.zeros((1, *SHAPE)), float64(t.residual[:-1])])
     message = (jnp.float32(before) + t.given.astype("float32")).astype(dtype)
     left = (message.astype("float32") - t.decoded.astype("float32")).astype(dtype)
@@ -101,7 +101,7 @@ def test_trajectory(configuration):
         assert bits(left) == bits(t.residual)
     norms = np.linalg.norm(np.stack([float64(left), float64(message)]).reshape(2, STEPS, -1), axis=-1)
     assert (norms[0] < norms[1]).all()
-    # Their sum: nothing is ever lost, unless errors are forgotten.
+    # In the sum over messages nothing is lost, unless errors are forgotten.
     rounding = STEPS * EPS[dtype] * np.abs(float64(message)).max()
     assert (lost(t) <= rounding) == (error != "none")
     assert error != "none" or lost(t) > 100 * rounding
@@ -116,7 +116,7 @@ def test_explicit_and_lazy_decode_alike(dtype):
 
 @pytest.mark.parametrize("error", ["explicit", "lazy", "none"])
 def test_inactive_messages_leave_no_trace(error):
-    """Of two links in one program, the one that has nothing to send every other time comes out as if alone."""
+    """A link that is inactive every other time, beside an active one in the same program, ends as if it were alone."""
     codec, t = trajectory(error, "float32", "float32")
     given = jnp.repeat(t.given[:6], 2, axis=0).at[1::2].set(1e3)
     active = jnp.arange(12) % 2 == 0
@@ -127,7 +127,7 @@ def test_inactive_messages_leave_no_trace(error):
 
 
 def test_ranks_of_links():
-    """One program, a rank per link: columns beyond it are zero, need not travel, and nothing else changes."""
+    """Links of one program have different ranks; columns beyond a link's rank are zero and need not travel."""
     codec, alone = trajectory("lazy", "bfloat16", "int8")
     ranks = (0, 1, 4, RANK)
     found = jax.vmap(functools.partial(run, codec), (None, None, 0))(alone.given, True, jnp.array(ranks))
@@ -144,19 +144,19 @@ def test_ranks_of_links():
         assert np.isfinite(decoded).all()
         errors.append(np.linalg.norm(float64(residual[-1])))
     assert errors == sorted(errors, reverse=True)
-    # The link of full rank is as in a program of its own, but for the rounding of sums in another order.
+    # The link of full rank gives what it gives in a separate program, up to the rounding of sums in another order.
     assert np.linalg.norm(float64(decoded[0]) - float64(alone.decoded[0])) < 0.01 * np.linalg.norm(float64(decoded[0]))
 
 
 def sent_by_stage_2(x, target, a, b):
-    """Gradients that stage 2 (b) of a linear model sends to stage 1 (a), for micro-batches x [m, N, inputs]."""
+    """Return the gradients that stage 2 (b) of a linear model sends to stage 1 (a), for x [m, N, inputs]."""
     return jax.grad(lambda h: 0.5 * jnp.sum((h @ b - target) ** 2) / N)(x @ a)
 
 
 def test_lazy_error_propagation_of_a_linear_model():
-    """dW's error is sum_i (x_{i+1} - x_i)^T e_i and a term of the last message: small where inputs are alike.
+    """dW's error is sum_i (x_{i+1} - x_i)^T e_i plus a term of the last message, so it is small if inputs are alike.
 
-    That is what is left of sum_i x_i^T (e_{i-1} - e_i). Without error feedback it is neither.
+    Summation by parts gives this form to dW's error, sum_i x_i^T (e_{i-1} - e_i). Without error feedback it is another.
     """
     rng = np.random.default_rng(0)
     shapes = (N, 10), (12, N, 10), (12, N, K), (10, K), (K, K)
@@ -174,7 +174,7 @@ def test_lazy_error_propagation_of_a_linear_model():
             codec = Recorder(LowRank(4, error=error, factors="float32"), 12)
             record = run(codec, sent_by_stage_2(x, target, a, b))
             x, given, decoded, e = map(np.float64, (x, record.given, record.decoded, record.residual))
-            weight_gradient = lambda gradients, x=x: np.einsum("inc,ink->ck", x, gradients)  # noqa: E731
+            weight_gradient = functools.partial(np.einsum, "inc,ink->ck", x)
             identity = np.einsum("inc,ink->ck", x[1:] - x[:-1], e[:-1]) - x[-1].T @ e[-1]
             off, scale = weight_gradient(decoded - given), np.linalg.norm(weight_gradient(given))
             assert (np.linalg.norm(off - identity) < 1e-6 * scale) == (error == "lazy")
@@ -184,7 +184,7 @@ def test_lazy_error_propagation_of_a_linear_model():
 
 
 def test_errors_stay_bounded_over_ten_thousand_messages():
-    """While what a forgetful link has lost grows with every message."""
+    """Error feedback bounds the loss of a link; without it, the loss grows with every message."""
     k, n = 6, 8
     common = jax.random.normal(jax.random.key(0), (n, k))
 
@@ -225,7 +225,7 @@ def test_resumes_bit_for_bit(configuration):
 
 
 def test_forms_and_implementations_agree():
-    """On a first message: later ones depend on it, and small differences grow."""
+    """The comparison takes a first message, because small differences grow in later ones."""
     x = messages("float32", 1)[0]
 
     @functools.partial(jax.jit, static_argnums=0)

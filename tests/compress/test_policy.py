@@ -64,7 +64,7 @@ class TestSelective:
 
 
 def residual(singular, rank):
-    """What the best approximation of this rank leaves of a matrix of these singular values."""
+    """Return the relative residual of the best approximation of a rank, from a matrix's singular values."""
     return math.sqrt(sum(s**2 for s in singular[rank:]) / sum(s**2 for s in singular))
 
 

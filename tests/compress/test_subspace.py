@@ -1,4 +1,4 @@
-"""Thin-factor mathematics against numpy in float64, and against forms of it that are known to fail."""
+"""Thin-factor mathematics against numpy in float64, and against algorithms that are known to fail."""
 
 import functools
 
@@ -15,7 +15,7 @@ N, K = 176, 144
 
 
 def factors(m, q, basis):
-    """P and W of m."""
+    """Return P and W of m."""
     p = basis(kernels.project(m, q)[1])
     s, g = kernels.backproject(m, p)
     return p, subspace.solve(s, g) if basis is subspace.precondition else s
@@ -23,7 +23,7 @@ def factors(m, q, basis):
 
 @functools.partial(jax.jit, static_argnames="basis")
 def compress(m, q, first, basis=subspace.precondition):
-    """P, W and the next Q of a batch of messages."""
+    """Return P, W and the next Q of a batch of messages."""
     p, w = factors(m, q, basis)
     return p, w, subspace.warm_start(w, first)
 
@@ -41,7 +41,7 @@ def relative_error(m, p, w):
 
 
 def best_error(m, r):
-    """Relative error of the best approximation of rank r (Eckart-Young)."""
+    """Return the relative error of the best approximation of rank r (Eckart-Young)."""
     values = np.linalg.svd(np.float64(m), compute_uv=False)
     return np.linalg.norm(values[r:]) / np.linalg.norm(values)
 
@@ -56,9 +56,9 @@ def with_spectrum(values, n=N, k=K, seed=0):
 
 
 def of_rank(r):
-    """Messages of rank r or less, by name."""
-    # A draw that the first Q meets well: float32 costs every algorithm 1e-7 times the condition of M Q, which exceeds
-    # 200 for one draw in four at rank 16.
+    """Return messages of rank r or less, by name."""
+    # The seed gives a draw that suits the first Q. float32 costs every algorithm 1e-7 times the condition of M Q, which
+    # exceeds 200 for one draw in four at rank 16.
     rng = np.random.default_rng(r + 9)
     a, b = rng.normal(size=(N, r)), rng.normal(size=(K, r))
     half = r // 2
@@ -87,7 +87,7 @@ def test_what_has_the_rank_is_exact(r, basis):
 
 
 def gram_schmidt(p):
-    """Modified Gram-Schmidt, column by column, as PowerSGD's authors and Optimus-CC run it."""
+    """Return orthonormal columns by modified Gram-Schmidt, column by column, as PowerSGD's code and Optimus-CC do."""
     p = p.copy()
     for i in range(p.shape[1]):
         p[:, i] /= np.linalg.norm(p[:, i]) + np.float32(1e-8)
@@ -96,7 +96,7 @@ def gram_schmidt(p):
 
 
 def shifted_cholesky_qr2(p):
-    """Two rounds, each shifted by r^2 times the precision of G's trace (Fukaya et al. 2020), without column scaling."""
+    """Return columns after two rounds of Cholesky QR, shifted by r^2 eps trace(G) (Fukaya et al. 2020), not scaled."""
     for _ in range(2):
         gram = p.T @ p
         shift = np.float32(1e-7) * np.trace(gram)
@@ -122,7 +122,7 @@ def test_other_orthogonalisations_fail_there(basis, r, names):
 
 @pytest.fixture(scope="module")
 def decaying():
-    """Messages of full rank with known spectra."""
+    """Return messages of full rank with known spectra."""
     index = np.arange(1, K + 1.0)
     return np.stack([with_spectrum(index**-power, seed=i) for i, power in enumerate((0.3, 1, 2))])
 
@@ -192,7 +192,7 @@ def test_solve_is_the_least_squares_fit():
 
 
 def test_zero_columns_stay_zero(decaying):
-    """They are the columns beyond a rank, and the others do as well as alone."""
+    """Columns beyond a link's rank are zero, and the others compress as well as alone."""
     rank = 5
     first = jnp.where(jnp.arange(16) < rank, subspace.initial(K, 16, 0), 0)[None]
     for basis in (subspace.precondition, subspace.orthonormal):
@@ -235,7 +235,7 @@ def test_first_q_is_orthonormal_and_its_seeds():
     seed=st.integers(0, 999), rank=st.integers(0, 60), decades=st.floats(0, 6), exponent=st.integers(-30, 30)
 )
 def test_any_message(seed, rank, decades, exponent):
-    """Finite, never farther from the message than zero is, and exact where the rank suffices."""
+    """Results are finite, never farther from the message than zero is, and exact if the rank suffices."""
     m = with_spectrum(np.geomspace(1, 10**-decades, rank) * 10.0**exponent, 70, 60, seed)
     first = subspace.initial(60, 12, 0)
     p, w, q = compress(m, first, first)

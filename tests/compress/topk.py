@@ -1,4 +1,4 @@
-"""A codec as a stranger would write it: the largest k numbers of a message and their positions."""
+"""A codec as a user would write it, which sends the largest k numbers of a message and their positions."""
 
 import dataclasses
 import math

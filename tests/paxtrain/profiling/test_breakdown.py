@@ -1,4 +1,4 @@
-"""The breakdown of a step: what an instruction counts as, how instants are shared out, and known times found again."""
+"""The breakdown of a step: the part of each instruction, the attribution of time, and known times found again."""
 
 import pathlib
 import subprocess
@@ -36,13 +36,15 @@ WORK, WAIT, SEND = Part("forward", False), Part("pipeline", True), Part("data", 
 
 def config(mesh, schedule="1f1b", compress=None):
     data, pipe, tensor = mesh
-    return from_dict({
-        "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
-        "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
-        "pipeline": {"schedule": schedule},
-        "batch": {"global_batch": 2 * 4 * data, "micro_batch": 4},
-        "compress": compress or {},
-    })  # fmt: skip
+    return from_dict(
+        {
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
+            "mesh": {"data": data, "pipe": pipe, "tensor": tensor},
+            "pipeline": {"schedule": schedule},
+            "batch": {"global_batch": 2 * 4 * data, "micro_batch": 4},
+            "compress": compress or {},
+        }
+    )
 
 
 def trainer(settings):
@@ -54,7 +56,7 @@ def mesh_of(*sizes):
 
 
 def stepper(trained, compiled):
-    """A call of the compiled step that keeps its state."""
+    """Return a function that calls the compiled step and keeps its state."""
     state = trained.init(0)
     tokens = jax.device_put(np.zeros(trained.abstract_batch().shape, np.int32), trained.batch_sharding)
 
@@ -144,13 +146,13 @@ def test_every_instant_counts_once_and_work_before_collectives(spans, seconds, h
 
 @pytest.fixture(scope="module")
 def everything():
-    """A step with all parts, on all three axes: the trainer and the compiled step."""
+    """Return the trainer and the compiled step of a step with all parts, on all three axes."""
     compress = {"backward": "all", "backward_rank": 2, "data": "all", "data_rank": 2, "data_rank_min": 2}
     trained = trainer(config((2, 2, 2), compress=compress))
     return trained, trained.compile_step()
 
 
-# What jax calls the collectives: that is known of each besides the groups that XLA writes.
+# jax's names of the collectives, which are known of each besides the groups that XLA writes.
 PRIMITIVES = {
     "ppermute": {"pipeline", "embedding"},
     "all_gather": {"data", "embedding"},

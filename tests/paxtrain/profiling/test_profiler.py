@@ -1,4 +1,4 @@
-"""A profiled window of a training run: its traces, its breakdown, and that nothing of it is there when it is off."""
+"""A profiled window of a training run: its traces, its breakdown, and no trace of it when it is off."""
 
 import contextlib
 import gzip
@@ -35,22 +35,30 @@ def home(tmp_path_factory, cache):
 
 
 def config(home, out, profile="", mesh=(2, 2, 2), **run):
-    return from_dict({
-        "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
-        "mesh": dict(zip(("data", "pipe", "tensor"), mesh)),
-        "pipeline": {"schedule": "1f1b"},
-        "batch": {"global_batch": 16, "micro_batch": 4},
-        "compress": {"backward": "all", "backward_rank": 2, "data": "all", "data_rank": 2, "data_rank_min": 2,
-                     "data_start": 0.0},
-        "optimizer": {"warmup_steps": 0},
-        "data": {"train": str(home / "tokens"), "validation": str(home / "tokens")},
-        "run": {"steps": STEPS, "out": str(out), "eval_every": 4, "eval_batches": 1, "sample_tokens": 0} | run,
-        "profile": profile,
-    })  # fmt: skip
+    return from_dict(
+        {
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence": 16, "vocab_size": 64, "dtype": "float32"},
+            "mesh": dict(zip(("data", "pipe", "tensor"), mesh)),
+            "pipeline": {"schedule": "1f1b"},
+            "batch": {"global_batch": 16, "micro_batch": 4},
+            "compress": {
+                "backward": "all",
+                "backward_rank": 2,
+                "data": "all",
+                "data_rank": 2,
+                "data_rank_min": 2,
+                "data_start": 0.0,
+            },
+            "optimizer": {"warmup_steps": 0},
+            "data": {"train": str(home / "tokens"), "validation": str(home / "tokens")},
+            "run": {"steps": STEPS, "out": str(out), "eval_every": 4, "eval_batches": 1, "sample_tokens": 0} | run,
+            "profile": profile,
+        }
+    )
 
 
 class Slow(Run):
-    """A run that gets its batches late while it is profiled."""
+    """Run that gets its batches late while it is profiled."""
 
     def batches(self, name, start_sample=0, part=""):
         for number, batch in enumerate(super().batches(name, start_sample, part), 1):
@@ -65,7 +73,7 @@ def started(config, run=Run):
 
 @pytest.fixture(scope="module")
 def profiled(home):
-    """The folder of a run whose steps 3 to 5, with a validation between them, are profiled."""
+    """Return the folder of a run whose steps 3 to 5, with a validation between them, are profiled."""
     out = home / "run"
     started(config(home, out, "3:6"), Slow).train()
     return out
@@ -86,13 +94,26 @@ def test_the_breakdown_adds_up_to_the_time_that_the_steps_took(profiled):
     assert all(0 < value < total / 2 for name, value in seconds.items() if name != "input")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of how jaxlib makes the type of stats
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about how jaxlib makes the type of stats
 def test_the_trace_holds_the_steps_and_the_scopes(profiled):
     [path] = (profiled / "profile/steps_3_to_5").rglob("*.xplane.pb")
     written = path.read_bytes()
-    scopes = ("rows_0_to_", "forward/chunk_0", "backward/chunk_0", "head", "embedding", "compression/encode",
-              "compression/decode", "send_forward", "send_backward", "tensor", "gather_weights", "reduce_gradients",
-              "optimizer", "sync")  # fmt: skip
+    scopes = (
+        "rows_0_to_",
+        "forward/chunk_0",
+        "backward/chunk_0",
+        "head",
+        "embedding",
+        "compression/encode",
+        "compression/decode",
+        "send_forward",
+        "send_backward",
+        "tensor",
+        "gather_weights",
+        "reduce_gradients",
+        "optimizer",
+        "sync",
+    )
     assert [scope for scope in scopes if f"/{scope}".encode() not in written] == []
     events = [
         event for plane in ProfileData.from_file(str(path)).planes for line in plane.lines for event in line.events
@@ -134,7 +155,7 @@ def test_table_and_picture(profiled):
 
 
 def test_a_run_that_goes_on_is_profiled_later_but_not_before(home, profiled, monkeypatch, caplog):
-    """And it trains as one that never was profiled does, which starts no profiler."""
+    """The run trains as one without a profile does, which starts no profiler."""
     with pytest.raises(
         UserError, match=r"profile=2:4 begins with step 2, but the run goes on after step 6; name later"
     ):
@@ -168,7 +189,7 @@ def test_off_there_is_nothing_around_a_step(home, tmp_path):
 
 @pytest.mark.parametrize("compress", [{"data_start": 0.5}, {"data_start": 0.0, "data_adapt_every": 3}])
 def test_a_window_is_of_one_program(home, tmp_path, compress):
-    """Ranks over data change after step 3, as compression starts or as they adapt: parts are known of one program."""
+    """Ranks over data change after step 3, because compression starts or they adapt, but a trace needs one program."""
     values = to_dict(config(home, tmp_path / "run", "3:5"))
     with pytest.raises(UserError, match="profile=3:5 spans step 4, at which gradients over data may"):
         started(from_dict(values | {"compress": values["compress"] | compress})).train()

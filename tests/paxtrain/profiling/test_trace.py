@@ -1,4 +1,4 @@
-"""Traces as the profiler writes them on CPUs and GPUs, cut down to what matters, and the times read from them."""
+"""Traces as the profiler writes them on CPUs and GPUs, cut down to the essentials, and the times read from them."""
 
 from jax.profiler import ProfileData
 
@@ -16,7 +16,7 @@ RECORD, START, STOP = (f"ThreadpoolListener::{name}" for name in ("Record", "Sta
 
 
 def trace(**planes):
-    """A trace of events (name, start, duration in ms, stats) by plane and line."""
+    """Return a trace of events (name, start, duration in ms, stats), given by plane and line."""
     text = []
     for number, (plane, lines) in enumerate(planes.items()):
         names = sorted({event[0] for events in lines.values() for event in events})
@@ -43,7 +43,7 @@ def in_milliseconds(x):
 
 
 def times(**planes):
-    """The spans of every device, as (start, end, part) in ms."""
+    """Return the spans of every device as (start, end, part) in ms."""
     steps, spans = read(trace(**planes), "jit_step", PARTS)
     assert [tuple(map(in_milliseconds, step)) for step in steps] == [(1, 21), (30, 50)]
     return {

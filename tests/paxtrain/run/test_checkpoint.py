@@ -26,7 +26,7 @@ MODEL = {"hidden": 16, "layers": 8}
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    """Hide the messages of reads that orbax gives up, as mains do; pytest would fail the test that is running."""
+    """Hide orbax's messages about reads that it gives up, as mains do; pytest would fail the running test for them."""
     with setup.quiet_orbax():
         yield
         gc.collect()
@@ -73,7 +73,7 @@ def save(directory, *steps: int, **config) -> None:
 
 
 def restore(directory, sizes=(2, 2, 2), model=MODEL):
-    """Return (step, problems), after comparing every bit with what was saved at that step."""
+    """Return (step, problems), after comparing every bit with the state that was saved at that step."""
     checkpoints = Checkpoints(directory, CheckpointConfig())
     state, meta = checkpoints.restore(abstract(make_state(sizes, 0)), model)
     assert same_bits(state, make_state(sizes, meta["step"]))
@@ -90,7 +90,7 @@ def largest_file(directory: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints 1 and 2; tests that damage them work on a copy."""
+    """Return a folder with checkpoints 1 and 2; tests that damage them work on a copy."""
     directory = tmp_path_factory.mktemp("saved")
     save(directory, 1, 2)
     return directory
@@ -118,7 +118,7 @@ def test_a_save_survives_donation_of_the_state(tmp_path):
 
 
 def assert_told(checkpoints, directory):
-    """`check` raises within seconds, and each time."""
+    """Assert that `check` raises within seconds, and raises again each time."""
     sentence = f"could not be written to {directory}: .*File too large"
     with pytest.raises(RuntimeError, match=sentence):
         for _ in range(100):
@@ -278,7 +278,7 @@ def test_a_directory_that_cannot_be_written():
         checkpoint.ensure_writable("/dev/null/x")
 
 
-# Programs for two processes, about the functions above.
+# Programs that two processes run; they call the functions above.
 HERE = """
 import os
 from tests.paxtrain.run.test_checkpoint import *

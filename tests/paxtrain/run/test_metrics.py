@@ -1,4 +1,4 @@
-"""Metrics on disk and on the terminal, FLOPs by hand, and a figure that shows what was recorded."""
+"""Metrics on disk and on the terminal, FLOPs by hand, and a figure of the recorded metrics."""
 
 import io
 import json
@@ -110,7 +110,7 @@ def test_progress_of_other_processes_is_silent():
 
 
 def test_flops_per_token_by_hand():
-    """Matrix products of the architecture, forward 2 and backward 4 FLOPs a weight, with biases and norms added."""
+    """A matrix product has 2 forward and 4 backward FLOPs for each weight; biases and norms add a little."""
     model = ModelConfig(vocab_size=50257, layers=12, hidden=768, heads=12, sequence=1024)
     h, s = 768, 1024
     products = 12 * (3 * h * h + h * h + 2 * 4 * h * h) + 50257 * h
@@ -134,7 +134,7 @@ def test_smoothing_keeps_a_line_and_calms_noise():
 
 
 def test_figure_shows_losses_and_skipped_steps(tmp_path):
-    """Each series leaves its colour, and a run without skipped steps does not leave theirs."""
+    """The figure has the colour of each series, but that of skipped steps only if the run skipped some."""
 
     def coloured(skipped: bool):
         with Metrics(tmp_path, primary=True) as writer:

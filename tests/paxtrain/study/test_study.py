@@ -1,4 +1,4 @@
-"""The study: its measures against numpy and the plain model, its bytes against formulas, its sentences for truth."""
+"""The study: its measures against numpy and the plain model, its bytes against formulas, and its sentences."""
 
 import csv
 import dataclasses
@@ -32,7 +32,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a small corpus."""
+    """Return a folder with a small corpus."""
     path = tmp_path_factory.mktemp("study")
     (path / "corpus.txt").write_text(" ".join(map(str, range(3_000))))
     prepare([str(path / "corpus.txt")], path / "data")
@@ -46,10 +46,15 @@ def configuration(home=None, pipe=2, **sections):
         "batch": {"global_batch": 12, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "compress": {
-            "backward_rank": 2, "forward_rank": 2, "data": "0", "data_rank": 2, "data_rank_min": 2, "data_start": 0.5,
+            "backward_rank": 2,
+            "forward_rank": 2,
+            "data": "0",
+            "data_rank": 2,
+            "data_rank_min": 2,
+            "data_start": 0.5,
         },
         "run": {"steps": 4, "eval_every": 2, "eval_batches": 2},
-    }  # fmt: skip
+    }
     if home:
         values["data"] = {name: str(home / "data" / name) for name in ("train", "validation")}
     for name, changes in sections.items():
@@ -62,13 +67,15 @@ def configuration(home=None, pipe=2, **sections):
 
 @functools.partial(jax.jit, static_argnums=0)
 def plain_boundary(config, params, tokens):
-    """x [n, B, S, H] that crosses the boundary of two stages of a layer each, and the loss's gradients by it.
+    """Return x [n, B, S, H] at the boundary of two stages of one layer each, and the loss's gradients by x.
 
     Args:
         tokens: [n, B, S + 1].
     """
     c = config.model
-    layer = lambda i, x: transformer.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)  # noqa: E731
+
+    def layer(i, x):
+        return transformer.layer(jax.tree.map(lambda w: w[i], params["layers"]), x, c, WHOLE, None, i)
 
     def loss(x, t):
         return transformer.head_loss(
@@ -83,7 +90,7 @@ def plain_boundary(config, params, tokens):
 
 
 def sent_low_rank(gradients, rank):
-    """What arrives of [n, rows, columns], and the error each leaves, by QR in float64 with error feedback."""
+    """Return messages [n, rows, columns] as they arrive and the error of each, by QR in float64 with error feedback."""
     first = np.asarray(subspace.initial(gradients.shape[-1], rank, seed=0), np.float64)
     q, error, arrived, errors_left = first, 0, [], []
     for g in gradients:
@@ -98,7 +105,7 @@ def sent_low_rank(gradients, rank):
 
 
 def test_errors_and_cosines_are_those_of_numpy():
-    """Gradients from the plain model, compressed in numpy, against what the links of the virtual mesh record."""
+    """Gradients from the plain model, compressed in numpy, equal those that the links of the virtual mesh record."""
     compress = {"backward": "all", "form": "qr", "error": "explicit"}
     config = configuration(compress=compress)
     trainer = Trainer(config, make_mesh(MeshConfig(), devices=jax.devices()[:1]), record=3, virtual=True)
@@ -133,7 +140,7 @@ def test_errors_and_cosines_are_those_of_numpy():
                 assert row["change_mean"] == pytest.approx(change.mean() / np.sqrt((change**2).mean()), abs=1e-5)
                 assert row["error_mean"] == pytest.approx(error[i].mean() / np.sqrt((error[i] ** 2).mean()), abs=1e-5)
 
-    # Of the recorded gradients too, and of the layers' weights.
+    # The spectra of the recorded gradients and of the layers' weights are numpy's too.
     [found] = probe.activation_gradient_spectra(trainer, codec).values()
     values = np.linalg.svd(plain[1].reshape(6, 16, 16), compute_uv=False)
     np.testing.assert_allclose(found, (values / values[:, :1]).mean(0), atol=1e-4)
@@ -160,7 +167,7 @@ def test_without_error_feedback_an_error_is_what_was_lost():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_bytes_are_those_that_formulas_say(fused):
-    """Three stages, of which the middle one has no embedding and the first one compresses over data."""
+    """The middle one of three stages has no embedding, and the first one compresses over data."""
     compress = {"backward": "all", "embedding": "fused" if fused else "unfused", "data": "0" if fused else "none"}
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
     found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
@@ -170,7 +177,7 @@ def test_bytes_are_those_that_formulas_say(fused):
     assert found["forward"] == ranks * (pipe - 1) * m * (2 * 8 * h * 4)
     assert found["backward"] == ranks * (pipe - 1) * m * r * (2 * 8 + h) * 4
     assert found["embedding"] == 2 * ranks * table // (ranks if fused else 1)
-    # A ring of two: an all-reduce of V bytes sends V from each, the others half of it.
+    # In a ring of two an all-reduce of V bytes sends V from each rank; the other collectives send half of it.
     everywhere = pipe * (layer + position + norm)
     dense = sum(n * k * 4 for n, k in kernels)
     factors = sum(r * (n + k) * 4 for n, k in kernels)
@@ -184,7 +191,7 @@ def test_bytes_are_those_that_formulas_say(fused):
 
 
 def test_bytes_of_tensor_groups_stay_inside_of_hosts():
-    """Each of a group sends its shards, and what all of it hold alike: messages, norms, positions, some biases."""
+    """Each rank of a group sends its shards, and all that the ranks share: messages, norms, positions, some biases."""
     found = {}
     for tensor in (1, 2):
         config = configuration(batch={"global_batch": 8}, mesh={"tensor": tensor}, compress={"data": "none"})
@@ -214,7 +221,7 @@ def finished(home, out):
 
 @pytest.mark.once
 def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, monkeypatch):
-    # Compiling is not what is tested: once per program, and without optimization, is enough.
+    # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
     monkeypatch.setattr(probe, "wire_bytes", lambda trainer: dict.fromkeys(probe.BYTES, trainer.record + 7))
@@ -243,7 +250,7 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
     assert int(rows[0]["bytes"]) == 7 * len(probe.BYTES)
     with (tmp_path / "one" / "errors.csv").open() as lines:
         rows = list(csv.DictReader(lines))
-    # One link, of whose two micro-batches the epilogue compresses one.
+    # There is one link, and the epilogue compresses one of its two micro-batches.
     assert {(row["run"], row["link"], row["micro_batch"]) for row in rows} == {("cb_fe_sc", "0", "1")}
     assert {row["step"] for row in rows} == {"1", "2", "3", "4"}
 
@@ -251,13 +258,19 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
 # --- Words and pictures -----------------------------------------------------------------------------------------------
 
 LOSSES = {
-    "dense": (2.0, 2.02), "cb_naive": (2.2, 2.2), "cb": (2.05, 2.06), "cb_epilogue": (2.012, 2.03),
-    "cb_fe": (2.0121, 2.03), "cb_fe_sc": (2.01, 2.025), "everything": (2.3, 2.02), "cb_rank_4": (2.1, 2.1),
-}  # fmt: skip
+    "dense": (2.0, 2.02),
+    "cb_naive": (2.2, 2.2),
+    "cb": (2.05, 2.06),
+    "cb_epilogue": (2.012, 2.03),
+    "cb_fe": (2.0121, 2.03),
+    "cb_fe_sc": (2.01, 2.025),
+    "everything": (2.3, 2.02),
+    "cb_rank_4": (2.1, 2.1),
+}
 
 
 def made_up(cosine=0.01, seeds=2, **losses):
-    """Outcomes of all runs, with final losses as in LOSSES but for some."""
+    """Return outcomes of all runs, whose final losses are those of LOSSES, except the given ones."""
     rng = np.random.default_rng(0)
     outcomes = []
     for name, finals in (LOSSES | losses).items():
@@ -308,7 +321,7 @@ def test_sentences_tell_the_truth():
     assert "more than adding the same numbers" in said("Fusing", cb_fe=(2.1, 2.03))
     assert "off by 30% and 15% of their norms with it, by 20% and 15% without" in said("Gradients")
     assert "4: +4.48 %" in said("CB against dense by rank") and ", 8: +2.24 %" in said("CB against dense by rank")
-    # With one seed there is no spread to tell of.
+    # With one seed there is no spread.
     assert "within 1 % of dense: +0.50 % of its" in said("cb_fe_sc", seeds=1)
 
 

@@ -1,4 +1,4 @@
-"""Programs compiled for GPU clusters that are not there; skipped where jax's CUDA plugin is not installed."""
+"""Programs compiled for GPU clusters without having one; skipped if jax's CUDA plugin is not installed."""
 
 import importlib.metadata
 
@@ -28,14 +28,14 @@ def cluster(kind="h200", hosts=2, per_host=2):
 
 
 def lowered(function, devices, *shapes):
-    """`function` over a pipe axis of all devices; every device gets whole bfloat16 arrays of the shapes."""
+    """Return `function` lowered over a pipe axis of all devices, each of which gets bfloat16 arrays of the shapes."""
     mesh = Mesh(np.array(devices), ("pipe",), axis_types=(AxisType.Auto,))
     mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P("pipe"), check_vma=False))
     return mapped.lower(*(jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, P())) for s in shapes))
 
 
 def rows(x, w):
-    """Nine rows, each with a transfer that is independent of its matrix product."""
+    """Run nine rows, each with a transfer that is independent of its matrix product."""
 
     def row(carry, _):
         x, sent = carry

@@ -18,7 +18,7 @@ CHAIN = [(0, 1), (1, 2), (2, 3)]
 
 
 def compiled_text(function, devices=None):
-    """HLO of `function` of one [ROWS, COLUMNS] array per device, over a (data=2, pipe=4) mesh."""
+    """Return the HLO of `function`, with one [ROWS, COLUMNS] array per device over a (data=2, pipe=4) mesh."""
     devices = np.reshape(jax.devices() if devices is None else devices, (2, 4))
     mesh = Mesh(devices, ("data", "pipe"), axis_types=(AxisType.Auto,) * 2)
     spec = P(("data", "pipe"))
@@ -182,8 +182,8 @@ def test_a_synchronous_permute_overlaps_nothing():
     assert [(o.bytes, o.kernels, o.matmuls) for o in hlo.overlap(text)] == [(MESSAGE, 0, 0)]
 
 
-# What GPU programs look like, cut down to what matters: transfers started and waited for by a pair of instructions or
-# by a wrapped computation, kernels between them, a fusion that only copies and one that also computes.
+# A GPU program, cut down to the essentials: transfers started and waited for by a pair of instructions or by a wrapped
+# computation, kernels between them, a fusion that only copies and one that also computes.
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=4
 
 %wrapped_permute (p: bf16[8,4]) -> bf16[8,4] {
