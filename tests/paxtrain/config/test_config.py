@@ -1,4 +1,4 @@
-"""The configuration: what fits is taken as it is, what does not is told by name, with what would."""
+"""The configuration keeps values that fit, and refuses others by name, with values that would fit."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def refusal(function, *args, **kwargs) -> str:
 
 
 def suggestions(message: str) -> list[int]:
-    """The numbers of "...; 12 or 16 would fit"."""
+    """Return the numbers in "...; 12 or 16 would fit"."""
     return [int(number) for number in re.findall(r"\d+", message.split(";")[-1])]
 
 
@@ -253,7 +253,7 @@ def test_layers_as_they_are_named():
     ],
 )
 def test_parameter_count(config, published):
-    """GPT-2 small's and XL's known numbers, and the sum over the real arrays."""
+    """The count agrees with the known numbers of GPT-2 small and XL, and with the sum over the real arrays."""
     padding = (config.padded_vocab - config.vocab_size) * config.hidden
     arrays = sum(math.prod(x.shape) for x in jax.tree.leaves(transformer.shapes(config)))
     assert config.parameter_count() == arrays - padding

@@ -1,4 +1,4 @@
-"""Configurations by path and by name, from any folder."""
+"""Configurations load by path and by name, from any folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans: what is saved comes back, and a file that is no plan is told so with its name."""
+"""Plans come back as they were saved, and a file that is no plan is refused by its name."""
 
 import json
 
@@ -30,7 +30,7 @@ PLAN = Plan(
 
 
 def file_of(tmp_path, **changes):
-    """A plan's JSON with some keys changed, or left out where the new value is None."""
+    """Write a plan's JSON with some keys changed, or left out if the new value is None."""
     path = tmp_path / "plan.json"
     plan.save(PLAN, path)
     values = json.loads(path.read_text()) | changes

@@ -12,7 +12,7 @@ GPT2 = Path(__file__).parents[4] / "shared" / "data" / "gpt2"
 
 @pytest.fixture
 def texts(tmp_path):
-    """Ten documents in a folder, the last three in a .jsonl file."""
+    """Write ten documents to a folder, the last three in a .jsonl file."""
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     contents = [f"document {i}: {TRICKY[: 10 * i + 5]}" for i in range(10)]

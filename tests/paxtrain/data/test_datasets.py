@@ -1,4 +1,4 @@
-"""Which tokens sample n of a mixture is, and that nothing but seed, n and weights decides it."""
+"""The tokens of sample n of a mixture depend on seed, n and weights alone."""
 
 import itertools
 
@@ -38,22 +38,26 @@ def weighted(weights):
 
 def opened(home, weights=WEIGHTS, seed=0, batch=1, **values):
     values = {"train": named(home, *weights), "weights": weighted(weights)} | values
-    return DataSets(from_dict({
-        "model": {"vocab_size": 3000, "sequence": SEQUENCE},
-        "batch": {"global_batch": batch, "micro_batch": 1},
-        "data": {"validation": str(home / "code" / "train")} | values,
-        "run": {"seed": seed},
-    }))  # fmt: skip
+    return DataSets(
+        from_dict(
+            {
+                "model": {"vocab_size": 3000, "sequence": SEQUENCE},
+                "batch": {"global_batch": batch, "micro_batch": 1},
+                "data": {"validation": str(home / "code" / "train")} | values,
+                "run": {"seed": seed},
+            }
+        )
+    )
 
 
 def take(sets, count, rows=(0,), **arguments):
-    """The first tokens of some batches' rows, [count * rows]."""
+    """Return the first tokens of some batches' rows, [count * rows]."""
     batches = itertools.islice(sets.training(rows, **arguments), count)
     return np.concatenate([batch[:, 0] for batch in batches])
 
 
 def by_set(tokens):
-    """Per data set, which of its samples came, in order."""
+    """Return the numbers of the samples that came from each data set, in order."""
     return {
         name: [int(t - first) // SEQUENCE for t in tokens if first <= t < first + 1000]
         for name, (_, first) in SETS.items()
@@ -61,7 +65,7 @@ def by_set(tokens):
 
 
 def test_the_samples_of_a_mixture(home):
-    """Sets as the weights say, by the sorted names; each goes through its own epochs, in an order of each."""
+    """Sets follow the weights, in the order of their names; each has separate epochs in a different order."""
     tokens = take(opened(home), 200)
     mixture = Mixture(list(WEIGHTS.values()))
     assert (tokens // 1000).tolist() == [mixture(n)[0] for n in range(200)]
@@ -101,7 +105,7 @@ def test_resuming_on_other_processes_with_another_batch_continues_the_same_sampl
 
 
 def test_identity_is_what_decides_the_samples(home):
-    """Not the order in which sets are written, not what weights are multiples of, not where files lie."""
+    """The order in which sets are written, a common factor of the weights and the files' folder do not count."""
     identity = opened(home).identity()
     reordered = {"train": named(home, "web", "talk", "code"), "weights": "web=0.7,code=0.2,talk=0.1"}
     assert opened(home, **reordered).identity() == identity

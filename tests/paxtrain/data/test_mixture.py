@@ -1,4 +1,4 @@
-"""The quota method: any first samples of a mixture hold each data set's share of them, rounded down or up."""
+"""The quota method: the first n samples of a mixture hold each data set's share of n, rounded down or up."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def sources(weights, samples):
 
 
 def largest_stray(chosen, weights):
-    """By how many samples a data set is off its share at the worst of all prefixes."""
+    """Return the largest distance, in samples, of a data set from its share, over all prefixes."""
     weights = np.array(weights)
     counts = np.cumsum(chosen[:, None] == np.arange(len(weights)), axis=0)
     n = np.arange(1, len(chosen) + 1)[:, None]

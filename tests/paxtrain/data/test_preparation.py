@@ -15,7 +15,7 @@ from tests.paxtrain.data.texts import TRICKY
 
 
 def read_documents(prefix, tokenizer):
-    """The texts of a data set, split where <|endoftext|> ends them, and its number of documents."""
+    """Return the texts of a data set, split at <|endoftext|>, and its number of documents."""
     file = token_files.TokenFile(prefix)
     ids = file.read(0, len(file))
     ends = np.flatnonzero(ids == tokenizer.token_to_id("<|endoftext|>"))
@@ -54,7 +54,7 @@ def test_what_is_held_out_depends_on_the_seed_only(texts, tmp_path):
 
 
 def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
-    """As mixing needs it: the same ids and the same file, whatever the text."""
+    """Mixing needs the same ids and the same tokenizer.json for any text."""
     folder, contents = texts
     first = prepare([str(folder / "z.jsonl")], tmp_path / "a", PrepareOptions(tokenizer="bpe", vocab_size=300))
     second = prepare([str(folder)], tmp_path / "b", PrepareOptions(tokenizer=first.tokenizer))
@@ -77,7 +77,7 @@ def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
 
 
 def test_a_models_tokenizer_gives_whole_documents_its_ids(tmp_path):
-    """Though its file keeps a limit and padding for prompts, and it begins every text it is given with a token."""
+    """Its file has a limit and padding for prompts and a token before every text, none of which applies here."""
     words = " ".join(str(i) for i in range(30_000))
     for i, text in enumerate((words, "a short one")):
         (tmp_path / f"{i}.txt").write_text(text)

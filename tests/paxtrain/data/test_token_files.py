@@ -12,7 +12,7 @@ DTYPE_CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u
 
 
 def megatron_index(code, itemsize, sizes, documents, *, magic=b"MMIDIDX\x00\x00", version=1):
-    """An .idx file byte by byte, independently of the writer under test."""
+    """Return an .idx file byte by byte, independently of the writer under test."""
     raw = magic + struct.pack("<Q", version) + struct.pack("<B", code)
     raw += struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(documents))
     raw += struct.pack(f"<{len(sizes)}i", *sizes)
@@ -27,14 +27,14 @@ def write(prefix, index, ids):
 
 @pytest.fixture
 def megatron(tmp_path):
-    """Three sequences in two documents, uint16: the ids 100 ... 120."""
+    """Write three sequences in two documents, uint16, with the ids 100 ... 120."""
     prefix = tmp_path / "old"
     write(prefix, megatron_index(8, 2, [5, 6, 10], [0, 2, 3]), struct.pack("<21H", *range(100, 121)))
     return prefix
 
 
 def token_file(prefix, tokens):
-    """A file whose token t is t, so that a sample shows where it was read."""
+    """Write a file whose token t is t, so that a sample shows the place where it was read."""
     with token_files.TokenWriter(prefix, tokens) as writer:
         writer.extend(range(tokens))
         writer.end_document()
@@ -56,7 +56,7 @@ def take(file, count, **arguments):
 
 
 def sample_order(file, count, **arguments):
-    """Which sample of the epoch each of the first `count` global samples is."""
+    """Return the number in the epoch of each of the first `count` global samples."""
     return [int(batch[0, 0]) // SEQUENCE for batch in take(file, count, **arguments)]
 
 
@@ -134,7 +134,7 @@ def test_every_epoch_has_each_sample_once_in_an_order_of_its_own(tmp_path):
 
 
 def test_the_order_never_changes_between_versions(tmp_path):
-    # A checkpoint stores how many samples were consumed: another order under an old one would repeat and lose samples.
+    # A checkpoint stores how many samples were consumed, so a changed order would repeat and lose samples.
     file = token_file(tmp_path / "x", 1000 * SEQUENCE + 1)
     assert sample_order(file, 6, seed=0) == [233, 815, 962, 246, 407, 428]
     assert sample_order(file, 4, seed=7, start_sample=1998) == [91, 31, 76, 64]

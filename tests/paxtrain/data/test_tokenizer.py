@@ -16,7 +16,7 @@ def test_ids_of_bytes_are_the_bytes():
 
 
 def test_a_token_across_words_is_never_cut():
-    """A BPE that knows no words joins "x" and " y": documents of its kind are encoded whole."""
+    """A BPE without words joins "x" and " y", so it must encode documents whole."""
     vocab = {token: i for i, token in enumerate([*map(chr, range(256, 512)), "x", "xĠ"])}
     across = Tokenizer(models.BPE(vocab=vocab, merges=[("x", "Ġ")]))
     across.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

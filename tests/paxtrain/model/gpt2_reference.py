@@ -1,4 +1,4 @@
-"""The GPT-2 that transformers computed, for comparison: weights, token ids, logits and loss.
+"""A tiny GPT-2 as transformers computed it, for comparison: weights, token ids, logits and loss.
 
 make_gpt2_reference.py wrote gpt2_reference.npz beside this file.
 """
@@ -14,7 +14,7 @@ LAYERS, HEADS = 3, 4
 
 
 def load() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The float32 weights by transformers' state_dict names, and the results.
+    """Return the float32 weights by transformers' state_dict names, and the results.
 
     Results: ids [B, S] int32; logits [B, S, V] float32, computed in float64; loss [], the mean over the B * (S - 1)
     next-token cross-entropies.
@@ -25,7 +25,7 @@ def load() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def to_paxtrain(weights: dict[str, np.ndarray], padded_vocab: int) -> dict[str, Any]:
-    """The weights as paxtrain's canonical parameters: layers stacked [L, ...], kernels [in, out] as in Conv1D.
+    """Return the weights as paxtrain's canonical parameters: layers stacked [L, ...], kernels [in, out] as in Conv1D.
 
     The columns of c_attn are q, k, v in this order, each of them heads in contiguous blocks; rows of the token table
     past the vocabulary are zero.

@@ -2,11 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.15.0", "transformers==5.23.0", "numpy==2.4.6"]
 # ///
-"""Writes gpt2_reference.npz, a tiny random GPT-2 as transformers computes it: `uv run make_gpt2_reference.py`.
+"""Write gpt2_reference.npz, a tiny random GPT-2 as transformers computes it: `uv run make_gpt2_reference.py`.
 
-torch and transformers are none of this project's packages, so the result is kept in the repository and this script
-says where it comes from. Every parameter is random and far from its usual start: one that is exchanged, transposed
-or forgotten shows.
+This project does not depend on torch and transformers, so the repository keeps the result, and this script documents
+its source. Every parameter is random and far from its usual initial value, so that an exchanged, transposed or
+forgotten one shows.
 """
 
 import pathlib

@@ -2,9 +2,10 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.15.0", "transformers==5.23.0", "numpy==2.4.6"]
 # ///
-"""Writes llama_reference.npz, a tiny random Llama as transformers computes it: `uv run make_llama_reference.py`.
+"""Write llama_reference.npz, a tiny random Llama as transformers computes it: `uv run make_llama_reference.py`.
 
-As make_gpt2_reference.py: grouped-query heads, an untied head, every parameter far from its usual start.
+It has grouped-query heads and an untied head. As in make_gpt2_reference.py, every parameter is far from its usual
+initial value.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """Attention and positions within documents: a row of several documents counts as each of them alone.
 
-On meshes and schedules: test_gradients.py.
+test_gradients.py tests the same on meshes and schedules.
 """
 
 import dataclasses
@@ -18,11 +18,17 @@ from paxtrain.model import transformer
 
 SEPARATOR, SEQUENCE = 9, 16
 GPT2 = ModelConfig(
-    vocab_size=61, vocab_multiple=64, layers=2, hidden=32, heads=4, sequence=SEQUENCE, dtype="float32",
+    vocab_size=61,
+    vocab_multiple=64,
+    layers=2,
+    hidden=32,
+    heads=4,
+    sequence=SEQUENCE,
+    dtype="float32",
     separator=SEPARATOR,
-)  # fmt: skip
+)
 LLAMA = dataclasses.replace(GPT2, family="llama", kv_heads=2, intermediate=48, tied_head=False)
-# Where separators are: in the middle; first, last and twice in a row; only where nothing is predicted from them.
+# Places of separators: in the middle; first, last and twice in a row; only where nothing is predicted from them.
 PLACES = ([4, 11], [0, 6, 7, 15], [16])
 
 
@@ -50,9 +56,9 @@ def plain(config):
 
 
 def alone(params, tokens, config):
-    """Mean loss, and logits [B, S, V], with each document in a row of its own, of the model that knows no documents.
+    """Return mean loss and logits [B, S, V] of the model without separators, with each document in a separate row.
 
-    What follows a document in its row is padding, on which a causal model does not look.
+    Padding follows a document in its row; a causal model does not look at it.
     """
     cuts = [[0, *(i for i in range(1, SEQUENCE) if row[i] == SEPARATOR), SEQUENCE] for row in tokens]
     spans = [(row, a, b) for row, ends in zip(tokens, cuts, strict=True) for a, b in itertools.pairwise(ends)]
@@ -69,7 +75,7 @@ def alone(params, tokens, config):
 
 @pytest.fixture(scope="module")
 def expected(config, params, tokens):
-    """(loss, logits), gradients."""
+    """Return ((loss, logits), gradients) of the documents in separate rows."""
     return jax.jit(jax.value_and_grad(functools.partial(alone, tokens=tokens, config=config), has_aux=True))(params)
 
 
@@ -92,14 +98,14 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(config, params, tok
 
 
 def test_logits_are_those_of_the_documents_alone(config, params, tokens, expected):
-    """Also of Llama, whose rotary positions go on through the row: its attention sees their differences alone."""
+    """This holds for Llama too: rotary positions count through the row, but attention uses only their differences."""
     (_, right), _ = expected
     logits = jax.jit(lambda ids: transformer.logits(params, ids, config))(tokens[:, :-1])
     np.testing.assert_allclose(logits, right, atol=1e-5 * np.abs(right).max())
 
 
 def test_either_half_alone_would_show(config, params, tokens, expected, monkeypatch):
-    """Mask and positions; rotary positions are not reset."""
+    """Negative control: mask and positions each change the result. Rotary positions are not reset."""
     layer = transformer.layer
     halves = {"layer": lambda *arguments: layer(*arguments[:-1], None)}
     if "position" in params["embedding"]:

@@ -1,4 +1,4 @@
-"""paxtrain's model computes what transformers' GPT2LMHeadModel does, in float32."""
+"""The model computes in float32 what transformers' GPT2LMHeadModel computes."""
 
 import functools
 

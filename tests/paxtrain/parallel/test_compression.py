@@ -1,6 +1,7 @@
-"""Compression inside the training step: what it changes between stages, what it must not, and every byte that it sends.
+"""Compression inside the training step: what it changes between stages, what stays equal, and every byte sent.
 
-The four defects of the released Optimus-CC code have a test each, named so, here and in test_compression_data.py.
+The four defects of the released Optimus-CC code have one test each, here or in test_compression_data.py. The docstring
+of each names its defect.
 """
 
 import dataclasses
@@ -43,15 +44,21 @@ pytestmark = pytest.mark.once
     [
         (config(**FULL), config()),
         (config(forward="all", forward_rank=32, form="qr", **FULL), config()),
-        (config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
-         config((1, 4, 2), micro_batches=3, schedule="1f1b")),
-        (config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
-         config((1, 2, 1), schedule="interleaved_1f1b", chunks=2)),
-        (config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
-         config((1, 2, 2))),
+        (
+            config((1, 4, 2), micro_batches=3, schedule="1f1b", error="explicit", **FULL),
+            config((1, 4, 2), micro_batches=3, schedule="1f1b"),
+        ),
+        (
+            config((1, 2, 1), schedule="interleaved_1f1b", chunks=2, **(FULL | {"backward": "epilogue"})),
+            config((1, 2, 1), schedule="interleaved_1f1b", chunks=2),
+        ),
+        (
+            config((1, 2, 2), sequence=True, forward="all", forward_rank=16, **(FULL | {"backward_rank": 16})),
+            config((1, 2, 2)),
+        ),
     ],
     ids=["eager", "forward too, qr", "1f1b explicit", "interleaved epilogue", "sequence parallel"],
-)  # fmt: skip
+)
 def test_full_rank_is_no_compression(c, dense):
     loss, grads, *_ = evaluated(c)
     right_loss, right, *_ = evaluated(dense)
@@ -82,7 +89,10 @@ def test_only_the_stages_below_a_compressed_link_are_changed():
     """Gradients on the last stage come before any compressed message."""
     _, grads, *_ = evaluated(config(backward="all", backward_rank=2))
     _, right, *_ = evaluated(config())
-    layers = lambda tree, part: jax.tree.map(lambda x: x[part], tree["layers"])  # noqa: E731
+
+    def layers(tree, part):
+        return jax.tree.map(lambda x: x[part], tree["layers"])
+
     assert_close(layers(grads, slice(3, 4)), layers(right, slice(3, 4)))
     assert min(differences(layers(grads, slice(0, 3)), layers(right, slice(0, 3))).values()) > 1e-3
 
@@ -91,7 +101,7 @@ def test_only_the_stages_below_a_compressed_link_are_changed():
 
 
 def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
-    """Bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's exchange."""
+    """Return bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's."""
     mesh = trained.config.mesh
     found = hlo.permute_bytes_by_pair(compiled(trained).as_text())
     stages = {s * mesh.tensor: s for s in range(mesh.pipe)}
@@ -122,9 +132,10 @@ def test_epilogue_sends_exactly_the_last_messages_of_each_link_compressed(schedu
 
 def test_bytes_of_ranks_by_link_and_of_int8_factors():
     found = by_pair(trainer(config(backward="all", backward_ranks="2,6,4", factors="int8")))
-    scales = lambda rank: 2 * rank * 4  # noqa: E731
     expected = {(k, k + 1): 6 * DENSE for k in range(3)}
-    expected |= {(k + 1, k): 6 * (wire(rank, 1) + scales(rank)) for k, rank in enumerate((2, 6, 4))}
+    for k, rank in enumerate((2, 6, 4)):
+        scales = 2 * rank * 4
+        expected[k + 1, k] = 6 * (wire(rank, 1) + scales)
     assert found == expected
 
 
@@ -142,16 +153,16 @@ def all_reduced(trained: Trainer) -> dict[str, int]:
 
 @pytest.mark.parametrize("zero1", [True, False])
 def test_everything_compressed_sends_the_formulas_bytes(zero1):
-    """Collectives of one device of (2,4,1), to the byte: between stages, over data, embedding, and nothing else."""
+    """One device of (2,4,1) sends, to the byte, between stages, over data and for the embedding, and nothing else."""
     c = config(zero1=zero1, backward="all", backward_rank=4, data="all", data_rank=4, data_start=0.0)
     dense, packed = trainer(config(zero1=zero1)), trainer(c)
     shapes = packed.compression.matrices
-    assert shapes == {("qkv", "kernel"): (32, 96), ("out", "kernel"): (32, 32), ("up", "kernel"): (32, 128),
-                      ("down", "kernel"): (128, 32)}  # fmt: skip
+    expected = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
+    assert shapes == {(name, "kernel"): shape for name, shape in expected.items()}
     kernels = sum(n * k for n, k in shapes.values()) * 4
     factors = sum(4 * (n + k) for n, k in shapes.values()) * 4
     before, after = all_reduced(dense), all_reduced(packed)
-    scalars = 2 * 4  # what was left out and of how much, for the log, which gathers a ratio from each stage
+    scalars = 2 * 4  # two squared norms for the log, which gathers their ratio from each stage
     if zero1:
         assert after["reduce-scatter"] == before["reduce-scatter"] - kernels
         assert after["all-reduce"] == before["all-reduce"] + factors + scalars
@@ -188,7 +199,7 @@ EVERYTHING = {"backward": "all", "backward_rank": 4, "forward": "all", "forward_
 
 
 def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
-    """Part of defect "state is not guarded": e and Q are as before, bit for bit; the next step is an ordinary one."""
+    """Defect "state is not guarded": e and Q stay as before, bit for bit, and the next step is an ordinary one."""
     trained = trainer(config((2, 2, 1), **EVERYTHING))
     good, tokens = trained.from_params(canonical()), batch(trained)
     good, _ = compiled(trained)(good, tokens)
@@ -203,7 +214,7 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
 
 @pytest.mark.parametrize("factors", ["float32", "bfloat16", "int8"])
 def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
-    """Whatever the factors' dtype: it must reach a gradient, so that the step is dropped with its state."""
+    """For every dtype of the factors it must reach a gradient, so that the step is dropped with its state."""
     trained = trainer(config((1, 2, 1), micro_batches=2, backward="all", backward_rank=4, factors=factors))
     codec = trained.compression.links.backward.codec
     message = jnp.ones(trained.compression.message.shape).at[0, 0, 0].set(jnp.inf)
@@ -212,7 +223,7 @@ def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
 
 
 def test_every_direction_and_chunk_has_its_link_and_its_rank():
-    """Interleaved, both directions compressed, links of different ranks, the one back to the first stage included."""
+    """Both directions are compressed; links, including the one back to the first stage, have different ranks."""
     c = config((1, 2, 1), micro_batches=4, schedule="interleaved_1f1b", chunks=2, backward="all", backward_ranks="4,2")
     assert by_pair(trainer(c)) == {
         (0, 1): 2 * 4 * DENSE + 4 * wire(2),  # two activations per micro-batch, and the gradient of the second chunk
@@ -253,7 +264,7 @@ def test_each_chunk_has_a_state_of_its_own():
 
 
 def test_the_virtual_mesh_compresses_as_the_real_one_does():
-    """Gradients and every state of a step on one device: dense and compressed messages, stages of different ranks."""
+    """Gradients and states agree for dense and compressed messages and for stages of different ranks."""
     c = config((2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4)
     one = dataclasses.replace(c.mesh, data=1, pipe=1)
     emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
@@ -302,7 +313,7 @@ def test_sections_default_to_no_compression():
     assert (Config().compress.backward, Config().compress.data) == ("none", "none")
 
 
-# --- A codec that a stranger wrote ------------------------------------------------------------------------------------
+# --- Codecs of users --------------------------------------------------------------------------------------------------
 
 
 class Flat(TopK):
@@ -317,7 +328,7 @@ def topk(**changes) -> Trainer:
 
 
 def test_a_given_codec_sends_its_bytes_and_nothing_else():
-    """No setting says backward or a rank: the codec alone stands for "all"; "epilogue" is kept."""
+    """Without compress.backward the codec encodes all gradients; with "epilogue" it encodes those."""
     message = 64 * (4 + 4)
     assert wire_bytes(TopK(64), (2, 16, 32), "float32") == message
     forward = {(k, k + 1): 6 * DENSE for k in range(3)}

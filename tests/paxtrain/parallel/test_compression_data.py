@@ -42,7 +42,7 @@ pytestmark = pytest.mark.once
     ],
 )
 def test_fused_equals_unfused_embedding(mesh, zero1):
-    """Defect "embedding sums across vocabulary shards": with tensor=2 each rank's rows are its own."""
+    """Defect "embedding sums across vocabulary shards": with tensor=2 each rank has different rows."""
     layers = 3 if mesh[1] == 3 else 4
     plain = config((1, 1, 1), micro_batches=4 * mesh[0], layers=layers)
     right = jax.jit(jax.grad(functools.partial(transformer.loss, config=plain.model)))(
@@ -58,7 +58,7 @@ def test_fused_equals_unfused_embedding(mesh, zero1):
 
 @pytest.mark.parametrize("zero1", [True, False])
 def test_fused_embedding_sends_the_formulas_bytes(zero1):
-    """Without ZeRO-1: V(2D-1)/D of a ring for V bytes of table and D data ranks, and V(3D-2)/D unfused."""
+    """Without ZeRO-1 a ring sends V(2D-1)/D for V bytes of table and D data ranks, and V(3D-2)/D unfused."""
     ranks = 4
     table = 64 * HIDDEN * 4
 
@@ -94,13 +94,13 @@ def test_tied_copies_stay_identical():
 
 @pytest.mark.parametrize("zero1", [True, False])
 def test_everything_together_keeps_the_embedding_gradient(zero1):
-    """Defect "SC and FE together drop the input embedding's gradient": here it is the dense run's."""
+    """Defect "SC and FE together drop the input embedding's gradient": here it equals the dense run's."""
     everything = {**FULL, "data": "all", "data_rank": 4, "embedding": "fused"}
     _, grads, *_ = evaluated(config(zero1=zero1, **everything))
     _, right, *_ = evaluated(config(zero1=zero1))
     assert_close(grads["embedding"], right["embedding"], 2e-4)
     assert np.abs(grads["embedding"]["token"]).max() > 0.01
-    # What is compressed over data does differ, and only that.
+    # Gradients compressed over data differ, and no others.
     assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 0.01
     _, grads, *_ = evaluated(config(zero1=zero1, data="all", data_rank=4))
     assert_close(grads["embedding"], right["embedding"], 1e-6)
@@ -131,7 +131,7 @@ def test_none_chosen_is_dense():
 
 
 def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
-    """From rank 4 to 10 the smallest kernel goes dense: its gradient and what was left out arrive, no error stays."""
+    """From rank 4 to 10 the smallest kernel becomes dense: its gradient and its error arrive, and no error stays."""
     low = trainer(config((2, 2, 1), data="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4))
     high = dataclasses.replace(low, stage_ranks=(10, 10))
     params = jax.device_put(jax.jit(low.layout.from_canonical)(canonical()), low.state_shardings.params)
@@ -149,13 +149,13 @@ def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
         assert np.any(error) == (names[i % len(names)] != "out")
     assert where
     right = evaluated(config((2, 2, 1)))[2]["layers"]["out"]["kernel"]
-    # What the first step left out arrives with the second: together they are twice the gradient.
+    # The error of the first step arrives with the second: together they are twice the gradient.
     np.testing.assert_allclose(gradients[4, 4] + gradients[10, 10], 2 * right, atol=1e-5 * np.abs(right).max())
 
 
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), (4, 2, 1)])
 def test_full_rank_over_data_is_no_compression(mesh):
-    """On any number of data ranks. With tensor=2 one kernel's smaller side is below the rank: it goes dense."""
+    """This holds for any number of data ranks. With tensor=2 a kernel whose smaller side is below the rank is dense."""
     _, grads, *_ = evaluated(config(mesh, data="all", data_rank=32, min_ratio=0.0))
     assert_close(grads, evaluated(config(mesh))[1], 1e-3)
 
@@ -170,7 +170,7 @@ def test_the_ratio_gate_leaves_small_kernels_dense():
     assert differences(grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"])[""] > 1e-3
 
 
-def test_data_ranks_agree_on_the_factor_and_keep_errors_of_their_own():
+def test_data_ranks_agree_on_the_factor_and_keep_separate_errors():
     c = config((4, 2, 1), data="all", data_rank=4)
     state = trained_steps(c, 3)[1].codec["data"]
     for q in state.q:
@@ -180,9 +180,13 @@ def test_data_ranks_agree_on_the_factor_and_keep_errors_of_their_own():
 
 def test_the_sums_see_a_reduction_that_was_left_out(monkeypatch):
     """Negative control of the comparisons over data: without the mean of one array they fail."""
-    monkeypatch.setattr(gradients, "packed_scatter", lambda arrays, dims, axis: [
-        jax.lax.dynamic_slice_in_dim(x, 0, x.shape[d] // 2, axis=d) for x, d in zip(arrays, dims, strict=True)
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        gradients,
+        "packed_scatter",
+        lambda arrays, dims, axis: [
+            jax.lax.dynamic_slice_in_dim(x, 0, x.shape[d] // 2, axis=d) for x, d in zip(arrays, dims, strict=True)
+        ],
+    )
     _, grads, *_ = evaluated(config(data="all", data_rank=5))
     _, right, *_ = evaluated(config())
     assert differences(grads["layers"]["qkv"]["bias"], right["layers"]["qkv"]["bias"])[""] > 0.01

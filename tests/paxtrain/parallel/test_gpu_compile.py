@@ -37,7 +37,7 @@ def gpt(name: str, **sections: dict) -> Config:
 
 
 def small(schedule: str = "eager_1f1b", layers: int = 4, **pipeline) -> Config:
-    """Shapes large enough that rings and weights cannot be mistaken for anything else."""
+    """Return a configuration so large that no other array has the size of a ring or a weight."""
     return gpt(
         "gpt_1_3b",
         model={"layers": layers, "hidden": 1024, "heads": 8, "sequence": 1024},
@@ -51,7 +51,7 @@ def steady(text: str) -> list[hlo.Overlap]:
 
 
 def assert_no_large_copy(trained: Trainer, text: str) -> None:
-    """No executed copy is as large as the smallest weight matrix of a layer, or has a ring's slots."""
+    """Assert that no executed copy is as large as the smallest weight matrix of a layer, or has a ring's slots."""
     c = trained.config
     weight = c.model.hidden**2 // c.mesh.tensor
     message = c.batch.micro_batch * c.model.sequence * c.model.hidden
@@ -109,7 +109,7 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
 
 
 def test_sequence_parallelism_keeps_and_sends_less():
-    """The 1.3B model's shape with two layers a stage on (2,2,2)."""
+    """The shape is the 1.3B model's, with two layers a stage on (2,2,2)."""
     c = gpt("gpt_1_3b", batch={"global_batch": 32, "micro_batch": 2})
     c = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=4))
     activations, slots = c.batch.micro_batch * c.model.sequence * c.model.hidden * 2, 4
@@ -190,7 +190,7 @@ def test_compressed_transfers_lie_under_compute_and_the_error_update_behind_the_
 
 
 def test_every_byte_of_a_compressed_step_on_gpus():
-    """bfloat16 messages and factors at their real widths, which the CPU backend does not show; no dense copy of one."""
+    """bfloat16 messages and factors have their real widths, unlike on CPUs, and no message has a dense copy."""
     trained = compressed(backward="epilogue", backward_rank=8, data="0", data_rank=64)
     text = compiled(trained).as_text()
     c, groups = trained.config, 4

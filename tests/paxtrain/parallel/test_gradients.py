@@ -184,7 +184,7 @@ def test_gradients_equal_one_device(c):
 
 
 def everything():
-    """Every factorisation of 8, schedule and save mode, with more layers if stages need them."""
+    """Return each factorisation of 8 with each schedule and save mode, with more layers if stages need them."""
     meshes = [m for m in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(m) == 8]
     modes = ("dots", "layer_inputs", "residuals", "inputs")
     shapes = ("gpt2", "llama untied")
@@ -213,8 +213,7 @@ def test_covering_set_has_every_mesh_schedule_and_save_mode():
     assert PipelineConfig().save == "dots"
 
 
-# --- Negative controls: the comparison sees wrong gradients
-# ------------------------------------------------------------
+# --- Negative controls: the comparison sees wrong gradients -----------------------------------------------------------
 
 
 def test_a_missing_sum_over_tensor_shows(monkeypatch):
@@ -296,7 +295,7 @@ def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule)
 
 @pytest.mark.parametrize("schedule", ["eager_1f1b", pytest.param("1f1b", marks=pytest.mark.once)])
 def test_bytes_on_the_links_are_the_tables(schedule):
-    """In float32, since the CPU backend widens bfloat16 collectives. (m = 6, P = 4, two data ranks.)"""
+    """The model is float32, since the CPU backend widens bfloat16 collectives; m = 6, P = 4, two data ranks."""
     trained = trainer(config((2, 4, 1), 24, schedule=schedule))
     text = trained.compile_step().as_text()
     message = 2 * SEQUENCE * HIDDEN * 4
@@ -306,7 +305,7 @@ def test_bytes_on_the_links_are_the_tables(schedule):
 
 
 def sent_over_tensor(**settings) -> collections.Counter[tuple[str, int]]:
-    """Collectives by kind and bytes of a participant, with tensor=2 alone and four micro-batches."""
+    """Return the bytes of a participant by kind of collective, with tensor=2 alone and four micro-batches."""
     found = collections.Counter()
     for op in hlo.collectives(trainer(config((1, 1, 2), 8, **settings)).compile_step().as_text()):
         found[op.kind, op.bytes] += op.executions
@@ -344,7 +343,7 @@ def temporary(global_batch: int, schedule: str, save: str = "dots", mesh: tuple 
 
 @pytest.mark.once
 def test_memory_of_the_step():
-    """Flat in m for 1F1B of all kinds, all below GPipe; recomputing a stage takes less than keeping everything."""
+    """1F1B of all kinds needs the same for any m, less than GPipe; recomputing a stage takes less than keeping it."""
     eager, plain, split = (temporary(64, name) for name in ("eager_1f1b", "1f1b", "zb_h1"))
     assert eager <= 1.03 * temporary(16, "eager_1f1b")
     assert plain <= 1.03 * temporary(16, "1f1b")

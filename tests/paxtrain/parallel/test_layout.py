@@ -59,7 +59,7 @@ def numbered(layout):
 
 @functools.cache
 def placed_on(layout):
-    """`numbered` in mesh layout, as numpy arrays."""
+    """Return `numbered` in mesh layout, as numpy arrays."""
     return jax.device_get(jax.jit(layout.from_canonical)(numbered(layout)))
 
 
@@ -88,7 +88,7 @@ def test_canonical_to_mesh_and_back(layout):
 
 @layouts
 def test_each_layer_is_on_the_stage_where_a_token_meets_it(layout):
-    """In the order of virtual stages, chunk c of stage s being number cP + s, the layers come in model order."""
+    """Chunk c of stage s is virtual stage cP + s; in the order of virtual stages the layers are in model order."""
     met = [
         [int(layer) for layer in layout.layer_of[stage, chunk] if layer >= 0]
         for chunk in range(layout.chunks)

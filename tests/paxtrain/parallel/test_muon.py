@@ -66,7 +66,7 @@ def trainer(settings):
 
 
 def drawn(architecture, seed):
-    """A canonical tree of numbers between -1 and 1, some matrices of low rank."""
+    """Return a canonical tree of numbers between -1 and 1, with some matrices of low rank."""
     random = np.random.default_rng(seed)
 
     def draw(path, x):
@@ -102,7 +102,7 @@ def test_kernels_are_its_and_nothing_else(shape):
 
 
 def orthogonal(m):
-    """Newton-Schulz iteration as printed by Jordan et al."""
+    """Return the result of the Newton-Schulz iteration as printed by Jordan et al."""
     x = m / np.linalg.norm(m)
     for _ in range(STEPS):
         a = x @ x.T
@@ -157,7 +157,7 @@ def test_updates_are_as_large_as_adamws():
     for name in ("qkv", "out", "down"):
         x = np.asarray(updates["layers"][name]["kernel"]) / RATE
         assert 0.15 < np.sqrt(np.square(x).mean()) < 0.25
-    # Of rank 3, whatever the rank of float32's noise: that is not blown up.
+    # The update has rank 3: the noise of float32, which has full rank, is not amplified.
     kernel = np.asarray(updates["layers"]["up"]["kernel"][0]) / RATE / (0.2 * 8)
     values = np.linalg.svd(kernel, compute_uv=False)
     assert values[:3].min() > 0.5 and values[:3].max() < 1.3 and values[3] < 1e-3
@@ -271,7 +271,7 @@ def test_dealt_out_matrices_travel_twice_and_newton_schulz_sends_nothing(name):
     dealt, c = [(kind, size) for kind, size in sent(name) if size > SMALL], MESHES[name]
     assert {kind for kind, _ in dealt} == {"all-to-all"}
     share = 4 * c.model.layers * c.model.matrices // c.mesh.devices  # bytes of a device
-    # There and back, over data and over tensor.
+    # Each matrix moves there and back, over data and over tensor.
     assert sum(size for _, size in dealt) == 4 * share
 
 

@@ -18,7 +18,7 @@ from tests.paxtrain.training import configuration, corpus, curve, expected_batch
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, cache):
-    """All runs share a cache of compiled programs."""
+    """Return the folder of a corpus; all runs share a cache of compiled programs."""
     return corpus(tmp_path_factory.mktemp("train"))
 
 

@@ -1,4 +1,4 @@
-"""Messages between stages: what arrives has the bits that the sender encoded, in one permute, whatever their dtypes."""
+"""Messages between stages arrive with the bits that the sender encoded, in one permute, for all dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ PAIRS = ((1, 0), (2, 1), (3, 2))
 
 
 class Signs:
-    """A codec whose wire has a bool, an int8, a bfloat16 and a float32 array, the last of no dims."""
+    """A codec whose wire has a bool, an int8, a bfloat16 and a float32 array; the last has no dims."""
 
     def init(self, shape, dtype):
         return jnp.int32(0)

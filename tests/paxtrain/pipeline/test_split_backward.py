@@ -1,4 +1,4 @@
-"""The backward in two parts: together what it was whole, and each part with what it is there for."""
+"""The backward in two parts: both together equal the whole backward, and each part has its own equations only."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ CASES = list(itertools.product(MODELS, ("dots", "residuals")))
 
 @functools.cache
 def a_layer(family: str, save: str):
-    """A layer's vjp, its split, weights, input and randomness."""
+    """Return a layer's vjp, its split, weights, input and randomness."""
     c = MODELS[family]
     weights = jax.tree.map(lambda w: w[0], transformer.init(c, jax.random.key(0))["layers"])
     weights = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), weights)
@@ -40,7 +40,7 @@ def a_layer(family: str, save: str):
 
 
 def products(jaxpr) -> int:
-    """Matrix products of a jaxpr, those of its calls included."""
+    """Return the matrix products of a jaxpr, including those of its calls."""
     inner = [e.params.get("jaxpr", e.params.get("call_jaxpr")) for e in jaxpr.eqns]
     return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(map(products, filter(None, inner)))
 
@@ -57,7 +57,7 @@ def test_both_parts_make_the_gradients_of_the_whole(family, save):
     @jax.jit
     def parts(weights, x):
         y, kept = vjp.forward(weights, x, *rest)
-        # What nobody has written must not be read, and what B overwrites not after it.
+        # A leaf that nobody has written must not be read, nor one that B has overwritten.
         leaves = [*kept, *(jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in split.leaves[len(kept) :])]
         g, early, left = split.input_gradient(weights, leaves, y)
         leaves = [left.get(n, leaf) for n, leaf in enumerate(leaves)]
@@ -82,7 +82,7 @@ def test_matrices_are_late_and_no_product_runs_twice(family, save):
 
 
 def test_what_b_leaves_takes_places_that_w_does_not_read():
-    """With matrix products saved, of what four products' gradients take only qkv's fits in a place."""
+    """With save="dots", only the operand of qkv's gradient fits into a place; those of three other products do not."""
     vjp, split, *_ = a_layer("gpt2", "dots")
     tokens = 2 * GPT2.sequence * GPT2.hidden
     assert sorted(leaf.size for leaf in split.leaves[len(vjp.kept) :]) == [tokens, tokens, 4 * tokens]

@@ -1,4 +1,4 @@
-"""The virtual mesh on one device against jax.shard_map on eight: every collective, then a whole step's gradients."""
+"""The virtual mesh on one device against jax.shard_map on eight: every collective, then the gradients of a step."""
 
 import itertools
 import re
@@ -28,7 +28,7 @@ def mesh(sizes: dict[str, int]) -> Mesh:
 
 
 def integers(*shape: int, seed: int = 0) -> jax.Array:
-    """Small integers as float32: sums are exact in any order, so results have to be equal bit for bit."""
+    """Return small integers as float32. Their sums are exact in any order, so results must be equal bit for bit."""
     return jax.random.randint(jax.random.key(seed), shape, -8, 8).astype(jnp.float32)
 
 
@@ -60,7 +60,7 @@ def test_arrays_are_split_and_joined_as_specs_say(sizes):
         device = sum(lax.axis_index(axis) * n for axis, n in where.items())
         shards = {key: tree["x"] for key, tree in trees.items()}
         assert shards["three on one"].shape == (8, 8, 1)
-        # Not the same on every device even where a spec says so: of those the first one's is taken.
+        # The value differs between devices although the spec says that it does not; the first device's is taken.
         return {key: {"x": x * 1000 + device} for key, x in shards.items()}, jnp.float32(7)
 
     arrays = {key: {"x": integers(8, 8, 8, seed=i)} for i, key in enumerate(specs)}
@@ -95,7 +95,7 @@ def test_collectives(sizes):
                 "scatter after gather": lax.psum_scatter(
                     lax.all_gather(x, axis, axis=0, tiled=True) * (i + 1), axis, scatter_dimension=0, tiled=True
                 ),
-                # What is the same on every device: vmap has no dim of it.
+                # A value that is the same on every device has no dim under vmap.
                 "constants": [
                     lax.psum(constant, axis),
                     lax.all_gather(constant, axis, tiled=True)[:2],
@@ -150,7 +150,7 @@ def test_permute_on_a_real_mesh_is_the_plain_one():
 
 @pytest.mark.parametrize("sizes", [CUBE, PIPE], ids=str)
 def test_control_flow_and_gradients(sizes):
-    """What the executor is made of, all in one: idle stages, rings that start uninitialised, hand-written vjps."""
+    """One function has all parts of the executor: idle stages, rings that start uninitialised, hand-written vjps."""
     stages = sizes["pipe"]
     down = tuple((s + 1, s) for s in range(stages - 1))
 
@@ -163,7 +163,7 @@ def test_control_flow_and_gradients(sizes):
         def row(carry, t):
             ring, grads, g = carry
             delta, out = jax.grad(loss, argnums=(0, 1))(w, x + g % 5)
-            # Some stages idle in a row, with collectives in what they skip.
+            # Some stages idle in a row, and the code that they skip has collectives.
             busy = (stage + t) % stages != 0
             grads = only_if(busy, lambda total: total + lax.psum(delta, "data"), grads)
             ring = lax.dynamic_update_slice(ring, out[None], ((stage + t) % 3, 0, 0))
@@ -203,7 +203,7 @@ def configuration(sizes, schedule, zero1, sequence):
 
 
 def loss_gradients_and_norm(trainer):
-    """Of parameters and tokens that depend on the configuration's model and batch alone."""
+    """Return them for parameters and tokens that depend on the configuration's model and batch alone."""
     c, rng = trainer.config, np.random.default_rng(0)
     canonical = jax.tree.map(lambda x: rng.normal(0, 0.2, x.shape).astype(np.float32), transformer.shapes(c.model))
     tokens = rng.integers(0, c.model.vocab_size, trainer.abstract_batch().shape, dtype=np.int32)

@@ -161,13 +161,13 @@ def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
 
 
 def test_the_limit_ends_with_the_meeting(joined):
-    """Processes that have joined are not ended when the limit passes."""
+    """The limit does not end processes that have joined."""
     distributed.initialize("localhost:1234", 2, 1, 2)
     time.sleep(2.2)
 
 
 def test_nobody_waits_longer_than_the_limit():
-    """Process 1 has a coordinator that never answers, and no other process joins process 0; all run at once.
+    """The coordinator of process 1 never answers, and no other process joins process 0; all run at once.
 
     The runtime would go on for a minute and then abort with another code.
     """

@@ -1,4 +1,4 @@
-"""jax's private names: they exist in this jax, and one module alone imports them."""
+"""jax's private names exist in this jax, and a single module imports them."""
 
 import ast
 import pathlib
