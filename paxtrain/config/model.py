@@ -110,7 +110,7 @@ class ModelConfig:
 
     @property
     def fits_flash(self) -> bool:
-        """Whether cuDNN has flash attention for this shape; its masks need an even sequence."""
+        """cuDNN has flash attention for this shape; its masks need an even sequence."""
         small = self.head_dim % 8 == 0 and self.head_dim <= 128
         return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 
