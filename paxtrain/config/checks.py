@@ -85,7 +85,7 @@ def steps(name: str, text: str, last: int) -> range:
     require(found.start > 0, f"{name}={text} begins with step {found.start}, but steps are counted from 1")
     require(
         found.start < found.stop,
-        f"{name}={text} holds no step: END comes after the last; {found.start}:{found.start + 1} would do",
+        f"{name}={text} holds no step: END comes after the last; {found.start}:{found.start + 1} would work",
     )
     require(
         found.stop <= last + 1,

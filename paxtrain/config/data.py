@@ -93,7 +93,7 @@ class DataConfig:
             name, equals, weight = part.strip().partition("=")
             require(bool(equals), f"data.weights must be NAME=WEIGHT joined by commas, got {self.weights!r}")
             require(name in sets, f"data.weights names the data set {name!r}, but data.train has {names}")
-            require(name not in given, f"data.weights gives the data set {name} two weights; one would do")
+            require(name not in given, f"data.weights gives the data set {name} two weights; give it one")
             given[name] = _weight(name, weight)
         missing = [name for name in sets if name not in given]
         require(

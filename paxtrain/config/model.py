@@ -75,12 +75,12 @@ class ModelConfig:
         )
         require(
             self.family == "llama" or self.key_value_heads == self.heads,
-            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}; 0 would do",
+            f"model.kv_heads={self.kv_heads} needs model.family=llama, got {self.family}; 0 would work",
         )
         require(
             self.family == "gpt2" or self.head_dim % 2 == 0,
             f"model.family=llama turns pairs of a head's dimensions, and model.hidden={self.hidden} / "
-            f"model.heads={self.heads} leaves {self.head_dim} of them; an even number would do",
+            f"model.heads={self.heads} leaves {self.head_dim} of them; an even number would work",
         )
         for name in ("embedding_dropout", "residual_dropout"):
             rate = getattr(self, name)
@@ -94,7 +94,7 @@ class ModelConfig:
         require(
             self.attention != "cudnn" or self.fits_flash,
             "model.attention=cudnn needs model.dtype=bfloat16, heads of a multiple of 8 up to 128 and, with a "
-            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; auto would do",
+            f"separator, an even model.sequence, got {self.dtype}, {self.head_dim} and {self.sequence}; use auto",
         )
 
     def with_attention(self, capability: tuple[int, int]) -> "ModelConfig":
@@ -110,7 +110,7 @@ class ModelConfig:
 
     @property
     def fits_flash(self) -> bool:
-        """cuDNN has flash attention for this shape; its masks need an even sequence."""
+        """True if cuDNN has flash attention for this shape; its masks need an even sequence."""
         small = self.head_dim % 8 == 0 and self.head_dim <= 128
         return self.dtype == "bfloat16" and small and (self.separator < 0 or self.sequence % 2 == 0)
 

@@ -101,7 +101,7 @@ def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
     raw = np.memmap(path, np.uint8, "r")
     start = raw[: len(_MAGIC)].tobytes()
     if start != _MAGIC[: len(start)]:
-        raise UserError(f"{path} is no Megatron index: it begins with {start!r} instead of {_MAGIC!r}")
+        raise UserError(f"{path} is not a Megatron index: it begins with {start!r} instead of {_MAGIC!r}")
     if length < _HEADER.size:
         raise UserError(f"{path} is cut off: {length} bytes, but the header alone takes {_HEADER.size}")
     _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size].tobytes())

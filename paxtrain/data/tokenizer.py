@@ -55,7 +55,7 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
         model = models.BPE.from_file(vocab, merges)
     except Exception as error:  # the library raises no narrower class
         detail = " ".join(str(error).split())
-        raise UserError(f"{vocab} and {merges} are no GPT-2 vocabulary and merges: {detail}") from error
+        raise UserError(f"{vocab} and {merges} are not a GPT-2 vocabulary and its merges: {detail}") from error
     tokenizer = _byte_level(model, split_words=True)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class
-        raise UserError(f"{path} is no {FILE}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not a valid {FILE}: {' '.join(str(error).split())}") from error
 
 
 def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:

@@ -100,7 +100,7 @@ class Compression:
 
     @property
     def between_stages(self) -> bool:
-        """Some message between stages is compressed."""
+        """True if any message between stages is compressed."""
         return self.backward != "none" or self.config.compress.forward != "none"
 
     @property

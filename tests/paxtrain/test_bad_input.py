@@ -123,7 +123,7 @@ BAD_CONFIGURATION = {
     ),
     "hidden": (["model.hidden=130"], ["model.hidden=130", "model.heads=4", "2 or 5 heads would fit"]),
     "family": (["model.family=bert"], ["'bert'", "gpt2, llama"]),
-    "keys' heads of GPT-2": (["model.kv_heads=2"], ["model.kv_heads=2 needs model.family=llama", "0 would do"]),
+    "keys' heads of GPT-2": (["model.kv_heads=2"], ["model.kv_heads=2 needs model.family=llama", "0 would work"]),
     "keys' heads": (
         ["model.family=llama", "model.kv_heads=3"],
         ["model.kv_heads=3 does not divide model.heads=4", "2 or 4 would fit"],
@@ -204,7 +204,7 @@ BAD_CONFIGURATION = {
     "empty tokens": (["data.train={home}/no_ids"], ["no_ids.bin"]),
     "cut index": (["data.train={home}/cut_index"], ["cut_index.idx is cut off", "40 bytes"]),
     "cut tokens": (["data.train={home}/cut_ids"], ["cut_ids.bin", "100 bytes"]),
-    "no index": (["data.train={home}/magic"], ["magic.idx is no Megatron index", "NOTMAGIC!", "MMIDIDX"]),
+    "no index": (["data.train={home}/magic"], ["magic.idx is not a Megatron index", "NOTMAGIC!", "MMIDIDX"]),
     "sets without weights": (
         ["data.train=a={home}/train,b={home}/few"],
         ["the data sets a, b", "data.weights is empty"],
@@ -227,7 +227,10 @@ BAD_CONFIGURATION = {
         ["data.train=a={home}/first/train,b={home}/second/train", "data.weights=a=1,b=1"],
         ["first/tokenizer.json and", "second/tokenizer.json are different tokenizers", "the same one"],
     ),
-    "tokenizer that is none": (["data.train={home}/first/train"], ["first/tokenizer.json is no tokenizer.json"]),
+    "tokenizer that is none": (
+        ["data.train={home}/first/train"],
+        ["first/tokenizer.json is not a valid tokenizer.json"],
+    ),
     "separator outside the vocabulary": (["model.separator=257"], ["model.separator", "model.vocab_size=257"]),
     "separator that separates nothing": (
         ["model.separator=7"],

@@ -61,7 +61,7 @@ def test_another_data_set_with_the_same_tokenizer(texts, tmp_path):
     assert Path(second.tokenizer).read_bytes() == Path(first.tokenizer).read_bytes()
     saved = Tokenizer.from_file(first.tokenizer)
     assert sorted(text for prefix in second.prefixes for text in read_documents(prefix, saved)) == sorted(contents)
-    with pytest.raises(UserError, match=r"z\.jsonl is no tokenizer\.json: "):
+    with pytest.raises(UserError, match=r"z\.jsonl is not a valid tokenizer\.json: "):
         prepare([str(folder)], tmp_path / "c", PrepareOptions(tokenizer=str(folder / "z.jsonl")))
     foreign = json.loads(Path(first.tokenizer).read_text().replace("<|endoftext|>", "<eos>"))
     (tmp_path / "foreign.json").write_text(json.dumps(foreign))

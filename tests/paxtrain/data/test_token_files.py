@@ -207,7 +207,7 @@ def gap(prefix):
         (cut(".idx", 33), r"old\.idx is cut off: 33 bytes"),
         (cut(".idx", 93), r"old\.idx is cut off: 93 bytes, but 3 sequences and 3 document indices take 94"),
         (index(8, 2, [5, 6, 9], [0, 2, 3]), r"old\.bin does not belong to its index: 42 bytes"),
-        (index(8, 2, [21], [0, 1], magic=b"TNTIDX\x00\x00\x00"), r"no Megatron index: it begins with b'TNTIDX"),
+        (index(8, 2, [21], [0, 1], magic=b"TNTIDX\x00\x00\x00"), r"not a Megatron index: it begins with b'TNTIDX"),
         (index(8, 2, [21], [0, 1], version=2), r"version 2 .* only version 1"),
         (index(9, 2, [21], [0, 1]), r"unknown dtype code 9; known are 1 to 8"),
         (index(0, 2, [21], [0, 1]), r"unknown dtype code 0"),

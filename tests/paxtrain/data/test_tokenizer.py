@@ -50,5 +50,5 @@ def test_pieces_encode_like_the_whole_text(characters):
 def test_a_vocabulary_that_is_none(tmp_path):
     (tmp_path / "v.json").write_text("[]")
     (tmp_path / "m.txt").write_text("a b\n")
-    with pytest.raises(UserError, match=r"v\.json and .*m\.txt are no GPT-2 vocabulary and merges"):
+    with pytest.raises(UserError, match=r"v\.json and .*m\.txt are not a GPT-2 vocabulary and its merges"):
         gpt2_tokenizer(str(tmp_path / "v.json"), str(tmp_path / "m.txt"))
