@@ -17,6 +17,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Give each file to one worker, and all files of the emulated clusters to one: they take turns anyway."""
     for item in items:
