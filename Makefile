@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench lab test test-slow lint docs clean
+.PHONY: help train plan study bench lab test test-clusters test-slow lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -30,7 +30,11 @@ lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slo
 	$(RUN) -m tests.cluster.lab $(ARGS)
 
 test: $(VENV)/dev.txt  ## the quick tests; ARGS go to pytest
-	$(RUN) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile --ignore=tests/cluster $(ARGS)
+
+# They have the machine to themselves: beside other tests they would run into limits of time.
+test-clusters: $(VENV)/dev.txt  ## the tests on emulated clusters (root)
+	$(RUN) -m pytest -m 'not slow' tests/cluster $(ARGS)
 
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)

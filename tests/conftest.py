@@ -17,15 +17,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the 
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Give each file to one worker, and all files of the emulated clusters to one: they take turns anyway."""
-    for item in items:
-        folder, _, _ = item.nodeid.rpartition("/")
-        file, _, _ = item.nodeid.partition("::")
-        item.add_marker(pytest.mark.xdist_group("clusters" if folder == "tests/cluster" else file))
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A folder that keeps compiled programs while a module's tests run: many of its runs need the same ones."""

@@ -7,10 +7,7 @@ import pytest
 
 from tests.cluster import faults, hosts
 
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}"),
-]
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 LIMITS = faults.LIMITS
 AT_ONCE = 2.0 + LIMITS.settle + LIMITS.grace  # seconds to the end of a fault that is noticed at once
 
