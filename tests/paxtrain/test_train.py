@@ -329,6 +329,7 @@ def test_continuing_with_other_processes(home, reference, past):
     assert final_state(configuration(home, past))[1]["samples"] == 8 * STEPS
 
 
+@pytest.mark.once
 def test_four_processes_are_one_run_and_stop_together(home, reference, tmp_path):
     records = [tmp_path / f"{i}.json" for i in range(4)]
     out = tmp_path / "out"

@@ -175,7 +175,7 @@ def name(c) -> str:
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 
 
-CASES = [pytest.param(c, marks=() if i % 4 == 0 else pytest.mark.once) for i, c in enumerate(COVERING)]
+CASES = [pytest.param(c, marks=() if i % 8 == 0 else pytest.mark.once) for i, c in enumerate(COVERING)]
 
 
 @pytest.mark.parametrize("c", CASES, ids=name)

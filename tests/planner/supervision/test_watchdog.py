@@ -73,6 +73,7 @@ def test_a_late_step_is_told_and_that_it_went_on(tmp_path, event, what, logs):
         assert notes(tmp_path / f"log{host}") == ([first, last] if host in logs else [])
 
 
+@pytest.mark.once
 def test_what_is_no_step_is_not_told(tmp_path):
     """All compile, and one saves longer than the others; then one step takes as long."""
     event = """
