@@ -4,6 +4,7 @@
     gpus.py         GPUs for which programs are compiled and plans are made on machines without them
 
 A new GPU needs a line in datasheets.py. A GPU that the planner plans for also needs an entry in gpus.py, from which the
-line takes its peak rates. Nothing else in the project names GPU models, except the block sizes of compress/triton.py,
-which are laid out for an H100 or H200.
+line takes its peak rates. Its links are measured, or go into a file of configs/clusters. The compute capability also
+chooses kernels, in paxtrain/parallel/compression.py and paxtrain/config/model.py. The block sizes of compress/triton.py
+are laid out for an H100 or H200.
 """

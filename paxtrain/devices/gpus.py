@@ -4,6 +4,7 @@ The figures are those of data sheets and drivers.
 """
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +12,7 @@ class Gpu:
     """A GPU model, as its maker's data sheet and its driver describe it.
 
     Attributes:
-        name: name in `jax.Device.device_kind`.
+        name: name that the driver reports, which is `jax.Device.device_kind`; drivers differ in its details (`find`).
         memory: bytes of memory that the driver reports; XLA takes part of it for itself.
         bandwidth: bytes per second of the memory.
         peak_flops: FLOP/s of dense bfloat16 matrix products (float16 if the GPU has no bfloat16).
@@ -170,3 +171,20 @@ GPUS = {
     ),
     "b200": _BLACKWELL,
 }
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def find(device_kind: str) -> str | None:
+    """Return the key in GPUS of a device by the name that its driver reports; None if it is not there.
+
+    Words count, not the whole name: one driver's "NVIDIA H200" is another's "NVIDIA H200 141GB HBM3e". A card of
+    another form (PCIe, NVL), a MIG slice and a module with another size of memory are not the module that is listed.
+    """
+    words = _words(device_kind)
+    if words & {"pcie", "nvl", "mig"}:
+        return None
+    sizes = {word for word in words if re.fullmatch("[0-9]+gb", word)}
+    return next((key for key, gpu in GPUS.items() if _words(key) <= words and sizes <= _words(gpu.name)), None)

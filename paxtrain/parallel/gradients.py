@@ -2,7 +2,8 @@
 
 With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype
 (`gather_weights`), and reduces the gradients to float32 shards (`reduce_gradients`). XLA's combiner buckets both.
-Without ZeRO-1 each data rank keeps whole weights, and gradients are all-reduced.
+Without ZeRO-1 each data rank keeps whole weights, and gradients are all-reduced. The tied embedding's exchange between
+first and last stage, over pipe, is here, too.
 
 References:
     Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.

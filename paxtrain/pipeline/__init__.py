@@ -1,4 +1,12 @@
 """The pipeline: the executor that runs a schedule's table stage by stage inside shard_map.
 
+    executor.py          rows of a table, in order; plain messages between stages
+    stage.py             F, B and W of one micro-batch on one device
+    messages.py          messages that go through a codec
+    split_backward.py    the backward in two, B and W
+    residuals.py         what a forward keeps for its backward
+    rings.py             slots of rings, accumulators, work that may be skipped
+    virtual.py           the same program on one device, by vmap
+
 May import `compress` and the rooms `config`, `model` and `schedule`.
 """

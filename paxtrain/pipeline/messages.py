@@ -1,4 +1,7 @@
-"""Messages from stage to stage: encode, permute, decode."""
+"""Messages that go through a codec: encode, then permute; the executor decodes them.
+
+Plain gradients do not come here (`executor.Rows._gradients_travel`).
+"""
 
 import math
 from typing import Any, NamedTuple

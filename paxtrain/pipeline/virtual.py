@@ -2,7 +2,8 @@
 
 A function of one device, as `jax.shard_map` takes it, computes the same values here: vmap turns every collective into
 plain array operations. Use it to study on one device what a mesh of many devices computes. Count the bytes that a step
-sends on the real mesh, since this program has no collectives.
+sends on the real mesh, since this program has no collectives. `permute` and `gather` are also the real mesh's
+collectives.
 """
 
 import math

@@ -1,6 +1,8 @@
 """The pipeline schedules: what each one is, in one place that everything else reads.
 
-A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests. The configuration, the
+A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests (see
+`tests/test_new_schedule.py`). The planner tries it by default unless it splits the backward. A phase or an order beyond
+these needs changes in the table, the executor and the simulator. The configuration, the
 executor, the planner's simulator, its memory model, its search and its bounds read their facts from here.
 
 References:
@@ -197,10 +199,10 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
     """Return the table of a training schedule.
 
     Args:
-        name: "eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b" or "zb_h1".
+        name: a key of SPECS.
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank and step, any number from 1 on.
-        chunks: virtual stages per stage, v; above 1 with interleaved_1f1b only.
+        chunks: virtual stages per stage, v; ignored unless the schedule interleaves.
 
     Raises:
         ValueError: there is no schedule of that name.

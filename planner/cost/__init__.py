@@ -1,4 +1,12 @@
 """Seconds of a training step: compute, transfers and reductions, joined by a simulation of the executor.
 
+    links.py                bandwidths to seconds per byte, for messages and rings of a placement
+    compute.py              a layer on a device kind, with its all-reduces over tensor
+    step_time.py            bytes to seconds: the whole step
+    rows.py simulator.py    the pipeline: a schedule's table, and its replay
+    simulate.py             one configuration on one cluster
+    ideal.py                what a schedule would allow, for comparison
+    closed_forms.py         Pipette's and AMP's estimates, for comparison
+
 May import `planner.cluster`.
 """

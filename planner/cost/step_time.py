@@ -150,7 +150,7 @@ class Problem:
         self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
         self.head = np.array([x.head for x in self.layer])
         # The optimizer is passes over memory, so its speed is also that of the other passes.
-        self.per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+        self.pass_per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
 
     @property
     def work(self) -> Array:
@@ -235,7 +235,7 @@ class Problem:
         gather = self._gather(links)
         compute = {}
         if c.backward != "none":
-            passes = self.message * self.per_byte[flat(kinds)]
+            passes = self.message * self.pass_per_byte[flat(kinds)]
             launches = 8 * costs.LAUNCH
             compute = {
                 "packed": flat(links.packed),
@@ -279,7 +279,7 @@ class Problem:
         edge[:, self.meets] += table[:, self.meets]
         if not c.data_rank:
             return dense, np.full(shape, np.inf), edge
-        slowest = self.per_byte[kinds].max(axis=1)
+        slowest = self.pass_per_byte[kinds].max(axis=1)
         matrices = c.slots * len(costs.kernels(self.model, c.tensor))
         work = POWER_PASSES * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
         factors = 2 * (2 * links.ring_latency + self.factor_bytes * turn)  # two all-reduces, one for either factor

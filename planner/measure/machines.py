@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from paxtrain.devices.gpus import GPUS
+from paxtrain.devices import gpus
 from paxtrain.errors import UserError
 from planner.measure.process_group import ProcessGroup
 from planner.measure.reachability import check_reachable
@@ -66,12 +66,13 @@ def _local_kind() -> tuple[str, float]:
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return "cpu", total / jax.local_device_count()
-    for kind, gpu in GPUS.items():
-        if gpu.name == device.device_kind:
-            return kind, float(gpu.memory)
-    raise UserError(
-        f"{socket.gethostname()} has {device.device_kind}, which paxtrain/devices/gpus.py does not list; add it there"
-    )
+    kind = gpus.find(device.device_kind)
+    if kind is None:
+        raise UserError(
+            f"{socket.gethostname()} has {device.device_kind}, which paxtrain/devices/gpus.py does not list; it lists "
+            f"{', '.join(gpu.name for gpu in gpus.GPUS.values())}; add yours there"
+        )
+    return kind, float(gpus.GPUS[kind].memory)
 
 
 def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paxtrain.devices import datasheets
+from paxtrain.devices import datasheets, gpus
 from paxtrain.devices.gpus import GPUS
 
 
@@ -45,3 +45,21 @@ def test_device_kinds_by_any_name():
 def test_the_compilers_gpus_have_the_same_peak():
     for name, gpu in GPUS.items():
         assert datasheets.peak_flops(gpu.name) == gpu.peak_flops == datasheets.peak_flops(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *[(gpu.name, key) for key, gpu in GPUS.items()],
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla V100-SXM2-32GB", None),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_gpus_are_found_by_any_drivers_name(kind, key):
+    assert gpus.find(kind) == key
