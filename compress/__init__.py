@@ -2,7 +2,8 @@
 
     codec.py                                the interface of a codec; codec_error, wire_bytes
     lowrank.py                              the codec LowRank: messages between pipeline stages
-    collectives.py                          mean_lowrank: gradients over data (PowerSGD); packed collectives
+    powersgd.py                             mean_lowrank: gradients over data (PowerSGD)
+    collectives.py                          many small collectives packed into one
     policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py triton.py                    passes over whole matrices: public op and jnp reference, Pallas kernels
     kernel_times.py bench.py                benchmark of the kernels, and its main
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from compress.codec import Identity as Identity
     from compress.codec import codec_error as codec_error
     from compress.codec import wire_bytes as wire_bytes
-    from compress.collectives import init_power as init_power
-    from compress.collectives import mean_lowrank as mean_lowrank
     from compress.lowrank import LowRank as LowRank
+    from compress.powersgd import init_power as init_power
+    from compress.powersgd import mean_lowrank as mean_lowrank
 
 _EXPORTS = {
     "Codec": "compress.codec",
     "Identity": "compress.codec",
     "LowRank": "compress.lowrank",
     "codec_error": "compress.codec",
-    "init_power": "compress.collectives",
-    "mean_lowrank": "compress.collectives",
+    "init_power": "compress.powersgd",
+    "mean_lowrank": "compress.powersgd",
     "wire_bytes": "compress.codec",
 }
 __all__ = [*_EXPORTS]

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress import kernels
-from compress.collectives import PowerState, init_power, mean_lowrank
 from compress.lowrank import LowRank, LowRankState
+from compress.powersgd import PowerState, init_power, mean_lowrank
 
 Pass = Callable[[Any, Any], Any]  # (carry, inputs) -> carry
 

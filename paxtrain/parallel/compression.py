@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from compress import policy
 from compress.codec import Codec, Identity, check_codec, codec_name, wire_bytes
-from compress.collectives import init_power
 from compress.kernels import LARGEST_RANK
 from compress.lowrank import LowRank, restrict
+from compress.powersgd import init_power
 from compress.recorder import Record, RecordableCodec, Recorder
 from paxtrain.config import Config
 from paxtrain.errors import UserError

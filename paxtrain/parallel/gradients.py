@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress import kernels
-from compress.collectives import PowerState, mean_lowrank, packed, packed_gather, packed_scatter
+from compress.collectives import packed, packed_gather, packed_scatter
+from compress.powersgd import PowerState, mean_lowrank
 from paxtrain.model import transformer
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
