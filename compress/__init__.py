@@ -3,7 +3,7 @@
     codec.py                                the interface of a codec; codec_error, wire_bytes
     lowrank.py                              the codec LowRank: messages between pipeline stages
     powersgd.py                             mean_lowrank: gradients over data (PowerSGD)
-    collectives.py                          many small collectives packed into one
+    collectives.py                          reduce_scatter, right on CPUs, too; many collectives packed into one
     policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py triton.py                    passes over whole matrices: public op and jnp reference, Pallas kernels
     kernel_times.py bench.py                benchmark of the kernels, and its main

@@ -1,14 +1,40 @@
-"""Many small reductions, reduce-scatters or all-gathers packed into one collective.
+"""A reduce-scatter that is right on CPUs, too, and many collectives packed into one.
 
 All functions run per device, inside shard_map or under vmap with the same axis names.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Return this rank's part, along a dim, of the sum of x over an axis.
+
+    On CPUs the parts travel by an all-to-all, and each rank adds its own in the ranks' order, in float32 or wider. That
+    gives the same bits at any timing. gloo's reduce-scatter, which carries lax.psum_scatter there, returns wrong sums
+    now and then, without an error: https://github.com/jax-ml/jax/issues/40830, and docs/compression.md, which has what
+    was seen of the other collectives.
+
+    Args:
+        x: array of floating-point numbers, of any shape.
+        axis: name of the mesh axis.
+        dim: dim of x that is scattered; its size is a multiple of the axis's.
+    """
+
+    def exchange(x: jax.Array) -> jax.Array:
+        ranks, size = lax.axis_size(axis), x.shape[dim] // lax.axis_size(axis)
+        parts = x.reshape(*x.shape[:dim], ranks, size, *x.shape[dim + 1 :])
+        parts = lax.all_to_all(jnp.moveaxis(parts, dim, 0), axis, 0, 0)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return functools.reduce(jnp.add, [part.astype(wide) for part in parts]).astype(x.dtype)
+
+    scatter = functools.partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
+    return lax.platform_dependent(x, cpu=exchange, default=scatter)
 
 
 def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -25,7 +51,7 @@ def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 
 
 def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
-    """Return lax.psum_scatter (tiled) of each array over its dim, with one collective for all arrays.
+    """Return `reduce_scatter` of each array over its dim, with one collective for all arrays.
 
     Args:
         arrays: arrays of one dtype, of any shapes.
@@ -37,7 +63,7 @@ def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) 
     ranks = lax.axis_size(axis)
     fronts = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     rows = lax.concatenate([x.reshape(ranks, -1) for x in fronts], 1)
-    shard = lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
+    shard = reduce_scatter(rows, axis, 0)
     parts = _split(shard, [x.size // ranks for x in fronts], 1)
     return [
         jnp.moveaxis(part.reshape(x.shape[0] // ranks, *x.shape[1:]), 0, dim)

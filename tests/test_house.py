@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "paxtrain/devices": (),
     "paxtrain/process": (),
     "paxtrain/xla": ("paxtrain/devices",),
-    "paxtrain/model": ("paxtrain/config",),
+    "paxtrain/model": ("compress", "paxtrain/config"),
     "paxtrain/pipeline": _STEP[:-1],
     "paxtrain/parallel": (*_STEP, "paxtrain/process"),
     "paxtrain/data": ("paxtrain/config", "paxtrain/run"),

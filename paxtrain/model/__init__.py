@@ -1,4 +1,4 @@
 """The model: GPT-2 and Llama as pure functions, and tensor parallelism inside them.
 
-May import `paxtrain.config`.
+May import `compress` and `paxtrain.config`.
 """

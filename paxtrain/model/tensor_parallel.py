@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.collectives import reduce_scatter
+
 
 @jax.named_scope("tensor")
 def _sum(x: jax.Array, axis: str | None) -> jax.Array:
@@ -52,7 +54,7 @@ def gather(x: jax.Array, axis: str) -> jax.Array:
 def scatter(x: jax.Array, axis: str) -> jax.Array:
     """Sum partial sums [B, S, H] into each rank's [B, S/T, H]: reduce-scatter forward, all-gather backward."""
     with jax.named_scope("tensor"):
-        return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+        return reduce_scatter(x, axis, 1)
 
 
 gather.defvjp(lambda x, axis: (gather(x, axis), None), lambda axis, _, g: (scatter(g, axis),))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from compress import kernels
-from compress.collectives import packed, packed_gather, packed_scatter
+from compress.collectives import packed, packed_gather, packed_scatter, reduce_scatter
 from compress.powersgd import PowerState, mean_lowrank
 from paxtrain.model import transformer
 from paxtrain.parallel.compression import Compression
@@ -150,7 +150,7 @@ def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
         return x
     if dim < 0:
         return lax.pmean(x, "data")
-    return lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True) / data
+    return reduce_scatter(x, "data", dim) / data
 
 
 def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:

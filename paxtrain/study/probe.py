@@ -48,8 +48,10 @@ def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collec
     sent: collections.Counter[str] = collections.Counter()
     for op in hlo.collectives(text, unknown_trip_count):
         group = op.groups[0] if op.groups else range(mesh.devices)
-        if op.kind in _RING and len({number // mesh.tensor for number in group}) > 1:
-            sent[op.kind] += _RING[op.kind](len(group)) * op.bytes * op.executions
+        # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).
+        kind = "reduce-scatter" if op.kind == "all-to-all" else op.kind
+        if kind in _RING and len({number // mesh.tensor for number in group}) > 1:
+            sent[kind] += _RING[kind](len(group)) * op.bytes * op.executions
     return sent
 
 

@@ -25,14 +25,6 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def pipes(devices: int) -> tuple[int, ...]:
-    """Return the sizes of the pipe axis that leave at most two data ranks.
-
-    With more, the reduce-scatter of gloo, which carries collectives between CPUs, fails now and then.
-    """
-    return tuple(sorted({max(1, devices // 2), devices}))
-
-
 def environment(variables: Mapping[str, str], out: str) -> dict[str, str]:
     """Return the environment of all processes: CPU devices, and a cache of compiled programs for the next start."""
     kept = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(out, "cache").absolute())}
@@ -83,8 +75,7 @@ class Local:
         # Hosts share this machine's cores. Compute is measured on one, because all at once would be slower. The one
         # that compiles and measures for all may take minutes; a lost process is reported sooner by its supervisor.
         shared = "--compute_hosts=1", "--answer_timeout=600"
-        limit = ",".join(map(str, pipes(count * self._devices)))
-        run = [sys.executable, *job.run(*among, *own, *shared, f"--pipe={limit}")]
+        run = [sys.executable, *job.run(*among, *own, *shared)]
         return [sys.executable, *job.supervise(*mine), "--", *run]
 
     def _start(self) -> int:

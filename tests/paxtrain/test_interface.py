@@ -17,7 +17,7 @@ import paxtrain
 from paxtrain.config import to_dict
 from paxtrain.run import metrics
 from tests.paxtrain.training import configuration, corpus, expected_batches
-from tests.paxtrain.two_processes import run_two_processes
+from tests.processes import run_processes
 from tests.sources import ROOT
 
 STEPS = 3
@@ -144,7 +144,7 @@ print(json.dumps([jax.local_device_count(), result.finished, result.losses.tolis
 def test_joined_processes_share_the_mesh(home, trained, tmp_path):
     """Each of two processes gets half of the mesh's devices, and the losses are those of one process."""
     values = to_dict(configuration(home, tmp_path / "run", **SHORT))
-    outputs = run_two_processes(TRAIN, json.dumps(values))
+    outputs = run_processes(TRAIN, json.dumps(values))
     for output in outputs:
         devices, finished, losses = json.loads(output.splitlines()[-1])
         assert (devices, finished) == (4, True)

@@ -319,9 +319,9 @@ def test_sequence_parallelism_reduces_and_gathers_what_was_all_reduced():
     assert before["all-reduce", activations] == sums
     after = sent_over_tensor(sequence=True)
     again = m * 2 * LAYERS  # B's copies of what F gathered, which save="dots" does not keep
-    assert (after["reduce-scatter", activations], after["all-gather", part]) == (sums, sums + again)
+    assert (after["all-to-all", activations], after["all-gather", part]) == (sums, sums + again)
     vectors = 4 * HIDDEN * (6 * LAYERS + 2)  # norms, biases behind row-parallel matrices
-    del before["all-reduce", activations], after["reduce-scatter", activations], after["all-gather", part]
+    del before["all-reduce", activations], after["all-to-all", activations], after["all-gather", part]
     assert after == before + collections.Counter({("all-reduce", vectors): 1})
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.paxtrain.two_processes import run_two_processes
+from tests.processes import run_processes
 
 STOPPING = """
 import json, os, signal, tempfile, time
@@ -37,7 +37,7 @@ print(json.dumps(asked))
 
 @pytest.mark.parametrize("when", [0, 4])  # before the first step, and after a checkpoint
 def test_both_stop_after_the_same_step_soon_after_the_signal(tmp_path, when):
-    outputs = run_two_processes(STOPPING, tmp_path / "checkpoints", str(when))
+    outputs = run_processes(STOPPING, tmp_path / "checkpoints", str(when))
     first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert first == second
     assert when < len(first) < when + 20 and first[-1] and not any(first[:-1])

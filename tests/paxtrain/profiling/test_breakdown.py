@@ -156,7 +156,7 @@ def everything():
 PRIMITIVES = {
     "ppermute": {"pipeline", "embedding"},
     "all_gather": {"data", "embedding"},
-    "reduce_scatter": {"data", "embedding"},
+    "all_to_all": {"data", "embedding"},  # a reduce-scatter on CPUs
     "pmax": {"tensor"},
     "reduce_sum": {"sync"},
 }

@@ -19,7 +19,7 @@ from paxtrain.errors import UserError
 from paxtrain.process import setup
 from paxtrain.run import checkpoint, checkpoint_reading
 from paxtrain.run.checkpoint import Checkpoints
-from tests.paxtrain.two_processes import run_two_processes
+from tests.processes import run_processes
 
 MODEL = {"hidden": 16, "layers": 8}
 
@@ -333,19 +333,19 @@ os._exit(0)
 
 
 def test_two_processes_save_and_agree_on_what_is_damaged(tmp_path):
-    run_two_processes(HERE + DAMAGED, tmp_path / "run")
+    run_processes(HERE + DAMAGED, tmp_path / "run")
     assert restore(tmp_path / "run", (1, 2, 4)) == (2, [])
 
 
 @pytest.mark.parametrize("failing", ["0", "1"])
 def test_a_save_that_fails_in_one_of_two_processes_is_told_there(tmp_path, failing):
-    run_two_processes(HERE + FAILED, tmp_path / "run", failing)
+    run_processes(HERE + FAILED, tmp_path / "run", failing)
     assert steps_in(tmp_path / "run") == [1]
 
 
 @pytest.mark.parametrize("late", ["0", "1"])
 def test_two_processes_that_see_other_checkpoints_take_those_of_the_first(tmp_path, late):
-    run_two_processes(HERE + LATE, tmp_path / "run", late)
+    run_processes(HERE + LATE, tmp_path / "run", late)
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(tmp_path, monkeypatch):

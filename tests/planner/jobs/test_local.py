@@ -69,7 +69,7 @@ def test_it_starts_every_host_with_a_name_of_its_own(job, capfd):
     assert "host0 is done" in said and "host1 is done" in said and starts(job) == 1
     for host in range(HOSTS):
         given = (pathlib.Path(job.out) / f"host{host}.start0").read_text().split()
-        assert {f"--process_id={host}", f"--num_processes={HOSTS}", "--cpu_devices=3", "--pipe=3,6"} <= set(given)
+        assert {f"--process_id={host}", f"--num_processes={HOSTS}", "--cpu_devices=3"} <= set(given)
         assert (pathlib.Path(job.logs) / f"rank{host}.log").exists()
 
 
@@ -163,11 +163,6 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(launched, job):
 )
 def test_one_code_of_all(codes, asked, code):
     assert local._of_all(codes, asked) == code
-
-
-@pytest.mark.parametrize("devices, pipe", [(1, (1,)), (2, (1, 2)), (4, (2, 4)), (6, (3, 6))])
-def test_two_data_ranks_at_most(devices, pipe):
-    assert local.pipes(devices) == pipe
 
 
 @pytest.mark.slow

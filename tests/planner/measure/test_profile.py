@@ -20,8 +20,8 @@ from planner.measure import compute_timing, link_timing, profile_cluster, profil
 from planner.measure.machines import Machines, find_machines
 from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
-from tests.paxtrain.two_processes import run_two_processes
 from tests.planner.examples import cluster
+from tests.processes import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "sequence": 8, "vocab_size": 60, "dtype": "float32"}
@@ -225,7 +225,7 @@ print(json.dumps([[device.id for device in optimizer.devices] for optimizer in m
 
 def test_each_process_times_the_optimizer_on_its_own_devices():
     """A host has two processes, as with one process per device."""
-    outputs = run_two_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 8}))
+    outputs = run_processes(OPTIMIZERS, json.dumps(MODEL | {"heads": 8}))
     first, second = (json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("[["))
     assert [len(ids) for ids in first] == [1, 2, 8]
     assert not set(first[0]) & set(second[0]) and not set(first[1]) & set(second[1])
