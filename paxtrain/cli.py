@@ -4,8 +4,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 
-from paxtrain.command_line import fail
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, fail
 
 # (module, arguments in front of the given ones, description for --help)
 Command = tuple[str, tuple[str, ...], str]

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, run
 from paxtrain.run import plots
 
 HINT = "runs are named --runs=FOLDER,FOLDER"

@@ -5,8 +5,7 @@ INPUT is amp_homogeneous.json or vtrain_single_node.csv, which planner/fit/publi
 
 from collections.abc import Sequence
 
-from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, run
 from planner.fit import published
 
 

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, run
 from planner.fit import accuracy, trial_model, trials
 from planner.fit.validation import ValidateOptions, validate
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, run
 from planner.bench import executor, placement, speed
 
 SECTIONS = ("executor", "placement", "placement_large", "speed")

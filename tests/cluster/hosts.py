@@ -206,6 +206,10 @@ class Cluster:
         if self.shaped:
             self._network.rates(rates or [[UNLIMITED] * self.hosts] * self.hosts)
 
+    def sent(self) -> int:
+        """Bytes that all hosts have put on their links so far."""
+        return self._network.sent() if self.shaped else 0
+
     def cut(self, a: int, b: int) -> None:
         """Takes the link between two hosts down."""
         self._network.cut(a, b)

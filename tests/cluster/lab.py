@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import flags
 
-from paxtrain.command_line import run
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, run
 from paxtrain.run import checkpoint
 from tests.cluster import hosts, results, scenario
-from tests.cluster.experiments import breakage, compression, demonstration, growth, links, placements, schedules
+from tests.cluster.experiments import breakage, compression, demonstration, growth, links, peer, placements, schedules
 from tests.cluster.laboratory import Lab
 from tests.cluster.session import SessionError
 
@@ -31,6 +30,7 @@ FILES = {
     "schedules": ("schedules",),
     "placements": ("placements", "joint"),
     "compression": ("compression",),
+    "peer": ("peer",),
     "faults": ("faults",),
 }
 # In the order in which they run, with about how many seconds each takes.
@@ -40,6 +40,7 @@ EXPERIMENTS = {
     "schedules": (schedules.run, 410),
     "placements": (placements.run, 800),
     "compression": (compression.run, 1100),
+    "peer": (peer.run, 900),
     "faults": (breakage.run, 205),
 }
 

@@ -4,6 +4,7 @@ Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 m
 lets whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
 """
 
+import json
 import subprocess
 
 from paxtrain.errors import UserError
@@ -18,11 +19,12 @@ class NetworkError(UserError):
     """A command of iproute2 failed."""
 
 
-def _run(command: list[str], lines: list[str] | None = None) -> None:
+def _run(command: list[str], lines: list[str] | None = None) -> str:
     text = None if lines is None else "\n".join(lines) + "\n"
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NetworkError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
 
 
 def address(host: int) -> str:
@@ -87,6 +89,11 @@ class Network:
             lines = [_shape(b, rates[a][b], "change") for b in range(self.hosts) if b != a]
             if lines:
                 self._tc(a, lines)
+
+    def sent(self) -> int:
+        """Return the bytes that all hosts have put on their links so far, with the headers of their packets."""
+        links = [json.loads(_run(["ip", "-n", self.namespace(a), "-s", "-j", "link"])) for a in range(self.hosts)]
+        return sum(link["stats64"]["tx"]["bytes"] for host in links for link in host if link["ifname"] != "lo")
 
     def cut(self, a: int, b: int) -> None:
         """Take the link between two hosts down, in both directions."""

@@ -7,7 +7,8 @@ import pathlib
 import selectors
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from paxtrain.errors import UserError
 from tests.cluster.hosts import Cluster
@@ -32,39 +33,32 @@ class SessionError(UserError):
     """Failure of a worker; the message names it and its log."""
 
 
-class Session:
-    """Workers that serve until the `with` block ends. Compute is unlimited but where `measuring` limits it."""
+class Workers:
+    """A process on every host, which serves until the `with` block ends."""
 
-    def __init__(self, cluster: Cluster, devices_per_host: int, logs: pathlib.Path, cache: pathlib.Path) -> None:
+    def __init__(
+        self, cluster: Cluster, command: Sequence[str], port: int, logs: pathlib.Path, variables: Mapping[str, str]
+    ) -> None:
         """Args:
+        command: starts a worker; it also gets --coordinator, --num_processes and --process_id.
+        port: of the first host, at which the workers meet.
         logs: folder for the workers' output.
-        cache: folder of compiled programs, which all workers and all sessions share.
+        variables: of their environment, beside ENVIRONMENT.
         """
         self.cluster, self.logs = cluster, logs
         logs.mkdir(parents=True, exist_ok=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        self._programs = cache.resolve()
-        variables = {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "PYTHONPATH": str(ROOT),
-        }
+        meet = [f"--coordinator={cluster.addresses[0]}:{port}", f"--num_processes={cluster.hosts}"]
+        self._command = [*command, *meet]
         self._variables = ENVIRONMENT | variables
-        self._devices = devices_per_host
         self._workers: list[subprocess.Popen[bytes]] = []
         self._hangs = False  # some worker waits for another one that has failed
 
-    def __enter__(self) -> "Session":
-        hosts = self.cluster.hosts
-        flags = [f"--coordinator={self.cluster.addresses[0]}:{_PORT}", f"--num_processes={hosts}"]
-        flags += [f"--cpu_devices={self._devices}", f"--programs={self._programs}"]
-        command = [sys.executable, str(_WORKER), *flags]
-        for host in range(hosts):
+    def __enter__(self) -> Self:
+        for host in range(self.cluster.hosts):
             self._workers.append(
                 self.cluster.start(
                     host,
-                    [*command, f"--process_id={host}"],
+                    [*self._command, f"--process_id={host}"],
                     log=self.logs / f"{self.cluster.names[host]}.log",
                     env=self._variables,
                     stdin=subprocess.PIPE,
@@ -175,3 +169,25 @@ class Session:
         """Return one worker's answer to a task in which the others take no part."""
         self._send(host, do, **arguments)
         return self._answer(host)
+
+
+class Session(Workers):
+    """Workers that train and measure. Compute is unlimited but where `measuring` limits it."""
+
+    def __init__(
+        self, cluster: Cluster, devices_per_host: int, logs: pathlib.Path, cache: pathlib.Path, *, real: bool = False
+    ) -> None:
+        """Args:
+        logs: folder for the workers' output.
+        cache: folder of compiled programs, which all workers and all sessions share.
+        real: devices are as fast as they are; else they take their given time (tests.cluster.device).
+        """
+        cache.mkdir(parents=True, exist_ok=True)
+        variables = {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, str(_WORKER), f"--cpu_devices={devices_per_host}", f"--programs={cache.resolve()}"]
+        super().__init__(cluster, command + ["--real"] * real, _PORT, logs, variables)

@@ -214,9 +214,7 @@ def plan_without(lab: Lab, names: Sequence[str]) -> tuple[pathlib.Path, float]:
     file.write_text(json.dumps({**values, "links": links, "compute": compute}))
     model = [f"--model.model.{name}={value}" for name, value in _MODEL.items()]
     command = [sys.executable, "-m", "planner.plan", "--model=configs/tiny.py", *model, f"--cluster={file}"]
-    # Stages, no more data ranks: gloo's reduce-scatter of more than two ranks mixes up its messages.
     command += [
-        "--pipe=3",
         "--model.pipeline.scan_layers=on",
         f"--without={','.join(names)}",
         f"--global_batch={BATCH}",

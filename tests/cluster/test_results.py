@@ -15,7 +15,18 @@ import pytest
 from paxtrain.errors import UserError
 from tests.cluster import results
 from tests.cluster.experiments import compression as compression_experiment
-from tests.cluster.findings import accuracy, compression, faults, growth, joint, links, losses, placement, schedules
+from tests.cluster.findings import (
+    accuracy,
+    compression,
+    faults,
+    growth,
+    joint,
+    links,
+    losses,
+    peer,
+    placement,
+    schedules,
+)
 from tests.cluster.findings import pairs as pairs_of
 from tests.cluster.records import Records
 from tests.cluster.section import Section, Target
@@ -328,12 +339,23 @@ def test_fast_links_say_nothing_of_overlap(tmp_path):
 
 def test_efficiency_is_against_the_smallest_size(tmp_path):
     records = Records(tmp_path / growth.SOURCE)
-    for hosts, seconds in ((4, 1.25), (2, 1.0)):
+    for mesh, seconds in (((4, 2, 1), 2.0), ((2, 2, 1), 1.25), ((1, 2, 1), 1.0)):
+        hosts = mesh[0] * mesh[1]
         values = {"predicted": 1.0, "predicted_reduce": 0.1, "tokens": 100 * hosts}
-        records.add(f"{hosts} hosts", hosts=hosts, seconds=[seconds], **values)
+        records.add(f"mesh {mesh}", hosts=hosts, mesh=mesh, seconds=[seconds], **values)
     section = growth.section(tmp_path)
-    assert row(section, "2")[4:6] == ["100.0%", "100.0%"]
-    assert row(section, "4") == ["1.250 s", "0.0%", "1.000 s", "-20.0%", "80.0%", "100.0%", "0.100 s", "320"]
+    assert row(section, "2", "1", "1x2x1")[4:6] == ["100.0%", "100.0%"]
+    assert row(section, "4", "2", "2x2x1") == [
+        "1.250 s",
+        "0.0%",
+        "1.000 s",
+        "-20.0%",
+        "80.0%",
+        "100.0%",
+        "0.100 s",
+        "320",
+    ]
+    assert row(section, "8", "4", "4x2x1")[0] == "2.000 s"
 
 
 @pytest.mark.parametrize("seconds, met", [(0.5, True), (0.7, False)])
@@ -350,6 +372,37 @@ def test_the_joint_choice_has_to_beat_the_best_alone(tmp_path, seconds, met):
     assert target.met is met
     assert target.seen == f"{0.6 / seconds:.2f}x over placement alone"
     assert row(section, "placement alone", "p") == ["0.600 s", "0.0%", "0.540 s", "-10.0%", "1.67x", "2.50"]
+
+
+def add_peer(folder: pathlib.Path, dense: float = 0.8, cost: float = 0.005) -> None:
+    records = Records(folder / peer.SOURCE)
+    records.add("first", mesh=[2, 4, 1], torch="2.0", first={peer.PYTORCH: [4.0, 2.0], "1f1b": [4.0, 2.00001]})
+    for kind, loss in ((peer.DENSE, 2.0), (peer.COMPRESSED, 2.0 * (1 + cost))):
+        records.add(kind, mesh=[2, 4, 1], kind=kind, validation=[[0, 5.0], [100, loss]])
+    for rate, slower in ((1000.0, 0.5), (200.0, 0.5), (50.0, 1.0)):
+        times = {peer.PYTORCH: 2.0, "1f1b": 1.9, peer.DENSE: 2 * dense, peer.COMPRESSED: 0.9}
+        kinds = {
+            kind: {"seconds": [slower * time] * 3, "computed": [1.5] * 3, "bytes": [3_000_000] * 3}
+            for kind, time in times.items()
+        }
+        records.add(f"{rate}", mesh=[2, 4, 1], rate=rate, kinds=kinds)
+
+
+@pytest.mark.parametrize("dense, met", [(0.8, True), (0.92, False)])
+def test_both_systems_are_compared_rate_by_rate(tmp_path, dense, met):
+    add_peer(tmp_path, dense)
+    section = peer.section(tmp_path)
+    assert judged(section, peer.FASTER).met is met
+    assert judged(section, peer.FASTER).seen.startswith(f"{dense:.2f}x (2x4x1 at ")
+    assert judged(section, peer.SAME).seen == "5e-06"
+    assert judged(section, peer.MUCH_FASTER).seen == "0.45x (2x4x1; 0.45x)"
+    assert row(section, "2x4x1", "50", "1f1b") == ["1.900 s", "0.0%", "0.95x", "3.0", "1.50 s"]
+
+
+def test_a_compressed_step_whose_loss_is_far_off_meets_nothing(tmp_path):
+    add_peer(tmp_path, cost=0.02)
+    much = judged(peer.section(tmp_path), peer.MUCH_FASTER)
+    assert (much.met, much.seen) == (False, "no loss within 1.0% (+2.0%)")
 
 
 def test_faults_are_a_table_of_what_is_there(tmp_path):
@@ -372,7 +425,7 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| yes |" not in text
     assert "Every target was met" not in text
-    assert text.count("Not run yet.") == 8
+    assert text.count("Not run yet.") == 9
     assert "**Not run:** Compression; `python -m tests.cluster.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
     assert not list((tmp_path / "docs" / "results").iterdir())

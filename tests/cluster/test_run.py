@@ -49,8 +49,7 @@ def train(cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *argume
     data = {f"data.{name}": home / "data" / name for name in ("train", "validation")}
     settings = [f"--config.{name}={value}" for name, value in {**SETTINGS, **data}.items()]
     command = [sys.executable, "-m", "tests.cluster.job", f"--config={ROOT / 'tests/cluster/config.py'}", *settings]
-    # gloo's reduce-scatter of more than two ranks mixes up its messages: no more than two data ranks.
-    command += [f"--out={out}", "--pipe=4,8", "--profile_seconds=30", "--compute_hosts=1", "--compress=none"]
+    command += [f"--out={out}", "--profile_seconds=30", "--compute_hosts=1", "--compress=none"]
     command += [*arguments, f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={HOSTS}"]
     out.mkdir()
     began = time.monotonic()

@@ -21,9 +21,9 @@ import numpy as np
 from absl import flags
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from paxtrain.command_line import run
 from paxtrain.config import Config, from_dict
 from paxtrain.data import token_files
+from paxtrain.errors import run
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.step import Trainer
 from paxtrain.process import jax_private
@@ -69,7 +69,7 @@ class Program:
         self.compiled, self._init, self.evaluate = loaded["step"], loaded["init"], loaded.get("evaluate")
         self.shape = trainer.abstract_batch().shape
         self.rows = process_rows(trainer.batch_sharding, self.shape)
-        self.fresh()
+        self.state = None  # the first step makes it: that may need all hosts, which load at different times
 
     def fresh(self) -> None:
         """Start from a new state, and the batches from their beginning."""
@@ -96,6 +96,8 @@ class Program:
 
     def step(self, batch: jax.Array | None = None) -> Any:
         """Run one step and wait for it; without a batch, always on the same one."""
+        if self.state is None:
+            self.fresh()
         self.state, metrics = self.compiled(self.state, self._batch if batch is None else batch)
         jax.block_until_ready((self.state, metrics))
         return metrics
@@ -176,6 +178,13 @@ class Worker:
                 seconds[name].append((time.perf_counter() - began) / steps)
         return seconds
 
+    def spend(self, name: str) -> dict[str, float]:
+        """Return the seconds of one step, and the seconds of this process's compute, all of its threads together."""
+        self._together()
+        began, computed = time.perf_counter(), time.process_time()
+        self.programs[name].step()
+        return {"seconds": time.perf_counter() - began, "computed": time.process_time() - computed}
+
     def breakdown(self, name: str) -> dict[str, float]:
         """Return the seconds of a step by part, as means over this host's devices."""
         program = self.programs[name]
@@ -183,14 +192,18 @@ class Worker:
         return {part: float(seconds.mean()) for part, seconds in found.seconds.items()}
 
     def train(self, name: str, steps: int, eval_every: int) -> dict[str, Any]:
-        """Train from a fresh state; return the loss of every step, and validation losses as [step, loss]."""
+        """Train from a fresh state; return the loss of every step, and validation losses as [step, loss].
+
+        Args:
+            eval_every: steps between two evaluations; 0: none.
+        """
         program = self.programs[name]
         program.fresh()
         config, losses, validation = program.config, [], []
         few = [batch for _, batch in zip(range(config.run.eval_batches), program.batches("validation"))]
         evaluate = lambda: float(np.mean([float(program.evaluate(program.state.params, b)) for b in few]))  # noqa: E731
         for step, batch in zip(range(steps + 1), program.batches("train")):
-            if step % eval_every == 0:
+            if eval_every and step % eval_every == 0:
                 validation.append([step, evaluate()])
             if step < steps:
                 losses.append(float(program.step(batch)["loss"]))
@@ -231,7 +244,8 @@ def main(argv: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print belongs into the log
     jax_private.share_compiled_programs()
-    device.install()
+    if not f.real:
+        device.install()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
     with contextlib.ExitStack() as stack:
@@ -249,6 +263,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("process_id", None, "Which of them this is.")
     flags.DEFINE_string("programs", None, "Folder of compiled programs.")
     flags.DEFINE_integer("cpu_devices", 1, "Virtual devices of this host.")
+    flags.DEFINE_bool("real", False, "Whether devices are as fast as they are, and not of a given speed.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Reduce-scatter against numpy, on devices of one process and of several, and many collectives packed into one."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -43,56 +44,72 @@ class TestReduceScatter:
         assert "stablehlo.reduce_scatter" not in kinds["cpu"] and "all_to_all" in kinds["cpu"]
 
 
-# Each process prints how many of its results are wrong by size, and how many different ones there are for equal input.
+# Each process prints how many of its results are wrong, by collective and size. The numbers are small integers, so that
+# every sum is exact in float32 in any order: what differs from it by a bit is wrong.
 STRESS = """
 import json, time
 import jax.numpy as jnp, numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from compress.collectives import reduce_scatter
 
-calls, *sizes = map(int, sys.argv[1:])
+calls, kinds, sizes = json.loads(sys.argv[1])
 rank, ranks = jax.process_index(), jax.process_count()
+around = [(source, (source + 1) % ranks) for source in range(ranks)]
 mesh = jax.make_mesh((ranks,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 spec = PartitionSpec("data")
-run = jax.jit(jax.shard_map(
-    lambda x: reduce_scatter(x[0], "data", 0)[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-))
+collectives = {
+    "reduce_scatter": lambda x: reduce_scatter(x, "data", 0),
+    "psum_scatter": lambda x: lax.psum_scatter(x, "data", scatter_dimension=0, tiled=True),
+    "all_reduce": lambda x: lax.psum(x, "data"),
+    "all_gather": lambda x: lax.all_gather(x, "data"),
+    "permute": lambda x: lax.ppermute(x, "data", around),
+}
 delays = np.random.default_rng(rank)
-for size in sizes:
-    count = size // 4 // ranks * ranks
-    every = [np.random.default_rng(r).standard_normal(count, np.float32) for r in range(ranks)]
-    total = every[0].copy()
-    for x in every[1:]:
-        total += x
-    expected = total[rank * (count // ranks) :][: count // ranks]
-    x = jax.device_put(every[rank][None], jax.local_devices()[0])
-    x = jax.make_array_from_single_device_arrays((ranks, count), NamedSharding(mesh, spec), [x])
-    wrong = 0
-    for call in range(calls):
-        if call % 2:
-            time.sleep(delays.uniform(0, 0.02))
-        wrong += not np.array_equal(run(x).addressable_shards[0].data[0], expected)
-    print("wrong", size, wrong)
+for kind in kinds:
+    run = jax.jit(jax.shard_map(
+        lambda x: collectives[kind](x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    ))
+    for size in sizes:
+        count = size // 4 // ranks * (1 if kind == "all_gather" else ranks)  # of all_gather the result is that large
+        every = np.stack([
+            np.random.default_rng(r).integers(-(1 << 18), 1 << 18, count).astype(np.float32) for r in range(ranks)
+        ])
+        total = every.sum(axis=0, dtype=np.float64).astype(np.float32)
+        expected = {"all_reduce": total, "all_gather": every, "permute": every[rank - 1]}.get(
+            kind, total[rank * (count // ranks) :][: count // ranks]
+        )
+        x = jax.device_put(every[rank][None], jax.local_devices()[0])
+        x = jax.make_array_from_single_device_arrays((ranks, count), NamedSharding(mesh, spec), [x])
+        wrong = 0
+        for call in range(calls):
+            if call % 2:
+                time.sleep(delays.uniform(0, 0.02))
+            wrong += not np.array_equal(run(x).addressable_shards[0].data[0], expected)
+        print("wrong", kind, size, wrong)
 """
+OTHERS = ("all_reduce", "all_gather", "permute")
 
 
-def stress(processes, calls, sizes):
-    """Assert that every rank's sums of every call have the bits of numpy's, added in the ranks' order."""
-    limit = 60 + 20 * processes
-    outputs = run_processes(STRESS, *map(str, (calls, *sizes)), processes=processes, devices=1, limit=limit)
+def stress(processes, calls, kinds, sizes):
+    """Assert that every result of every call on every rank has the right bits."""
+    limit = 60 + 20 * processes * len(kinds)
+    task = json.dumps([calls, kinds, sizes])
+    outputs = run_processes(STRESS, task, processes=processes, devices=1, limit=limit)
     for output in outputs:
         lines = [line for line in output.splitlines() if line.startswith("wrong")]
-        assert lines == [f"wrong {size} 0" for size in sizes]
+        assert lines == [f"wrong {kind} {size} 0" for kind in kinds for size in sizes]
 
 
-def test_sums_of_two_processes_are_right_at_any_timing():
-    stress(2, 8, (4 << 10, 1 << 20))
+def test_collectives_of_two_processes_are_right_at_any_timing():
+    stress(2, 8, ("reduce_scatter", *OTHERS), (4 << 10, 1 << 20))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reduce_scatter", *OTHERS])
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
-def test_sums_between_processes_are_right_from_4_kib_to_64_mib(processes):
-    stress(processes, 100 // processes, (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20))
+def test_collectives_between_processes_are_right_from_4_kib_to_64_mib(processes, kind):
+    stress(processes, 100 // processes, (kind,), (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20))
 
 
 class TestPacked:

@@ -54,10 +54,9 @@ def _split(base: Split, candidate: Candidate, compressed: np.ndarray) -> Split:
 
 def search(base: Split, cluster: Cluster, seed: int) -> tuple[Split, np.ndarray, float]:
     """Return the planner's choice among all candidates: the split, its hosts [D, P], and its predicted seconds."""
-    config, groups = base.config, cluster.devices // base.mesh[2]
+    config = base.config
     choices = Choices(
         tensor=(base.mesh[2],),
-        pipe=(groups, max(1, groups // 2)),  # at most two data ranks: gloo's reduce-scatter aborts with more
         micro_batch=(base.micro_batch,),
         saves=(models.SAVE,),
         zero1=(True,),

@@ -25,6 +25,8 @@ SPLITS = (
     Split((2, 4, 1), "1f1b"),
     Split((2, 4, 1), "gpipe"),
     Split((1, 8, 1)),
+    Split((4, 2, 1)),
+    Split((8, 1, 1)),
 )
 RANDOM = {"two_racks": 3, "one_slow_nic": 0, "noisy": 0}
 
@@ -88,7 +90,7 @@ def run(lab: Lab) -> None:
     if all(f"{name} done" in records for name in SCENARIOS) and "done" in chosen_together:
         return
     with lab.session(scenes["two_racks"], "placements") as bench:
-        bench.compile(list(SPLITS))
+        bench.compile([*SPLITS, *growth.splits(8)])
         growth.measure(lab, bench, 8)
         for name, scene in scenes.items():
             if f"{name} done" not in records:

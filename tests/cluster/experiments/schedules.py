@@ -39,7 +39,7 @@ def run(lab: Lab) -> None:
     if "orders done" in records and growth.done(lab, 4):
         return
     with lab.session(scene, "schedules") as bench:
-        bench.compile([*SPLITS, growth.SPLITS[4]])
+        bench.compile([*SPLITS, *growth.splits(4)])
         growth.measure(lab, bench, 4)
         for rate in RATES:
             if f"{rate:g} Mbit/s" not in records:

@@ -37,10 +37,15 @@ def _draw(hosts: np.ndarray, step: dict[str, np.ndarray]) -> Figure:
     return figure
 
 
-def _words(hosts: np.ndarray, repeats: str) -> str:
-    splits = [experiment.SPLITS[size] for size in hosts]
-    layers = listed([f"{split.layers} layers on {'x'.join(map(str, split.mesh))}" for split in splits])
-    return f"""Model and batch grow with the hosts ({layers}), so that every device keeps its layers and
+def _mesh(line: dict) -> str:
+    return "x".join(map(str, line["mesh"]))
+
+
+def _words(lines: list[dict]) -> str:
+    layers = {_mesh({"mesh": split.mesh}): split.layers for n in experiment.SPLITS for split in experiment.splits(n)}
+    grown = listed([f"{layers[_mesh(line)]} layers on {_mesh(line)}" for line in lines])
+    hosts, repeats = [line["hosts"] for line in lines], span(len(line["seconds"]) for line in lines)
+    return f"""Model and batch grow with the hosts ({grown}), so that every device keeps its layers and
     micro-batches. The additional time of a step over that on {hosts[0]} hosts is the cost of growth: communication,
     and the pipeline's bubble if there are more stages. Efficiency is the step time on {hosts[0]} hosts over that on
     the given number of hosts; tokens/s belong to different models. All links have {experiment.RATE:g} Mbit/s. Medians
@@ -49,16 +54,19 @@ def _words(hosts: np.ndarray, repeats: str) -> str:
 
 def section(folder: pathlib.Path) -> Section:
     """Return step time, tokens/s and efficiency by the number of hosts."""
-    lines = sorted((line for line in Records(folder / SOURCE) if "hosts" in line), key=lambda line: line["hosts"])
+    lines = sorted(
+        (line for line in Records(folder / SOURCE) if "mesh" in line), key=lambda line: (line["hosts"], line["mesh"][0])
+    )
     if not lines:
         return Section(TITLE, COMMAND, (SOURCE,))
     times = [summary(line["seconds"]) for line in lines]
-    hosts = np.array([line["hosts"] for line in lines])
     measured = np.array([time["median"] for time in times])
     predicted = np.array([line["predicted"] for line in lines])
     rows = [
         (
             f"{line['hosts']}",
+            f"{line['mesh'][0]}",
+            _mesh(line),
             seconds(time["median"]),
             percent(time["spread"] / time["median"]),
             seconds(line["predicted"]),
@@ -72,6 +80,8 @@ def section(folder: pathlib.Path) -> Section:
     ]
     headings = (
         "hosts",
+        "data ranks",
+        "mesh",
         "step",
         "spread",
         "predicted",
@@ -82,10 +92,12 @@ def section(folder: pathlib.Path) -> Section:
         "tokens/s",
     )
     blocks: list[str | Drawing] = [
-        _words(hosts, span(len(line["seconds"]) for line in lines)),
+        _words(lines),
         table(headings, rows),
     ]
-    if len(lines) > 1:
-        drawing = _draw(hosts, {"measured": measured, "predicted": predicted})
+    first = [i for i, line in enumerate(lines) if line["hosts"] not in [other["hosts"] for other in lines[:i]]]
+    if len(first) > 1:  # one mesh of each size: that with the fewest data ranks
+        hosts = np.array([lines[i]["hosts"] for i in first])
+        drawing = _draw(hosts, {"measured": measured[first], "predicted": predicted[first]})
         blocks.append(Drawing("growth", "Step time and efficiency by the number of hosts.", drawing))
     return Section(TITLE, COMMAND, (SOURCE,), (), tuple(blocks))

@@ -1,0 +1,231 @@
+"""PyTorch's pipeline and ours, on the same hosts: the same GPT from the same weights, the same batches, the same mesh.
+
+PyTorch's is torch.distributed.pipelining's 1F1B with DistributedDataParallel (tests.cluster.peer.pytorch). Compute is
+real here, and not that of tests.cluster.device: every host has an equal share of a core, which its process of either
+system has while the other one's waits. Steps of all kinds are taken in turn.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from paxtrain.config import Config
+from paxtrain.data import token_files
+from paxtrain.model import transformer
+from paxtrain.parallel.optimizer import learning_rate
+from tests.cluster import hosts
+from tests.cluster.laboratory import Bench, Lab, summary
+from tests.cluster.models import Split
+from tests.cluster.peer import environment
+from tests.cluster.records import Records
+from tests.cluster.scenario import Scenario
+from tests.cluster.session import Session, Workers
+
+RATES = (1000.0, 200.0, 50.0, 20.0)  # Mbit/s
+MESHES = ((2, 4, 1), (4, 2, 1))
+SHARE = 0.2  # of a core for each host
+STEPS, EVALUATED = 100, 25  # of training, for the losses
+COMPARED = 5  # first steps whose losses are compared
+PORT = 9913
+PYTORCH, DENSE, COMPRESSED = "PyTorch 1F1B + DDP", "eager_1f1b", "eager_1f1b, compressed"
+RANK = 8  # of all that is compressed
+_RANKS = {"backward_rank": RANK, "forward_rank": RANK, "data_rank": RANK, "data_start": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Real(Split):
+    """A split of the GPT that both train: with a head apart from the embedding, nothing recomputed, layers unrolled."""
+
+    layers: int = 8
+    hidden: int = 128
+    sequence: int = 64
+    zero1: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short name that differs between splits."""
+        return f"{super().name} {'zero1' if self.zero1 else 'replicated'}"
+
+    def values(self, data: str = "runs/data", **run: Any) -> dict[str, Any]:
+        """Return the configuration as nested values."""
+        values = super().values(data, **run)
+        values["model"] |= {"tied_head": False, "vocab_multiple": 1}
+        values["pipeline"] |= {"save": "residuals", "scan_layers": "off"}
+        return values
+
+
+def kinds(mesh: tuple[int, int, int], **sizes: int) -> dict[str, Real]:
+    """Return what is measured of ours on a mesh."""
+    everything = {"backward": "all", "forward": "all", "data": "all"} | _RANKS
+    return {
+        "1f1b": Real(mesh, "1f1b", **sizes),
+        DENSE: Real(mesh, **sizes),
+        "eager_1f1b, ZeRO-1": Real(mesh, zero1=True, **sizes),
+        COMPRESSED: Real(mesh, compress=tuple(everything.items()), **sizes),
+    }
+
+
+# --- What both start from ---------------------------------------------------------------------------------------------
+
+
+def weights(config: Config, file: pathlib.Path) -> None:
+    """Write the first weights, by their paths in the canonical parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(transformer.init(config.model, jax.random.key(config.run.seed)))
+    np.savez(file, **{"/".join(entry.key for entry in path): np.asarray(leaf) for path, leaf in leaves})
+
+
+def batches(config: Config, file: pathlib.Path, steps: int) -> None:
+    """Write the global batches of the first steps, int32 [steps, global_batch, sequence + 1]."""
+    tokens = token_files.load(config.data.train, vocab_size=config.model.vocab_size, sequence=config.model.sequence)
+    size = config.batch.global_batch
+    made = token_files.batches(
+        tokens,
+        sequence=config.model.sequence,
+        global_batch=size,
+        rows=range(size),
+        seed=config.run.seed,
+        start_sample=0,
+        shuffle=True,
+        prefetch=0,
+    )
+    np.save(file, np.stack([rows for _, rows in zip(range(steps), made)]))
+
+
+def task(split: Real, data: str, folder: pathlib.Path, steps: int) -> dict[str, Any]:
+    """Return what PyTorch's workers load: the configuration, weights and batches as files, and learning rates."""
+    values, config = split.values(data), dataclasses.replace(split, compress=()).config
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=values["data"]["train"]))
+    folder.mkdir(parents=True, exist_ok=True)
+    weights(config, folder / "weights.npz")
+    batches(config, folder / "batches.npy", steps)
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "mesh", "batch", "optimizer")}
+    return {
+        "config": sections,
+        "weights": str((folder / "weights.npz").resolve()),
+        "batches": str((folder / "batches.npy").resolve()),
+        "rates": [float(learning_rate(config)(step)) for step in range(steps)],
+    }
+
+
+# --- Measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Both:
+    """Workers of both systems on one cluster, with the same model on the same mesh.
+
+    Attributes:
+        theirs: PyTorch's workers; None if there is no PyTorch.
+    """
+
+    cluster: hosts.Cluster
+    bench: Bench
+    theirs: Workers | None
+    kinds: dict[str, Real]
+
+    @classmethod
+    @contextlib.contextmanager
+    def up(
+        cls, lab: Lab, kinds: dict[str, Real], python: pathlib.Path | None, steps: int, **run: int
+    ) -> Iterator["Both"]:
+        """Bring a cluster up, with all programs compiled.
+
+        Args:
+            python: of an environment with PyTorch; None: without it.
+            steps: for which PyTorch gets batches.
+            run: that section of our configuration; with eval_batches ours can evaluate.
+        """
+        split = kinds[DENSE]
+        size = split.config.mesh.devices
+        scene = Scenario("peer", "equal links", np.full((size, size), RATES[0]), slowness=0)
+        folder = lab.out / "peer" / "x".join(map(str, split.mesh))
+        with contextlib.ExitStack() as stack:
+            cluster = stack.enter_context(hosts.Cluster(scene.rates.tolist()))
+            cluster.set_rates(None)
+            theirs = None
+            if python is not None:
+                command = [str(python), str(environment.SCRIPT)]
+                one_thread = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+                theirs = stack.enter_context(Workers(cluster, command, PORT, folder / "logs" / "pytorch", one_thread))
+                theirs.ask("load", name=PYTORCH, **task(split, lab.data, folder, steps))
+            logs = folder / "logs" / "ours"
+            ours = stack.enter_context(Session(cluster, 1, logs, lab.cache, real=True))
+            bench = Bench(lab, scene, cluster, ours)
+            bench.compile(list(kinds.values()), **run)
+            yield cls(cluster, bench, theirs, kinds)
+
+    @property
+    def names(self) -> list[str]:
+        """What is measured."""
+        return [*([PYTORCH] if self.theirs else []), *self.kinds]
+
+    def step(self, kind: str) -> dict[str, float]:
+        """Return what one step takes: seconds on the slowest host, and of all hosts together compute and bytes."""
+        workers, name = (self.theirs, kind) if kind == PYTORCH else (self.bench.session, self.kinds[kind].name)
+        before = self.cluster.sent()
+        answers = workers.ask("spend", name=name)
+        return {
+            "seconds": max(answer["seconds"] for answer in answers),
+            "computed": sum(answer["computed"] for answer in answers),
+            "bytes": self.cluster.sent() - before,
+        }
+
+    def measure(self, rate: float, repeats: int) -> dict[str, dict[str, list[float]]]:
+        """Return seconds, compute and bytes of the steps of each kind, taken in turn, with links of that rate."""
+        self.cluster.limit(SHARE)
+        self.bench.shape(np.full((self.cluster.hosts,) * 2, rate))
+        found: dict[str, dict[str, list[float]]] = {kind: {} for kind in self.names}
+        for repeat in range(repeats + 1):  # the first one warms up
+            for kind in self.names:
+                for what, value in self.step(kind).items():
+                    found[kind].setdefault(what, []).extend([value] * (repeat > 0))
+        self.free()
+        return found
+
+    def free(self) -> None:
+        """Lift all limits."""
+        self.cluster.limit(None)
+        self.cluster.set_rates(None)
+
+    def losses(self, kind: str, steps: int, eval_every: int = 0) -> dict[str, Any]:
+        """Return the losses of the first steps; of ours also validation losses as [step, loss]."""
+        if kind == PYTORCH:
+            return {"losses": self.theirs.ask("train", name=kind, steps=steps)[0], "validation": []}
+        task = {"name": self.kinds[kind].name, "steps": steps, "eval_every": eval_every}
+        return self.bench.session.ask("train", **task)[0]
+
+
+def _todo(records: Records, mesh: tuple[int, int, int]) -> list[str]:
+    place = "x".join(map(str, mesh))
+    keys = [f"{place} losses", *(f"{place} validation {kind}" for kind in (DENSE, COMPRESSED))]
+    keys += [f"{place} {rate:g} Mbit/s" for rate in RATES]
+    return [key for key in keys if key not in records]
+
+
+def run(lab: Lab) -> None:
+    """Measure both systems on both meshes at all rates, and train them."""
+    records = lab.records("peer")
+    for mesh in MESHES:
+        if not _todo(records, mesh):
+            continue
+        place = "x".join(map(str, mesh))
+        with Both.up(lab, kinds(mesh), environment.make(), STEPS, eval_batches=4) as both:
+            if f"{place} losses" not in records:  # first: PyTorch's workers begin with the first weights
+                first = {kind: both.losses(kind, COMPARED)["losses"] for kind in both.names if kind != COMPRESSED}
+                records.add(f"{place} losses", mesh=mesh, first=first, torch=both.theirs.ask_one(0, "version"))
+            for rate in RATES:
+                if f"{place} {rate:g} Mbit/s" not in records:
+                    found = both.measure(rate, lab.repeats)
+                    records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, kinds=found)
+                    said = [f"{kind} {summary(each['seconds'])['median']:.3f} s" for kind, each in found.items()]
+                    lab.say(f"peer {place} at {rate:g} Mbit/s: {', '.join(said)}")
+            for kind in (DENSE, COMPRESSED):
+                if f"{place} validation {kind}" not in records:
+                    found = both.losses(kind, STEPS, EVALUATED)
+                    records.add(f"{place} validation {kind}", mesh=mesh, kind=kind, **found)
+                    lab.say(f"{place} {kind}: validation loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
