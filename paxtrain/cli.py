@@ -4,7 +4,8 @@ import runpy
 import sys
 from collections.abc import Mapping
 
-from paxtrain.errors import UserError, fail
+from paxtrain.command_line import fail
+from paxtrain.errors import UserError
 
 # (module, arguments in front of the given ones, description for --help)
 Command = tuple[str, tuple[str, ...], str]

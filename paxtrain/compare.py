@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from paxtrain.run import plots
 
 HINT = "runs are named --runs=FOLDER,FOLDER"

@@ -1,64 +1,7 @@
-"""Errors of the user, reported in one sentence with exit code 2."""
-
-import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
-
-from absl import app, flags, logging
-
-from paxtrain.process import setup
+"""The error of bad input: one sentence for the user. `command_line` prints it and exits with code 2."""
 
 PREFIX = "error: "  # begins the sentence; a supervisor looks for it in a worker's output
-OVERRIDES = "overrides are written --config.section.key=value"
 
 
 class UserError(Exception):
     """Bad input: the message is one sentence that says what is wrong, what was given and what would work."""
-
-
-def fail(error: Exception) -> NoReturn:
-    """Print the error's sentence and exit with code 2."""
-    print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
-    # config_flags loads the configuration file while flags are defined or parsed, so these errors concern the
-    # command line. If the file is missing, the last line of its message names the file and the reason.
-    try:
-        define_flags()
-        return flags.FLAGS(argv)
-    except UserError as error:
-        fail(error)
-    except OSError as error:
-        reason = str(error).splitlines()[-1].strip()
-        fail(UserError(f"cannot load the configuration file ({reason}); name one such as configs/tiny.py"))
-    except (AttributeError, KeyError) as error:
-        fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
-    except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
-        fail(UserError(" ".join(str(error).split())))
-
-
-def run(
-    main: Callable[[Sequence[str]], None], define_flags: Callable[[], None] = lambda: None, hint: str | None = None
-) -> None:
-    """Run an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
-
-    Args:
-        main: function of the command line without its flags.
-        define_flags: function that defines the flags whose definition can fail, such as a configuration file's.
-        hint: what to write instead of a positional argument; None allows positional arguments.
-    """
-    logging.set_verbosity(logging.WARNING)
-    setup.use_one_blas_thread()
-
-    def guarded(argv: Sequence[str]) -> None:
-        try:
-            if hint is not None and len(argv) > 1:
-                raise UserError(f"unexpected argument {argv[1]!r}; {hint}")
-            main(argv)
-        except UserError as error:
-            fail(error)
-
-    with setup.quiet_orbax():
-        app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, define_flags))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from paxtrain.command_line import run
 from paxtrain.data.preparation import DEFAULT_BPE_VOCABULARY, DEFAULTS, PrepareOptions, prepare
-from paxtrain.errors import run
 
 HINT = "name text files with --input="
 

@@ -13,9 +13,10 @@ from absl import flags
 from jax.sharding import Mesh
 
 from paxtrain import training_flags
+from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config
-from paxtrain.errors import OVERRIDES, UserError, run
-from paxtrain.parallel import selective
+from paxtrain.errors import UserError
+from paxtrain.parallel import stage_choice
 from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.process import distributed
@@ -36,7 +37,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     trainer.compression.check()
     state = trainer.init(config.run.seed)
     if config.compress.data == "selective":
-        chosen = selective.choose(trainer, state)[0].chosen()
+        chosen = stage_choice.choose(trainer, state)[0].chosen()
         ranks = tuple(config.compress.data_rank if s in chosen else 0 for s in range(config.mesh.pipe))
         trainer = dataclasses.replace(trainer, stage_ranks=ranks)
     shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding

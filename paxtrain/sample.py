@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from paxtrain.run import sampling
 
 HINT = "give the prompt with --prompt="

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from paxtrain import training_flags
-from paxtrain.errors import OVERRIDES, run
+from paxtrain.command_line import OVERRIDES, run
 from paxtrain.process import distributed, supervised
 from paxtrain.run.training import train_together
 

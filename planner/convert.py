@@ -5,7 +5,8 @@ INPUT is amp_homogeneous.json or vtrain_single_node.csv, which planner/fit/publi
 
 from collections.abc import Sequence
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from planner.fit import published
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import run
+from paxtrain.command_line import run
 from planner.jobs import launching
 from planner.jobs.launching import LaunchOptions
 

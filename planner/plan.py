@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from absl import flags
 from tqdm import tqdm
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from paxtrain.flags import define_config
 from planner import planning_flags
 from planner.cluster import cluster as clusters

@@ -14,8 +14,9 @@ from absl import flags
 
 from paxtrain import flags as shared_flags
 from paxtrain import tables
+from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import from_dict
-from paxtrain.errors import OVERRIDES, UserError, run
+from paxtrain.errors import UserError
 from paxtrain.process import distributed
 from planner.measure import flags as measure_flags
 from planner.measure import profile_cluster

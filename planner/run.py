@@ -17,10 +17,11 @@ import jax
 from absl import flags
 
 from paxtrain import flags as shared_flags
+from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
-from paxtrain.errors import OVERRIDES, UserError, run
+from paxtrain.errors import UserError
 from paxtrain.process import distributed, supervised
 from paxtrain.run import training
 from planner import planning_flags

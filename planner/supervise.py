@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from planner.supervision.peer_connections import PORT
 from planner.supervision.supervising import LIMIT_FLAGS, SuperviseOptions, supervise
 from planner.supervision.supervisor import Limits

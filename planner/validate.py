@@ -25,7 +25,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from planner.fit import accuracy, trial_model, trials
 from planner.fit.validation import ValidateOptions, validate
 

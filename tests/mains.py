@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from absl import flags
 
-from paxtrain import errors
+from paxtrain import command_line
 
 
 def load(name: str) -> ModuleType:
@@ -28,11 +28,11 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
         arguments: arguments of the command line.
     """
     # absl runs a main once per process and keeps its flags; here each run starts with those that were there before.
-    monkeypatch.setattr(errors.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
+    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     before = set(flags.FLAGS)
     try:
-        errors.run(module.main, module.define_flags, getattr(module, "HINT", None))
+        command_line.run(module.main, module.define_flags, getattr(module, "HINT", None))
         return 0
     except SystemExit as end:
         return end.code

@@ -19,8 +19,9 @@ from paxtrain.bench.bubble import bubble, worker
 from paxtrain.bench.memory import memory
 from paxtrain.bench.steps import configuration
 from paxtrain.bench.throughput import throughput
+from paxtrain.command_line import run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError, run
+from paxtrain.errors import UserError
 
 SECTIONS = ("memory", "throughput", "bubble")
 HINT = f"choose with --sections={','.join(SECTIONS)}"

@@ -1,5 +1,12 @@
 """The configuration of a run: frozen dataclasses that validate themselves, and plans that override parts of them.
 
+    config.py                                    all sections together, and the checks that involve several of them
+    model.py parallel.py optimizer.py            the sections: model; mesh, pipeline and batch; optimizer
+    data.py compress.py run.py                   data; compression; run and checkpoints
+    load.py shipped.py                           configurations from mappings and files; shipped files by name
+    plan.py                                      a plan, which sets mesh, pipeline, batch and compression
+    checks.py                                    helpers of the sections' checks, which are in their __post_init__
+
 May import `paxtrain.schedule`, and `paxtrain.errors` as everything may.
 """
 

@@ -13,13 +13,13 @@ class Datasheet(NamedTuple):
     Attributes:
         half: dense 16-bit operations per second, bfloat16 or, on older devices, float16.
         single: dense 32-bit operations per second, TF32 if the device has it.
-        memory: bytes per second of the device's memory.
+        memory_bandwidth: bytes per second of the device's memory.
         intra: bytes per second, each way, to another device of the host: over NVLink or a similar link, else over PCIe.
     """
 
     half: float
     single: float
-    memory: float
+    memory_bandwidth: float
     intra: float
 
 
@@ -57,7 +57,7 @@ _DATASHEETS = {
     "H20": Datasheet(148e12, 74e12, 4000e9, 450e9),
     "H200": _gpu("h200", 494.7e12, 450e9),
     "H200 NVL": Datasheet(835.5e12, 417.5e12, 4800e9, 450e9),
-    "GH200": _gpu("h100", 494.7e12, 450e9)._replace(memory=4000e9),
+    "GH200": _gpu("h100", 494.7e12, 450e9)._replace(memory_bandwidth=4000e9),
     "B200": _gpu("b200", 1100e12, 900e9),
     "GB200": Datasheet(2500e12, 1250e12, 8000e9, 900e9),
     "MI100": Datasheet(185e12, 46e12, 1229e9, 46e9),

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from absl import flags
 
 from paxtrain import flags as shared_flags
+from paxtrain.command_line import run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError, run
+from paxtrain.errors import UserError
 from paxtrain.huggingface.exporting import DTYPES, export
 from paxtrain.huggingface.importing import import_model
 from paxtrain.run import sampling

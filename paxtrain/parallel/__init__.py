@@ -4,7 +4,7 @@
     mesh.py layout.py            devices by axes; how parameters lie on them
     gradients.py                 collectives over data; the exchange of the tied embedding's gradients
     compression.py ranks.py      codecs of the links, ranks of the stages
-    selective.py                 the stages to compress, from measured times
+    stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update
 
 May import `compress` and the rooms below it: `config`, `model`, `pipeline`, `process`.

@@ -1,6 +1,7 @@
-"""Messages that go through a codec: encode, then permute; the executor decodes them.
+"""Messages that go through a codec: they are encoded and sent here, and the executor decodes them.
 
-Plain gradients do not come here (`executor.Rows._gradients_travel`).
+All activations come here, with the codec `Identity` if they are not compressed, and so do compressed gradients. The
+executor sends gradients as they are by itself (`Rows._gradients_travel`).
 """
 
 import math

@@ -1,4 +1,10 @@
 """This process as one of many: joining the others, stopping on SIGTERM, reporting to a supervisor.
 
+    distributed.py               joining the processes of a launch
+    stopping.py supervised.py    a stop on SIGTERM; the progress file that a supervisor reads
+    setup.py                     settings of the whole process, made by mains alone
+    failures.py                  phrases of errors that another process has caused
+    jax_private.py               the private names of jax in use, each with its reason
+
 May import nothing of the project except `paxtrain.errors`. Supervisors import `supervised`, which imports no jax.
 """

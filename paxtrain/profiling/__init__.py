@@ -1,4 +1,9 @@
 """Profiles of training steps: traces, and the breakdown of a step's seconds into parts.
 
+    profiler.py      the profile of some steps of a run
+    trace.py         the reader of traces
+    breakdown.py     a step's seconds, shared out to parts
+    timeline.py      timelines for Perfetto and as a picture
+
 May import `paxtrain.config`, `process`, `run` and `xla`.
 """

@@ -15,7 +15,7 @@ from paxtrain.data import tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
-from paxtrain.parallel import selective
+from paxtrain.parallel import stage_choice
 from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
@@ -215,7 +215,7 @@ class PreparedRun:
         if self._ranks is None:
             chosen = self.trainer.compression.stages
             if self.config.compress.data == "selective":
-                times, source = selective.choose(self.trainer, state)
+                times, source = stage_choice.choose(self.trainer, state)
                 stages = times.chosen()
                 chosen = tuple(self.config.compress.data_rank if s in stages else 0 for s in range(len(chosen)))
                 self.say(table(report.stage_times(times, stages, source)))

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from paxtrain.parallel.selective import StageTimes
+from paxtrain.parallel.stage_choice import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
 from paxtrain.tables import size

@@ -14,8 +14,9 @@ import jax
 from absl import flags
 
 from paxtrain import flags as shared_flags
+from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import from_dict
-from paxtrain.errors import OVERRIDES, UserError, run
+from paxtrain.errors import UserError
 from paxtrain.study import plots, report
 from paxtrain.study.runs import Study
 from paxtrain.study.variants import settled

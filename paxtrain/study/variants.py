@@ -6,7 +6,7 @@ from typing import Any
 
 from paxtrain.config import Config
 from paxtrain.errors import UserError
-from paxtrain.parallel.selective import StageTimes
+from paxtrain.parallel.stage_choice import StageTimes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from planner.bench import executor, placement, speed
 
 SECTIONS = ("executor", "placement", "placement_large", "speed")

@@ -1,4 +1,8 @@
 """A cluster: its hosts, its devices and its measured links, and the file that keeps them.
 
+    cluster.py         a cluster, and the shares of its peak rates that are reached
+    cluster_file.py    its file
+    link_fit.py        a fit of links that were not measured
+
 May import nothing of the planner.
 """

@@ -55,8 +55,8 @@ def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
 def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
     """Return what messages from every stage to its neighbor in the ring of stages take.
 
-    Between the last and the first stage only interleaved schedules send, one message in P. It takes no other's share of
-    a NIC, and shares one only with the flows of the same group.
+    Only interleaved schedules send between the last and the first stage, one message in P. The model ignores what these
+    messages take of other groups' NICs: they share bandwidth only with the flows of their own tensor group.
 
     Args:
         links: links of the cluster.

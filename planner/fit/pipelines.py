@@ -158,7 +158,7 @@ def _rows(index: int, trial: Trial) -> list[tuple]:
     h, t, e, tokens = trial.hidden, trial.tp, trial.element_bytes, trial.micro_batch * trial.seq
     of_kind = [datasheet(kind) or UNKNOWN for kind in kinds(trial)]
     rate = np.array([sheet.half if e == 2 else sheet.single for sheet in of_kind])
-    memory = np.array([sheet.memory for sheet in of_kind])
+    memory = np.array([sheet.memory_bandwidth for sheet in of_kind])
     layers = np.array(trial.stage_layers)
     table = trial.vocab * h / t
     stage = np.arange(trial.pp)

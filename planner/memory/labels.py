@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from paxtrain import errors
+from paxtrain import command_line
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError
 from paxtrain.schedule.spec import SPECS
@@ -247,4 +247,4 @@ def main(_: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    errors.run(main, _define_flags)
+    command_line.run(main, _define_flags)

@@ -1,4 +1,9 @@
 """Placement: the host of each tensor group.
 
+    place.py              the entrance: host order, exact search or annealing
+    exact.py anneal.py    all placements, if there are few; simulated annealing over the others
+    bounds.py gain.py     a lower bound over all placements; the gain of one over another
+    rules.py              the rules of AMP and Pipette, to compare with
+
 May import `planner.cluster` and `planner.cost`.
 """

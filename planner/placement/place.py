@@ -2,7 +2,7 @@
 
 The objective is the simulated step time itself (planner.cost.step_time). If placements are few, all are evaluated
 except those that symmetry makes equal (planner.placement.exact). Else they are annealed (planner.placement.anneal).
-Either comes with a bound below which no placement can be (planner.placement.bounds).
+Either comes with a lower bound on the step time of any placement (planner.placement.bounds).
 """
 
 import dataclasses

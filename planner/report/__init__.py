@@ -1,4 +1,8 @@
 """The planner's report: its contents, the text for a terminal, and an HTML page with figures.
 
+    contents.py                     what the report says
+    text.py page.py                 for a terminal; as an HTML page
+    drawings.py gantt.py svg.py     the page's figures
+
 May import `cluster`, `cost` and `search`.
 """

@@ -1,4 +1,9 @@
 """The start of a job: who has come, what nodes it got, and the plan for them.
 
+    allocation.py      the nodes that the job got
+    rendezvous.py      a roll call, before the processes join
+    job_plan.py        the plan for these nodes, old or new
+    environment.py     the record of each start
+
 May import `measure` and `planning`.
 """

@@ -5,7 +5,7 @@
 Otherwise eight processes on two cores would compile all there is eight times, and stretch each other's compute.
 """
 
-from paxtrain import errors
+from paxtrain import command_line
 from paxtrain.process import jax_private
 from planner import run
 from tests.cluster import device
@@ -13,4 +13,4 @@ from tests.cluster import device
 if __name__ == "__main__":
     jax_private.share_compiled_programs()
     device.install()
-    errors.run(run.main, run.define_flags)
+    command_line.run(run.main, run.define_flags)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import jax
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
 from tests.cluster import hosts, results, scenario
 from tests.cluster.experiments import breakage, compression, demonstration, growth, links, peer, placements, schedules

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
-from paxtrain.errors import UserError, run
+from paxtrain.command_line import run
+from paxtrain.errors import UserError
 from tests.cluster.findings import (
     accuracy,
     compression,

@@ -40,12 +40,12 @@ fi
 exec {python} "$@"
 """
 RUN = """
-from paxtrain import errors
+from paxtrain import command_line
 from planner import run
 from paxtrain.process import jax_private
 
 jax_private.share_compiled_programs()
-errors.run(run.main, run.define_flags)
+command_line.run(run.main, run.define_flags)
 """
 SETTINGS = {
     "model.vocab_size": 257,

@@ -21,9 +21,9 @@ import numpy as np
 from absl import flags
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from paxtrain.command_line import run
 from paxtrain.config import Config, from_dict
 from paxtrain.data import token_files
-from paxtrain.errors import run
 from paxtrain.parallel.mesh import from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.step import Trainer
 from paxtrain.process import jax_private

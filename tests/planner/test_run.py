@@ -34,11 +34,11 @@ SETTINGS = {
 }
 # Short measurements; what is tested is not how exact they are.
 MAIN = """
-from paxtrain import errors
+from paxtrain import command_line
 from planner import run
 from planner.measure import compute_timing
 compute_timing._LEAST = 0.002
-errors.run(run.main, run.define_flags)
+command_line.run(run.main, run.define_flags)
 """
 # The same, but that it trains nothing and says which host is where in the mesh; more than two steps it does not finish.
 MESH = """

@@ -52,11 +52,11 @@ def test_one_device_by_hand():
     row = trial(devices=1, pp=1, global_batch=6, recompute=1)
     sheet, tokens, h = datasheets.datasheet("A100"), 2 * 1024, 2048
     kernels = tokens * (24 * h**2 + 4 * h * 1024) / (0.45 * sheet.half)
-    kernels += 2 * (12 * h**2 + tokens * h * 34 + 6 * tokens * 1024 * 16) / (0.6 * sheet.memory)
+    kernels += 2 * (12 * h**2 + tokens * h * 34 + 6 * tokens * 1024 * 16) / (0.6 * sheet.memory_bandwidth)
     forward = 16 * (kernels**4 + 3e-4**4) ** 0.25
     backward = 16 * ((2 * kernels) ** 4 + 3e-4**4) ** 0.25 + forward
-    head = 2 * tokens * h * 50000 / (0.45 * sheet.half) + 24 * tokens * 50000 / (0.6 * sheet.memory)
-    optimizer = 40 * (16 * 12 * h**2 + 50000 * h) / (0.6 * sheet.memory)
+    head = 2 * tokens * h * 50000 / (0.45 * sheet.half) + 24 * tokens * 50000 / (0.6 * sheet.memory_bandwidth)
+    optimizer = 40 * (16 * 12 * h**2 + 50000 * h) / (0.6 * sheet.memory_bandwidth)
     expected = 3 * (forward + backward + 3 * head + 2 * 5e-4) + optimizer + 5e-3
     assert seconds([row])[0] == pytest.approx(expected, rel=1e-12)
 

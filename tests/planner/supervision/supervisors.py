@@ -18,7 +18,7 @@ HOSTS = 3
 # Hosts of one machine, and the ways between them, are as fast as its scheduler pleases; only what a test slows down is
 # to be slow.
 SUPERVISE = """
-from paxtrain.errors import run
+from paxtrain.command_line import run
 from planner import supervise
 from planner.supervision import host_speed, slow_step
 host_speed._sample = lambda: 1e-3
