@@ -19,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder that keeps compiled programs while a module's tests run: many of its runs need the same ones."""
+    """Keep compiled programs in a folder while a module's tests run, because many of its runs need the same ones."""
     path = tmp_path_factory.mktemp("cache")
     options = {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
     before = {name: getattr(jax.config, name) for name in options}

@@ -23,7 +23,7 @@ def run_processes(
     """Return the output of each process; fail if one does not end with exit code 0.
 
     Args:
-        program: of Python; its sys.argv[1:] are the arguments.
+        program: Python source; its sys.argv[1:] are the arguments.
         arguments: the program's arguments.
         processes: number of processes.
         devices: CPU devices of each.

@@ -1,4 +1,4 @@
-"""The project's Python files, and what each imports: what tests of BUILD and of the rooms are about.
+"""The project's Python files and their imports, for the tests of BUILD and of the rooms.
 
 A script with inline metadata (PEP 723) brings its own environment and stays outside.
 """
@@ -17,7 +17,7 @@ DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A Python file: whether it runs as a program, the project's files that it imports, and others' distributions."""
+    """A Python file: whether it runs as a program, the project's files that it imports, and the distributions it needs."""
 
     is_main: bool
     imports: frozenset[str]
@@ -61,7 +61,7 @@ def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
     """Return every Python file of the packages and the tests, by its path from the root.
 
     Raises:
-        ValueError: a relative import, or one of a module of ours that does not exist.
+        ValueError: an import is relative, or names a module of ours that does not exist.
     """
     texts = {path: text for path, text in files(root).items() if path.endswith(".py")}
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in texts}
@@ -69,7 +69,7 @@ def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
     for path, text in texts.items():
         tree = ast.parse(text)
         imports, distributions = set(), set()
-        # A library that makes a job only writes commands, which the job's hosts run.
+        # A library that makes a job only writes commands, which other processes run on the job's hosts.
         for name in _imported(tree, modules, runs=path.startswith("tests/") or _is_main(tree)):
             top = name.partition(".")[0]
             if name in modules:

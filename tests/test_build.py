@@ -1,6 +1,6 @@
 """BUILD, the requirements and the direction of imports agree with the files on disk.
 
-BUILD is run as Python, which its Starlark is, with stand-ins for the rules.
+BUILD is Starlark that is also Python, so the tests run it, with stand-ins for the rules.
 """
 
 import ast
@@ -62,7 +62,7 @@ def targets(root, text=None):
 
 
 def _all(pattern):
-    """Bazel's `**` at the end means files, Python's means folders."""
+    """Return the files that match: a final `**` means files to Bazel, and folders to Python."""
     return pattern.endswith("**")
 
 
@@ -80,7 +80,7 @@ def _is_test(path):
 
 
 def complaints(root, text=None):
-    """Return what BUILD says otherwise than the files under root, as sentences."""
+    """Return the differences between BUILD and the files under root, as sentences."""
     built, read = targets(root, text), sources.read(root)
     of_rule = {
         kind: {name: target for name, target in built.items() if target["rule"] == kind}
@@ -127,7 +127,7 @@ def complaints(root, text=None):
 
 
 def requirements(name):
-    """Version bounds by normalised distribution name."""
+    """Return version bounds by normalized distribution name."""
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     matches = [re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(.*)", line) for line in lines if line and line[0] != "-"]
     return {match[1].lower().replace("_", "-"): match[2] for match in matches}
@@ -143,7 +143,7 @@ def circles(read):
 
 @pytest.fixture
 def miniature(tmp_path):
-    """A small project, with the programs, the scripts and the deps of BUILD that are right for it."""
+    """Make a small project with a correct BUILD: its programs, its scripts and its deps."""
     for name, text in MINIATURE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

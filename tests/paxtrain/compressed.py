@@ -41,7 +41,7 @@ def compiled(trained: Trainer) -> jax.stages.Compiled:
 
 @functools.cache
 def canonical(layers: int = 4) -> transformer.Params:
-    """Large random parameters, so that nothing hides behind zeros."""
+    """Return large random parameters, so that nothing hides behind zeros."""
     params = transformer.init(config((1, 1, 1), layers=layers).model, jax.random.key(0))
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
 
@@ -54,7 +54,7 @@ def batch(trained: Trainer) -> jax.Array:
 
 @functools.cache
 def evaluated(c: Config, stage_ranks: tuple[int, ...] | None = None) -> tuple[float, dict, dict, np.ndarray]:
-    """Loss, canonical gradients, mesh-layout gradients and codec state of one step's gradients."""
+    """Return loss, canonical gradients, gradients in the mesh's layout and codec state of one step."""
     trained = trainer(c, stage_ranks=stage_ranks)
     params = jax.device_put(
         jax.jit(trained.layout.from_canonical)(canonical(c.model.layers)), trained.state_shardings.params
@@ -77,7 +77,7 @@ def trained_steps(c: Config, steps: int) -> tuple[list[float], dict]:
 
 
 def differences(mine, right) -> dict[str, float]:
-    """Per array max |difference| / max |right|."""
+    """Return max |difference| / max |right| of each array."""
     error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), mine, right)
     return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
 

@@ -1,6 +1,6 @@
 """Bad input to the mains: exit code 2 and one sentence that says what was given and what would work, nothing compiled.
 
-The mains run inside this process but for three that prove the exit code of a real one.
+The mains run inside this process, except three that prove the exit code of a real one.
 """
 
 import itertools
@@ -104,7 +104,7 @@ def check_form(said):
 
 
 def training(home, out, *more):
-    """Flags of a run that would work on the eight devices but for `more`."""
+    """Return flags of a run that would work on the eight devices without `more`."""
     files = [f"--config.data.{name}={home / name}" for name in ("train", "validation")]
     config = [flag for flag in more if flag.startswith("--config=")] or [f"--config={TINY}"]
     more = [flag for flag in more if flag not in config]

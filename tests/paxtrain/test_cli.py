@@ -17,7 +17,7 @@ SCRIPTS = {"paxtrain": paxtrain.cli, "paxplan": planner.cli}
 
 @pytest.fixture
 def called(monkeypatch):
-    """What is run instead of a main: its module, and its command line."""
+    """Return the calls that replace mains: each with its module and its command line."""
     calls = []
     monkeypatch.setattr(runpy, "run_module", lambda module, run_name: calls.append((module, run_name, *sys.argv)))
     return calls

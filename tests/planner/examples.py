@@ -12,7 +12,7 @@ MODEL = ModelConfig(vocab_size=50257, layers=12, hidden=1024, heads=16, sequence
 
 
 def cluster(hosts: int = 4, per_host: int = 4, seed: int | None = 0, **changes: Any) -> Cluster:
-    """Hosts whose links differ by up to a factor of four, in each direction by itself; alike with seed=None."""
+    """Return hosts whose links differ by up to a factor of four in each direction; equal links with seed=None."""
     rng = np.random.default_rng(seed)
     spread = np.ones((hosts, hosts)) if seed is None else rng.uniform(0.25, 1, (hosts, hosts))
     bandwidth, alpha = 25e9 * spread, np.full((hosts, hosts), 1e-5)
@@ -25,13 +25,13 @@ def cluster(hosts: int = 4, per_host: int = 4, seed: int | None = 0, **changes: 
 
 
 def placements(count: int, data: int, pipe: int, slots: int, seed: int = 0) -> np.ndarray:
-    """Random placements int [count, D, P] on hosts with `slots` tensor groups each."""
+    """Return random placements int [count, D, P] on hosts with `slots` tensor groups each."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(data * pipe) // slots for _ in range(count)]).reshape(count, data, pipe)
 
 
 def reordered(cluster: Cluster, order: np.ndarray) -> Cluster:
-    """The same cluster with its hosts listed in another order: order[i] is the old index of host i."""
+    """Return the same cluster with its hosts listed in another order: order[i] is the old index of host i."""
     pick = lambda x: x[np.ix_(order, order)]  # noqa: E731
     return dataclasses.replace(
         cluster,

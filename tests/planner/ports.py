@@ -1,11 +1,11 @@
-"""Ports of the loopback that nobody uses."""
+"""Unused ports of the loopback."""
 
 import contextlib
 import socket
 
 
 def free_ports(count: int) -> list[int]:
-    """So many different ones."""
+    """Return so many different unused ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]

@@ -1,4 +1,4 @@
-"""The main: a dry run leaves a plan that the trainer takes and a page; bad input ends in a sentence and exit code 2."""
+"""The main: a dry run writes a page and a plan that the trainer takes; bad input is one sentence and exit code 2."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The job's main as processes: it plans for the nodes it got and trains, and says in one sentence what is wrong."""
+"""The job's main as processes: it plans for its nodes and trains, and says in one sentence what is wrong."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ MODEL = {"vocab_size": 257, "layers": 2, "hidden": 16, "heads": 2, "sequence": 1
 SETTINGS = {
     **{f"model.{name}": value for name, value in MODEL.items()},
     "batch.global_batch": 8,
-    "pipeline.scan_layers": "on",  # a smaller program, sooner compiled
+    "pipeline.scan_layers": "on",  # a smaller program, which compiles faster
     "optimizer.warmup_steps": 1,
     "optimizer.schedule": "constant",
     "run.eval_every": 0,
     "run.eval_batches": 1,
     "run.sample_tokens": 0,
 }
-# Short measurements; what is tested is not how exact they are.
+# Short measurements, because their accuracy is not tested here.
 MAIN = """
 from paxtrain import command_line
 from planner import run
@@ -40,7 +40,7 @@ from planner.measure import compute_timing
 compute_timing._LEAST = 0.002
 command_line.run(run.main, run.define_flags)
 """
-# The same, but that it trains nothing and says which host is where in the mesh; more than two steps it does not finish.
+# The same, except that it does not train: it prints each host's place in the mesh, and ends after two steps at most.
 MESH = """
 import types
 from paxtrain.run import training
@@ -69,13 +69,13 @@ def settings(tmp_path_factory) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """This process's, without a launcher's."""
+    """Return the variables of this process without those of a launcher."""
     kept = {name: value for name, value in os.environ.items() if name not in run._LAUNCHED}
     return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def job(names: str, *arguments: str, script: str = MAIN, folders=(), limit: float = 150) -> list:
-    """A process for each letter of `names`, which is its host's name; (code, output, errors) of each."""
+    """Run a process for each letter of `names`, which is its host's name; return (code, output, errors) of each."""
     [port] = free_ports(1)
     among = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={len(names)}", "--coordinator_timeout=60"]
     started = [
@@ -104,7 +104,7 @@ def codes(done) -> list[int]:
 
 
 def placed(done, names: str) -> list[str]:
-    """The hosts of the mesh, of which all processes must say the same."""
+    """Return the hosts of the mesh, which all processes must print alike."""
     [line] = {line for _, said, _ in done for line in said.splitlines() if line.startswith("mesh ")}
     return [names[i] for i in json.loads(line.removeprefix("mesh "))]
 
@@ -116,12 +116,12 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
     done = job("ab", *arguments, "--config.run.steps=2", "--pipe=2", script=MESH + MAIN)
     assert codes(done) == [0, 0], done[0][2]
     assert "  nodes       2 x 1 cpu: a, b" in done[0][1] and "made now, the first one of this run" in done[0][1]
-    assert "nodes" not in done[1][1]  # one process says it
+    assert "nodes" not in done[1][1]  # only one process prints it
     plan = plans.load(out / "plan.json")
     assert sorted(plan.hosts) == ["a", "b"] and plan.mesh.pipe == 2
     assert placed(done, "ab") == [plan.hosts[i] for i in plan.device_order]
     assert json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
-    # Nodes in another order, more steps: the plan is taken again.
+    # With the nodes in another order, and more steps, the plan is taken again.
     done = job("ba", *arguments, "--config.run.steps=3", "--pipe=2", script=MESH + MAIN)
     assert codes(done) == [0, 0], done[0][2]
     assert "plan.json again: same nodes" in done[0][1]
@@ -131,7 +131,7 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
     assert first["nodes"]["hosts"] == ["a", "b"] and second["nodes"]["hosts"] == ["b", "a"]
     assert first["plan"]["mesh"] == second["plan"]["mesh"] and second["config"]["run"]["steps"] == 3
     assert first["packages"]["jax"] and first["flags"]["micro_batch"] == ["1"]
-    # One of them is gone: the profile of both still says all about the other. This one trains.
+    # One of them is gone. The profile of both still covers the other, which trains.
     done = job("b", *arguments, "--config.run.steps=2")
     assert codes(done) == [0], done[0][2]
     assert "made anew: the former one is for other nodes: a of it is not here" in done[0][1]
@@ -142,7 +142,7 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
 
 
 def given_plan(path: pathlib.Path, *hosts: str) -> None:
-    """Stages on the hosts b, c, a, whatever order they come in."""
+    """Stages lie on the hosts b, c, a, in whatever order these start."""
     pipeline = PipelineConfig(pipe_layers="1,1,2")
     mesh, batch = MeshConfig(pipe=3), BatchConfig(global_batch=8, micro_batch=1)
     plan = plans.Plan(mesh, pipeline, batch, CompressConfig(), hosts, 1, (1, 2, 0))
@@ -168,12 +168,12 @@ def test_a_plan_of_other_nodes_is_refused_or_made_anew(settings, tmp_path):
     for code, _, said in job("abc", *arguments):
         assert code == 2
         assert said.splitlines()[0] == sentence
-    # With --replan: as without a plan, and it says why. One process, which is soon measured.
+    # With --replan the job plans as without a plan, and says why. One process is measured quickly.
     quick = ["--replan", "--profile_seconds=2", "--micro_batch=1", "--compress=none"]
     [(code, said, wrong)] = job("a", *arguments, *quick, script=MESH + MAIN)
     assert code == 0, wrong
     assert f"made anew (--replan): {tmp_path / 'plan.json'} is not for these nodes: b, x of it are not here" in said
-    # What cannot be planned for is no reason to refuse a plan that fits.
+    # A plan that fits is taken, even if the planner could not make one.
     other = [*arguments, "--replan", "--config.optimizer.name=muon"]
     [(code, _, wrong)] = job("a", *other, script=MESH + MAIN)
     assert code == 2 and "optimizer.name=muon is not planned for" in wrong
@@ -186,7 +186,7 @@ def test_a_folder_that_the_nodes_do_not_share(settings, tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    done = job("ab", *settings, "--out=run", "--answer_timeout=600", folders=folders)  # within the job's own limit
+    done = job("ab", *settings, "--out=run", "--answer_timeout=600", folders=folders)  # within the job's limit
     for code, _, said in done:
         assert code == 2
         assert said.startswith("error: --out=run is not the same folder on all nodes: what a writes there is not ")
@@ -195,7 +195,7 @@ def test_a_folder_that_the_nodes_do_not_share(settings, tmp_path):
 
 def test_one_process_without_its_gpus_ends_all_of_them(settings, tmp_path):
     script = "import sys\nif '--process_id=1' in sys.argv: sys.argv.append('--gpus=8')\n" + MAIN
-    # Within the job's own limit: nobody waits for an answer.
+    # Within the job's limit, nobody waits for an answer.
     done = job("ab", *settings, f"--out={tmp_path / 'run'}", "--answer_timeout=600", script=script)
     for code, _, said in done:
         assert code == 2 and "error: jax finds no GPU on b, but --gpus=8 asks for 8; install " in said, said
@@ -203,7 +203,7 @@ def test_one_process_without_its_gpus_ends_all_of_them(settings, tmp_path):
 
 
 def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(settings, tmp_path):
-    """These are found once the processes have met; here each is one alone, and all run at a time."""
+    """These are found once the processes have met. Here each job has one process, and all jobs run at once."""
     cases = {
         "--config.data.train=/no/such/data": "/no/such/data",
         "--plan=/no/such/plan.json": "cannot read the plan /no/such/plan.json",
@@ -226,7 +226,7 @@ def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(setting
 
 @pytest.fixture
 def main(monkeypatch):
-    """Runs the main in this process, which it must not get far enough to join others; its code."""
+    """Run the main in this process, and return its exit code. It must end before it joins other processes."""
 
     def run_it(*arguments: str) -> int | str | None:
         return mains.run(monkeypatch, run, f"--config={ROOT / 'configs/tiny.py'}", *arguments)

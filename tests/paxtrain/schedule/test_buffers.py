@@ -269,7 +269,7 @@ def scrap(buffers, name):
 
 
 def matters(schedule, buffers, name):
-    """Whether the executor looks at a column: rings of depth 0 have no slots, and one chunk has no number."""
+    """Return whether the executor reads a column: rings of depth 0 have no slots, and one chunk has no number."""
     if name.startswith("weights"):
         return schedule.splits
     if name in ("input_slot", "arrival_slot"):

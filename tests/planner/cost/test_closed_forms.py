@@ -12,7 +12,7 @@ def _arrays(stages, micro_batches=1, seed=0):
 
 
 def _published(f, b, hops, data, m, pp):
-    """Pipette's rule as its released code has it, one candidate of equal stages at a time."""
+    """Return Pipette's rule as its released code has it, for one candidate of equal stages."""
     groups, hidden = m // pp, sum(hops)
     if groups:
         return groups * (pp * (f + b) + hidden) + (pp - 1) * (f + b) + data

@@ -1,4 +1,4 @@
-"""What schedules allow: against one event at a time, published figures, and the executor's rows."""
+"""The limits of schedules against a replay of single events, published figures and the executor's rows."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def drawn(table: Table, seed: int = 0) -> Seconds:
 
 
 def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
-    """Candidate i: each stage's ops in its order, begun when stage and message are there."""
+    """Replay candidate i: each stage begins its ops in order, once it is free and the message has come."""
     schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     last, free, arrived = table.stages * table.chunks - 1, list(s.start[i]), {}
     ops = [(row, 0, "F", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("forward")]
@@ -55,7 +55,7 @@ def test_equals_one_event_at_a_time(table):
     ("schedule", "expected"), [("1f1b", (57, 71, 85)), ("gpipe", (57, 60, 63)), ("eager_1f1b", (57, 60, 63))]
 )
 def test_four_equal_stages_with_16_micro_batches(schedule, expected):
-    """F=1, B=2 and transfers of 0, 0.5 and 1 on every hop."""
+    """The times are F=1, B=2 and transfers of 0, 0.5 and 1 on every hop."""
     one, table = np.ones((1, 4)), Table(schedule, 4, 16)
     found = [ideal.pipeline(table, Seconds(one, 2 * one, c, c)).max() for c in (0, 0.5, 1)]
     np.testing.assert_allclose(found, expected)

@@ -1,4 +1,4 @@
-"""The simulator replays the executor's tables: against a plain replay, closed forms, and what holds of any times."""
+"""The simulator replays the executor's tables: against a plain replay, closed forms, and invariants for any times."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def packed_messages(schedule, compressed: str) -> set:
 
 
 def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
-    """(stage, virtual stage) that compute in row t."""
+    """Return each (stage, virtual stage) that computes in row t."""
     busy = getattr(schedule, what)[t] != IDLE
     chunk = getattr(schedule, what + "_chunk")[t]
     return [
@@ -56,7 +56,7 @@ def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
 
 
 def gradient_messages(schedule, t: int, packed: set) -> list[tuple[int, int, bool]]:
-    """(sender, receiver, compressed) of row t."""
+    """Return (sender, receiver, compressed) of each gradient of row t."""
     virtual = lambda a: int(schedule.backward_chunk[t - 1, a]) * schedule.stages + a  # noqa: E731
     return [(a, b, (virtual(a), int(schedule.backward[t - 1, a])) in packed) for a, b in schedule.gradient_pairs[t]]
 
@@ -66,7 +66,7 @@ def has_head(schedule, t: int) -> bool:
 
 
 def replayed(table: Table, s: Seconds, i: int) -> list[float]:
-    """Candidate i with overlap, one event at a time in Python floats, from the schedule's own table."""
+    """Replay candidate i with overlap, one event at a time in Python floats, from the schedule's table."""
     schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     packed = packed_messages(schedule, table.compressed)
     now = list(s.start[i])
@@ -128,7 +128,7 @@ def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
 
 
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
-    """The same where receivers wait for transfers, and senders until they begin."""
+    """Replay candidate i on a backend whose receivers wait for transfers, and whose senders wait until they begin."""
     schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     packed = packed_messages(schedule, table.compressed)
     now = list(s.start[i])
@@ -177,7 +177,7 @@ def test_equal_stages_without_transfers_take_the_closed_form(schedule, p, m):
 @pytest.mark.parametrize("times", [(1, 1, 1), (4, 5, 3), (3, 3, 1), (1, 2, 1)])
 @pytest.mark.parametrize(("p", "m"), [(1, 7), (2, 2), (2, 9), (4, 16), (8, 8), (8, 100), (3, 1000)])
 def test_weight_gradients_fill_the_bubble(p, m, times):
-    """(P-1)(F+B-W), the bubble of ZB-H1 (Qi et al. 2023), where that of 1f1b is (P-1)(F+B+W)."""
+    """The bubble of ZB-H1 (Qi et al. 2023) is (P-1)(F+B-W); that of 1f1b is (P-1)(F+B+W)."""
     f, b, w = (np.full((1, p), float(x)) for x in times)
     work, bubble = m * sum(times), (p - 1) * (times[0] + times[1] - times[2])
     found = pipeline(Table("zb_h1", p, m), Seconds(f, b, weights=w)).max()

@@ -1,4 +1,4 @@
-"""Step times put together by hand, and what must hold of them on any cluster."""
+"""Step times added up by hand, and their invariants on any cluster."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def test_one_stage_without_data_is_compute_and_optimizer():
     ids=["gpt2", "untied", "llama"],
 )
 def test_parameters_are_the_models(changes):
-    """All layers and the tables, but for positions and the last norm, as the model has them."""
+    """The count has all layers and tables of the model, except positions and the last norm."""
     chosen = dataclasses.replace(MODEL, **changes)
     every = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)))
     norm = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(transformer.shapes(chosen)["final_norm"]))
@@ -51,7 +51,7 @@ def test_parameters_are_the_models(changes):
     padding = (chosen.padded_vocab - chosen.vocab_size) * chosen.hidden * chosen.tables
     assert chosen.parameter_count() == every - padding
     assert sum(n * k for n, k in costs.kernels(chosen, 1)) == chosen.matrices
-    # Where there are two stages or more, each holds one table.
+    # With two stages or more, the first and the last hold one table each.
     assert costs.embedding_parameters(chosen, 2, 4) == chosen.padded_vocab * chosen.hidden / 2
 
 
@@ -62,14 +62,14 @@ def test_sequence_parallelism_sends_parts_and_gathers_them_again():
     before, after = Problem(some, MODEL, whole), Problem(some, MODEL, parts)
     assert after.message == before.message / 4 == 2 * 256 * 1024 * 2
     assert (before.packed, after.packed) == (16 * (2 * 1024 + 1024) * 2, 16 * (2 * 256 + 1024) * 2)
-    # Between slow hosts the messages are what counts.
+    # Between slow hosts the messages decide.
     hosts = np.arange(2).reshape(1, 1, 2)
     assert after.step(links.fabric(some), hosts).total < before.step(links.fabric(some), hosts).total
 
 
 @pytest.mark.parametrize(("save", "gathers"), [("residuals", 0), ("dots", 2), ("layer_inputs", 1), ("inputs", 1)])
 def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
-    """Against links of no size: of the data sheet's seconds what is left is what travels, a gather at a time."""
+    """Differences from links without latency and bytes leave the gathers, which the test counts."""
 
     def backward(bandwidth: float, sequence: bool) -> float:
         inside = (0.0, bandwidth)
@@ -83,7 +83,7 @@ def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
 
 @pytest.mark.parametrize(("data", "pipe", "gather"), [(2, 2, 1.5), (4, 1, 1.0)])
 def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
-    """gloo sends what the later one has before it lets the other one send; in a ring of more ranks nobody waits."""
+    """gloo sends the later rank's message before the other one's; in a ring of more ranks nobody waits."""
     some, c = cluster(data * pipe, 1, seed=3), Candidate(data, pipe, 1, 1, 4, "eager_1f1b", (12 // pipe,) * pipe)
     hosts = np.arange(data * pipe).reshape(1, data, pipe)
     gpu, cpu = Problem(some, MODEL, c), Problem(some, MODEL, c)
@@ -102,7 +102,7 @@ def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
 
 @pytest.mark.parametrize(("overlap", "middle"), [(True, 0), (False, 1)])
 def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overlap, middle):
-    """The trainer runs them there on zeros."""
+    """The trainer runs these collectives there on zeros."""
     some, c = cluster(8, 1, seed=None), Candidate(2, 4, 1, 1, 4, "eager_1f1b", (3,) * 4)
     problem = Problem(some, MODEL, c)
     problem.overlap = overlap
@@ -217,7 +217,7 @@ def test_a_profile_counts_before_the_data_sheet():
     assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
 
-    # The backward's parts are the data sheet's shares of it, or those that were measured.
+    # The backward's parts are the data sheet's shares of it, or the measured ones.
     shared = at(2)
     assert 2.0 < shared.backward_input + shared.backward_weights < 2.6
     parts = {"backward_input": 1.5, "backward_weights": 0.9}

@@ -83,11 +83,11 @@ def test_methods_agree_on_one_stage_and_order_as_they_should_with_transfers():
     assert np.ptp([seconds(single, method)[0] for method in trial_model.METHODS]) < 1e-12
     deep = [trial(pp=16, global_batch=256)]
     amp, pipette, simulated = (seconds(deep, method, hop_ratio=10.0)[0] for method in ("amp", "pipette", "simulate"))
-    assert amp < min(pipette, simulated)  # it alone pays transfers once
+    assert amp < min(pipette, simulated)  # only AMP's form counts transfers once
 
 
 def test_messages_share_a_hosts_network():
-    # Stage 0 is host 0: 4 tensor ranks send at once what 1 rank of a host alone would.
+    # Stage 0 is host 0: 4 tensor ranks send at once, each as much as a host's only rank would.
     four = trial(devices=8, tp=4, pp=2, layers=2)
     one = trial(devices=8, devices_per_host=4, tp=1, dp=4, pp=2, layers=2, global_batch=256)
     alone = trial(devices=2, devices_per_host=1, pp=2, layers=2)
@@ -182,7 +182,7 @@ def test_predicts_a_cluster_of_its_own_kind(seed):
     fitted, held = _halves(rows, 27, seed)
     calibration = calibrate.fit(fitted)
     assert _error(calibration, held) < 0.03
-    # The control: what is typical says far less of this cluster.
+    # Control: typical constants predict this cluster far less well.
     assert np.mean(np.abs(seconds(held) / [row.seconds for row in held] - 1)) > 0.06
 
 
@@ -224,7 +224,7 @@ def test_a_cluster_without_rows_gets_what_others_say():
     alone = np.mean(np.abs(seconds(two) / [row.seconds for row in two] - 1))
     assert _error(calibration, two) < 0.5 * alone
     np.testing.assert_allclose(calibration.clusters["two"], calibration.shared, rtol=0.02)
-    later = [dataclasses.replace(row, cluster="three") for row in two[:5]]  # never heard of
+    later = [dataclasses.replace(row, cluster="three") for row in two[:5]]  # an unknown cluster
     assert np.all(np.isfinite(calibration.predict(later)))
 
 

@@ -76,7 +76,7 @@ def test_costs_and_links_are_scaled(write):
     np.testing.assert_allclose(found.bandwidth[apart], 0.25 * some.bandwidth[apart])
     np.testing.assert_allclose(found.bandwidth[~apart], 0.5 * some.bandwidth[~apart])
     assert set(found.alpha[apart]) == {6e-5} and set(found.alpha[~apart]) == {2e-5}
-    big = dataclasses.replace(MODEL, hidden=8192, heads=64)  # matrix products count for most of it
+    big = dataclasses.replace(MODEL, hidden=8192, heads=64)  # most of its time is matrix products
 
     def forward(c) -> float:
         return compute.layer(c, "a100-80gb", big, 1, 4, "residuals").forward

@@ -188,7 +188,7 @@ def test_other_methods_say_something_else(table, tmp_path, run, method):
         json.loads(run(f"--trials={table}", "--fit=20", f"--method={m}", f"--out={tmp_path / m}")[1].splitlines()[-1])
         for m in ("simulate", method)
     ]
-    # Where transfers cost next to nothing, AMP's closed form is the event simulation.
+    # If transfers cost next to nothing, AMP's closed form equals the event simulation.
     apart = abs(results[0]["mape"] - results[1]["mape"])
     assert (apart > 1e-3 if method == "pipette" else apart < 1e-5) and results[1]["mape"] < 0.3
 

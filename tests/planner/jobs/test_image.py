@@ -41,7 +41,7 @@ def test_every_copied_source_exists(stages, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_image_has_the_modules_that_the_jobset_runs(stages, stage):
-    """From any working folder: the folder of the copied packages is on PYTHONPATH, and nothing wraps the command."""
+    """They are found from any working folder: the copied packages are on PYTHONPATH, and nothing wraps the command."""
     job = Job("gpt_8b", "auto", "/data/run", nodes=2, min_nodes=2, gpus_per_node=8)
     manifest = jobset.manifest(job, jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim"))
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

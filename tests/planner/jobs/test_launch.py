@@ -1,4 +1,4 @@
-"""What planner.launch writes and runs. The batch script runs here in bash, over stand-ins for SLURM's commands."""
+"""The jobs that planner.launch writes. The batch script runs here in bash, over stand-ins for SLURM's commands."""
 
 import dataclasses
 import json
@@ -30,8 +30,8 @@ POD = jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim")
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
 
-# Stand-ins: srun says what it was given, what SAYS has, and ends as CODES says of this start; scontrol and scancel say
-# what they were asked, in a file.
+# Stand-ins: srun writes its arguments and the text of SAYS, and ends with the code that CODES has for this start;
+# scontrol and scancel write their arguments into a file.
 SRUN = """#!{python}
 import json, os, pathlib, signal, sys, time
 here = pathlib.Path({here!r})
@@ -128,7 +128,7 @@ def test_the_script_starts_a_supervisor_and_a_run_on_every_node(tmp_path):
 
 
 def test_setup_comes_before_all_else(tmp_path):
-    """It may read what is not set, and set what the script calls its own."""
+    """Setup lines may read variables that are not set, and set variables that the script uses too."""
     batch = Batch(
         tmp_path, own=slurm.SlurmOptions(setup=("echo entered$UNSET", "out=/elsewhere logs=/elsewhere restarts=0"))
     )
@@ -268,7 +268,7 @@ def test_times_as_slurm_writes_them(time, seconds):
 
 
 def assert_valid(manifest):
-    """By the JobSet API's own types: all fields are known, have the right type and an allowed value."""
+    """Check a manifest by the JobSet API's types: all fields are known, have the right type and an allowed value."""
     read = JobsetV1alpha2JobSet.from_dict(manifest)
     assert read.to_dict() == manifest  # unknown fields are left out there
     policy = manifest["spec"]["failurePolicy"]  # whose values the types leave open, and the CRD's schema does not
@@ -331,14 +331,14 @@ def test_a_broken_manifest_is_refused(where, key, value):
 
 
 def as_kubernetes_expands(text: str, variables: dict[str, str]) -> str:
-    """What a container is given: $$ is a $, $(NAME) a variable's value where there is one of this name."""
+    """Return a command as a container gets it: $$ is a $, and $(NAME) the variable's value if it is set."""
     expanded = lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0])  # noqa: E731
     return re.sub(r"\$\$|\$\(([^)]*)\)", expanded, text)
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
 def test_what_a_pod_runs(tmp_path, shell):
-    """Its command, in an image with and without bash, with a `python` that says what it is given."""
+    """Its command runs in an image with and without bash, with a `python` that prints its arguments."""
     dollars = "--names=$(NODE_NAME) $$(NODE_NAME) $$$x$"
     job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}", dollars))
     (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
@@ -372,7 +372,7 @@ _PODS = ("kubernetes", "--config=configs/tiny.py", "--nodes=4", "--image=registr
 
 @pytest.fixture
 def launch(monkeypatch, capsys):
-    """Runs the main inside this process: its exit code, stdout and stderr."""
+    """Run the main inside this process, and return its exit code, stdout and stderr."""
     monkeypatch.chdir(ROOT)
     return lambda *arguments: (mains.run(monkeypatch, main, *arguments), *capsys.readouterr())
 

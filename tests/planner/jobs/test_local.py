@@ -1,4 +1,4 @@
-"""The job as processes of this machine: scripts of a few lines stand for planner.run; and once the job itself."""
+"""The job as processes of this machine: short scripts stand for planner.run, and one test runs the job itself."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ from planner.supervision.supervisor import FAULT, STOPPED
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 2
-# A run that tells of ten steps, and in between does EVENT; on SIGTERM it saves, in a manner of speaking, and ends well.
+# A run that reports ten steps, and in between does EVENT; on SIGTERM it pretends to save, and exits with 0.
 RUN = """
 import os, pathlib, signal, sys, time
 from paxtrain.process import supervised
@@ -46,7 +46,7 @@ print(f"{host} is done", flush=True)
 
 @dataclasses.dataclass(frozen=True)
 class Script(Job):
-    """A job whose run is the script, with what happens in it."""
+    """A job whose run is the script, with an event in it."""
 
     event: str = "pass"
 
@@ -93,7 +93,7 @@ def test_bad_input_is_not_tried_again(job, capfd):
     assert "no such data" in capfd.readouterr().out and starts(job) == 1
 
 
-# The launcher as its own process, so that it can be signalled.
+# The launcher as a separate process, so that a test can send it signals.
 LAUNCHER = """
 import sys
 sys.path.insert(0, {root!r})
@@ -105,7 +105,7 @@ sys.exit(Local(Script("config", "auto", sys.argv[1], 2, 2, event=sys.argv[2]), 1
 
 @pytest.fixture
 def launched(job):
-    """A job whose runs wait for SIGTERM, in a process of its own, when both are waiting."""
+    """Start a job in a separate process, and return it when both of its runs wait for SIGTERM."""
     event = "[time.sleep(0.05) for _ in range(600) if not stop]"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LAUNCHER.format(root=str(ROOT)), job.out, event]
@@ -119,7 +119,7 @@ def launched(job):
 
 
 def processes(folder):
-    """Commands that have the folder in them, and are not this one."""
+    """Return the commands of other processes that name the folder."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -167,7 +167,7 @@ def test_one_code_of_all(codes, asked, code):
 
 @pytest.mark.slow
 def test_the_job_itself(tmp_path):
-    """As docs/launch.md says it, on data of its own."""
+    """The command is that of docs/launch.md, with data made for the test."""
     (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
     prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
     out = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The closed form of memory, against what the trainer really holds."""
+"""The closed form of memory against the arrays that the trainer holds."""
 
 import dataclasses
 import math
@@ -100,7 +100,7 @@ def test_a_layer_keeps_what_the_executor_takes_out_of_its_vjp(save, dtype, dropo
 @pytest.mark.parametrize(("dtype", "dropout"), [("bfloat16", 0.0), ("float32", 0.1)])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout, sequence):
-    """Of tensor groups, with and without sequence parallelism."""
+    """This holds with tensor groups, with and without sequence parallelism."""
     c = config(
         model={"hidden": 256, "dtype": dtype, "residual_dropout": dropout, **family},
         mesh={"sequence_parallel": sequence},

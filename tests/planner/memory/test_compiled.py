@@ -1,4 +1,4 @@
-"""The memory oracle: what it compiles, what it remembers, and what it says where it cannot."""
+"""The memory oracle: what it compiles, what it remembers, and its message if it cannot compile."""
 
 import dataclasses
 

@@ -32,7 +32,7 @@ def test_the_shipped_labels_are_small_and_few_and_the_held_out_ones_two_to_eight
 
 
 def logs(labels, name):
-    """log(compiler / closed form) of the labels of a set."""
+    """Return log(compiler / closed form) of the labels of a set."""
     some = [r for r in labels if r.set == name]
     closed = [float(closed_form.analytic(closed_form.of(r.config)).total) for r in some]
     return np.log([r.memory.total for r in some]) - np.log(closed)

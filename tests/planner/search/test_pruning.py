@@ -50,7 +50,7 @@ def test_no_simulated_step_is_below_the_bound(some):
 
 
 def test_the_bound_is_close_where_layers_are_all_there_is():
-    """Alike links, an eager pipeline and a model whose head is small beside its layers."""
+    """The case has equal links, an eager pipeline and a model whose head is small beside its layers."""
     some = cluster(4, 4, seed=None, nics=4)
     model = dataclasses.replace(MODEL, layers=48, hidden=4096, heads=32)
     space = enumerate_candidates(some, model, 64, Choices(schedules=("eager_1f1b",), data_ranks=(), backward=()))

@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, keeps to memory, and its plans are the trainer's."""
+"""The search finds the best of all candidates, keeps to memory, and makes plans that the trainer takes."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def search(some=None, budget: Budget = CLOSED, choices: Choices = CHOICES, batch
 
 @pytest.mark.parametrize(("nics", "looked_at"), [(1, 0.75), (4, 0.5)])
 def test_the_best_are_the_best_of_all(nics, looked_at):
-    """The bound knows little of what shares a NIC, so with one more candidates have to be simulated."""
+    """The bound knows little about shared NICs, so with one NIC more candidates have to be simulated."""
     some = cluster(2, 4, nics=nics)
     one = search(some, top=5, placed=1)
     every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
@@ -155,7 +155,7 @@ def test_a_plan_survives_its_file(tmp_path):
     )
     plans.save(plan, tmp_path / "plan.json")
     assert plans.load(tmp_path / "plan.json") == plan
-    assert plan.hosts == ()  # made up from a count: the trainer takes hosts as they come
+    assert plan.hosts == ()  # made up from a count, so the trainer takes hosts in any order
 
 
 def test_every_neighbour_gets_a_reason():

@@ -14,7 +14,7 @@ from tests.planner.examples import MODEL, cluster
 
 
 def test_all_candidates_and_no_others():
-    """Against the trainer's own checks of every combination of sizes."""
+    """The reference is the trainer's check of every combination of sizes."""
     some = cluster(3, 2)
     plain = Choices(saves=("dots",), zero1=(True,), backward=(), data_ranks=(), schedules=("eager_1f1b",))
     space = enumerate_candidates(some, MODEL, 12, plain)
@@ -67,7 +67,7 @@ def test_the_budget_of_quality_is_kept():
     space = enumerate_candidates(
         some, MODEL, 16, Choices(backward=("all",), backward_ranks=(8, 4096), data_ranks=(64, 999))
     )
-    assert set(space.backward_rank.tolist()) == {0, 8}  # the trainer would not compress at the others
+    assert set(space.backward_rank.tolist()) == {0, 8}  # at other ranks the trainer would not compress
     assert set(space.data_rank.tolist()) == {0, 64}
     assert not space.backward[space.pipe == 1].any() and not space.data_rank[space.data == 1].any()
 

@@ -1,4 +1,4 @@
-"""The nodes of a job: is a plan for them, has one of the kept profiles their links, do they share the run's folder."""
+"""The nodes of a job: the plan for them, the kept profile of their links, and the folder that they share."""
 
 import dataclasses
 import os
@@ -154,7 +154,7 @@ def test_a_folder_is_made_and_nothing_is_left_in_it(tmp_path):
 
 
 class Two(ProcessGroup):
-    """This process and another one, which sees another folder."""
+    """The exchange of this process with another one, which sees another folder."""
 
     def gather(self, value, verdict=lambda values: values):
         return verdict([value, False])

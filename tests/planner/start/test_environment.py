@@ -1,4 +1,4 @@
-"""What a start was made with is kept with that of the starts before, and no secret is."""
+"""Each start's environment is kept beside those of earlier starts, without secrets."""
 
 import importlib.metadata
 import json

@@ -48,7 +48,7 @@ def decide(request: PlanRequest, *hosts: str, why: str = ""):
 
 @pytest.fixture
 def out(tmp_path):
-    """A run's folder with a profile of four nodes, made a minute ago."""
+    """Return a run's folder with a profile of four nodes, made a minute ago."""
     kept = dataclasses.replace(cluster(4, 2), hosts=HOSTS, named=True)
     path = allocation.keep_profile(kept, tmp_path / PROFILES)
     os.utime(path, (time.time() - 60,) * 2)

@@ -1,4 +1,4 @@
-"""The roll call before processes join: all there, or who is missing by name."""
+"""The roll call before processes join: all are present, or the missing ones are named."""
 
 import concurrent.futures
 import os
@@ -18,7 +18,7 @@ def free_port() -> int:
 
 
 def called(present, processes, timeout):
-    """What the roll call says to each process present: an empty string where all have come."""
+    """Return the sentence that the roll call gives each process present; empty if all have come."""
     address = f"127.0.0.1:{free_port()}"
 
     def one(process):

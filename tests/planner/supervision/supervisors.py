@@ -15,8 +15,8 @@ from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 3
-# Hosts of one machine, and the ways between them, are as fast as its scheduler pleases; only what a test slows down is
-# to be slow.
+# The scheduler makes hosts of one machine, and the links between them, fast or slow at random. Only what a test slows
+# down shall count as slow.
 SUPERVISE = """
 from paxtrain.command_line import run
 from planner import supervise
@@ -31,11 +31,11 @@ run(supervise.main, supervise.define_flags)
 def start(
     folder: pathlib.Path, script: str, limits: Limits, hosts: Iterable[int] = range(HOSTS)
 ) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
-    """Those of some of the hosts, by number, inside a `with` block.
+    """Start the supervisors of some hosts, given by number, inside a `with` block.
 
     Args:
-        folder: takes log, report and output of each: log0, report0.json, out0, err0.
-        script: of Python, with its host's number and the folder as arguments.
+        folder: folder for each host's log, report and output: log0, report0.json, out0, err0.
+        script: Python source that gets its host's number and the folder as arguments.
     """
     addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
     flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace", "slow_step")]
@@ -62,7 +62,7 @@ def start(
 
 
 def wait(folder: pathlib.Path, started: dict[int, subprocess.Popen[bytes]], limit: float = 30.0) -> list[int]:
-    """Exit codes, when all have ended."""
+    """Wait until all have ended, and return their exit codes."""
     deadline = time.monotonic() + limit
     try:
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in started.values()]
@@ -71,7 +71,7 @@ def wait(folder: pathlib.Path, started: dict[int, subprocess.Popen[bytes]], limi
 
 
 def wait_for(folder: pathlib.Path, name: str, holds: Callable[[pathlib.Path], bool] = pathlib.Path.exists) -> None:
-    """Until the file is there, or else `holds`."""
+    """Wait until `holds` is true of the file; by default, until it exists."""
     deadline = time.monotonic() + 20
     while not holds(folder / name):
         assert time.monotonic() < deadline, "\n".join(path.read_text() for path in folder.glob("err*"))

@@ -41,7 +41,7 @@ def failed(error: str, **changes) -> WorkerStatus:
 
 
 def reports(*workers: WorkerStatus | None, **changes) -> dict[int, HostReport]:
-    """One of each host but those given as None; `changes` by host, pax1={...}."""
+    """Return a report of each host except those given as None; `changes` are by host, pax1={...}."""
     made = {
         rank: HostReport(name=NAMES[rank], worker=worker, final=True, **changes.get(NAMES[rank], {}))
         for rank, worker in enumerate(workers)
@@ -92,7 +92,7 @@ CASCADES = (failed(GLOO), ended(code=None, signal="SIGABRT", error=SERVICE), end
     ],
 )
 def test_a_reason_of_its_own_comes_before_all_others(worker, kind, words):
-    """Also before what happened earlier, and before a lost host and a cut link."""
+    """It also comes before earlier events, before a lost host and before a cut link."""
     earlier = [dataclasses.replace(cascade, ended_age=9.0) for cascade in CASCADES]
     cause = judged(reports(earlier[0], earlier[1], worker, earlier[2]))
     assert (cause.kind, cause.hosts, cause.step) == (kind, ("pax2",), 41)
@@ -120,7 +120,7 @@ def _no_answer() -> str:
     ids=["no answer", "waited", "cannot be reached", "cannot reach", "not come", "no process 0"],
 )
 def test_who_waits_for_another_one_before_training_has_not_been_given_bad_input(said):
-    """So that the job is tried again, and who is lost or stands still is named."""
+    """The job is then tried again, and the host that is lost or stands still is named."""
     waited = ended(code=2, error=f"error: {said()}", step=None)
     cause = judged(reports(waited, waited, waited, RUNNING))
     assert cause.kind == "collective" and "the worker did not reach all others before the first step" in cause.sentence
@@ -141,7 +141,7 @@ def test_of_several_reasons_the_earliest_is_the_first(order):
 
 
 def test_ages_grow_on_the_way():
-    """The report of the host that was first came late: it was old when it came, and so it is still the first."""
+    """The report of the host that failed first arrives last. It is old by then, so the host still counts as first."""
     killed = ended(signal="SIGKILL")
     found = reports(killed, dataclasses.replace(killed, ended_age=0.8), RUNNING, RUNNING)
     assert judged(found).hosts == ("pax0",)
@@ -168,7 +168,7 @@ def test_processes_of_a_machine_that_is_gone_name_the_machine_to_plan_without():
 
 
 def test_both_sides_of_a_broken_network_name_the_same_hosts():
-    """The smaller side, and of two halves the one without the first host; whoever says it."""
+    """Both name the smaller side, and of two halves the one without the first host."""
     silent = "no answer for 2 s"
     alone = reports(None, None, None, failed(GLOO), pax3={"unreachable": dict.fromkeys((0, 1, 2), silent)})
     others = reports(*CASCADES, **{name: {"unreachable": {3: silent}} for name in NAMES[:3]})
@@ -227,13 +227,13 @@ def test_a_worker_for_which_the_others_wait(changes, kind, words):
     cause = judged(reports(waiting, dataclasses.replace(RUNNING, **changes), waiting, waiting, **hung))
     assert (cause.kind, cause.hosts) == (kind, ("pax1",))
     assert words in cause.sentence
-    if kind != "stalled":  # also where the others' collectives gave up before
+    if kind != "stalled":  # also if the others' collectives gave up before
         found = reports(CASCADES[0], dataclasses.replace(RUNNING, **changes), CASCADES[1], CASCADES[2])
         assert judged(found).kind == kind
 
 
 def test_a_worker_that_compiles_while_the_others_give_up():
-    """All are before their first step, and none is in the midst of one."""
+    """All are before their first step, so none counts as being behind."""
     compiling = dataclasses.replace(RUNNING, step=None, doing="compiling", told_age=23.0)
     gave_up = dataclasses.replace(CASCADES[0], step=None, doing="starting")
     cause = judged(reports(gave_up, compiling, gave_up, dataclasses.replace(compiling, told_age=22.0)))

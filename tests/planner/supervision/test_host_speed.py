@@ -12,7 +12,7 @@ NAMES = ("pax0", "pax1", "pax2")
 
 
 def told(me: int, *paces: float) -> tuple[list[str], list[float]]:
-    """What host `me` says while its own pace is so much, and its neighbours' a millisecond; how slow each time."""
+    """Return the notes and slowdowns of host `me`, which takes these seconds; its neighbors take a millisecond."""
     said: list[str] = []
     channel = PeerConnections(me, [(name, 1) for name in NAMES], "run")
     watch = HostSpeed(me, NAMES, channel, None, said.append)
@@ -46,6 +46,6 @@ def test_the_first_host_says_it_of_others():
 
 
 def test_a_burst_takes_half_a_second_and_tells_a_mean(monkeypatch):
-    samples = iter([0.001] * 11 + [0.013])  # one is in somebody's way
+    samples = iter([0.001] * 11 + [0.013])  # one sample was disturbed
     monkeypatch.setattr(host_speed, "_sample", lambda: next(samples))
     assert asyncio.run(host_speed.burst()) == pytest.approx(0.002)

@@ -46,7 +46,7 @@ async def until(holds, limit: float = 10.0) -> float:
 
 
 def forwarded(count: int, start: int, cut: set[tuple[int, int]]) -> dict[int, int]:
-    """Hops from `start` to each host that news reaches, where some pairs cannot speak."""
+    """Return the hops from `start` to each host that news reaches if some pairs cannot connect."""
     hops, fresh = {start: 0}, [start]
     links = {(a, b) for a in range(count) for b in successors(a, count)}
     links = {pair for pair in links | {(b, a) for a, b in links} if pair not in cut and pair[::-1] not in cut}
@@ -58,7 +58,7 @@ def forwarded(count: int, start: int, cut: set[tuple[int, int]]) -> dict[int, in
 
 
 def test_nothing_stays_open_whenever_a_channel_is_closed():
-    """A connection that is left open is a warning of its transport, which fails the test."""
+    """An open connection would make its transport warn, which fails the test."""
 
     async def for_so_many_turns(turns: int) -> None:
         made = [PeerConnections(i, addresses, "run") for i in range(2)]
@@ -140,7 +140,7 @@ asyncio.run(main())
 
 
 def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
-    """A stopped process's port still takes connections; it is silent until it runs again, and refuses once killed."""
+    """A stopped process's port still takes connections. It is silent until it runs again, and refuses once killed."""
     monkeypatch.setattr(peer_connections, "QUIET", 0.5)
     monkeypatch.setattr(peer_connections, "TICK", 0.1)
 
@@ -169,7 +169,7 @@ def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
 
 
 def test_what_a_link_carries_is_measured(monkeypatch):
-    """As fast as the other end takes it; 0 of who does not take a parcel in time, or has ended."""
+    """It is the rate at which the other end reads, and 0 if that end takes no parcel in time or has ended."""
     whole = peer_connections.PeerConnection.receive_parcel
 
     async def slowly(connection, count):
@@ -211,7 +211,7 @@ def test_a_host_that_was_started_anew_counts_as_gone():
             await again.start()
             await until(lambda: 1 in made[0].refused)
             assert await made[2].probe([1]) == {1: REFUSED}
-            assert again.missing == [0, 2]  # it has no part in what goes on
+            assert again.missing == [0, 2]  # it takes no part in the run
             await again.close()
 
     asyncio.run(main())

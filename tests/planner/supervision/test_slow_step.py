@@ -1,4 +1,4 @@
-"""When a step is late, and what is said of what hosts see."""
+"""When a step counts as late, and the line that says why."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ EVEN = {0: (2.4e7, 2.5e7), 1: (2.2e7, 2.5e7), 2: (2.6e7, 2.5e7), 3: (2.4e7, 2.5e
 
 
 def looks(clock: SlowStepClock, *steps: float, first: int = 0, median: float = 2.0, **changes) -> list[int]:
-    """Steps of so many seconds each, looked at four times a second; those that the clock calls late."""
+    """Return the steps that the clock calls late; they take so many seconds each, and it looks four times a second."""
     late = []
     for number, seconds in enumerate(steps, first):
         for quarter in range(int(4 * seconds)):
@@ -68,7 +68,7 @@ def test_short_steps_and_first_steps_are_not_late():
 
 
 def views(**changes) -> dict[int, StepView]:
-    """One of each host, that of pax1 changed by pax1={...}, None where it has not answered; as they travel."""
+    """Return each host's view as it travels: pax1={...} changes that of pax1; None means that it has not answered."""
     found = {}
     for rank in range(len(NAMES)):
         links = {other: EVEN[other] for other in ((rank + 1) % 4, (rank - 1) % 4)}
@@ -104,8 +104,8 @@ SLOW = {3: (1.1e6, 2.5e7), 1: EVEN[1]}
         ({"pax2": {"links": SLOW}}, "the link pax2 (stage 1) - pax3 carries 1.1 MB/s, 25 MB/s when the run", (2, 3)),
         ({"pax2": {"links": {3: (0.0, 2.5e7)}}}, "the link pax2 (stage 1) - pax3 carries next to nothing, 25", (2, 3)),
         ({"pax2": {"links": {3: (7e6, 2.5e7)}}}, "nothing to be seen", ()),
-        ({"pax2": {"links": {3: (0.0, 0.0)}}}, "nothing to be seen", ()),  # no more than there ever was
-        ({"pax2": {"links": {3: (2e8, 5e9)}}}, "nothing to be seen", ()),  # that fast, a CPU was busy
+        ({"pax2": {"links": {3: (0.0, 0.0)}}}, "nothing to be seen", ()),  # no less than at the start
+        ({"pax2": {"links": {3: (2e8, 5e9)}}}, "nothing to be seen", ()),  # above 0.5 GB/s the CPU is the limit
         ({"pax2": {"links": {3: (1e8, 5e9)}}}, "the link pax2 (stage 1) - pax3 carries 100 MB/s, over 500", (2, 3)),
         (
             {"pax0": {"links": {1: (2e6, 2.5e7), 3: (1e6, 2.5e7)}}},
@@ -127,7 +127,7 @@ def test_what_is_said(changes, text, hosts):
 
 
 def test_what_explains_others_comes_first():
-    """A slow CPU makes links slow that end there; who waits for a slow link is behind."""
+    """A slow CPU makes the links slow that end there, and a worker that waits for a slow link is behind."""
     changes = {"pax2": {"links": SLOW}, "pax3": {"worker": {"step": 40}}}
     assert seen(views(**changes), NAMES).text.startswith("the link pax2")
     changes["pax2"] |= {"pace": 0.01}

@@ -1,7 +1,7 @@
-"""Supervisors as processes, one per host of this machine: however a worker ends, all end with the one right sentence.
+"""Supervisors as processes, one per host of this machine: however a worker ends, all end with one correct sentence.
 
-The workers are scripts of a few lines that do what training does: they tell of their steps, and stand still when
-another one does not go on (a file that all look at stands for the collective).
+The workers are short scripts that behave as training does: they report their steps, and stand still when another one
+does not continue (a file that all look at stands for the collective).
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from planner.supervision.worker_process import WorkerProcess
 from tests.planner.ports import free_ports
 from tests.planner.supervision.supervisors import HOSTS, ROOT, start, wait, wait_for
 
-# Without notes on slow steps: a machine that has others to serve is slow as it pleases.
+# Without notes on slow steps, because a shared machine is slow at random.
 LIMITS = Limits(link=1.0, hang=60.0, settle=2.0, grace=0.5, start=20.0, slow_step=1e6)
 HANG = 2.0
 FATAL = "F1121 22:19:30.478666 6661 client.h:80] Terminating process because the JAX distributed service failed"
 ABORT = f"print({FATAL!r}, file=sys.stderr, flush=True); os.abort()"
 GLOO = "raise RuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')"
-# What a worker does at step 5, where it is the one on host 1; the others then lose it and fail, or wait for ever.
+# What the worker of host 1 does at step 5. The others then lose it and fail, or wait for ever.
 WORKER = """
 import os, pathlib, signal, sys, time
 from paxtrain.process import supervised
@@ -67,13 +67,13 @@ def supervisors(
     limits: Limits = LIMITS,
     worker: str = WORKER,
 ):
-    """One per host, by its number."""
+    """Yield the supervisors, one per host, by its number."""
     script = worker.replace("EVENT", event).replace("OTHERS", others).replace("STEPS", str(steps))
     return start(folder, script, limits, hosts)
 
 
 def sentence(folder, hosts=range(HOSTS)) -> str:
-    """The one that all of them say; each host says no other line but where its log is."""
+    """Return the sentence that all of them print. Besides it a host prints only where its log is."""
     said = {host: (folder / f"err{host}").read_text().splitlines() for host in hosts}
     said = {host: [line for line in lines if not line.startswith("note: ")] for host, lines in said.items()}
     for host, lines in said.items():
@@ -149,7 +149,7 @@ def test_a_host_of_which_nothing_is_left(tmp_path):
 
 
 def test_a_host_from_which_nothing_comes(tmp_path):
-    """As one whose power or network is gone: no connection is refused, none is ended."""
+    """The host is like one without power or network: no connection is refused, and none is ended."""
     with supervisors(tmp_path, steps=4000) as started:
         wait_for(tmp_path, "2.3")
         began = time.monotonic()
@@ -186,7 +186,7 @@ def test_a_worker_that_saves_when_it_is_told_to_end(tmp_path):
 
 
 def test_who_is_stopped_before_the_first_step_has_not_failed(tmp_path):
-    """It is still importing or planning, and knows nothing of signals."""
+    """Such a worker is still importing or planning, and has no handler for signals."""
     with supervisors(tmp_path, worker="import pathlib, sys, time; print('up', flush=True); time.sleep(60)") as started:
         for host in range(HOSTS):
             wait_for(tmp_path, f"out{host}", lambda path: path.stat().st_size > 0)
@@ -200,7 +200,7 @@ def test_who_is_stopped_before_the_first_step_has_not_failed(tmp_path):
 
 
 def test_a_signal_that_comes_while_the_worker_is_started_is_passed_on(tmp_path):
-    """Between when all have come and when there is a process."""
+    """The signal comes after all have joined, and before there is a process."""
     [port] = free_ports(1)
 
     async def main():
@@ -220,7 +220,7 @@ def test_a_signal_that_comes_while_the_worker_is_started_is_passed_on(tmp_path):
 
 
 def test_a_worker_that_leaves_a_child_behind_has_ended(tmp_path):
-    """Though the child holds its pipes, for longer than anybody waits."""
+    """Its end counts although the child holds its pipes for longer than anybody waits."""
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with supervisors(tmp_path, f"import subprocess; {child}; os.kill(os.getpid(), 9)", GLOO) as started:
         wait_for(tmp_path, "broken")
@@ -254,7 +254,7 @@ def test_collectives_give_up_after_links_and_before_heartbeats(link):
 
 
 def test_a_host_without_the_folder_of_logs_takes_part(tmp_path):
-    """So that the run, which asks who shares its folder, can name it, and nobody waits for a supervisor."""
+    """The run can then name it, because it asks who shares its folder, and nobody waits for a supervisor."""
     hosts = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     worker = "import sys; print('error: the folder is not shared', file=sys.stderr); sys.exit(2)"
     beginning = [sys.executable, "-m", "planner.supervise", f"--hosts={hosts}", "--start_timeout=60"]
@@ -270,7 +270,7 @@ def test_a_host_without_the_folder_of_logs_takes_part(tmp_path):
     assert said[0][1:] == [f"log     {tmp_path}/rank0.log"]
     note, *rest = (line for line in said[1] if not line.startswith("warning: cannot write the report"))
     assert note.startswith("note: beta keeps no log (") and "/proc/none" in note
-    assert rest == said[0][:1]  # and where no log is, none is named
+    assert rest == said[0][:1]  # without a log, none is named
 
 
 def test_flags_of_the_users_own_stay():
@@ -280,7 +280,7 @@ def test_flags_of_the_users_own_stay():
 
 
 def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
-    """XLA ends a process whose flags it does not know; a supervisor must be up at once, and need no devices."""
+    """XLA ends a process whose flags it does not know. A supervisor must start at once, and needs no devices."""
     variables = environment({**os.environ, "JAX_PLATFORMS": "cpu"}, Limits())
     code = "import jax; print(len(jax.devices()))"
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Supervisors as processes whose workers, scripts of a few lines, take long over a step: one line says why."""
+"""Supervisors as processes, whose workers are short scripts with a slow step: one line says why it is slow."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from planner.supervision.supervisor import Limits
 from tests.planner.supervision.supervisors import HOSTS, start, wait, wait_for
 
 LIMITS = Limits(link=30.0, hang=60.0, settle=2.0, grace=0.5, start=20.0)
-# As training: all work on a step until the last one has done his part, and then have finished it.
+# As in training, all work on a step until the last one has done its part, and then all have finished it.
 WORKER = """
 import os, pathlib, signal, sys, time
 from paxtrain.process import supervised
@@ -75,7 +75,7 @@ def test_a_late_step_is_told_and_that_it_went_on(tmp_path, event, what, logs):
 
 @pytest.mark.once
 def test_what_is_no_step_is_not_told(tmp_path):
-    """All compile, and one saves longer than the others; then one step takes as long."""
+    """All compile, and one saves longer than the others. Then one step takes as long."""
     event = """
         if step == 10 or (step == 15 and host == 1):
             # Longer than all take to look around, however busy the machine is.

@@ -1,4 +1,4 @@
-"""A supervisor's worker, with scripts that end in every way: what is told, what is shown, what goes to the log."""
+"""A supervisor's worker, as scripts that end in every way: its report, its output and its log."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ TELLING = "import os, sys, time; from paxtrain.process import supervised; p = su
 
 
 def run(script: str, log: pathlib.Path, during=None, grace: float = 5.0):
-    """What is told of a worker when it has ended, or of what `during` returns while it runs."""
+    """Return the status of a worker when it has ended, or else the result of `during` while it runs."""
 
     async def main():
         worker = WorkerProcess(
@@ -69,7 +69,7 @@ def test_how_it_ended(tmp_path, script, expected):
 
 
 def test_an_exception_is_told_while_the_process_still_lives(tmp_path):
-    """As jax's processes do that wait for each other at exit."""
+    """Processes of jax wait for each other at exit in this way."""
 
     async def during(worker):
         await asyncio.wait_for(worker.changed.wait(), 20)
@@ -107,7 +107,7 @@ def test_a_stopped_process_is_no_waiting_one(tmp_path):
 
 
 def test_sigterm_first_then_sigkill_to_the_whole_group(tmp_path):
-    """The worker may save; what ignores the signal, and what it has started, is killed when the grace is over."""
+    """The worker may save. If it ignores the signal, it and its children are killed when the grace time is over."""
 
     async def asked(worker):
         await until(lambda: worker.status().step == 1)
@@ -142,7 +142,7 @@ p.finished(1); time.sleep(60)
 
 
 def test_a_worker_that_sigkill_cannot_end_is_not_waited_for(tmp_path, monkeypatch, capfd):
-    """As one in an uninterruptible sleep, for a disk or a driver that does not answer."""
+    """The worker is like one in an uninterruptible sleep, which waits for a dead disk or driver."""
     sent = []
     monkeypatch.setattr(worker_process, "KILLED", 0.1)
     monkeypatch.setattr(worker_process.os, "killpg", lambda *group: sent.append(group))
@@ -152,9 +152,9 @@ def test_a_worker_that_sigkill_cannot_end_is_not_waited_for(tmp_path, monkeypatc
         number = worker._process.pid
         try:
             await asyncio.wait_for(worker.end(0.1), 20)
-            await worker.end(60)  # once is enough
+            await worker.end(60)  # a second call does nothing
         finally:
-            with contextlib.suppress(ProcessLookupError):  # closing it has done so
+            with contextlib.suppress(ProcessLookupError):  # closing it has killed it
                 os.kill(number, signal.SIGKILL)
             await until(lambda: worker._process.returncode is not None)
         return number
