@@ -17,7 +17,7 @@ DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "yaml": "pyyaml
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A Python file: whether it runs as a program, the project's files that it imports, and the distributions it needs."""
+    """A Python file: whether it is a program, the project's files that it imports, and the distributions it needs."""
 
     is_main: bool
     imports: frozenset[str]

@@ -1,4 +1,4 @@
-"""Emulated clusters take turns: two at once, each of several processes, starve each other until limits of time pass."""
+"""Emulated clusters take turns, because two at once starve each other until they run into limits of time."""
 
 import fcntl
 import pathlib

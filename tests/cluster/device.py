@@ -1,4 +1,4 @@
-"""Devices of a given speed: F, B and the loss are computed for real, and then take at least so long.
+"""Devices of a given speed: F, B and the loss are computed for real, and then take at least a given time.
 
 Hosts that share two cores stretch each other's compute, and a quota evens that out only where compute is long beside
 the scheduler's tick (docs/design.md has the figures). A GPU leaves its host's cores alone while it computes, and so
@@ -42,7 +42,7 @@ def slow_down(factor: float) -> None:
 
 @_SIGNATURE
 def _hold(out: int, inputs: Any) -> None:
-    """Copies its input; with microseconds given it first waits until the op of which it is the end is done.
+    """Copy the input; with microseconds given, first wait until the op that ends here is done.
 
     A device does one op after the other. XLA may run the beginning of one ahead of the end of another.
     """
@@ -61,7 +61,7 @@ def _hold(out: int, inputs: Any) -> None:
 
 
 def _at(x: jax.Array, seconds: float, op: int) -> jax.Array:
-    """x, when the op is begun (0 seconds) or done, which takes so long; of equal ops the first begun is done first."""
+    """Return x when the op has begun (0 seconds) or is done; of equal ops the first begun is done first."""
     device = lax.axis_index(("data", "pipe", "tensor"))
     words = jnp.stack([jnp.int32(x.size * x.dtype.itemsize), jnp.int32(round(seconds * 1e6)), device, jnp.int32(op)])
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -74,7 +74,7 @@ def _layers(stage: Stage) -> int:
 
 
 def install() -> None:
-    """Makes this process's CPU devices devices of that speed, for all that is compiled from now on."""
+    """Give this process's CPU devices this speed in all programs that are compiled from now on."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = make(ctypes.cast(_hold, ctypes.c_void_p), b"xla._CUSTOM_CALL_TARGET", None)

@@ -1,4 +1,4 @@
-"""Breaks supervised training on the shaped cluster, in every way that docs/faults.md promises to survive.
+"""Supervised training on the shaped cluster, broken in every way that docs/faults.md promises to survive.
 
 One run of a small GPT on four hosts goes through all of it: each experiment breaks something, measures how it ends and
 with which sentence, starts again from the last checkpoint, and leaves the run going for the next one. At the end the
@@ -232,7 +232,7 @@ ALL = (killed_worker, short_cut, slow_host, killed_host, long_cut, full_disk, co
 
 @contextlib.contextmanager
 def lab(home: pathlib.Path, cache: pathlib.Path) -> Iterator[Lab]:
-    """The hosts, with the run going on them.
+    """Yield the hosts, with the run on them.
 
     Args:
         home: folder for everything; must not exist. cache: folder of compiled programs.
@@ -242,7 +242,7 @@ def lab(home: pathlib.Path, cache: pathlib.Path) -> Iterator[Lab]:
 
 
 def run(out: pathlib.Path, say: Callable[[str], None], keep: Callable[[Figures], Any] = lambda _: None) -> None:
-    """All experiments, in the folder `out`.
+    """Run all experiments, in the folder `out`.
 
     Args:
         keep: takes the figures of each when it is through.

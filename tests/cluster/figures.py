@@ -1,4 +1,4 @@
-"""What the figures of the lab's results share: colours, axes, a matrix of links, stacked bars."""
+"""Shared parts of the lab's figures: colors, axes, a matrix of links, stacked bars."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -36,7 +36,7 @@ mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"' sh "$@"
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine cannot be a shaped cluster, in one sentence; empty if it can."""
+    """Return the reason why this machine cannot be a shaped cluster, as one sentence; empty if it can."""
     if os.geteuid():
         return "it needs root, to make network namespaces; run it as root or in a privileged container"
     for command, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
@@ -115,7 +115,7 @@ class Cluster:
         self.down()
 
     def down(self) -> None:
-        """Ends all that runs on the hosts and removes them; more than once does no harm."""
+        """End all that runs on the hosts, and remove them; a second call does nothing."""
         if self._janitor is None:
             return
         self._janitor.stdin.close()
@@ -136,7 +136,7 @@ class Cluster:
         stdin: int | None = subprocess.DEVNULL,
         stdout: int | IO[bytes] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts a command on a host.
+        """Start a command on a host.
 
         Args:
             log: takes its output (with `stdout` given, its errors alone).
@@ -165,13 +165,13 @@ class Cluster:
         return popen
 
     def networked(self, host: int, command: Sequence[str]) -> list[str]:
-        """A command that sees a host's network, and is otherwise a process of this machine: for asking, not work."""
+        """Return a command that sees a host's network, and is otherwise a process of this machine: for queries only."""
         if not self.shaped:
             return list(command)
         return ["nsenter", f"--net={janitor.NETNS / self._network.namespace(host)}", *command]
 
     def processes(self, host: int) -> dict[int, list[str]]:
-        """What runs on a host: commands by process number."""
+        """Return the commands that run on a host, by process number."""
         found = {}
         for line in self._quotas.procs(host).read_text().split() if self.shaped else ():
             with contextlib.suppress(OSError):  # it has ended
@@ -179,7 +179,7 @@ class Cluster:
         return found
 
     def kill(self, host: int) -> None:
-        """SIGKILL to everything that runs on a host."""
+        """Send SIGKILL to everything that runs on a host."""
         for popen in self._started[host]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(popen.pid, signal.SIGKILL)
@@ -191,18 +191,18 @@ class Cluster:
     # --- Limits -------------------------------------------------------------------------------------------------------
 
     def limit(self, share: float | None, host: int | None = None) -> None:
-        """Gives every host, or one, that share of a core; None: no limit."""
+        """Give every host, or one, this share of a core; None: no limit."""
         if self._quotas is not None:
             for i in range(self.hosts) if host is None else (host,):
                 self._quotas.limit(i, share)
 
     def rate(self, a: int, b: int, mbit: float) -> None:
-        """Sets the rate of the link from a to b, Mbit/s."""
+        """Set the rate of the link from a to b, Mbit/s."""
         if self.shaped:
             self._network.rate(a, b, mbit)
 
     def set_rates(self, rates: Sequence[Sequence[float]] | None) -> None:
-        """Sets all rates, Mbit/s [H, H]; None: as fast as the machine copies."""
+        """Set all rates, Mbit/s [H, H]; None: as fast as the machine copies."""
         if self.shaped:
             self._network.rates(rates or [[UNLIMITED] * self.hosts] * self.hosts)
 
@@ -211,13 +211,13 @@ class Cluster:
         return self._network.sent() if self.shaped else 0
 
     def cut(self, a: int, b: int) -> None:
-        """Takes the link between two hosts down."""
+        """Take the link between two hosts down."""
         self._network.cut(a, b)
 
     def hang(self, a: int, b: int) -> None:
-        """Lets the link between two hosts stay up and carry nothing."""
+        """Keep the link between two hosts up, but let it carry nothing."""
         self._network.hang(a, b)
 
     def restore(self, a: int, b: int) -> None:
-        """Brings it up again."""
+        """Bring the link up again."""
         self._network.restore(a, b)

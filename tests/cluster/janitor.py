@@ -1,4 +1,4 @@
-"""Takes a shaped cluster down when whoever brought it up ends, in whatever way; started by tests.cluster.hosts.
+"""A process that takes a shaped cluster down when the one that made it ends, however that ends; hosts.py starts it.
 
 It reads its standard input: a line with the number of a process group makes it responsible for it, and the end of the
 input, which also comes when the parent is killed, is the sign to begin. It runs in a session of its own, so that Ctrl-C
@@ -18,12 +18,12 @@ NETNS = pathlib.Path("/run/netns")
 
 
 def namespaces(token: str) -> list[str]:
-    """Names of the cluster's network namespaces."""
+    """Return the names of the cluster's network namespaces."""
     return sorted(path.name for path in NETNS.glob(f"{token}-*"))
 
 
 def _members(groups: list[pathlib.Path], token: str) -> set[int]:
-    """Processes that live in the cluster's control groups or network namespaces."""
+    """Return the processes in the cluster's control groups or network namespaces."""
     found: set[int] = set()
     for folder in groups:
         for file in folder.rglob("cgroup.procs"):
@@ -36,7 +36,7 @@ def _members(groups: list[pathlib.Path], token: str) -> set[int]:
 
 
 def kill(groups: list[pathlib.Path], token: str, leaders: set[int] = frozenset(), limit: float = 20.0) -> None:
-    """Ends all that runs on the cluster, and the process groups that its leaders lead; waits until they are gone."""
+    """End all that runs on the cluster, with the process groups that its leaders lead; wait until they are gone."""
     for leader in leaders:
         with contextlib.suppress(OSError):
             os.killpg(leader, signal.SIGKILL)
@@ -49,7 +49,7 @@ def kill(groups: list[pathlib.Path], token: str, leaders: set[int] = frozenset()
 
 
 def _remove(groups: list[pathlib.Path], limit: float = 10.0) -> None:
-    """Removes control groups; one whose last process is on its way out is busy for a moment longer."""
+    """Remove control groups; one is busy for a moment longer while its last process ends."""
     until = time.monotonic() + limit
     while (left := [top for top in groups if top.exists()]) and time.monotonic() < until:
         for top in left:
@@ -60,7 +60,7 @@ def _remove(groups: list[pathlib.Path], limit: float = 10.0) -> None:
 
 
 def take_down(token: str, groups: list[pathlib.Path], folder: pathlib.Path, leaders: set[int] = frozenset()) -> None:
-    """Ends all processes, then removes namespaces (and with them their links), control groups and the folder."""
+    """End all processes, then remove namespaces (and with them their links), control groups and the folder."""
     kill(groups, token, leaders)
     for name in namespaces(token):
         subprocess.run(["ip", "netns", "del", name], check=False)

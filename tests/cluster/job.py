@@ -1,4 +1,4 @@
-"""The job's command as it is, on the lab's devices, whose processes share compiled programs.
+"""The job's command on the lab's devices, whose processes share compiled programs.
 
     python -m tests.cluster.job --config=... --plan=auto --out=RUN
 

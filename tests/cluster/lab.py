@@ -51,13 +51,13 @@ _WORK = 10.0  # seconds: what takes less has found its records
 
 
 def _environment(lab: Lab, forgotten: Sequence[str]) -> None:
-    """Keeps on what the records were made, from their first on.
+    """Record the machine that makes the records, when the first one is made.
 
     Args:
         forgotten: files of records that will be made anew.
 
     Raises:
-        UserError: the records that there are were made with another seed.
+        UserError: the records in the folder were made with another seed.
     """
     path = lab.out / "environment.json"
     kept = [lab.out / f"{name}.jsonl" for names in FILES.values() for name in names if name not in forgotten]
@@ -91,7 +91,7 @@ def _data(prefix: str) -> None:
 
 
 def _insist(lab: Lab, experiment: Callable[[Lab], None]) -> None:
-    """Runs an experiment, and the rest of it again where a session broke: a collective of gloo's fails now and then."""
+    """Run an experiment, and the rest of it again if a session breaks: a collective of gloo's fails now and then."""
     restarts = lab.records("restarts")
     for _ in range(_RESTARTS):
         try:
@@ -103,7 +103,7 @@ def _insist(lab: Lab, experiment: Callable[[Lab], None]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs what is asked for, and writes the page."""
+    """Run the experiments that the flags name, and write the page."""
     f = flags.FLAGS
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; experiments are named with --experiments=NAME,...")
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def define_flags() -> None:
-    """Defines this main's flags."""
+    """Define this main's flags."""
     flags.DEFINE_list("experiments", [], f"Some of {', '.join(EXPERIMENTS)}; all if empty.")
     flags.DEFINE_string("scenario", None, "One cluster instead: a scenario by name, or a JSON file.")
     flags.DEFINE_integer("hosts", 8, "With --scenario: how many.", lower_bound=2, upper_bound=16)

@@ -1,4 +1,4 @@
-"""What all experiments share: where results go, how often things are repeated, how much time there is."""
+"""Shared parts of all experiments: the folder of results, the number of repeats, the budget of time."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ CHECKED = 0.10  # compute alone and beside all others may differ by so much, or 
 
 
 class LabError(UserError):
-    """The lab cannot say what it should."""
+    """Failure to say what the lab should."""
 
 
 @dataclasses.dataclass
@@ -50,7 +50,7 @@ class Lab:
     # --- Words and time -----------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Progress, with the seconds since the beginning."""
+        """Print progress, with the seconds since the beginning."""
         print(f"{time.monotonic() - self.began:7.0f} s  {text}", flush=True)
 
     @property
@@ -58,7 +58,7 @@ class Lab:
         return self.budget - (time.monotonic() - self.began)
 
     def plan_for(self, rest: float) -> None:
-        """Cuts the repeats if what is to come takes `rest` seconds and less is left of the budget."""
+        """Cut the repeats if the rest takes `rest` seconds and the budget has fewer left."""
         if self.left < rest:
             self.repeats = int(np.clip(self.repeats * self.left / rest, 1, self.repeats))
             self.say(f"{rest / 60:.0f} minutes are to come, {self.left / 60:.0f} are left: {self.repeats} repeats")
@@ -70,7 +70,7 @@ class Lab:
 
     @contextlib.contextmanager
     def session(self, scenario: Scenario, name: str) -> Iterator["Bench"]:
-        """Workers on a cluster with the scenario's links; which are fast before `Bench.shape`."""
+        """Yield workers on a cluster with the scenario's links, which are fast before `Bench.shape`."""
         with hosts.Cluster(scenario.rates.tolist(), share=scenario.share) as cluster:
             cluster.set_rates(None)
             with Session(cluster, scenario.devices_per_host, self.out / "logs" / name, self.cache) as session:
@@ -87,7 +87,7 @@ class Bench:
         self._compute: tuple[dict[str, Any], ...] | None = None
 
     def compile(self, splits: list[Split], orders: Sequence[Sequence[int]] = (), **run: Any) -> list[str]:
-        """Compiles what is not yet, and connects those who will exchange messages; the programs' names.
+        """Compile the missing programs, and connect processes that exchange messages; return the programs' names.
 
         Args:
             orders: of the devices in each mesh, if not as they come; then names end in them.
@@ -110,11 +110,11 @@ class Bench:
         return names
 
     def wires(self, names: Sequence[str]) -> list[dict[str, int]]:
-        """Bytes that all devices together put on the links in a step of each compiled program, by what they are."""
+        """Return the bytes that all devices together send in a step of each compiled program, by kind."""
         return self.session.ask_apart([{"do": "wire", "name": name} for name in names])
 
     def free(self) -> None:
-        """Lifts the limits of devices and links."""
+        """Lift the limits of devices and links."""
         self.session.ask("speed", slowness=0)
         self.cluster.set_rates(None)
 
@@ -123,7 +123,7 @@ class Bench:
         self.cluster.set_rates(rates.tolist())
 
     def check(self, split: Split) -> float:
-        """By how much compute alone differs from compute beside all others (mean over some hosts)."""
+        """Return the difference of compute alone from compute beside all others (mean over some hosts)."""
         task = {"config": split.values(self.lab.data), "repeats": 3}
         self.session.ask_staggered([{"do": "compute", **task}])
         some = range(0, self.cluster.hosts, max(1, self.cluster.hosts // 3))
@@ -132,7 +132,7 @@ class Bench:
         return statistics.fmean(alone) / statistics.fmean(beside) - 1
 
     def profile(self, name: str, split: Split) -> Cluster:
-        """The planner's profile of the cluster as it is now; compute is measured the first time, and does not change.
+        """Return the planner's profile of the cluster as it is now; compute is measured only the first time.
 
         Raises:
             LabError: compute alone and beside all others differ so much that nothing can be predicted from it.
@@ -168,6 +168,6 @@ class Bench:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and spread (half the distance between the quartiles) of repeats."""
+    """Return the median and the spread (half the distance between the quartiles) of repeats."""
     low, high = np.quantile(seconds, [0.25, 0.75])
     return {"median": float(np.median(seconds)), "spread": float(high - low) / 2, "repeats": len(seconds)}

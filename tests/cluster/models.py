@@ -1,4 +1,4 @@
-"""What the lab trains: a GPT over bytes, small enough for a share of a core, split in many ways."""
+"""The model that the lab trains: a GPT over bytes, small enough for a share of a core, split in many ways."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ class Split:
 
     Attributes:
         mesh: data, pipe and tensor.
-        compress: the section of the configuration, but for its defaults.
+        compress: section of the configuration; keys left out keep their defaults.
     """
 
     mesh: tuple[int, int, int]
@@ -37,7 +37,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """A short name that differs between splits."""
+        """Return a short name that differs between splits."""
         parts = [
             "x".join(map(str, self.mesh)),
             self.schedule,
@@ -74,7 +74,7 @@ class Split:
 
     @property
     def candidate(self) -> Candidate:
-        """Split as a candidate of the planner."""
+        """Return the split as a candidate of the planner."""
         c = self.config
         stages = c.mesh.pipe * self.chunks
         data = c.compress.data
@@ -96,7 +96,7 @@ class Split:
 
 
 def moved(rates: np.ndarray, hosts: np.ndarray) -> np.ndarray:
-    """The rates among running processes that put process i onto host hosts[i].
+    """Return the rates among running processes that put process i onto host hosts[i].
 
     Hosts are alike but for their links, so a placement is made by giving the processes the links of the hosts on which
     it puts them: all placements of a mesh run the same compiled program.

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces, every pair joined by a link of its own whose rate is set per direction.
+"""Hosts as network namespaces; a separate link joins each pair, with a rate per direction.
 
 Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 ms, 32 kB at 200 Mbit/s: a larger one
 lets whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
@@ -77,7 +77,7 @@ class Network:
         _run(["tc", "-n", self.namespace(host), "-batch", "-"], lines)
 
     def rate(self, a: int, b: int, mbit: float) -> None:
-        """Sets the rate of one direction, also while it carries something.
+        """Set the rate of one direction, also while it carries something.
 
         What waits there is lost: a packet larger than the bucket of a slower link would block it for good.
         """

@@ -1,4 +1,4 @@
-"""Compiled programs that the processes of a cluster share: one compiles, the others load what it has written.
+"""Compiled programs that the processes of a cluster share: one compiles, and the others load its files.
 
 Loading a program takes a process two seconds, tracing and lowering it first four more, and eight processes share two
 cores. What is loaded is the compiler's own output for the module that the trainer lowers.

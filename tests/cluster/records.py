@@ -1,4 +1,4 @@
-"""What an experiment has measured, line by line as JSON, so that it goes on where it was interrupted."""
+"""The measurements of an experiment as lines of JSON, so that an interrupted experiment continues."""
 
 import json
 import pathlib

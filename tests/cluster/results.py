@@ -1,8 +1,8 @@
-"""The lab's raw records as a page with figures: what was wanted, what was seen, and what falls short.
+"""The lab's records as a page with figures: the targets, the results, and the targets that were missed.
 
     python -m tests.cluster.results
 
-writes the page again from the records that there are, and measures nothing.
+writes the page again from the existing records, and measures nothing.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""Scenarios: how fast the links of a cluster are. Each is a JSON file in scenarios/, or one of the user's own.
+"""Scenarios: the speeds of a cluster's links. Each is a JSON file, in scenarios/ or elsewhere.
 
     {"what": "a sentence", "devices_per_host": 1, "share": 0.2,     of one core for each host
      "slowness": 1,                                   devices take so many times as long as tests/cluster/device.py says
@@ -62,7 +62,7 @@ def names() -> list[str]:
 
 
 def load(name: str, hosts: int, seed: int = 0) -> Scenario:
-    """A scenario by name, or from a JSON file.
+    """Return the scenario of this name, or of a JSON file.
 
     Raises:
         UserError: there is none, or it makes no sense for so many hosts.

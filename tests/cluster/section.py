@@ -1,4 +1,4 @@
-"""A part of the results page: words and figures, and what was wanted beside what was seen."""
+"""A part of the results page: words, figures, and targets beside results."""
 
 import dataclasses
 import math
@@ -59,11 +59,11 @@ NOT_RUN = "not run"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something that was wanted of the system.
+    """A target of the lab, with the measured value.
 
     Attributes:
         wanted, seen: in words.
-        met: None where that cannot be said.
+        met: whether the target is met; None if that cannot be said.
         limit: the wanted value; None: in words only. least: the value seen has to be so much, and not at most so much.
         show: says a value in words.
     """

@@ -1,4 +1,4 @@
-"""A measuring session: a worker process on every host of a cluster, and the tasks that they are given."""
+"""A measuring session: a worker process on every host of a cluster, and their tasks."""
 
 import contextlib
 import json
@@ -105,7 +105,7 @@ class Workers:
         return f"the worker on {name} {what}; its log is {self.logs / name}.log"
 
     def _answers(self) -> list[Any]:
-        """All hosts' answers; a failure is told when all have answered, or soon: who waits for the failed one hangs."""
+        """Return all hosts' answers. Raise a failure once all have answered, or soon, because others may hang."""
         answers: dict[int, Any] = {}
         failures: dict[int, SessionError] = {}
         with selectors.DefaultSelector() as waiting:
@@ -130,7 +130,7 @@ class Workers:
         return self._answers()
 
     def ask_staggered(self, tasks: list[dict[str, Any]], hands_on: str | None = None) -> list[list[Any]]:
-        """Gives each task to one worker, and to the others when it has done it: what it has compiled they find.
+        """Give each task to one worker, and to the others once that is done, so that they find its compiled programs.
 
         Workers on different cores take turns at being first; the first task is the first worker's. Nobody may have to
         wait for another in such a task.
@@ -159,7 +159,7 @@ class Workers:
         return answers
 
     def ask_apart(self, tasks: list[dict[str, Any]]) -> list[Any]:
-        """Each task's answer by one worker, those on different cores in turn; nobody may wait for another in them."""
+        """Return each task's answer by one worker, on different cores in turn; in no task may one wait for another."""
         cores = min(self.cluster.hosts, len(os.sched_getaffinity(0)))
         for i, task in enumerate(tasks):
             self._send(i % cores, **task)

@@ -33,7 +33,7 @@ _PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-clie
 
 
 class SlurmError(AssertionError):
-    """SLURM did not do what it was asked."""
+    """Failure of SLURM to do what it was asked."""
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def _program(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What `scontrol show job` says of a job; times are seconds since the epoch, None where there is none."""
+    """A job as `scontrol show job` describes it; times are seconds since the epoch, or None."""
 
     state: str
     restarts: int
@@ -185,7 +185,7 @@ class Slurm:
     # --- Jobs ---------------------------------------------------------------------------------------------------------
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: pathlib.Path = ROOT) -> str:
-        """What one of SLURM's commands prints.
+        """Return what one of SLURM's commands prints.
 
         Raises:
             SlurmError: it fails.
@@ -210,7 +210,7 @@ class Slurm:
         return Job.parse(self.ask("scontrol", "--oneliner", "show", "job", str(number)))
 
     def wait_for(self, number: int, what: str, holds: Callable[[Job], bool], limit: float) -> Job:
-        """The job as it is when it holds.
+        """Wait until the condition holds for the job, and return the job.
 
         Raises:
             SlurmError: it does not within so many seconds.

@@ -1,4 +1,4 @@
-"""A supervised run of a small GPT on the shaped cluster: started, started again, waited for, planned anew."""
+"""A supervised run of a small GPT on the shaped cluster: its start, its restarts, its end, and new plans."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ HOSTS, MBIT = 4, 200.0
 BATCH, EVERY = 12, 20  # samples of a step; steps between two checkpoints
 LIMITS = Limits(link=6.0, settle=3.0, grace=1.0, start=60.0)
 DISK = 24  # MB for checkpoints
-PATIENCE = 300.0  # seconds for what has no bound of its own, on a machine that has others to serve as well
+PATIENCE = 300.0  # seconds for events without a bound, on a machine that others use as well
 _COORDINATOR = 9701
 _MODEL = {"vocab_size": 257, "layers": 4, "hidden": 32, "heads": 4, "sequence": 32, "dtype": "float32"}
 _SETTINGS = {
@@ -33,7 +33,7 @@ _SETTINGS = {
     "batch.global_batch": BATCH,
     "batch.micro_batch": 1,
     "pipeline.scan_layers": "on",  # a smaller program, sooner compiled
-    "optimizer.schedule": "constant",  # so that a run knows nothing of its own length
+    "optimizer.schedule": "constant",  # so that nothing depends on the run's length
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 10,
     "checkpoint.every": EVERY,
@@ -123,7 +123,7 @@ class Lab:
     """The run that all faults happen to: its hosts, its data, its folder."""
 
     def __init__(self, cluster: Cluster, home: pathlib.Path, cache: pathlib.Path, **settings: Any) -> None:
-        """`settings` as `section.name`, beside or instead of those that are the same for all."""
+        """Make the run; `settings` by `section.name` come beside or instead of those that all runs share."""
         self.cluster, self.home, self._settings = cluster, home, {**_SETTINGS, **settings}
         self.running: Running | None = None
         self._starts = 0
@@ -171,7 +171,7 @@ class Lab:
         return max((record["step"] for record in records if "loss" in record), default=0)
 
     def _metrics_file(self) -> int:
-        """Each start makes a new one, of what is kept of the one before."""
+        """Return the newest file of metrics: each start makes one from the kept part of the one before."""
         path = self.out / metrics.FILE
         return path.stat().st_ino if path.exists() else 0
 

@@ -1,4 +1,4 @@
-"""Supervisors on a network that breaks: all sides end in time, and with the same sentence. Workers are a few lines."""
+"""Supervisors on a network that breaks: all sides end in time, with the same sentence. Workers are short scripts."""
 
 import itertools
 import pathlib
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shap
     ids=["one alone", "two halves", "two links", "a link that hangs"],
 )
 def test_all_sides_end_with_one_sentence(tmp_path, how, links, sentence):
-    """Also those who hear nobody any more, and those who hear of the others only through others."""
+    """So do hosts that hear nobody any more, and hosts that hear some others only through third ones."""
     with hosts.Cluster([[100.0] * HOSTS] * HOSTS) as cluster:
         addresses = ",".join(f"{name}:{PORT}" for name in cluster.names)
         started = []

@@ -1,4 +1,4 @@
-"""What the experiments compute besides measuring: placements by moving links, others' forms, rates for a share."""
+"""The computations of the experiments: placements by moving links, others' forms, rates for a share."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ TIMES = {"forward": 8e-3, "backward": 24e-3, "head": 8e-3, "embedding": 1e-4, "o
 
 
 def cluster(hosts=8, devices=1, tensor=1, hidden=64, micro_batch=4, seed=0):
-    """Hosts whose links differ, with a compute profile as the lab's devices have it."""
+    """Return hosts whose links differ, with a compute profile as the lab's devices have it."""
     rates = np.exp(np.random.default_rng(seed).uniform(np.log(20), np.log(200), (hosts, hosts)))
     row = ROW | TIMES | {"sequence": 32, "hidden": hidden, "kind": "cpu", "tensor": tensor, "micro_batch": micro_batch}
     row |= {"save": "layer_inputs", "vocab": 260}

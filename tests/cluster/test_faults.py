@@ -1,4 +1,4 @@
-"""Four hosts and all that docs/faults.md promises: each fault ends, or is survived, as said there; no sample is lost.
+"""Four hosts and the promises of docs/faults.md: each fault ends, or is survived, as said there; no sample is lost.
 
 The tests break one and the same run, in their order; each starts it again for the next one.
 """
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint(lab):
 
 
 def test_no_sample_is_lost_and_none_comes_twice(lab):
-    """To rounding; and a batch that is left out shows a hundred times as much, and more."""
+    """The curves agree to rounding; leaving a batch out changes them more than a hundred times as much."""
     found = faults.whole_curve(lab)
     assert found["samples"] == faults.BATCH * found["steps"]
     assert found["difference"] < 3e-5 < 3e-3 < found["difference_a_batch_late"]

@@ -1,4 +1,4 @@
-"""The cluster on one machine: rates are kept, also after a pause; hosts are apart; all of it goes away."""
+"""The cluster on one machine: rates are kept, also after a pause; hosts are separate; nothing of it remains."""
 
 import os
 import pathlib
@@ -45,7 +45,7 @@ time.sleep(2)
 
 
 def _seconds(cluster, sender, receiver, size, tmp_path, count=8):
-    """Seconds of a message between two hosts, the quickest: what else this machine does only delays it."""
+    """Return the seconds of the fastest of some messages between two hosts, since other work only delays messages."""
     arguments = [str(size), str(count)]
     receive = cluster.start(receiver, [sys.executable, "-c", RECEIVE, *arguments], stdout=subprocess.PIPE)
     cluster.start(sender, [sys.executable, "-c", SEND, *arguments, cluster.addresses[receiver]])

@@ -1,4 +1,4 @@
-"""The lab's command: wrong input is one sentence, and repeats are cut before anything else where time is short."""
+"""The lab's command: bad input is one sentence, and if time is short, repeats are cut first."""
 
 import pathlib
 import subprocess

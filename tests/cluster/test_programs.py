@@ -1,4 +1,4 @@
-"""Programs that one process has compiled and another one, which has traced nothing, loads."""
+"""Programs that one process compiles and another one loads without tracing."""
 
 import os
 import subprocess

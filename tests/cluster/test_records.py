@@ -1,4 +1,4 @@
-"""Records go on where they were interrupted."""
+"""Interrupted records continue."""
 
 from tests.cluster.records import Records
 

@@ -1,4 +1,4 @@
-"""The results page says what its records say: figures against plain arithmetic, what is missing, what was missed."""
+"""The results page agrees with its records: figures against plain arithmetic, missing records, missed targets."""
 
 import dataclasses
 import json
@@ -33,19 +33,19 @@ from tests.cluster.section import Section, Target
 
 
 def rows(section: Section) -> list[list[str]]:
-    """Cells of all tables of a section, headings and all."""
+    """Return the cells of all tables of a section, headings included."""
     lines = [line for block in section.blocks if isinstance(block, str) for line in block.splitlines()]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def row(section: Section, *begin: str) -> list[str]:
-    """What comes after the cells that only one row begins with."""
+    """Return the rest of the only row that begins with these cells."""
     [found] = [cells for cells in rows(section) if cells[: len(begin)] == list(begin)]
     return found[len(begin) :]
 
 
 def judged(section: Section, target: Target) -> Target:
-    """The section's word on a target."""
+    """Return the section's verdict on a target."""
     [found] = [t for t in section.targets if t.what == target.what]
     return found
 
@@ -89,7 +89,7 @@ def add_pair(folder: pathlib.Path, scenario: str, plan: str, how: str, hosts: li
 
 
 def add_predictions(folder: pathlib.Path) -> None:
-    """Medians 1, 2, 4 on one scenario and 10, 20 on another."""
+    """Add measured pairs with medians 1, 2, 4 on one scenario and 10, 20 on another."""
     add_pair(folder, "a", "x", "planned", [0, 1], [1.0, 0.9, 5.0], predicted=1.1, pipette=3.0, amp=1.5)
     add_pair(folder, "a", "x", "worst", [1, 0], [2.0, 2.0, 2.0], predicted=1.8, pipette=2.0, amp=2.5)
     add_pair(folder, "a", "y", "planned", [0, 1], [4.0, 3.0, 9.0], predicted=5.0, pipette=1.0, amp=4.5)

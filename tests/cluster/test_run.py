@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def train(cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str) -> tuple[float, list[float]]:
-    """Seconds from the start to the end of the first step, and those of each step after it."""
+    """Train, and return the seconds from the start to the end of the first step, and those of each later step."""
     variables = ENVIRONMENT | {
         "JAX_COMPILATION_CACHE_DIR": str(out / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

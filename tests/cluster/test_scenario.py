@@ -1,4 +1,4 @@
-"""Scenarios: what links they give, and what is said of those that make no sense."""
+"""Scenarios: the links that they give, and the messages about impossible ones."""
 
 import json
 

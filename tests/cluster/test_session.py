@@ -47,7 +47,7 @@ def loaded(session, text):
 
 
 def alone(text):
-    """Losses of the same steps in one process."""
+    """Return the losses of the same steps in one process."""
     config = from_dict(SPLIT.values(text))
     trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:2]))
     file = token_files.load(config.data.train, vocab_size=config.model.vocab_size, sequence=config.model.sequence)
@@ -122,7 +122,7 @@ def test_a_task_that_fails_names_the_host_and_its_log(session):
 
 
 def test_who_fails_is_told_though_others_wait_for_him(session, loaded):
-    """The last test: it leaves a worker that waits for ever."""
+    """This test comes last, because it leaves a worker that waits for ever."""
     session._send(0, "warm", names=["plain"])
     session._send(1, "warm", names=["nothing"])
     with pytest.raises(SessionError, match=r"the worker on pax1 failed: KeyError: 'nothing'"):

@@ -1,4 +1,4 @@
-"""The generated batch script on a real SLURM of four hosts: what it survives, how long that takes, and the curve of it.
+"""The generated batch script on a real SLURM of four hosts: the faults that it survives, their time, and the losses.
 
 One job goes through the tests in their order (the slow ones make one of their own). It is compared with runs to which
 nothing happened: on the same hosts to the bit, in one process to rounding. A host here has one core, and there XLA
@@ -31,7 +31,7 @@ HOSTS, MBIT = 4, 200.0
 BATCH, EVERY, STEPS = 12, 20, 160  # samples of a step; steps between two checkpoints; steps in all
 SEARCH = ["--pipe=2,3,4", "--micro_batch=3", "--schedules=eager_1f1b", "--compress=none", "--nomemory_margin"]
 SEARCH += ["--profile_seconds=5"]
-# The job's `python`, but that processes of planner.run share what one of them has compiled: a fourth of the time.
+# The job's `python`, except that processes of planner.run share compiled programs, which takes a fourth of the time.
 PYTHON = """#!/bin/sh
 if [ "$2" = planner.run ]; then
   shift 2
@@ -73,19 +73,19 @@ COORDINATOR = 9703
 
 
 def losses(out):
-    """Loss by step of a run; each step is there once."""
+    """Return a run's loss by step, after a check that each step occurs once."""
     found = [(record["step"], record["loss"]) for record in metrics.read(out / metrics.FILE) if "loss" in record]
     assert [step for step, _ in found] == list(range(1, len(found) + 1))
     return dict(found)
 
 
 def largest_difference(curve, other, shift=0):
-    """Relative, of the losses of two runs, or of one and the other that is some steps ahead."""
+    """Return the largest relative difference of two runs' losses, one of which may be some steps ahead."""
     return max(abs(curve[step] / other[step + shift] - 1) for step in other if step + shift in other)
 
 
 def is_same_to_rounding(curve, other):
-    """A step left out, or one that came twice, shows a hundred times what rounding does."""
+    """Return whether the losses agree to rounding; a step left out, or repeated, differs a hundred times as much."""
     assert largest_difference(curve, other, shift=1) > 3e-3
     return largest_difference(curve, other) < 3e-5
 
@@ -114,7 +114,7 @@ class Lab:
         return [f"--config.{name}={value}" for name, value in {**SETTINGS, **data, **changes}.items()]
 
     def submit(self):
-        """Generates the job as a user does, and submits it."""
+        """Generate the job as a user does, and submit it."""
         commands = self.home / "bin"
         commands.mkdir()
         (commands / "run.py").write_text(RUN)
@@ -137,7 +137,7 @@ class Lab:
 
     @property
     def curve(self):
-        """Loss by step; each step is there once."""
+        """Return the loss by step, after a check that each step occurs once."""
         return losses(self.out) if (self.out / metrics.FILE).exists() else {}
 
     @property
@@ -155,18 +155,18 @@ class Lab:
         return self.slurm.wait_for(self.job, what, holds, limit)
 
     def started_again(self, broken, restarts, limit=LIMIT):
-        """Waits until the job runs again: when it was allowed to, and when it did, seconds after it was broken."""
+        """Wait until the job runs again; return the seconds from the fault until it might, and until it did."""
         job = self.wait_for_state("a restart", lambda j: j.restarts == restarts and j.state == "RUNNING", limit)
         return {"allowed": job.eligible - broken, "started": job.started - broken, "nodes": job.nodes}
 
     def keep_plan(self):
-        """Keeps the plan as it is now, also for any four devices."""
+        """Keep the plan as it is now, also for any four devices."""
         plan = plans.load(self.out / "plan.json")
         plans.save(plan, self.home / "kept.json")
         plans.save(dataclasses.replace(plan, hosts=(), device_order=()), self.home / "anywhere.json")
 
     def undisturbed(self, steps):
-        """Loss by step of a run in one process, by the job's plan, to which nothing happens."""
+        """Return the loss by step of an undisturbed run in one process, by the job's plan."""
         out, plan = self.home / f"alone{steps}", f"--plan={self.home / 'anywhere.json'}"
         command = [sys.executable, "-m", "paxtrain.train", "--config=configs/tiny.py", plan, f"--cpu_devices={HOSTS}"]
         command += self.settings(**{"run.out": out, "run.steps": steps})
@@ -176,7 +176,7 @@ class Lab:
         return losses(out)
 
     def undisturbed_on_the_hosts(self, steps):
-        """Loss by step of the same on the job's hosts, started by hand, by the programs that the job has compiled."""
+        """Return the loss by step of such a run on the job's hosts, started by hand, with the job's programs."""
         out = self.home / f"hosts{steps}"
         command = [str(self.home / "bin/python"), "-m", "planner.run", "--config=configs/tiny.py", f"--out={out}"]
         command += [f"--plan={self.home / 'kept.json'}", f"--coordinator={self.cluster.addresses[0]}:{COORDINATOR}"]
@@ -191,7 +191,7 @@ class Lab:
         return losses(out)
 
     def tell(self, what, broken, figures, last):
-        """Prints the time from an event to the step after the last one before it, SLURM's part apart."""
+        """Print the time from an event to the first new step, SLURM's part apart."""
         until = time.time() - broken
         slurm = f"SLURM let it start after {figures['allowed']:.0f} s, and started it after {figures['started']:.0f} s"
         print(
@@ -199,11 +199,11 @@ class Lab:
         )
 
     def resumed(self):
-        """The step that the last start went on from."""
+        """Return the step from which the last start continued."""
         return int(re.findall(r"resumed from step (\d+), ", self.said)[-1])
 
     def worker(self, host):
-        """The process of planner.run on a host."""
+        """Return the process of planner.run on a host."""
         commands = self.cluster.processes(host)
         run = str(self.home / "bin/run.py")
         [found] = [number for number, words in commands.items() if words[1:2] == [run]]
@@ -280,7 +280,7 @@ def test_without_a_lost_node_it_finishes_on_the_rest(lab):
 
 @pytest.mark.slow
 def test_no_sample_is_lost_and_none_comes_twice(lab):
-    """To the bit while the nodes were the same, to rounding on the rest."""
+    """Losses agree to the bit on the same nodes, and to rounding on others."""
     meta = read_meta(lab.out / "checkpoints", lab.checkpoints[-1])
     assert (meta["step"], meta["samples"]) == (STEPS, STEPS * BATCH)
     here, there = lab.curve, lab.undisturbed_on_the_hosts(STEPS)

@@ -22,7 +22,7 @@ TRIES = 5  # for a machine whose other work slows a host's CPU, which then is wh
 
 
 def notes(run) -> list[str]:
-    """Of slow steps; that a slow one came to its end is another line."""
+    """Return the notes on slow steps; the end of a slow step is another line."""
     found = [line for line in run.said(0).splitlines() if line.startswith("note: step ")]
     return [note for note in found if " times the median " in note]
 

@@ -1,4 +1,4 @@
-"""The training command as it is, but that its processes share compiled programs: python -m tests.cluster.train.
+"""The training command, except that its processes share compiled programs: python -m tests.cluster.train.
 
 Otherwise four processes would compile all there is four times, and again at each start.
 """

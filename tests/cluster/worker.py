@@ -1,4 +1,4 @@
-"""One host's process in a measuring session: it joins the others, and does what the session's controller asks of it.
+"""One host's process in a measuring session: it joins the others, and does the tasks of the session's controller.
 
 Tasks come as lines of JSON on standard input, {"do": ..., arguments}; each is answered by a line of JSON on standard
 output. All hosts get the same tasks in the same order. What a task runs is the trainer's and the planner's own code.
@@ -138,7 +138,7 @@ class Worker:
         evaluates: bool = False,
         keys: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """A configuration's train step for a device order, and its evaluation if it `evaluates`.
+        """Load a configuration's train step for a device order, and its evaluation if it `evaluates`.
 
         Compiled, unless `keys` tell as what another worker has done that; the answer's are for the others.
         """
@@ -166,7 +166,7 @@ class Worker:
             self.programs[name].step()
 
     def time(self, names: list[str], repeats: int, steps: int) -> dict[str, list[float]]:
-        """Seconds per step of each program, `repeats` times in turn, each the mean of so many steps."""
+        """Return the seconds per step of each program, `repeats` times in turn, each the mean of so many steps."""
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(repeats):
             for name in names:

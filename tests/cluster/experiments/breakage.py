@@ -1,4 +1,4 @@
-"""Faults, one after another, and how training survives them: what tests.cluster.faults does, kept for the page."""
+"""Faults, one after another, and how training survives them: tests.cluster.faults, recorded for the page."""
 
 from tests.cluster import faults
 from tests.cluster.laboratory import Lab

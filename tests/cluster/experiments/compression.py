@@ -1,4 +1,4 @@
-"""What compression saves and costs: step time on links of several speeds, bytes, where the time goes, and the loss.
+"""Gains and costs of compression: step time on links of several speeds, bytes, the parts of a step, and the loss.
 
 Eight hosts of two devices: tensor groups inside hosts, pipeline and data across, the papers' 1F1B. At the first speed
 communication takes the share of a dense step that the planner predicts for the setting of Optimus-CC, 8.3B parameters

@@ -32,7 +32,7 @@ RANDOM = {"two_racks": 3, "one_slow_nic": 0, "noisy": 0}
 
 
 def closed(problem: Problem, cluster: Cluster, hosts: np.ndarray) -> dict[str, float]:
-    """Step seconds by Pipette's and AMP's forms from the same measured costs and links, with what they leave out.
+    """Return step seconds by Pipette's and AMP's forms from the same measured costs and links, with what they omit.
 
     Pipette: D of the first stage's ring alone; AMP: of the slowest stage. Neither knows head, embedding or optimizer;
     head and embedding are part of their stages' F and B here, which is to their advantage.

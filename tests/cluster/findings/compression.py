@@ -1,4 +1,4 @@
-"""What compression saves on links of several speeds, where a step's time goes, and what it costs in loss."""
+"""Gains of compression on links of several speeds, the parts of a step's time, and its cost in loss."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What breaks, how it ends, and how training comes back."""
+"""Faults, how each ends, and how training continues."""
 
 import collections
 import pathlib

@@ -29,7 +29,7 @@ class Profile:
 
     @property
     def wanted(self) -> np.ndarray:
-        """Errors [links] of the links for which there is a target."""
+        """Return the errors [links] of the links that have a target."""
         return self.error[(self.given >= RANGE[0]) & (self.given <= RANGE[1])]
 
 

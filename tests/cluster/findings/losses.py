@@ -85,7 +85,7 @@ def _compared(curve: Curve, seconds: float, dense: Curve, dense_seconds: float, 
 def blocks(
     curves: dict[str, Curve], times: dict[str, dict[str, float]], dense: str, colors: dict[str, str]
 ) -> list[str | Drawing]:
-    """Paragraphs, a table and a figure.
+    """Return paragraphs, a table and a figure.
 
     Args:
         curves: by kind of compression; `dense` is the one that the others are compared with.

@@ -35,7 +35,7 @@ class Pair:
 
 
 def pairs(folder: pathlib.Path) -> list[Pair]:
-    """All measured pairs; repeats of the same placement that was chosen in several ways are one pair's."""
+    """Return all measured pairs; a placement that was chosen in several ways is one pair with all its repeats."""
     found: dict[tuple[str, str, str], list[dict]] = {}
     for line in Records(folder / SOURCE):
         if "how" in line:
@@ -51,12 +51,12 @@ def pairs(folder: pathlib.Path) -> list[Pair]:
 
 
 def grouped(found: Sequence[Pair]) -> dict[str, list[Pair]]:
-    """By scenario."""
+    """Return the pairs by scenario."""
     return {name: [p for p in found if p.scenario == name] for name in dict.fromkeys(p.scenario for p in found)}
 
 
 def short_names(plans: Sequence[str]) -> dict[str, str]:
-    """Plans' names without the words that all of them share."""
+    """Return the plans' names without the words that all of them share."""
     unique = list(dict.fromkeys(plans))
     shared = set.intersection(*(set(plan.split()) for plan in unique)) if len(unique) > 1 else set()
     return {plan: " ".join(word for word in plan.split() if word not in shared) for plan in unique}
@@ -66,25 +66,25 @@ def short_names(plans: Sequence[str]) -> dict[str, str]:
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Signed errors of predictions, of what was measured."""
+    """Return signed errors of predictions, relative to the measured times."""
     return predicted / measured - 1
 
 
 def spearman(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Rank correlation; NaN where there is nothing to rank."""
+    """Return the rank correlation; NaN if there is nothing to rank."""
     if np.unique(predicted).size < 2 or np.unique(measured).size < 2:
         return math.nan
     return float(stats.spearmanr(predicted, measured)[0])
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Measured time of what is predicted best, over that of the best, less 1."""
+    """Return the measured time of the pair predicted best, over that of the best one, less 1."""
     return float(measured[np.argmin(predicted)] / measured.min() - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How good predictions are: mean and median of |predicted - measured| / measured, rank correlation and regret."""
+    """Accuracy of predictions: mean and median of |predicted - measured| / measured, rank correlation and regret."""
 
     mape: float
     median: float
@@ -93,7 +93,7 @@ class Scores:
 
 
 def score(found: Sequence[Pair], form: str) -> Scores:
-    """Scores of a form's predictions, all pairs taken together."""
+    """Return the scores of a form's predictions over all pairs."""
     predicted = np.array([pair.predicted[form] for pair in found])
     measured = np.array([pair.measured for pair in found])
     off = np.abs(errors(predicted, measured))

@@ -1,4 +1,4 @@
-"""What planned placements gain over host order, and how near they come to the best there is."""
+"""Gains of planned placements over host order, and their distance from the best measured placement."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ OF_ORDERS = Target.at_most("Step time of the planned one of all orders of four h
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """The placements of a plan in a scenario: by how they were chosen, and the seconds of all that were measured."""
+    """The placements of a plan in a scenario, by the way they were chosen, and the seconds of all measured ones."""
 
     scenario: str
     plan: str
@@ -142,7 +142,7 @@ class Orders:
 
 
 def orders(folder: pathlib.Path) -> Orders | None:
-    """None as long as not all of them have been measured."""
+    """Return all orders, or None until each of them has been measured."""
     records = Records(folder / ORDERS)
     if "orders done" not in records:
         return None

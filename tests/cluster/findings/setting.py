@@ -1,4 +1,4 @@
-"""What was run, and on what."""
+"""The runs, and the machine that made them."""
 
 import json
 import pathlib
