@@ -1,9 +1,11 @@
 """Checks of the configuration's values, with messages that say what would fit."""
 
 import math
-from typing import Any
+from typing import TypeVar
 
 from paxtrain.errors import UserError
+
+Number = TypeVar("Number", int, float)
 
 
 def require(condition: bool, message: str) -> None:
@@ -41,7 +43,7 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
+def numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     """Return the numbers of a comma-separated list; an empty text is an empty list.
 
     Args:
@@ -52,14 +54,12 @@ def numbers(name: str, text: str, kind: type) -> tuple[Any, ...]:
     Raises:
         UserError: a part is no number of this kind, is not finite or is negative.
     """
+    message = f"{name} must be numbers from 0 on joined by commas, got {text!r}"
     try:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:
-        values = (math.nan,)
-    require(
-        all(math.isfinite(value) and value >= 0 for value in values),
-        f"{name} must be numbers from 0 on joined by commas, got {text!r}",
-    )
+        raise UserError(message) from None
+    require(all(math.isfinite(value) and value >= 0 for value in values), message)
     return values
 
 

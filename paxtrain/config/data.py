@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from paxtrain.config.checks import positive, require
+from paxtrain.errors import UserError
 
 # The weights, scaled to integers, add up to the period of the mixture in samples.
 LONGEST_PERIOD = 10_000
@@ -20,9 +21,11 @@ def _sets(key: str, text: str) -> dict[str, str]:
     matches = [_NAMED.fullmatch(part.strip()) for part in text.split(",")]
     if len(matches) == 1 and not matches[0]:
         return {"": text}
-    require(all(matches), f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
     found: dict[str, str] = {}
-    for name, prefix in (match.groups() for match in matches):
+    for match in matches:
+        if not match:
+            raise UserError(f"{key} must be one prefix, or named data sets as {_EXAMPLE}, got {text!r}")
+        name, prefix = match.groups()
         require(name not in found, f"{key} has two data sets of the name {name}; give each a different name")
         found[name] = prefix
     return found

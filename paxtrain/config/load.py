@@ -4,15 +4,17 @@ import dataclasses
 import runpy
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from paxtrain.config.checks import require
 from paxtrain.config.config import Config
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 
+Section = TypeVar("Section")
 
-def read_section(cls: type, values: Any, path: str) -> Any:
+
+def read_section(cls: type[Section], values: object, path: str) -> Section:
     """Return a section, or the whole configuration, made from a mapping of its fields.
 
     Args:
@@ -23,15 +25,16 @@ def read_section(cls: type, values: Any, path: str) -> Any:
     Raises:
         UserError: the values are no mapping, a key is unknown, or a value has another type or is out of bounds.
     """
-    require(hasattr(values, "items"), f"{path or 'the configuration'} must be a mapping, got {values!r}")
+    items = getattr(values, "items", None)  # a ConfigDict is no Mapping
+    if items is None:
+        raise UserError(f"{path or 'the configuration'} must be a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}
-    kwargs = {}
-    for key, value in values.items():
+    kwargs: dict[str, object] = {}
+    for key, value in items():
         name = f"{path}.{key}" if path else key
-        require(key in known, f"unknown configuration key {name}; known here: {', '.join(sorted(known))}")
+        require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             kwargs[key] = read_section(hint, value, name)
             continue
         if hint is float and type(value) is int:

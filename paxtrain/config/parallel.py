@@ -1,7 +1,9 @@
 """The sections that divide the work over devices: mesh, pipeline and batch."""
 
 import dataclasses
-from typing import Any
+from typing import overload
+
+import numpy as np
 
 from paxtrain.config.checks import choice, positive, require
 from paxtrain.schedule.spec import SPECS, ScheduleSpec
@@ -10,7 +12,11 @@ SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
 SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
 
 
-def scans(scan_layers: str, common: Any) -> Any:
+@overload
+def scans(scan_layers: str, common: int) -> bool: ...
+@overload
+def scans(scan_layers: str, common: np.ndarray) -> np.ndarray: ...
+def scans(scan_layers: str, common: int | np.ndarray) -> bool | np.ndarray:
     """Return whether layers run in a loop, as PipelineConfig.scan_layers says: one bool, or an array of them.
 
     Args:
@@ -104,12 +110,8 @@ class PipelineConfig:
         """Facts about the schedule."""
         return SPECS[self.schedule]
 
-    def scans(self, common: Any) -> Any:
-        """Return whether layers run in a loop: one bool, or an array of them.
-
-        Args:
-            common: layers of the smallest virtual stage, a number or an array of them.
-        """
+    def scans(self, common: int) -> bool:
+        """Return whether layers run in a loop if the smallest virtual stage has `common` layers."""
         return scans(self.scan_layers, common)
 
     def layers_per_virtual_stage(self, layers: int, pipe: int) -> tuple[int, ...]:

@@ -106,8 +106,8 @@ def from_json(values: object) -> Plan:
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
     if values.get("version") != VERSION:
         raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
-    lists = {"hosts": (list, str), "device_order": (list, int)}
-    kinds = lists | {"devices_per_host": (int, None), "predicted": (dict, None)}
+    kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "predicted": dict}
+    items: dict[str, type] = {"hosts": str, "device_order": int}
     known = {"version", *_SECTIONS, *kinds}
     for key in values:
         if key not in known:
@@ -120,11 +120,12 @@ def from_json(values: object) -> Plan:
         fields = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in fields if name not in values[key]]:
             raise UserError(f"{key} leaves out {', '.join(missing)}; a plan says all of {', '.join(fields)}")
-    for key, (kind, item) in kinds.items():
+    for key, kind in kinds.items():
         if key not in values:
             continue
-        value = values[key]
-        if type(value) is not kind or (item and not all(type(v) is item for v in value)):
+        value, item = values[key], items.get(key)
+        given = type(value)
+        if given is not kind or (item and not all(type(v) is item for v in value)):
             of = f" of {item.__name__}" if item else ""
             raise UserError(f"{key} must be a {kind.__name__}{of}, got {value!r}")
         arguments[key] = tuple(value) if kind is list else value

@@ -29,7 +29,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             require(value >= 0, f"checkpoint.{name} must not be negative, got {value}")
         require(
-            not self.keep_every or (self.every and self.keep_every % self.every == 0),
+            not self.keep_every or (self.every > 0 and self.keep_every % self.every == 0),
             f"checkpoint.keep_every={self.keep_every} must be a multiple of checkpoint.every={self.every}",
         )
 

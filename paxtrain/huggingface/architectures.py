@@ -72,8 +72,8 @@ def weights(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
     turned = family == "llama"
     token = params["embedding"]["token"]
     found = {_EMBEDDING[family]: (token if config.tied_head else token[0])[:vocab]}
-    for (group, name), theirs in _REST[family].items():
-        found[theirs] = params[group][name]
+    for (group, name), key in _REST[family].items():
+        found[key] = params[group][name]
     for layer in range(config.layers):
         for (group, name), theirs in _LAYER[family].items():
             x = params["layers"][group][name][layer]
@@ -127,8 +127,8 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 
     token = table(_EMBEDDING[family])
     found["embedding"]["token"] = token if config.tied_head else np.stack([token, table(_HEAD)])
-    for (group, name), theirs in _REST[family].items():
-        found[group][name] = checked(theirs, shapes[group][name].shape)
+    for (group, name), key in _REST[family].items():
+        found[group][name] = checked(key, shapes[group][name].shape)
     for (group, name), theirs in _LAYER[family].items():
         stacked = np.empty(shapes["layers"][group][name].shape, np.float32)
         for layer in range(config.layers):

@@ -59,7 +59,9 @@ class ModelArrays:
             files = sorted(set(places.values()))
         else:
             files = [ONE_FILE]
-        self._folder, self._holder, self._read = folder, {}, set()
+        self._folder = folder
+        self._holder: dict[str, safetensors.safe_open] = {}
+        self._read: set[str] = set()
         for file in files:
             try:
                 opened = safetensors.safe_open(folder / file, framework="flax")

@@ -30,7 +30,7 @@ References:
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -252,7 +252,7 @@ def layer(
     h = tp.enter(norm(p["ln1"], x, config.norm_epsilon), group)
     q, k, v = _queries_keys_values(p, h, config)
     # The plain model leaves "auto" as it is, which means XLA's attention here.
-    implementation = "cudnn" if config.attention == "cudnn" else "xla"
+    implementation: Literal["xla", "cudnn"] = "cudnn" if config.attention == "cudnn" else "xla"
     mask = None if starts is None else starts[:, None, :, None] == starts[:, None, None, :]
     context = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)
     context = checkpoint_name(context.reshape(*context.shape[:2], -1), "context")

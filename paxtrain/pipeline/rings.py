@@ -46,7 +46,7 @@ def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
     """
     leaves, structure = jax.tree.flatten(ring)
     new = [write(leaf, index, values[n]) if n in values else leaf for n, leaf in enumerate(leaves)]
-    return structure.unflatten(new)
+    return jax.tree.unflatten(structure, new)
 
 
 def add(total: Any, delta: Any) -> Any:

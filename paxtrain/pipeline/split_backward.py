@@ -65,11 +65,13 @@ class SplitBackward:
     """
 
     def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
-        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*jax.tree.leaves(weights), *vjp.kept, x)]
-        count = len(jax.tree.leaves(weights))
+        leaves, structure = jax.tree.flatten(weights)
+        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *vjp.kept, x)]
+        count = len(leaves)
 
         def backward(*flat: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(vjp.backward(flat[:count], list(flat[count:-1]), flat[-1]))
+            weights = jax.tree.unflatten(structure, flat[:count])
+            return jax.tree.leaves(vjp.backward(weights, list(flat[count:-1]), flat[-1]))
 
         traced = jax.make_jaxpr(backward)(*flat)
         # A second trace inlines the calls, so that all equations are in one jaxpr.
@@ -114,12 +116,12 @@ class SplitBackward:
         todo = [a for i in sorted(late, reverse=True) for a in inputs(i) if maker.get(a) not in late]
         while todo:
             a = todo.pop()
-            i = maker.get(a)
-            if a in incoming or (i is not None and (product(i) or equations[i].effects)):
+            made = maker.get(a)
+            if a in incoming or (made is not None and (product(made) or equations[made].effects)):
                 left[a] = None
-            elif i is not None and i not in again:
-                again.add(i)
-                todo += inputs(i)
+            elif made is not None and made not in again:
+                again.add(made)
+                todo += inputs(made)
         self._left = list(left)
         self.late = tuple(n for n, a in enumerate(self._gradients) if maker.get(a) in late)
         early = [a for n, a in enumerate(self._gradients) if n not in self.late]

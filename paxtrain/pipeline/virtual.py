@@ -53,7 +53,10 @@ def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
 
 def _factors(axes: list[tuple[str, ...]]) -> list[str | int]:
     """Return the factors of the global dims, major first: a dim's axes, then its number for the shard's dim."""
-    return [factor for dim, names in enumerate(axes) for factor in (*names, dim)]
+    found: list[str | int] = []
+    for dim, names in enumerate(axes):
+        found += [*names, dim]
+    return found
 
 
 def _shards_first(factors: list[str | int], sizes: Mapping[str, int], ndim: int) -> list[str | int]:
@@ -100,10 +103,10 @@ def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Any, out_specs: A
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
 
         def one(leaves: list[jax.Array]) -> Any:
-            return f(*structure.unflatten(leaves))
+            return f(*jax.tree.unflatten(structure, leaves))
 
         # The major axis is the outermost vmap, which takes the first dim.
-        for axis, size in reversed(sizes.items()):
+        for axis, size in reversed(list(sizes.items())):
             in_axes = [0 if any(axis in names for names in _axes(spec, len(spec))) else None for spec in specs]
             one = jax.vmap(one, in_axes=(in_axes,), axis_name=axis, axis_size=size)
         out = one([_split(x, spec, sizes) for x, spec in zip(leaves, specs, strict=True)])

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ class Cluster:
         return cls(**cluster_file.read(name))
 
     @classmethod
-    def parse(cls, values: Any, folder: pathlib.Path = pathlib.Path()) -> "Cluster":
+    def parse(cls, values: object, folder: pathlib.Path = pathlib.Path()) -> "Cluster":
         """Return the cluster that a file's values describe.
 
         Args:
@@ -98,7 +98,21 @@ class Cluster:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write a cluster file, and beside it an .npz with the links if there are many."""
-        cluster_file.write({field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, path)
+        fields = cluster_file.Fields(
+            name=self.name,
+            source=self.source,
+            hosts=self.hosts,
+            devices_per_host=self.devices_per_host,
+            kinds=self.kinds,
+            memory=self.memory,
+            nics=self.nics,
+            alpha=self.alpha,
+            samples=self.samples,
+            measured=self.measured,
+            compute=self.compute,
+            named=self.named,
+        )
+        cluster_file.write(fields, path)
 
     @property
     def devices(self) -> int:
@@ -148,7 +162,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
             raise UserError(f"tensor groups cannot span {names}, whose devices differ in kind")
     following = np.roll(blocks, -1, axis=1)
 
-    def join(x: np.ndarray, worst: Any) -> np.ndarray:
+    def join(x: np.ndarray, worst: Callable[..., np.ndarray]) -> np.ndarray:
         pairs = worst(x[..., blocks[:, None], blocks[None]], axis=-1)
         inside = worst(np.concatenate([x[..., blocks, following], x[..., blocks, blocks]], axis=-1), axis=-1)
         return np.where(np.eye(len(blocks), dtype=bool), inside[..., None], pairs)

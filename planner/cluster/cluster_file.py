@@ -30,7 +30,8 @@ import pathlib
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -39,8 +40,6 @@ from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
-
-Fields = dict[str, Any]
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
@@ -52,6 +51,24 @@ _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
+_Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
+
+
+class Fields(TypedDict):
+    """Fields of a cluster that its file gives; `Cluster` documents them."""
+
+    name: str
+    source: str
+    hosts: tuple[str, ...]
+    devices_per_host: int
+    kinds: tuple[str, ...]
+    memory: np.ndarray
+    nics: int
+    alpha: np.ndarray
+    samples: np.ndarray
+    measured: np.ndarray | None
+    compute: tuple[dict[str, Any], ...]
+    named: bool
 
 
 def read(name: str | pathlib.Path) -> Fields:
@@ -77,7 +94,7 @@ def read(name: str | pathlib.Path) -> Fields:
         raise UserError(f"cluster {path}: {error}") from error
 
 
-def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Fields:
+def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     """Return the fields of the cluster that the JSON's values describe.
 
     Args:
@@ -101,17 +118,13 @@ def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Fields:
         raise UserError(f"hosts must be a list of names or a number up to {_MOST:,}, got {values['hosts']:,}")
     hosts = _hosts(values["hosts"])
     per_host = _integer("devices_per_host", values["devices_per_host"])
-    kinds = _per_host("device", values["device"], len(hosts))
-    for kind in kinds:
-        if not isinstance(kind, str) or (kind not in GPUS and kind != "cpu"):
-            raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {kind!r}")
+    kinds = tuple(_kind(value) for value in _per_host("device", values["device"], len(hosts)))
     if "memory" not in values and "cpu" in kinds:
         raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
     memory = values.get("memory", [GPUS[kind].memory for kind in kinds] if "memory" not in values else None)
     memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
     alpha, samples, measured = _links(values["links"], hosts, folder)
-    compute = values.get("compute", [])
-    _check_compute(compute, kinds)
+    compute = _compute(values.get("compute", []), kinds)
     name = str(values.get("name", "cluster"))
     if not all(text.isprintable() for text in (name, *hosts)):
         raise UserError(f"name and hosts must be printable text, got {name!r} and {', '.join(map(repr, hosts[:3]))}")
@@ -122,32 +135,44 @@ def parse(values: Any, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "source": str(values.get("source", "")),
         "hosts": hosts,
         "devices_per_host": per_host,
-        "kinds": tuple(kinds),
+        "kinds": kinds,
         "memory": memory,
         "nics": _integer("nics", values.get("nics", 1)),
         "alpha": alpha,
         "samples": samples,
         "measured": measured,
-        "compute": tuple(compute),
+        "compute": compute,
         "named": isinstance(values["hosts"], list),
     }
 
 
-def _integer(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} must be an integer from 1 on, got {value!r}")
     return value
 
 
-def _number(name: str, value: Any, zero: bool = False) -> float:
-    number = type(value) in (int, float) and abs(value) < _HUGE
-    if not number or value < 0 or (value == 0 and not zero):
+def _number(name: str, value: object, zero: bool = False) -> float:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not abs(value) < _HUGE
+        or value < 0
+        or (value == 0 and not zero)
+    ):
         raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
     return float(value)
 
 
-def _check_compute(rows: Any, kinds: list[str]) -> None:
-    """Require that the rows of the compute profile have all keys, with values that make sense."""
+def _kind(value: object) -> str:
+    """Return a kind of device, which must be known."""
+    if not isinstance(value, str) or (value not in GPUS and value != "cpu"):
+        raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {value!r}")
+    return value
+
+
+def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Return the rows of the compute profile, which must have all keys, with values that make sense."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
     for number, row in enumerate(rows):
@@ -162,13 +187,14 @@ def _check_compute(rows: Any, kinds: list[str]) -> None:
         for key, known in known_values.items():
             if row.get(key, known[0]) not in known:
                 raise UserError(f"compute row {number}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
+    return tuple(rows)
 
 
-def _hosts(value: Any) -> tuple[str, ...]:
+def _hosts(value: object) -> tuple[str, ...]:
     """Return the names of the hosts, which are made up if the value is a number."""
-    if type(value) is int:
-        width = len(str(_integer("hosts", value) - 1))
-        return tuple(f"host{i:0{width}}" for i in range(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        count = _integer("hosts", value)
+        return tuple(f"host{i:0{len(str(count - 1))}}" for i in range(count))
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
         raise UserError(f"hosts must be a number or a list of names, got {value!r}")
     if len(set(value)) != len(value):
@@ -177,7 +203,7 @@ def _hosts(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _per_host(name: str, value: Any, hosts: int) -> list[Any]:
+def _per_host(name: str, value: object, hosts: int) -> list[object]:
     """Return a list of one value per host, from such a list or from one value for all."""
     if not isinstance(value, list):
         return [value] * hosts
@@ -187,7 +213,7 @@ def _per_host(name: str, value: Any, hosts: int) -> list[Any]:
 
 
 def _links(
-    links: Any, hosts: tuple[str, ...], folder: pathlib.Path
+    links: object, hosts: tuple[str, ...], folder: pathlib.Path
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return alpha [H, H], samples [R, H, H], and which links were measured [H, H]; None: all."""
     if not isinstance(links, dict):
@@ -197,7 +223,7 @@ def _links(
         path = folder / str(links["npz"])
         try:
             with np.load(path) as arrays:
-                given = {name: arrays[name] for name in arrays.files}
+                given: Mapping[str, object] = {name: arrays[name] for name in arrays.files}
         except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
         _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
@@ -222,13 +248,13 @@ def _links(
     return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
 
 
-def _only(given: dict[str, Any], known: tuple[str, ...], where: str = "links.") -> None:
+def _only(given: Mapping[str, object], known: tuple[str, ...], where: str = "links.") -> None:
     for key in given:
         if key not in known:
             raise UserError(f"unknown key {where}{key}; known are {', '.join(known)}")
 
 
-def _matrix(name: str, value: Any, hosts: tuple[str, ...], zero: bool) -> np.ndarray:
+def _matrix(name: str, value: object, hosts: tuple[str, ...], zero: bool) -> np.ndarray:
     """Return an array of the value: [H, H], [R, H, H], or [] if `zero` is allowed."""
     size = len(hosts)
     try:
@@ -252,13 +278,13 @@ def _matrix(name: str, value: Any, hosts: tuple[str, ...], zero: bool) -> np.nda
     return array
 
 
-def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _classes(links: Mapping[str, object], hosts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return alpha [H, H] and one sample of the bandwidth [1, H, H] of links that are given by classes."""
     _only(links, ("inside", "between", "racks", "across", "exceptions"))
     size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
     alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
 
-    def put(name: str, values: Any, where: Any, needed: bool = True) -> None:
+    def put(name: str, values: object, where: _Where, needed: bool = True) -> None:
         if not isinstance(values, dict):
             raise UserError(f"links.{name} must be an object with alpha and bandwidth, got {values!r}")
         if needed and not {"alpha", "bandwidth"} <= set(values):
@@ -280,7 +306,7 @@ def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray,
     diagonal = np.diag_indices(size)
     put("inside", links["inside"], diagonal)
 
-    def chosen(value: Any) -> list[int]:
+    def chosen(value: object) -> list[int]:
         names = [value] if isinstance(value, str) else value
         if names == ["*"]:
             return list(range(size))
@@ -303,26 +329,26 @@ def _classes(links: dict[str, Any], hosts: tuple[str, ...]) -> tuple[np.ndarray,
     return alpha, bandwidth[None]
 
 
-def _uniform(values: Sequence[Any]) -> Any:
+def _uniform(values: Sequence[object]) -> object:
     """Return the one value of all hosts, or the list of values if they differ."""
     return values[0] if len(set(values)) == 1 else list(values)
 
 
-def write(fields: Mapping[str, Any], path: str | pathlib.Path) -> None:
+def write(fields: Fields, path: str | pathlib.Path) -> None:
     """Write a cluster file; the links of more than _IN_JSON hosts go into an .npz beside it.
 
     Args:
-        fields: fields of the cluster by name.
+        fields: fields of the cluster.
         path: path of the JSON.
     """
     path, hosts = pathlib.Path(path), fields["hosts"]
-    arrays = {"alpha": fields["alpha"], "bandwidth": fields["samples"]}
+    arrays: dict[str, Any] = {"alpha": fields["alpha"], "bandwidth": fields["samples"]}
     if fields["measured"] is not None:
         arrays["measured"] = fields["measured"]
     if len(hosts) > _IN_JSON:
         beside = path.with_suffix(".npz")
         np.savez_compressed(beside, **arrays)
-        links: dict[str, Any] = {"npz": beside.name}
+        links: dict[str, object] = {"npz": beside.name}
     else:
         links = {name: array.tolist() for name, array in arrays.items()}
     values = {

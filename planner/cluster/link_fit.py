@@ -44,20 +44,20 @@ def multiplicative(values: np.ndarray, racks: Sequence[int]) -> np.ndarray:
         values: [H, H] positive values, NaN if unknown. At least one off the diagonal must be known.
         racks: [H] rack of each host, numbered from 0.
     """
-    hosts, racks = len(values), np.asarray(racks)
-    count = racks.max() + 1
+    hosts, rack = len(values), np.asarray(racks)
+    count = rack.max() + 1
     known = ~np.isnan(values) & ~np.eye(hosts, dtype=bool)
     a, b = np.nonzero(known)
     logs = np.log(values[a, b])
     mean = logs.mean()
-    columns = np.stack([a, hosts + b, 2 * hosts + racks[a] * count + racks[b]])
+    columns = np.stack([a, hosts + b, 2 * hosts + rack[a] * count + rack[b]])
     rows = np.broadcast_to(np.arange(len(a)), columns.shape)
     width = 2 * hosts + count * count
     ones = np.ones(columns.size)
     matrix = sparse.csr_matrix((ones, (rows.ravel(), columns.ravel())), shape=(len(a), width))
     found = linalg.lsqr(matrix, logs - mean, damp=_RIDGE, atol=1e-10, btol=1e-10)[0]
     sender, receiver, pairs = found[:hosts], found[hosts : 2 * hosts], found[2 * hosts :].reshape(count, count)
-    return np.exp(mean + sender[:, None] + receiver[None] + pairs[racks[:, None], racks[None]])
+    return np.exp(mean + sender[:, None] + receiver[None] + pairs[rack[:, None], rack[None]])
 
 
 def _held_out_error(per_byte: np.ndarray, racks: Sequence[int], seed: int) -> float:

@@ -215,17 +215,20 @@ def _arrays(shape: Shape) -> list[tuple[Column, list[Column], bool]]:
     model, tensor = shape.model, np.asarray(shape.tensor)
     h, part, layers = model.hidden, model.hidden // tensor, shape.slots * shape.virtual_stages
     tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
-    arrays = [(layers, dims, True) for dims in _matrices(shape)]
+    arrays: list[tuple[Column, list[Column], bool]] = [(layers, dims, True) for dims in _matrices(shape)]
     arrays += [(tables, [model.padded_vocab // tensor, h], True)]
     if model.family == "llama":
         return [*arrays, (2 * layers + 1, [h], False)]
+    biases: list[tuple[Column, list[Column], bool]]
     biases = [(layers, [3, part], False), (layers, [model.ffn // tensor], False)]
     return [*arrays, (1, [model.sequence, h], True), *biases, (6 * layers + 2, [h], False)]
 
 
 def parameters(shape: Shape) -> tuple[Column, Column, Column]:
     """Return a device's parameters: whole; what ZeRO-1 leaves of them; those cast to the compute dtype."""
-    whole, sharded, cast = 0, 0, 0
+    whole: Column = 0
+    sharded: Column = 0
+    cast: Column = 0
     for count, dims, compute in _arrays(shape):
         size = count * functools.reduce(np.multiply, dims)
         splits = functools.reduce(np.logical_or, [np.asarray(d) % shape.data == 0 for d in dims])
@@ -238,7 +241,8 @@ def parameters(shape: Shape) -> tuple[Column, Column, Column]:
 def _codec_state(shape: Shape) -> Column:
     """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
-    n, k, total = shape.tokens // shape.parts, model.hidden, 0
+    n, k = shape.tokens // shape.parts, model.hidden
+    total: Column = 0
     for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)

@@ -16,16 +16,21 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.process
 import os
 import pathlib
 import queue
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +145,7 @@ def oracle(config: Config, kind: str, hosts: int, per_host: int) -> OracleMemory
     return memory
 
 
-def _devices(request: CompileRequest) -> tuple[list[Any], str]:
+def _devices(request: CompileRequest) -> tuple[list["jax.Device"], str]:
     """Return the devices to compile for, and the name of the compilation."""
     import jax
 
@@ -176,6 +181,7 @@ def _compile(request: CompileRequest) -> OracleMemory:
     gpu = trainer.platform == "gpu"
     compiled = aot.compile(lowered, trainer.compiler_options) if gpu else lowered.compile(trainer.compiler_options)
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    assert stats is not None  # only other backends give none
     state, temporary = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     total = state + temporary + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return OracleMemory(state, temporary, total, seconds, f"{by}, jax {jax.__version__}")
@@ -184,7 +190,7 @@ def _compile(request: CompileRequest) -> OracleMemory:
 # --- Many, in separate processes --------------------------------------------------------------------------------------
 
 
-def _serve(connection: Any, cpu_devices: int) -> None:
+def _serve(connection: multiprocessing.connection.Connection, cpu_devices: int) -> None:
     """Answer requests until None comes; an error goes back as a sentence."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every transfer whose time it cannot estimate
     import jax
@@ -203,7 +209,8 @@ class _Worker:
     """A process that compiles one request at a time; it is killed and started again if one takes too long."""
 
     def __init__(self, cpu_devices: int):
-        self._cpu_devices, self._process = cpu_devices, None
+        self._cpu_devices = cpu_devices
+        self._process: multiprocessing.process.BaseProcess | None = None
 
     def __call__(self, request: CompileRequest, seconds: float) -> OracleMemory | str:
         if self._process is None:

@@ -201,9 +201,9 @@ def _moved(rng: np.random.Generator, state: Array, across: Array) -> Array:
     """
     chains, size = state.shape
     source = moves(rng, chains, size)
-    turned = rng.random(chains) < 0.5
+    turned = rng.random((chains, 1)) < 0.5
     rows = np.arange(chains)[:, None]
-    view = np.where(turned[:, None], across, np.arange(size)[None])
+    view = np.where(turned, across, np.arange(size)[None])
     new = np.empty_like(state)
     new[rows, view] = state[rows, view[rows, source]]
     return new

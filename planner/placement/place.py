@@ -109,8 +109,8 @@ def place(
         twins = exact.twins(fabric, problem.kind_of_host)
         every = exact.placements(c.data, c.pipe, slots, twins, _EXACT)
         if every is not None:
-            where, found = exact.search(objective, every)
-            return better(where, found, found, "exact", len(every) + 1)
+            where, least = exact.search(objective, every)
+            return better(where, least, least, "exact", len(every) + 1)
     rng = np.random.default_rng(seed)
     begin = _starts(problem, fabric, slots, start, rng)
     chains = int(np.clip(_GROUPS // c.groups, 8, 64)) if chains is None else chains

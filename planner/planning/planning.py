@@ -28,7 +28,7 @@ PLAN, REPORT = "plan.json", "report.html"
 _HALVES = 150
 # Sections of a configuration, nested.
 Values = Mapping[str, Mapping[str, object]]
-_SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
+_SECTIONS = ("model", "pipeline", "batch", "compress")
 
 
 def _silent(_: str) -> None:
@@ -210,8 +210,10 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     for name in _SECTIONS:
         if name not in values:
             raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
-    found = tuple(read_section(kind, values[name], name) for name, kind in _SECTIONS.items())
-    compress = found[-1]
+    model = read_section(ModelConfig, values["model"], "model")
+    pipeline = read_section(PipelineConfig, values["pipeline"], "pipeline")
+    batch = read_section(BatchConfig, values["batch"], "batch")
+    compress = read_section(CompressConfig, values["compress"], "compress")
     for name, value, known in (
         ("forward", compress.forward, ("none",)),
         ("embedding", compress.embedding, ("auto", "fused")),
@@ -221,7 +223,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
-    if compress.embedding == "fused" and not found[0].tied_head:
+    if compress.embedding == "fused" and not model.tied_head:
         raise UserError(
             "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
         )
@@ -230,7 +232,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
             f"optimizer.name={optimizer} is not planned for, since its memory and time differ from AdamW's; "
             "plan with adamw, and train with --plan=plan.json and the optimizer of your choice"
         )
-    return found
+    return model, pipeline, batch, compress
 
 
 @dataclasses.dataclass(frozen=True)

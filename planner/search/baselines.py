@@ -57,11 +57,12 @@ def _chosen_by(search: Search, rule: str) -> int:
     stages = int(taken.pipe.max())
     on = np.arange(stages) < taken.pipe[:, None]
     hop_rows = np.where(np.arange(stages - 1) < taken.pipe[:, None] - 1, hops[:, None], 0.0)
-    stage = [np.where(on, x[:, None], 0.0) for x in (f, b)]
+    forward, backward = (np.where(on, x[:, None], 0.0) for x in (f, b))
     if rule == "pipette":
-        seconds = closed_forms.pipette(*stage, hop_rows, reduce, taken.micro_batches, taken.pipe, as_published=True)
+        m, pp = taken.micro_batches, taken.pipe
+        seconds = closed_forms.pipette(forward, backward, hop_rows, reduce, m, pp, as_published=True)
     else:
-        seconds = closed_forms.amp(*stage, hop_rows, reduce, taken.micro_batches)
+        seconds = closed_forms.amp(forward, backward, hop_rows, reduce, taken.micro_batches)
     return int(some[np.argmin(seconds)])
 
 

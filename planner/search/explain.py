@@ -57,8 +57,8 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
         chosen: chosen plan.
         global_batch: sequences of an optimizer step.
     """
-    columns = ("data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS)
-    columns += ("backward", "data_rank", "backward_rank")
+    columns = ["data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS]
+    columns += ["backward", "data_rank", "backward_rank"]
     table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
     c = chosen.candidate
     now = {
@@ -75,7 +75,7 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
         "data_rank": c.data_rank,
         "backward_rank": c.backward_rank if c.backward != "none" else 0,
     }
-    found = []
+    found: list[str] = []
     for changed in _moves(now, search):
         spec = SPECS[_NAMES["schedule"][changed["schedule"]]]
         if changed["schedule"] != now["schedule"] and spec.interleaves:

@@ -127,10 +127,10 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
     """
     meshes = list(_meshes(cluster, model, choices))
     if not meshes:
-        sizes = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
+        split = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
         raise UserError(
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
-            f"{sizes} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
+            f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
             f"tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
         )
     rows: list[tuple] = []

@@ -112,17 +112,18 @@ def decide(
     former, reason, profiled = group.gather(None, look)
     if former:
         return Decision(plans.from_json(former), reason, time.monotonic() - began)
-    cluster, missing = None, ""
+    measured: tuple[Cluster, str] | None = None
     if not profiled:
         with progress.doing("measuring the nodes' links and compute"):
-            cluster, missing = _profile(group, machines, config, request)
+            measured = _profile(group, machines, config, request)
     seconds = time.monotonic() - began
 
     def search(_: object) -> Any:
-        if kept:
+        if measured is None:
             [found] = kept
             more = f", which is of {found.hosts} hosts" * (found.hosts > len(machines.hosts))
             return _search(found.cluster, request, {"source": f"{found.path}{more}", "measured": found.measured})
+        cluster, missing = measured
         allocation.keep_profile(cluster, request.out / PROFILES)
         links = {"source": f"measured in {seconds:.0f} s{missing}", "measured": time.time()}
         return _search(cluster, request, links)

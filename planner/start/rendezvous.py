@@ -88,9 +88,9 @@ def _listen(port: int, processes: int, timeout: float, address: str) -> None:
             for key, _ in selector.select(left):
                 if key.fileobj is server:
                     caller = stack.enter_context(server.accept()[0])
-                    selector.register(caller, selectors.EVENT_READ)
+                    selector.register(caller, selectors.EVENT_READ, caller)
                     continue
-                caller = key.fileobj
+                caller = key.data
                 selector.unregister(caller)
                 with contextlib.suppress(OSError, ValueError):
                     number, host = caller.recv(1024).decode().split()
