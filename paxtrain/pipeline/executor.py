@@ -40,7 +40,7 @@ class Links(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from row to row; () for what evaluation does not need. Fields are in the order of the compiled tuple.
+    """The carry from row to row; () stands for parts that evaluation lacks. Fields are in the compiled tuple's order.
 
     Attributes:
         gradient_out: gradient that B made last, [B, S, H].

@@ -27,7 +27,7 @@ ORDERS = ("paired", "alternating", "forwards_first")
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleSpec:
-    """What a schedule is. P stages, v chunks of layers per stage, m micro-batches; functions take numbers or arrays.
+    """A schedule's facts. P stages, v chunks of layers per stage, m micro-batches; functions take numbers or arrays.
 
     Attributes:
         ops: (P, v, m) -> the ops of its table.

@@ -117,7 +117,7 @@ def _one_f_one_b(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Facts:
-    """What several parts of the bound need of all candidates: columns [N].
+    """Columns [N] over all candidates that several parts of the bound need.
 
     Attributes:
         costs: layer costs on the quickest kind of device, see `compute`.

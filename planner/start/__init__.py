@@ -1,4 +1,4 @@
-"""The start of a job: who has come, what nodes it got, and the plan for them.
+"""The start of a job: the roll call of its processes, the nodes that it got, and the plan for them.
 
     allocation.py      the nodes that the job got
     rendezvous.py      a roll call, before the processes join
