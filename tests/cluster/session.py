@@ -172,7 +172,7 @@ class Workers:
 
 
 class Session(Workers):
-    """Workers that train and measure. Compute is unlimited but where `measuring` limits it."""
+    """Workers that train and measure. Only `measuring` limits their compute."""
 
     def __init__(
         self, cluster: Cluster, devices_per_host: int, logs: pathlib.Path, cache: pathlib.Path, *, real: bool = False
