@@ -47,5 +47,5 @@ def find(name: str, kind: str = "", suffix: str = ".py") -> str:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
         first = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UserError(f"there is no shipped file {name!r}; {first}there are {', '.join(known)}, or name a path")
+        raise UserError(f"there is no shipped file {name!r}; {first}take one of {', '.join(known)}, or name a path")
     return str(folder() / kind / f"{name}{suffix}")
