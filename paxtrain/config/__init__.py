@@ -17,6 +17,7 @@ from paxtrain.config.load import from_dict, read_section, to_dict
 from paxtrain.config.model import ModelConfig
 from paxtrain.config.optimizer import OptimizerConfig
 from paxtrain.config.parallel import (
+    REDUCE_DTYPES,
     SAVE_MODES,
     SPLIT_SAVES,
     BatchConfig,
@@ -27,6 +28,7 @@ from paxtrain.config.parallel import (
 from paxtrain.config.run import CheckpointConfig, RunConfig
 
 __all__ = [
+    "REDUCE_DTYPES",
     "SAVE_MODES",
     "SPLIT_SAVES",
     "BatchConfig",

@@ -9,6 +9,7 @@ from paxtrain.config.checks import choice, positive, require
 from paxtrain.schedule.spec import SPECS, ScheduleSpec
 
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
+REDUCE_DTYPES = ("float32", "bfloat16")
 SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
 
 
@@ -38,6 +39,7 @@ class MeshConfig:
             all-gather) or replicated (all-reduce).
         sequence_parallel: whether a tensor group splits the sequence between the split matrices, so that each device
             keeps and sends a part of the activations.
+        reduce_dtype: dtype in which gradients are summed over data; they are accumulated in float32 either way.
     """
 
     data: int = 1
@@ -45,9 +47,11 @@ class MeshConfig:
     tensor: int = 1
     zero1: bool = True
     sequence_parallel: bool = False
+    reduce_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
+        choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require(
             not self.sequence_parallel or self.tensor > 1,
             f"mesh.sequence_parallel splits the sequence over tensor, but mesh.tensor={self.tensor}; "

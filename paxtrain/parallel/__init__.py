@@ -2,7 +2,8 @@
 
     step.py                      Trainer: the compiled functions of one configuration on one mesh
     mesh.py layout.py            devices by axes; how parameters lie on them
-    gradients.py                 collectives over data; the exchange of the tied embedding's gradients
+    weights.py                   the weights' gather over data, before the pipeline
+    reduction.py gradients.py    the gradients' reduction over data; the exchange of the tied embedding's
     compression.py ranks.py      codecs of the links, ranks of the stages
     stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update

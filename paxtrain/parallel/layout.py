@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import Config
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE, Group
-from paxtrain.pipeline.stage import Program
+from paxtrain.pipeline.program import Program
 
 Params = dict[str, Any]
 

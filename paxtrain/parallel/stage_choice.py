@@ -91,7 +91,7 @@ def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
     def backward(params: Params, tokens: jax.Array, codec: Any) -> Any:
         stage = trainer.stage(params, tokens, None)
         between = _local({direction: codec[direction] for direction in ("backward", "forward")})
-        loss, grads, _ = executor.loss_and_gradients(
+        loss, grads, *_ = executor.loss_and_gradients(
             stage, trainer.buffers, trainer.schedule.masked, trainer.compression.links, between
         )
         return _spread((loss, grads))

@@ -1,7 +1,7 @@
 """The training step: `Trainer` has the compiled functions of one configuration on one mesh.
 
-A step runs the pipeline inside `shard_map`, reduces the gradients over data (`gradients.py`), and updates the weights
-with optax on global arrays:
+A step runs the pipeline inside `shard_map`, which reduces the gradients over data (`reduction.py`), and updates the
+weights with optax on global arrays:
 
     trainer = Trainer(config, make_mesh(config.mesh))
     state = trainer.init(seed=0)
@@ -29,6 +29,8 @@ from paxtrain.parallel import gradients, muon
 from paxtrain.parallel.compression import Compression, State, settle_implementation
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
+from paxtrain.parallel.reduction import DataReduction
+from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule import buffers
@@ -49,8 +51,12 @@ GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
 # asserts it.
 GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
-# Stages skip F and B by loops of zero trips. XLA for CPUs would move the bodies out of these loops, and all stages
-# would run all ops.
+# The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for that
+# would put it off by one more layer, and copy the gradients of two layers in each turn.
+GPU_REDUCE_OPTIONS = {"xla_gpu_enable_pipelined_reduce_scatter": False}
+
+# Stages skip F and B by loops of zero trips, in masked schedules in the last rows. XLA for CPUs would move the bodies
+# out of these loops, and all stages would run all ops.
 CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
@@ -307,7 +313,7 @@ class Trainer:
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
-        weights = gradients.gather_weights(self.layout, params)
+        weights = gather_weights(self.layout, params)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
         return Stage(program, weights, tokens, key, first_sample)
 
@@ -321,10 +327,11 @@ class Trainer:
         codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
         stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
-        loss, grads, between = executor.loss_and_gradients(
-            stage, self.buffers, table.masked, compression.links, between
+        reduction = DataReduction(compression, self.ranks, codec["data"])
+        loss, grads, between, states = executor.loss_and_gradients(
+            stage, self.buffers, table.masked, compression.links, between, reduction
         )
-        reduced = gradients.reduce_gradients(compression, self.ranks, grads, codec["data"])
+        reduced = reduction.finish(grads, states)
         codec = jax.tree.map(lambda x: x[None, None, None], {**between, "data": reduced.state})
         return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
@@ -440,8 +447,8 @@ class Trainer:
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the training step on this mesh's platform."""
         if self.platform != "gpu":
-            return {} if self.schedule.masked else CPU_OPTIONS
-        return GPU_OPTIONS | (GPU_COMPRESSED_OPTIONS if self.compression.between_stages else {})
+            return CPU_OPTIONS if self.config.mesh.pipe > 1 else {}
+        return GPU_OPTIONS | GPU_REDUCE_OPTIONS | (GPU_COMPRESSED_OPTIONS if self.compression.between_stages else {})
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)

@@ -2,6 +2,9 @@
 
     executor.py          rows of a table, in order; plain messages between stages
     stage.py             F, B and W of one micro-batch on one device
+    closing.py           a stage's last op, with the reduction of its gradients over data inside
+    one_stage.py         the same without rows, for a single stage
+    program.py           static facts of the pipeline, a stage's weights, a layer's place
     messages.py          messages that go through a codec
     split_backward.py    the backward in two, B and W
     residuals.py         what a forward keeps for its backward

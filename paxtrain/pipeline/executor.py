@@ -6,6 +6,7 @@ no autodiff crosses a transfer, and both transfers of a row can run under its co
 
 A stage that is idle in a row does one of two things:
     masked schedules    It computes on scrap, with a zero cotangent. The time is bubble anyway, and rows need no branch.
+                        In the last rows, when some stage is done and can reduce its gradients over data, it skips.
     others              It skips, by rings.only_if, a loop of zero or one trips. The loop updates its carry in place; a
                         conditional that returned rings or gradient accumulators would copy them whole.
 
@@ -16,15 +17,19 @@ program.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.messages import PLAIN, Link, among, send
+from paxtrain.pipeline.one_stage import one_stage
+from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import always, only_if, read, write
-from paxtrain.pipeline.stage import Stage, Weights
+from paxtrain.pipeline.stage import Stage
 from paxtrain.pipeline.virtual import permute
 from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
 from paxtrain.schedule.table import Pair
@@ -51,6 +56,7 @@ class Carry(NamedTuple):
         loss: sum so far, float32 [].
         output: activation that F made last, [B, S, H].
         residuals: ring of what F leaves for B, and B for W.
+        reduced: states of the reduction over data, in a last row that reduces; otherwise ().
         scratch: see Stage.scratch.
     """
 
@@ -61,6 +67,7 @@ class Carry(NamedTuple):
     links: dict[str, Any]
     loss: jax.Array
     output: jax.Array
+    reduced: Any
     residuals: Any
     scratch: Any
 
@@ -75,10 +82,20 @@ class _Mail(NamedTuple):
 class Rows:
     """Runs rows of a schedule on a stage."""
 
-    def __init__(self, stage: Stage, buffers: Buffers, links: Links, masked: bool, train: bool):
-        self.stage, self.buffers, self.links, self.train = stage, buffers, links, train
-        self.run = always if masked else only_if
+    def __init__(
+        self,
+        stage: Stage,
+        buffers: Buffers,
+        links: Links,
+        masked: bool,
+        train: bool,
+        reduction: Reduction | None = None,
+    ):
+        self.stage, self.buffers, self.links, self.train, self.reduction = stage, buffers, links, train, reduction
         self.masked = masked
+        closing = buffers.kinds[-1].closing
+        # Stages that reduce their gradients within the last row's op; the others do it behind the rows.
+        self.closing = closing if reduction and reduction.closes(closing) else ()
         self.program = stage.program
         self.last = stage.index == self.program.stages - 1
         self.table = jnp.asarray(buffers.table)
@@ -93,7 +110,8 @@ class Rows:
 
         inbox, nothing = ring(self.buffers.activation_depth), ()
         if not self.train:
-            return Carry(nothing, nothing, nothing, inbox, link_states, jnp.float32(0), message, nothing, nothing)
+            zero = jnp.float32(0)
+            return Carry(nothing, nothing, nothing, inbox, link_states, zero, message, nothing, nothing, nothing)
         return Carry(
             gradient_out=message,
             gradients=ring(self.buffers.gradient_depth),
@@ -104,6 +122,7 @@ class Rows:
             output=message,
             # Only idle stages that compute need the scrap slot.
             residuals=self.stage.residuals(self.buffers.residual_depth + self.masked),
+            reduced=nothing,
             scratch=self.stage.scratch() if self.masked else (),
         )
 
@@ -155,7 +174,7 @@ class Rows:
         carry = self._run_forward(carry, cell, kind)
         carry = self._activations_travel(carry, cell, kind)
         for chunk in kind.weights:
-            carry = self._weights(carry, cell, chunk)
+            carry = self._weights(carry, cell, chunk, kind)
         received = None
         if kind.receive or kind.receive_compressed:
             # Whatever stages do of F and W: else all would wait for the slowest of their neighbours.
@@ -226,7 +245,7 @@ class Rows:
             return stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
 
         with jax.named_scope(f"chunk_{chunk}"):
-            output, residuals = self.run(active, body, (carry.output, carry.residuals))
+            output, residuals = self._busy(kind)(active, body, (carry.output, carry.residuals))
         carry = carry._replace(output=output, residuals=residuals)
         if kind.head and chunk == self.program.chunks - 1:
             carry = self._head(carry, cell, active & self.last)
@@ -258,21 +277,25 @@ class Rows:
         ring, slot = carry.residuals, (cell["backward_slot"],)
 
         def body(part: tuple) -> tuple:
-            _, grads, rest = part
+            _, grads, rest, reduced = part
             if splits:
                 out, grads, rest = stage.input_gradient(chunk, rest, slot, g, grads)
             else:
-                cotangent = jnp.where(active, g, 0) if self.masked else g
-                out, grads, rest = stage.backward(chunk, cell["backward"], ring, slot, cotangent, grads, rest)
+                cotangent, close = jnp.where(active, g, 0) if self.masked else g, self._close(kind, reduced)
+                out, grads, rest, reduced = stage.backward(
+                    chunk, cell["backward"], ring, slot, cotangent, grads, rest, close
+                )
             if kind.first_backward and chunk == 0:
                 grads = stage.embed_gradient(cell["backward"], out, grads, active & (stage.index == 0))
-            return out, grads, rest
+            grads, reduced = self._closed(kind, chunk, grads, reduced)
+            return out, grads, rest, reduced
 
         # B of a split backward changes the ring, in which it leaves what W needs; the whole B only reads it.
         changed = "residuals" if splits else "scratch"
         with jax.named_scope(f"chunk_{chunk}"):
-            out, grads, rest = self.run(active, body, (carry.gradient_out, carry.grads, getattr(carry, changed)))
-        carry = carry._replace(**{"gradient_out": out, "grads": grads, changed: rest})
+            part = (carry.gradient_out, carry.grads, getattr(carry, changed), carry.reduced)
+            out, grads, rest, reduced = self._busy(kind)(active, body, part)
+        carry = carry._replace(**{"gradient_out": out, "grads": grads, changed: rest, "reduced": reduced})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
             out, ring = lax.optimization_barrier((carry.gradient_out, carry.residuals))
@@ -280,15 +303,39 @@ class Rows:
         return carry
 
     @jax.named_scope("backward")
-    def _weights(self, carry: Carry, cell: Cell, chunk: int) -> Carry:
+    def _weights(self, carry: Carry, cell: Cell, chunk: int, kind: RowKind) -> Carry:
         active = (cell["weights_valid"] == 1) & (cell["weights_chunk"] == chunk)
         ring, slot = carry.residuals, (cell["weights_slot"],)
+
+        def body(part: tuple) -> tuple:
+            grads, reduced = part
+            grads, reduced = self.stage.weight_gradients(chunk, ring, slot, grads, self._close(kind, reduced))
+            return self._closed(kind, chunk, grads, reduced)
+
         with jax.named_scope(f"chunk_{chunk}"):
-            body = functools.partial(self.stage.weight_gradients, chunk, ring, slot)
-            grads = self.run(active, body, carry.grads)
+            grads, reduced = only_if(active, body, (carry.grads, carry.reduced))
         # As behind B.
         grads, ring = lax.optimization_barrier((grads, ring))
-        return carry._replace(grads=grads, residuals=ring)
+        return carry._replace(grads=grads, residuals=ring, reduced=reduced)
+
+    def _busy(self, kind: RowKind) -> Callable[[jax.Array, Callable[[Any], Any], Any], Any]:
+        """Return how F and B run if only some stages have one: `always` or `only_if`."""
+        return always if self.masked and not kind.tail else only_if
+
+    def _close(self, kind: RowKind, states: Any) -> Close | None:
+        """Return what an op does with the layers' gradients: nothing except in a last row that reduces them."""
+        if not (kind.closing and self.closing):
+            return None
+        assert self.reduction
+        return Close(close_layers, functools.partial(self.reduction.layer, self.closing), states)
+
+    def _closed(self, kind: RowKind, chunk: int, grads: Weights, states: Any) -> tuple[Weights, Any]:
+        """Return accumulators and states of the reduction behind an op."""
+        close = self._close(kind, states)
+        if not close:
+            return grads, ()
+        assert self.reduction
+        return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads))
 
     def _send(
         self, direction: str, carry: Carry, message: jax.Array, chunk: jax.Array, pairs: tuple[Pair, ...]
@@ -313,6 +360,9 @@ class Rows:
         for start, period, repeats in self.buffers.runs():
             kinds = self.buffers.kinds[start : start + period]
             cells = self.table[start : start + period * repeats]
+            if self.closing and start + period * repeats == len(self.table):
+                assert self.reduction and period * repeats == 1, "the last row has a kind of its own"
+                carry = carry._replace(reduced=self.reduction.states())
 
             def body(carry: Carry, cells: jax.Array, kinds: list[RowKind] = kinds) -> tuple[Carry, None]:
                 for i, kind in enumerate(kinds):
@@ -327,23 +377,6 @@ class Rows:
         return carry
 
 
-def _one_stage(stage: Stage, grads: Weights) -> tuple[jax.Array, Weights]:
-    """Return loss and gradients of a single stage: F and B share a row, and residuals bypass the ring."""
-
-    def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
-        loss, grads = carry
-        with jax.named_scope("forward"):
-            y, residuals = stage.forward_once(0, mb, stage.embed(mb))
-        with jax.named_scope("head"):
-            loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
-        grads = grads._replace(embedding=embedding, final_norm=final_norm)
-        with jax.named_scope("backward"):
-            g, grads, _ = stage.backward(0, mb, residuals, (), g, grads, ())
-            return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), None
-
-    return lax.scan(body, (jnp.float32(0), grads), jnp.arange(stage.micro_batches))[0]
-
-
 @jax.named_scope("backward")
 def zeros_like(weights: Weights) -> Weights:
     """Return float32 gradient accumulators, each from a separate zero: XLA would copy a shared one into each."""
@@ -353,8 +386,8 @@ def zeros_like(weights: Weights) -> Weights:
 
 
 def loss_and_gradients(
-    stage: Stage, buffers: Buffers, masked: bool, links: Links, states: Any
-) -> tuple[jax.Array, Weights, Any]:
+    stage: Stage, buffers: Buffers, masked: bool, links: Links, states: Any, reduction: Reduction | None = None
+) -> tuple[jax.Array, Weights, Any, Any]:
     """Return loss and gradients of all micro-batches of this data rank.
 
     Args:
@@ -363,17 +396,37 @@ def loss_and_gradients(
         masked: idle stages compute on scrap, see Schedule.masked.
         links: codecs of the messages between the stages.
         states: {"backward", "forward"}: the states of this stage's codecs, with a leading dim of chunks.
+        reduction: reduction of the gradients over data; None: they are returned as they are.
 
     Returns:
         The loss, zero except on the last stage; the gradients in float32, structured as the stage's weights; the new
-        states of the codecs.
+        states of the codecs; and the reduction's states of the layers. If there is a reduction, reduced gradients lie
+        at the front of the arrays.
     """
     grads = zeros_like(stage.weights)
     if stage.program.stages == 1:
-        return *_one_stage(stage, grads), states
-    rows = Rows(stage, buffers, links, masked, train=True)
+        loss, grads, reduced = one_stage(stage, grads, reduction)
+        return loss, grads, states, reduced
+    rows = Rows(stage, buffers, links, masked, train=True, reduction=reduction)
     carry = rows.run_all(rows.start(grads, states))
-    return carry.loss, carry.grads, carry.links
+    reduced = carry.reduced
+    if reduction:
+        grads, reduced = _reduced(rows, carry, reduction)
+    return carry.loss, grads if reduction else carry.grads, carry.links, reduced
+
+
+def _reduced(rows: Rows, carry: Carry, reduction: Reduction) -> tuple[Weights, list[Any]]:
+    """Reduce the gradients of the stages that have reduced none in the last row, and return those of all stages."""
+    others = tuple(s for s in range(rows.program.stages) if s not in rows.closing)
+    if not rows.closing:
+        return reduction.whole(others, carry.grads, reduction.states())
+
+    def body(part: tuple[Weights, list[Any]]) -> tuple[Weights, list[Any]]:
+        # The barrier binds the gradients to the loop. Without it XLA moves the reduction out, and all stages run it.
+        return reduction.whole(others, *lax.optimization_barrier(part))
+
+    part = (carry.grads, carry.reduced)
+    return only_if(among(rows.stage.index, others), body, part) if others else part
 
 
 def loss_only(stage: Stage, buffers: Buffers, masked: bool) -> jax.Array:

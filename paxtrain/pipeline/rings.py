@@ -36,6 +36,24 @@ def write(ring: Any, index: Index, value: Any) -> Any:
     return jax.tree.map(write_leaf, ring, value) if index else value
 
 
+def write_front(ring: Any, index: Index, value: Any) -> Any:
+    """Return the ring after `write` of values that fill only the front of their slot.
+
+    Args:
+        ring: tree of arrays [*slots, ...].
+        index: leading indices; may be empty.
+        value: tree of arrays without the indexed dims, each dim as large as the slot's or smaller.
+    """
+
+    def write_leaf(r: jax.Array, v: jax.Array) -> jax.Array:
+        if r.shape == v.shape:
+            return v
+        starts = (*index, *[0] * v.ndim)
+        return lax.dynamic_update_slice(r, v.astype(r.dtype).reshape(*[1] * len(index), *v.shape), starts)
+
+    return jax.tree.map(write_leaf, ring, value)
+
+
 def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
     """Return the ring after `write` to some of its leaves.
 

@@ -1,121 +1,17 @@
 """One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from paxtrain.config import ModelConfig
 from paxtrain.model import transformer
-from paxtrain.model.tensor_parallel import Group
 from paxtrain.model.transformer import Dropout, Params
+from paxtrain.pipeline.program import Close, Place, Program, Step, Weights
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.rings import Index, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
-
-
-class Weights(NamedTuple):
-    """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
-
-    The gradient accumulators have the same structure, in float32. They are not stacked over layers, because XLA would
-    copy a stacked array on every update: it reads one layer's row from the array as it was before another row's write.
-
-    Attributes:
-        embedding: token [V/T, H], or [1 or 2, V/T, H] if the head is untied; position [S, H] if any.
-        chunks: segments of each chunk. A segment is a list of layers' trees, or one stacked tree [layers, ...] if it is
-            scanned.
-        final_norm: scale [H], and bias [H] if any.
-    """
-
-    embedding: Params
-    chunks: list[list[Any]]
-    final_norm: Params
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Consecutive layer slots of a chunk that run as one piece.
-
-    Attributes:
-        start: first slot.
-        count: number of slots.
-        optional: whether some virtual stages have no layer here and skip the segment (uneven stages).
-        scan: whether the layers run in a loop over one compiled layer.
-    """
-
-    start: int
-    count: int
-    optional: bool
-    scan: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The static facts that the compiled code depends on.
-
-    Attributes:
-        model: shape of the model.
-        stages: number of pipeline stages, P.
-        chunks: number of chunks of each stage.
-        layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
-        counts: number of layers of each virtual stage, in model order.
-        save: values that a forward keeps for its backward, see PipelineConfig.save.
-        scan_layers: whether the common layers run in a loop over one compiled layer.
-        splits: whether the backward runs as B and W.
-        group: split of a layer over tensor and sequence parallelism.
-        pipe: mesh axis of the stages, or None if there is one stage.
-    """
-
-    model: ModelConfig
-    stages: int
-    chunks: int
-    layer_of: tuple
-    counts: tuple[int, ...]
-    save: str
-    scan_layers: bool
-    splits: bool
-    group: Group
-    pipe: str | None
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Segments of a chunk: the layers that all virtual stages have, then each further slot by itself."""
-        common, slots = min(self.counts), max(self.counts)
-        return (
-            Segment(0, common, optional=False, scan=self.scan_layers),
-            *(Segment(slot, 1, optional=True, scan=False) for slot in range(common, slots)),
-        )
-
-
-class Place(NamedTuple):
-    """The place of a layer in its chunk, while its segment runs.
-
-    Attributes:
-        number: number of the layer in the model, int32 [].
-        segment: number of its segment in the chunk.
-        layer: number of the layer in the segment, an int or int32 [].
-        at: (layer,) if the segment is scanned, and its layers share one stacked part; otherwise ().
-    """
-
-    number: jax.Array
-    segment: int
-    layer: int | jax.Array
-    at: Index
-
-    def of(self, parts: list[Any]) -> Any:
-        """Return the part that holds this layer.
-
-        Args:
-            parts: for each segment one stacked part if it is scanned, else a list with one part per layer.
-        """
-        return parts[self.segment] if self.at else parts[self.segment][self.layer]
-
-
-# A step of one layer: (place, weights, x, part) -> (x, part).
-Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
 
 
 class Stage:
@@ -231,16 +127,26 @@ class Stage:
         """
         parts, numbers = list(parts), range(len(parts))
         for number in reversed(numbers) if backward else numbers:
-            x, parts[number] = self._segment(chunk, number, x, parts[number], step, backward)
+            x, parts[number] = self.run_segment(chunk, number, x, parts[number], step, backward)
         return x, parts
 
-    def _segment(self, chunk: int, number: int, x: Any, part: Any, step: Step, backward: bool) -> tuple[Any, Any]:
+    def slot(self, chunk: int, number: int, layer: int | jax.Array) -> int | jax.Array:
+        """Return the slot, in the stage, of a layer of a segment."""
+        return chunk * max(self.program.counts) + self.program.segments[number].start + layer
+
+    def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[Place, Params]:
+        """Return the place and the weights of a layer of a scanned segment."""
+        weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
+        own = self._layer_of[chunk, self.program.segments[number].start + layer]
+        return Place(own, number, layer, (layer,)), weights
+
+    def run_segment(self, chunk: int, number: int, x: Any, part: Any, step: Step, backward: bool) -> tuple[Any, Any]:
+        """Run a step of each layer of one segment, and return x and the segment's part after it."""
         segment, weights = self.program.segments[number], self.weights.chunks[chunk][number]
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
         def one(turn: Any, carry: tuple) -> tuple:
-            i = segment.count - 1 - turn if backward else turn
-            return step(Place(layers[i], number, i, (i,)), jax.tree.map(lambda w: w[i], weights), *carry)
+            return step(*self.at(chunk, number, segment.count - 1 - turn if backward else turn), *carry)
 
         def unrolled(carry: tuple) -> tuple:
             x, own = carry[0], list(carry[1])
@@ -302,9 +208,28 @@ class Stage:
         """
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
+    def _accumulate(
+        self, chunk: int, x: Any, grads: Weights, step: Step, backward: bool, close: Close | None
+    ) -> tuple[Any, Weights, list[Any]]:
+        """Run a step of each layer over the accumulators; return also the states of `close`."""
+        totals, states = grads.chunks[chunk], []
+        if close:
+            x, totals, states = close.run(self, chunk, x, totals, step, close, backward)
+        else:
+            x, totals = self._each_layer(chunk, x, totals, step, backward)
+        return x, _with_chunk(grads, chunk, totals), states
+
     def backward(
-        self, chunk: int, mb: jax.Array, residuals: Any, slot: Index, g: jax.Array, grads: Weights, scratch: Any
-    ) -> tuple[jax.Array, Weights, Any]:
+        self,
+        chunk: int,
+        mb: jax.Array,
+        residuals: Any,
+        slot: Index,
+        g: jax.Array,
+        grads: Weights,
+        scratch: Any,
+        close: Close | None = None,
+    ) -> tuple[jax.Array, Weights, Any, list[Any]]:
         """Run the whole backward of a chunk.
 
         Args:
@@ -315,9 +240,11 @@ class Stage:
             g: gradient of the chunk's output, [B, S or S/T, H].
             grads: gradient accumulators.
             scratch: the buffer of `scratch`.
+            close: reduction of the layers' gradients, if this is the stage's last op.
 
         Returns:
-            The gradient of the chunk's input, the accumulators with the layers' gradients added, and the scratch.
+            The gradient of the chunk's input, the accumulators with the layers' gradients added, the scratch, and the
+            states of `close`.
         """
         if self.program.save == "inputs":
             x = read(residuals, slot)
@@ -329,8 +256,8 @@ class Stage:
             delta, g = self._vjp.backward(weights, kept, g)
             return g, write(total, place.at, add(read(total, place.at), delta))
 
-        g, totals = self._each_layer(chunk, g, grads.chunks[chunk], step, backward=True)
-        return g, _with_chunk(grads, chunk, totals), scratch
+        g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
+        return g, grads, scratch, states
 
     def input_gradient(
         self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
@@ -360,22 +287,25 @@ class Stage:
         residuals, totals = zip(*(part if s.scan else map(list, zip(*part)) for s, part in zip(segments, both)))
         return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
 
-    def weight_gradients(self, chunk: int, residuals: Any, slot: Index, grads: Weights) -> Weights:
-        """Run W of a chunk. Return the accumulators with its matrices' gradients added.
+    def weight_gradients(
+        self, chunk: int, residuals: Any, slot: Index, grads: Weights, close: Close | None = None
+    ) -> tuple[Weights, list[Any]]:
+        """Run W of a chunk. Return the accumulators with its matrices' gradients added, and the states of `close`.
 
         Args:
             chunk: number of the chunk.
             residuals: ring that `input_gradient` has changed.
             slot: index of the micro-batch in the ring.
             grads: gradient accumulators.
+            close: reduction of the layers' gradients, if this is the stage's last op.
         """
 
         def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves = read(place.of(residuals), (*slot, *place.at))
             return x, add_some(total, place.at, self._split.weight_gradients(weights, leaves))
 
-        _, totals = self._each_layer(chunk, (), grads.chunks[chunk], step)
-        return _with_chunk(grads, chunk, totals)
+        _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
+        return grads, states
 
     def embed_gradient(self, mb: jax.Array, g: jax.Array, grads: Weights, active: jax.Array) -> Weights:
         """Add the embedding's gradient to the accumulators.

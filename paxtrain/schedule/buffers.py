@@ -29,6 +29,9 @@ class RowKind:
         first: some stage runs F of the first virtual stage.
         head: some stage runs F of the last virtual stage.
         first_backward: some stage runs B of the first virtual stage.
+        tail: some stage has run its last op before this row. Idle stages skip in such rows, so that it can go on to its
+            reduction over data.
+        closing: stages whose gradients become final in this row, the last one, if they all run the same op; else ().
     """
 
     receive: tuple[Pair, ...]
@@ -40,6 +43,8 @@ class RowKind:
     first: bool
     head: bool
     first_backward: bool
+    tail: bool
+    closing: tuple[int, ...]
 
 
 COLUMNS = (
@@ -120,6 +125,7 @@ def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple
 
 def row_kind(
     schedule: Schedule,
+    row: int,
     forward: set[tuple[int, int]],
     backward: set[tuple[int, int]],
     weights: set[tuple[int, int]],
@@ -131,6 +137,7 @@ def row_kind(
 
     Args:
         schedule: table of ops.
+        row: number of the row.
         forward: (stage, chunk) that run F.
         backward: (stage, chunk) that run B.
         weights: (stage, chunk) that run W.
@@ -148,6 +155,8 @@ def row_kind(
         first=(0, 0) in forward,
         head=(schedule.stages - 1, schedule.chunks - 1) in forward,
         first_backward=(0, 0) in backward,
+        tail=schedule.masked and schedule.trains and row > min(schedule.last_rows),
+        closing=schedule.closing if row == schedule.rows - 1 else (),
     )
 
 
@@ -274,7 +283,7 @@ def _kinds(schedule: Schedule, compressed: Set[tuple[int, int]]) -> list[RowKind
         f, b, w = (active(phase, row) for phase in ("forward", "backward", "weights"))
         plain = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] not in packed[row])
         squeezed = tuple(pair for pair in schedule.gradient_pairs[row] if pair[0] in packed[row])
-        return row_kind(schedule, f, b, w, plain, squeezed, schedule.activation_pairs[row])
+        return row_kind(schedule, row, f, b, w, plain, squeezed, schedule.activation_pairs[row])
 
     return [kind(row) for row in range(schedule.rows)]
 

@@ -119,7 +119,7 @@ class _Proof:
             for phase in ("forward", "backward", "weights")
         )
         kind = self.kind
-        found = row_kind(self.schedule, f, b, w, kind.receive, kind.receive_compressed, kind.send)
+        found = row_kind(self.schedule, self.row, f, b, w, kind.receive, kind.receive_compressed, kind.send)
         self.check(kind == found, -1, "the row's kind leaves out an op")
 
     def finish(self) -> None:

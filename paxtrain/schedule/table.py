@@ -98,6 +98,20 @@ class Schedule:
         }
 
     @functools.cached_property
+    def last_rows(self) -> tuple[int, ...]:
+        """Row of each stage's last op."""
+        busy = (self.forward != IDLE) | (self.backward != IDLE) | (self.weights != IDLE)
+        return tuple(int(np.flatnonzero(stage)[-1]) for stage in busy.T)
+
+    @property
+    def closing(self) -> tuple[int, ...]:
+        """Stages whose gradients become final in the last row, if all of them run the same B or W; else ()."""
+        last = {phase: np.flatnonzero(getattr(self, phase)[-1] != IDLE) for phase in ("forward", "backward", "weights")}
+        ops = {(phase, chunk) for phase, s in last.items() for chunk in getattr(self, phase + "_chunk")[-1, s].tolist()}
+        stages = {*last["backward"].tolist(), *last["weights"].tolist()}
+        return tuple(sorted(stages)) if len(ops) == 1 else ()
+
+    @functools.cached_property
     def activation_pairs(self) -> list[tuple[Pair, ...]]:
         """(Sender, receiver) stages, per row, of the activations that travel after its forward phase."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]

@@ -104,7 +104,7 @@ class While:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Instructions scheduled between the start and the done of one collective-permute; zeros if it is synchronous.
+    """Instructions scheduled between the start and the done of one collective; zeros if it is synchronous.
 
     Attributes:
         computation: name of the computation that contains it.
@@ -399,11 +399,9 @@ def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
     ]
 
 
-def _is_permute_start(program: _HloModule, op: _HloInstruction) -> bool:
-    """Return whether an instruction starts an asynchronous collective-permute."""
-    return op.opcode == "collective-permute-start" or (
-        op.opcode == "async-start" and program.contains(op, ("collective-permute",))
-    )
+def _starts(program: _HloModule, op: _HloInstruction, kind: str) -> bool:
+    """Return whether an instruction starts an asynchronous collective of a kind."""
+    return op.opcode == f"{kind}-start" or (op.opcode == "async-start" and program.contains(op, (kind,)))
 
 
 def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
@@ -420,8 +418,14 @@ def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
     return 1, int(program.contains(op, ("dot", "convolution")) or bool(_LIBRARY_MATMUL.search(op.attributes)))
 
 
-def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
-    """Return the compute between start and done of every collective-permute that is executed."""
+def overlap(text: str, unknown_trip_count: int = 1, kind: str = "collective-permute") -> list[Overlap]:
+    """Return the compute between start and done of every collective of a kind that is executed.
+
+    Args:
+        text: text of a compiled program.
+        unknown_trip_count: see above.
+        kind: one of COLLECTIVES.
+    """
     program = _HloModule(text, unknown_trip_count)
     found = []
     for computation, times in program.executions.items():
@@ -429,12 +433,12 @@ def overlap(text: str, unknown_trip_count: int = 1) -> list[Overlap]:
             continue
         in_flight: dict[str, Overlap] = {}
         for op in program.computations[computation].values():
-            if op.opcode == "collective-permute" or _is_permute_start(program, op):
+            if op.opcode == kind or _starts(program, op, kind):
                 size = sum(map(_bytes, program.operand_shapes(computation, op)))
                 in_flight[op.name] = Overlap(computation, times, size, kernels=0, matmuls=0, whiles=0)
-            if op.opcode == "collective-permute":
+            if op.opcode == kind:
                 found.append(in_flight.pop(op.name))
-            elif op.opcode in ("collective-permute-done", "async-done"):
+            elif op.opcode in (f"{kind}-done", "async-done"):
                 found += [in_flight.pop(name) for name in op.operands if name in in_flight]
             else:
                 kernels, matmuls = _kernels(program, op)

@@ -93,11 +93,13 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
         chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
         for row, stage in np.argwhere(sends):
             packed[row, stage] = (int(b_virtual[row - 1, stage]), int(schedule.backward[row - 1, stage])) in chosen
-    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed]
+    # Once some stage is done, idle stages skip (RowKind.tail).
+    masked = schedule.masked & (np.arange(schedule.rows) <= min(schedule.last_rows))[:, None]
+    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, masked]
     signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
-    def phase(busy: Array, virtual: Array) -> tuple[Where, Where] | None:
-        busy = np.full_like(busy, True) if scrap and schedule.masked and busy.any() else busy
+    def phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
+        busy = np.full_like(busy, True) if scrap and masked and busy.any() else busy
         return (_where(np.flatnonzero(busy)), _where(virtual[busy])) if busy.any() else None
 
     def ends(senders: Array, step: int) -> tuple[Where, Where] | None:
@@ -106,9 +108,9 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
 
     def row(t: int) -> Row:
         return Row(
-            forward=phase(f[t], f_virtual[t]),
-            backward=phase(b[t], b_virtual[t]),
-            weights=phase(w[t], w_virtual[t]),
+            forward=phase(f[t], f_virtual[t], masked[t]),
+            backward=phase(b[t], b_virtual[t], masked[t]),
+            weights=phase(w[t], w_virtual[t], masked[t]),
             head=bool(f[t, -1] and f_virtual[t, -1] == last),
             plain=ends(sends[t] & ~packed[t], -1),
             packed=ends(packed[t], -1),

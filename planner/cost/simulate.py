@@ -49,6 +49,7 @@ def candidate_of_config(config: Config) -> Candidate:
         save=pipeline.save,
         zero1=mesh.zero1,
         sequence_parallel=mesh.sequence_parallel,
+        reduce_dtype=mesh.reduce_dtype,
         backward=compress.backward if mesh.pipe > 1 else "none",
         backward_rank=compress.backward_rank,
         data_rank=compress.data_rank if over_data else 0,

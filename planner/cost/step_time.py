@@ -1,9 +1,12 @@
 """The step time of a candidate on placements: compute, transfers, data-parallel reductions and the optimizer, joined.
 
 A step is what paxtrain.parallel.step runs. Weights are gathered over data (ZeRO-1), and the pipeline runs
-(planner.cost.simulator). Each stage reduces its gradients over data from its last row on, and the tied embedding's two
-gradients are exchanged. When all is reduced, the optimizer updates. With compression over data, the stages are chosen
-for each placement by the trainer's rule (compress.policy.selective).
+(planner.cost.simulator). Each stage reduces its gradients over data when its last op is done, and the tied embedding's
+two gradients are exchanged. When all is reduced, the optimizer updates. With compression over data, the stages are
+chosen for each placement by the trainer's rule (compress.policy.selective).
+
+On GPUs a stage whose last op is in the last row reduces each layer's gradient under that op's other layers
+(`Problem.hidden`). Over gloo nothing is counted as hidden.
 """
 
 import dataclasses
@@ -11,8 +14,8 @@ import functools
 
 import numpy as np
 
-from paxtrain.config import ModelConfig
-from paxtrain.schedule.spec import SPECS
+from paxtrain.config import ModelConfig, parallel
+from paxtrain.schedule.spec import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import simulator
@@ -52,6 +55,7 @@ class Candidate:
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
         backward_rank: rank of their factors.
+        reduce_dtype: MeshConfig.reduce_dtype.
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
     """
 
@@ -69,6 +73,7 @@ class Candidate:
     backward: str = "none"
     backward_rank: int = 16
     data_rank: int = 0
+    reduce_dtype: str = "float32"
 
     @property
     def groups(self) -> int:
@@ -115,7 +120,8 @@ class Step:
         total: [batch] whole step.
         gather: [batch, P] all-gather of the weights before the first row.
         finish: [batch, P] time when a stage's last data rank has left its last row.
-        reduce: [batch, P] reduction of a stage's gradients, including the embedding's.
+        reduce: [batch, P] reduction of a stage's gradients, including the embedding's, as far as it comes after the
+            stage's last row.
         compressed: [batch, P] bool, stages whose reduction is compressed.
         optimizer: [batch] update.
     """
@@ -149,8 +155,26 @@ class Problem:
         self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
         self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
         self.head = np.array([x.head for x in self.layer])
+        last = [x.backward_weights if splits else x.backward for x in self.layer]
+        self.hides = np.array([self._hidden(seconds) for seconds in last])  # [kinds, P]
         # The optimizer is passes over memory, so its speed is also that of the other passes.
         self.pass_per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+
+    def _hidden(self, layer: float) -> Array:
+        """Return the seconds [P] of a stage's last op under which the reduction of its layers can run.
+
+        A layer's gradient is reduced under the layers that follow. Other chunks' gradients are final before the op.
+
+        Args:
+            layer: seconds of the op on one layer.
+        """
+        c = self.candidate
+        if not self.overlap or c.data == 1:
+            return np.zeros(c.pipe)
+        few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
+        closing = np.isin(np.arange(c.pipe), build(c.schedule, c.pipe, few, c.chunks).closing if c.pipe > 1 else 0)
+        counts = np.array(c.counts[: c.pipe], float)
+        return closing * (counts - (c.chunks == 1)) * layer
 
     @property
     def work(self) -> Array:
@@ -186,7 +210,7 @@ class Problem:
 
     @property
     def meets(self) -> Array:
-        """Stages whose data ranks gather and reduce an embedding, bool [P]; over gloo all do (gradients._on_edges)."""
+        """Stages whose data ranks gather and reduce an embedding, bool [P]; over gloo all do (weights.on_edges)."""
         stages = np.arange(self.candidate.pipe)
         everywhere = not self.overlap and len(self.cluster.hosts) > 1
         return (stages == 0) | (stages == stages[-1]) | everywhere
@@ -197,7 +221,7 @@ class Problem:
         c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
         factors = sum(c.data_rank * (n + k) for n, k in kernels)
         rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
-        return c.slots * (factors + rest) * MASTER
+        return c.slots * (factors * MASTER + rest * costs.ITEM[c.reduce_dtype])
 
     # --- Seconds ------------------------------------------------------------------------------------------------------
 
@@ -263,27 +287,29 @@ class Problem:
         seconds = links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
         return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
 
-    def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array]:
-        """Return the seconds [batch, P] to reduce a stage's layers as they are, or as factors, and the embedding."""
+    def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array, Array]:
+        """Return seconds [batch, P]: to reduce a stage's layers, or their factors; to make these; for the embedding."""
         c = self.candidate
         shape = links.ring_latency.shape
         edge = np.zeros(shape)
         if c.pipe > 1:
             edge[:, 0] = edge[:, -1] = links.swap
+        none = np.zeros(shape)
         if c.data == 1:
-            return np.zeros(shape), np.full(shape, np.inf), edge
+            return none, np.full(shape, np.inf), none, edge
         turn = (c.data - 1) / c.data * links.ring_per_byte
         turns = 1 if c.zero1 else 2  # a reduce-scatter, and without ZeRO-1 the all-gather that makes it an all-reduce
-        dense = turns * (links.ring_latency + self.layer_parameters * MASTER * turn)
-        table = turns * (links.ring_latency + self.embedding_parameters * MASTER * turn)
+        size = costs.ITEM[c.reduce_dtype]
+        dense = turns * (links.ring_latency + self.layer_parameters * size * turn)
+        table = turns * (links.ring_latency + self.embedding_parameters * size * turn)
         edge[:, self.meets] += table[:, self.meets]
         if not c.data_rank:
-            return dense, np.full(shape, np.inf), edge
+            return dense, np.full(shape, np.inf), none, edge
         slowest = self.pass_per_byte[kinds].max(axis=1)
         matrices = c.slots * len(costs.kernels(self.model, c.tensor))
         work = POWER_PASSES * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
         factors = 2 * (2 * links.ring_latency + self.factor_bytes * turn)  # two all-reduces, one for either factor
-        return dense, factors + work, edge
+        return dense, factors, work, edge
 
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
         """Return the steps for link seconds and the device kinds [batch, D, P] (indices) of all groups."""
@@ -298,11 +324,22 @@ class Problem:
             pipelines: seconds [batch * D, P] at which stages leave their last rows.
         """
         c = self.candidate
-        finish = pipelines.reshape(*kinds.shape).max(axis=1)
-        dense, factors, edge = self._reductions(links, kinds)
-        ends = (finish + edge + np.minimum(dense, factors)).max(axis=1, keepdims=True)
-        compressed = finish + edge + dense > ends
-        reduce = np.where(compressed, factors, dense) + edge
+        ranks = pipelines.reshape(*kinds.shape)
+        finish = ranks.max(axis=1)
+        dense, factors, passes, edge = self._reductions(links, kinds)
+        # A layer is reduced once all data ranks have its gradient; the last layer's reduction comes after the last op.
+        begin = (ranks - self.hides[kinds, np.arange(c.pipe)]).max(axis=1)
+        scans = parallel.scans("auto", min(c.counts))
+
+        def end(seconds: Array, begin: Array) -> Array:
+            return np.maximum(finish + seconds / c.slots, begin + seconds) + edge
+
+        whole = end(dense, begin)
+        # In a loop over layers factors are not reduced: the loop's layers share one array, but not their states.
+        small = end(factors, finish if scans else begin) + passes
+        ends = np.minimum(whole, small).max(axis=1, keepdims=True)
+        compressed = whole > ends
+        reduce = np.where(compressed, small, whole) - finish
         held = (self.layer_parameters + self.embedding_parameters) / (c.data if c.zero1 else 1)
         per_parameter = np.array([x.optimizer for x in self.layer])
         optimizer = held * per_parameter[kinds].max(axis=(1, 2))

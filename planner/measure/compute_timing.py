@@ -23,8 +23,9 @@ from paxtrain.model import transformer
 from paxtrain.parallel.mesh import AXES, from_process_rows, make_mesh, process_rows
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.pipeline import executor
+from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import read
-from paxtrain.pipeline.stage import Stage, Weights
+from paxtrain.pipeline.stage import Stage
 from paxtrain.run import report
 from planner.cost import compute
 from planner.measure.link_timing import CALLS
@@ -57,7 +58,7 @@ def _turns(stage: Stage, counts: jax.Array) -> tuple[object, ...]:
     y, ring = lax.fori_loop(0, counts[0] + 2, forward, (x, stage.residuals(2)))
 
     def backward(i: jax.Array, carry: tuple) -> tuple:
-        out, grads, _ = stage.backward(0, i % 2, ring, (i % 2,), g, carry[1], ())
+        out, grads, *_ = stage.backward(0, i % 2, ring, (i % 2,), g, carry[1], ())
         return out, grads
 
     out, grads = lax.fori_loop(0, counts[1], backward, (g, grads))
@@ -86,7 +87,7 @@ def _turns(stage: Stage, counts: jax.Array) -> tuple[object, ...]:
         out, grads, ring = lax.fori_loop(0, counts[4] + 2, backward_input, (out, grads, ring))
 
         def backward_weights(i: jax.Array, grads: Weights) -> Weights:
-            return stage.weight_gradients(0, ring, (i % 2,), grads)
+            return stage.weight_gradients(0, ring, (i % 2,), grads)[0]
 
         grads = lax.fori_loop(0, counts[5], backward_weights, grads)
     return x, y, ring, out, loss[None], delta, grads

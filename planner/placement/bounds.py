@@ -198,7 +198,7 @@ def _fastest_kind(problem: Problem) -> Problem:
     Its optimizer is as slow as the slowest kind's, since all devices are in use and the step waits for the slowest.
     """
     best = copy.copy(problem)
-    for name in ("forward", "backward", "weights", "head", "pass_per_byte"):
+    for name in ("forward", "backward", "weights", "head", "hides", "pass_per_byte"):
         values = getattr(problem, name)
         setattr(best, name, np.concatenate([values.min(axis=0, keepdims=True), values]))
     slowest = max(problem.layer, key=lambda x: x.optimizer)

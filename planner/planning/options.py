@@ -98,11 +98,12 @@ class PlanOptions:
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
-    def choices(self, min_ratio: float) -> Choices:
+    def choices(self, min_ratio: float, reduce_dtype: str) -> Choices:
         """Return the choices that the search may make.
 
         Args:
             min_ratio: least ratio of compression; see CompressConfig.
+            reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
         """
         return Choices(
             tensor=self.tensor,
@@ -110,6 +111,7 @@ class PlanOptions:
             micro_batch=self.micro_batch,
             virtual_stages=self.virtual_stages,
             sequence_parallel=SEQUENCE[self.sequence_parallel],
+            reduce_dtype=reduce_dtype,
             schedules=self.schedules,
             saves=self.saves,
             backward=tuple(kind for kind in self.compress if kind in BACKWARD),

@@ -8,7 +8,16 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from paxtrain.config import BatchConfig, CompressConfig, Config, ModelConfig, PipelineConfig, read_section, to_dict
+from paxtrain.config import (
+    BatchConfig,
+    CompressConfig,
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    read_section,
+    to_dict,
+)
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
@@ -160,7 +169,8 @@ def plan_sections(
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
     batch_size = global_batch or batch.global_batch
-    choices, limits = options.choices(compress.min_ratio), options.budget(compress.error, pipeline.scan_layers)
+    choices = options.choices(compress.min_ratio, _reduce_dtype(values))
+    limits = options.budget(compress.error, pipeline.scan_layers)
     search = Search(cluster, model, batch_size, choices, limits, options.search())
     planning = _Planning(search, compress, values, batch_size, say)
     outcome = search.run(progress=say)
@@ -201,6 +211,17 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
     return False
 
 
+def _reduce_dtype(values: Values) -> str:
+    """Return the configuration's mesh.reduce_dtype; the planner decides all else of the mesh.
+
+    Raises:
+        UserError: it is none of MeshConfig's.
+    """
+    mesh = values.get("mesh", {})
+    given = {key: mesh[key] for key in ("reduce_dtype",) if isinstance(mesh, dict) and key in mesh}
+    return read_section(MeshConfig, given, "mesh").reduce_dtype
+
+
 def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
     """Return the sections of a configuration that the planner reads.
 
@@ -214,6 +235,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     pipeline = read_section(PipelineConfig, values["pipeline"], "pipeline")
     batch = read_section(BatchConfig, values["batch"], "batch")
     compress = read_section(CompressConfig, values["compress"], "compress")
+    _reduce_dtype(values)
     for name, value, known in (
         ("forward", compress.forward, ("none",)),
         ("embedding", compress.embedding, ("auto", "fused")),

@@ -70,7 +70,7 @@ def sections(
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
     return {
-        "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel),
+        "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel, c.reduce_dtype),
         "pipeline": PipelineConfig(
             schedule=c.schedule,
             virtual_stages=c.chunks,

@@ -117,10 +117,11 @@ def _micro_batches(table: Table) -> dict[tuple[str, int], Iterator[int]]:
     plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
     order: dict[tuple[str, int], Iterator[int]] = {}
     for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
-        replayed = ops[(ops != IDLE).any(axis=1)]
+        # Idle stages compute, too, if the schedule is masked and no stage is done yet.
+        scrap = plan.masked & (ops != IDLE).any(axis=1) & (np.arange(plan.rows) <= min(plan.last_rows))
         for stage in range(table.stages):
-            own = replayed[:, stage]
-            order[what, stage] = iter((own if plan.masked else own[own != IDLE]).tolist())
+            own = ops[:, stage]
+            order[what, stage] = iter(own[(own != IDLE) | scrap].tolist())
     loss = (plan.forward[:, -1] != IDLE) & (plan.forward_chunk[:, -1] == plan.chunks - 1)
     order["H", table.stages - 1] = iter(plan.forward[loss, -1].tolist())
     return order

@@ -149,7 +149,8 @@ def _ranked(report: Report) -> str:
 
 _STAGE_WORDS = (
     "Forward and backward: one micro-batch on the slowest data rank. Busy: share of the step that the stage spends on "
-    "the model's own computation."
+    "the model's own computation. Gradient reduction: over data, behind the stage's last op; what runs under that op "
+    "takes no time."
 )
 _MEMORY_WORDS = (
     "Bars: memory that each stage uses, from a closed-form model. All stages run the same program, so each device "

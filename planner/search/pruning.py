@@ -3,12 +3,13 @@
 The parts, each below what planner.cost.step_time says of any placement and any split of the layers:
 
     pipeline    every stage runs its own work one op after another. Stages that compute while idle (masked schedules) do
-                so for P-1 micro-batches more. In 1f1b stage s must wait for its first gradient, with at most P-s
+                so for P-1 micro-batches more, until the first of them is done; then B goes down from stage to stage.
+                In 1f1b stage s must wait for its first gradient, with at most P-s
                 micro-batches forwarded: the best split of the work over the stages is then a linear program with a
                 closed solution. If a transfer has nothing to lie under, stages wait for it.
     links       as fast as the fastest that a message or ring can get: inside a host only if several tensor groups share
                 one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
-    reduction   compressed if that is quicker.
+    reduction   compressed if that is quicker; on GPUs under the last op, except for one layer's.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, ModelConfig
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.schedule.spec import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
@@ -115,6 +116,36 @@ def _one_f_one_b(
         return np.where(m > 1, work + (work + waiting) / inverse, work)
 
 
+def _masked(p: Array, m: Array, share: Array) -> tuple[Array, Array, Array]:
+    """Return how a step of a masked schedule grows with its work, whatever the split of the layers.
+
+    Stage s runs m+P-1 F, and m+P-1-s B, since in the last P-1 rows it skips what is not its own. Then the last B goes
+    down from stage s-1 to 0. So for every stage
+
+        T >= (m+P-1) F_s + (m+P-1-s) B_s + sum_{j<s} B_j
+
+    and T is at least a mean of these with any weights l_s. They are chosen so that work counts equally on all stages.
+
+    Args:
+        p: stages [N].
+        m: micro-batches [N].
+        share: share [N] of F in the work of a layer.
+
+    Returns:
+        The seconds [N] for each second of a micro-batch's layers on all stages together, and the weights l_s [N] of the
+        first and of the last stage.
+    """
+    rows, after, last = m + p - 1, np.zeros(len(p)), np.zeros(len(p))
+    weight = np.zeros(len(p))
+    for s in reversed(range(int(p.max()))):
+        here = s < p
+        each_second = np.where(here, rows * share + (1 - share) * (rows - s), 1.0)
+        weight = np.where(here, (1 - (1 - share) * after) / each_second, 0.0)
+        last = np.where(s == p - 1, weight, last)
+        after = after + weight
+    return 1 / after, weight / after, last / after
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Facts:
     """Columns [N] over all candidates that several parts of the bound need.
@@ -152,9 +183,7 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, A
     several = p > 1
     splits = each(space.schedule, lambda spec: spec.splits) & several
     layer = c["forward"] + np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
-    rows = m + np.where(each(space.schedule, lambda spec: spec.masked), p - 1, 0)
-    whole = rows * (model.layers * layer + c["embedding"]) + m * c["head"]
-    fullest = rows * -(-model.layers // p) * layer
+    fullest = m * -(-model.layers // p) * layer
 
     tokens = space.micro_batch * model.sequence // space.parts
     message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
@@ -162,9 +191,21 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, A
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
     bare = each(space.schedule, lambda spec: spec.order == "forwards_first") & several
     waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
-    pipeline = np.maximum((whole + waits) / p, fullest)
     one = model.layers * layer + c["embedding"] + c["head"]
     first = (m * one + waits) / p
+    pipeline = np.maximum(first, fullest)
+    masked = np.flatnonzero(each(space.schedule, lambda spec: spec.masked))
+    if len(masked):
+        f, b, rows = c["forward"][masked], c["backward"][masked], (m + p - 1)[masked]
+        factor, on_first, on_last = _masked(p[masked], m[masked], f / (f + b))
+        found = factor * model.layers * (f + b) + m[masked] * on_last * c["head"][masked]
+        found += c["embedding"][masked] / 2 * (2 * on_first * rows + 1 - on_first)
+        found += np.where(bare, m * message, 0.0)[masked] * (1 - on_last)
+        found += np.where(bare, m * gradient, 0.0)[masked] * (1 - on_first)
+        most = -(-model.layers // p[masked])
+        fullest = most * (rows * f + m[masked] * b) + (p[masked] - 1) * b
+        pipeline[masked] = np.maximum(found, fullest)
+        first[masked] = pipeline[masked]
     some = np.flatnonzero(each(space.schedule, _waits_for_its_first_gradient) & several)
     if len(some):
         # The share of F is that of a stage with one layer and the embedding, half of which is F. No stage has a larger
@@ -195,19 +236,27 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     share = (d - 1) / d * facts.ring_byte
     latency = (d - 1) * facts.ring_latency
     turns = np.where(space.zero1, 1, 2)
-    dense = turns * (latency + held * MASTER * share)
+    size = np.array([costs.ITEM[dtype] for dtype in REDUCE_DTYPES])[space.reduce_dtype]
+    dense = turns * (latency + held * size * share)
     sizes = sorted(set(space.tensor.tolist()))
     index = np.searchsorted(sizes, space.tensor)
     kernels = {t: costs.kernels(model, t) for t in sizes}
     rest = np.array([costs.layer_parameters(model, t) - sum(n * k for n, k in kernels[t]) for t in sizes])[index]
     sides = np.array([sum(n + k for n, k in kernels[t]) for t in sizes])[index]
-    factors = space.slots * space.chunks * (rest + space.data_rank * sides) * MASTER
+    factors = space.slots * space.chunks * (rest * size + space.data_rank * sides * MASTER)
     passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
-    small = 4 * latency + 2 * factors * share + passes
-    reduce = np.where(space.data_rank > 0, np.minimum(dense, small), dense)
+    small = 4 * latency + 2 * factors * share
+    splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
+    last = np.where(splits, facts.costs["backward_weights"], facts.costs["backward"])
+    hidden = cluster.overlaps * (space.slots - (space.chunks == 1)) * last
+
+    def exposed(seconds: Array) -> Array:
+        return np.maximum(seconds / (space.slots * space.chunks), seconds - hidden)
+
+    reduce = np.where(space.data_rank > 0, np.minimum(exposed(dense), exposed(small) + passes), exposed(dense))
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     over = np.where(d > 1, reduce + gather, 0.0)
-    edge = np.where(d > 1, turns * (latency + table * MASTER * share), 0.0)
+    edge = np.where(d > 1, turns * (latency + table * size * share), 0.0)
     tied = model.tied_head & (space.pipe > 1)
     edge += np.where(tied, facts.hop_latency + table * MASTER / d * facts.hop_byte, 0.0)
     return over, edge

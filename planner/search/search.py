@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import SAVE_MODES, ModelConfig
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.spec import SPECS
 from planner.cluster.cluster import Cluster
@@ -134,6 +134,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
         save=SAVE_MODES[space.save[i]],
         zero1=bool(space.zero1[i]),
         sequence_parallel=bool(space.sequence_parallel[i]),
+        reduce_dtype=REDUCE_DTYPES[space.reduce_dtype[i]],
         backward=BACKWARD[space.backward[i]],
         backward_rank=int(space.backward_rank[i]) or 16,
         data_rank=int(space.data_rank[i]),

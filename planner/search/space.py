@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES, ModelConfig
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.spec import SPECS, code
 from planner.cluster.cluster import Cluster
@@ -32,6 +32,7 @@ class Choices:
         saves: save modes to try.
         zero1: values of MeshConfig.zero1 to try.
         sequence_parallel: values to try if tensor has several devices that the sequence can be split over.
+        reduce_dtype: MeshConfig.reduce_dtype of all candidates.
         backward: kinds of compressed gradients between stages that are allowed besides none.
         backward_ranks: ranks at which they are allowed.
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
@@ -46,6 +47,7 @@ class Choices:
     saves: tuple[str, ...] = SAVE_MODES
     zero1: tuple[bool, ...] = (True, False)
     sequence_parallel: tuple[bool, ...] = (False,)
+    reduce_dtype: str = "float32"
     backward: tuple[str, ...] = ("epilogue",)
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
@@ -59,6 +61,7 @@ class Space:
     Attributes:
         schedule: places in SPECS.
         save: places in SAVE_MODES.
+        reduce_dtype: places in REDUCE_DTYPES.
         backward: places in BACKWARD.
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
     """
@@ -73,6 +76,7 @@ class Space:
     save: Array
     zero1: Array
     sequence_parallel: Array
+    reduce_dtype: Array
     backward: Array
     backward_rank: Array
     data_rank: Array
@@ -145,7 +149,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             for sequence in _sequence_parallel(choices, model, tensor):
                 policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
                 for save, zero, policy in itertools.product(saves, zero1, policies):
-                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence)
+                    dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
+                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
                     rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
     if not rows:
         smallest = sorted({data for data, *_ in meshes})

@@ -87,13 +87,17 @@ def test_an_integer_is_taken_for_a_float_and_nothing_else_is_converted():
     ("values", "words"),
     [
         ({"mehs": {}}, ["unknown configuration key mehs", "mesh", "pipeline"]),
-        ({"mesh": {"foo": 1}}, ["unknown configuration key mesh.foo", "data, pipe, sequence_parallel, tensor, zero1"]),
+        (
+            {"mesh": {"foo": 1}},
+            ["unknown configuration key mesh.foo", "data, pipe, reduce_dtype, sequence_parallel, tensor, zero1"],
+        ),
         ({"mesh": 3}, ["mesh must be a mapping", "3"]),
         (3, ["the configuration must be a mapping", "3"]),
         ({"mesh": {"data": "2"}}, ["mesh.data", "int", "'2'"]),
         ({"mesh": {"data": 2.0}}, ["mesh.data", "int", "2.0"]),
         ({"mesh": {"data": True}}, ["mesh.data", "int", "True"]),
         ({"mesh": {"zero1": 1}}, ["mesh.zero1", "bool", "1"]),
+        ({"mesh": {"reduce_dtype": "float16"}}, ["mesh.reduce_dtype", "float32", "bfloat16", "float16"]),
         ({"mesh": {"data": None}}, ["mesh.data", "int", "None"]),
         ({"run": {"out": 5}}, ["run.out", "str", "5"]),
         ({"optimizer": {"beta1": "high"}}, ["optimizer.beta1", "float", "'high'"]),

@@ -1,5 +1,6 @@
 """Plans come back as they were saved, and a file that is no plan is refused by its name."""
 
+import dataclasses
 import json
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
         (
             {"mesh": {"data": 2, "model": 4}},
-            ["unknown configuration key mesh.model", "data, pipe, sequence_parallel, tensor"],
+            ["unknown configuration key mesh.model", "data, pipe, reduce_dtype, sequence_parallel, tensor"],
         ),
         ({"mesh": {"data": "2"}}, ["mesh.data must be of type int", "'2'"]),
         ({"pipeline": {"schedule": "2f2b"}}, ["pipeline.schedule", "eager_1f1b", "'2f2b'"]),
@@ -104,7 +105,7 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"device_order": [0.0, 1, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         ({"device_order": [False, True, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         (
-            {"mesh": {"data": 10**12, "pipe": 1, "tensor": 1, "zero1": True, "sequence_parallel": False}},
+            {"mesh": dataclasses.asdict(MeshConfig(data=10**12))},
             ["device_order", "8 entries"],
         ),
         ({"hosts": ["a", "a"]}, ["hosts must differ", "a, a"]),

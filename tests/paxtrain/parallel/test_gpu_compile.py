@@ -11,7 +11,9 @@ import jax
 import pytest
 
 from paxtrain.config import CompressConfig, Config, from_dict
+from paxtrain.parallel.layout import tensor_dim
 from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.step import GPU_OPTIONS, Trainer
 from paxtrain.xla import aot, hlo
 
@@ -57,6 +59,21 @@ def assert_no_large_copy(trained: Trainer, text: str) -> None:
     message = c.batch.micro_batch * c.model.sequence * c.model.hidden
     large = [copy for copy in hlo.copies(text) if copy.bytes > 2 * max(weight, message)]
     assert not large, large
+
+
+def layer_bytes(trained: Trainer) -> int:
+    """Return the bytes of one layer's gradients on one device."""
+    layers = jax.tree_util.tree_leaves_with_path(trained.layout.shapes["layers"])
+    tensor = trained.config.mesh.tensor
+    parts = [1 if tensor_dim(tuple(key.key for key in path)) is None else tensor for path, _ in layers]
+    return sum(4 * math.prod(x.shape[1:]) // part for (_, x), part in zip(layers, parts, strict=True))
+
+
+def reduced_under_compute(trained: Trainer, text: str) -> float:
+    """Return how many layers' gradients are reduced with matrix products between start and done."""
+    table = 4 * trained.config.model.padded_vocab * trained.config.model.hidden // trained.config.mesh.tensor
+    ops = [op for op in hlo.overlap(text, kind="reduce-scatter") if op.matmuls and op.bytes < table]
+    return sum(op.bytes * op.executions for op in ops) / layer_bytes(trained)
 
 
 def table_permute_bytes(trained: Trainer) -> int:
@@ -106,6 +123,30 @@ def test_nothing_large_is_copied_and_the_bytes_are_the_tables(schedule, pipeline
     assert_no_large_copy(trained, text)
     assert hlo.conditionals(text) == 0
     assert hlo.permute_bytes(text) == table_permute_bytes(trained)
+    assert reduced_under_compute(trained, text) >= 0.99 * (min(trained.config.stage_layers) - 1)
+    # Inside loops that only the stages concerned run: nothing else waits for a reduction.
+    scattered = {op.computation for op in hlo.collectives(text) if op.kind == "reduce-scatter"}
+    assert scattered <= {loop.body for loop in hlo.whiles(text)}
+
+
+def test_with_one_stage_the_last_micro_batch_reduces_layer_by_layer():
+    c = small()
+    trained = trainer(dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, data=4, pipe=1)))
+    text = compiled(trained).as_text()
+    assert_no_large_copy(trained, text)
+    assert reduced_under_compute(trained, text) >= 0.99 * 3
+
+
+def test_reductions_behind_the_rows_would_be_seen_and_take_as_much_memory(monkeypatch):
+    """Negative control: no matrix product lies over a reduction that comes behind the last op."""
+    monkeypatch.setattr(DataReduction, "closes", lambda self, stages: False)
+    late_trained = trainer(small())
+    late = compiled(late_trained)
+    assert reduced_under_compute(late_trained, late.as_text()) == 0
+    monkeypatch.undo()
+    trained = trainer(small())
+    temporary = [program.memory_analysis().temp_size_in_bytes for program in (compiled(trained), late)]
+    assert temporary[0] <= temporary[1] + layer_bytes(trained)
 
 
 def test_sequence_parallelism_keeps_and_sends_less():

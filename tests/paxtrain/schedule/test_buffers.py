@@ -64,7 +64,7 @@ def replay(schedule, buffers):
         for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["forward"]
             active = cell["forward_valid"] == 1 and cell["forward_chunk"] == chunk
-            if active or masked:
+            if active or (masked and not kind.tail):
                 x = inbox[s][cell["input_slot"] if buffers.activation_depth else 0]
                 if kind.first and virtual == 0:
                     x = ("x", 0, mb)
@@ -91,7 +91,7 @@ def replay(schedule, buffers):
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
-            if active or masked:
+            if active or (masked and not kind.tail):
                 if buffers.gradient_depth:
                     g = gradients[s][cell["gradient_slot"]]
                 else:

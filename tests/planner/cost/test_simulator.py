@@ -51,7 +51,7 @@ def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
     return [
         (stage, int(chunk[stage]) * schedule.stages + stage)
         for stage in range(schedule.stages)
-        if busy[stage] or (schedule.masked and busy.any())
+        if busy[stage] or (schedule.masked and busy.any() and t <= min(schedule.last_rows))
     ]
 
 

@@ -118,9 +118,32 @@ def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))
     step = Problem(some, MODEL, c).step(links.fabric(some), np.arange(4).reshape(1, 4, 1))
-    parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
-    np.testing.assert_allclose(step.reduce, 2 * 3e-5 + 3 / 4 * parameters * 4 / 25e9, rtol=1e-9)
-    np.testing.assert_allclose(step.gather, 3e-5 + 3 / 4 * parameters * 2 / 25e9, rtol=1e-9)
+    layers, table = 12 * costs.layer_parameters(MODEL, 1), costs.embedding_parameters(MODEL, 1, 1)
+    np.testing.assert_allclose(step.gather, 3e-5 + 3 / 4 * (layers + table) * 2 / 25e9, rtol=1e-9)
+    # Of the layers' reduction lies behind the last B what does not fit under 11 of its layers, and at least a twelfth.
+    layer, ring = costs.layer(some, "a100-80gb", MODEL, 1, 1, "dots").backward, 3e-5 + 3 / 4 * layers * 4 / 25e9
+    left = max(ring - 11 * layer, ring / 12)
+    assert ring / 12 < left < ring
+    np.testing.assert_allclose(step.reduce, left + 3e-5 + 3 / 4 * table * 4 / 25e9, rtol=1e-9)
+
+
+def test_a_stage_that_is_done_before_the_last_row_hides_nothing_in_its_own_op():
+    """Stage 1 of two ends one B earlier; in bfloat16 half the bytes travel."""
+    some = cluster(4, 1, seed=None)
+    c = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6))
+    steps = [
+        Problem(some, MODEL, dataclasses.replace(c, reduce_dtype=dtype)).step(
+            links.fabric(some), np.array([[[0, 1], [2, 3]]])
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
+    parameters = 6 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 2)
+    for step, size in zip(steps, (4, 2)):
+        swap = 1e-5 + costs.embedding_parameters(MODEL, 1, 2) * 4 / 2 / 25e9
+        np.testing.assert_allclose(step.reduce[0, 1], 2 * 1e-5 + parameters * size / 2 / 25e9 + swap, rtol=1e-9)
+        backward = costs.layer(some, "a100-80gb", MODEL, 1, 1, "dots")
+        assert step.finish[0, 0] - step.finish[0, 1] >= 6 * backward.backward
+        assert step.reduce[0, 0] < step.reduce[0, 1]
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)

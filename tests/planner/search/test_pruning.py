@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paxtrain.config import SAVE_MODES
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
 from paxtrain.schedule.spec import SPECS
 from planner.cost import links
 from planner.cost.step_time import Candidate, Problem
@@ -25,7 +25,7 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
     columns = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space) if f.name != "slots"}
-    names = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD}
+    names = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
     return Candidate(**columns | {key: known[columns[key]] for key, known in names.items()}, counts=counts)
 
 

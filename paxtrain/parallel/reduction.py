@@ -1,0 +1,195 @@
+"""The reduction of a step's gradients over data, as the pipeline calls it (paxtrain.pipeline.closing).
+
+The first stage ends the step, so it reduces layer by layer within its last B. The others are done before, and reduce
+all at once while earlier stages still compute. Functions run inside `shard_map`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from compress.powersgd import PowerState, PowerStats
+from paxtrain.parallel import gradients
+from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.layout import Layout, Params
+from paxtrain.pipeline.closing import store
+from paxtrain.pipeline.program import Weights, layers_of
+from paxtrain.pipeline.rings import write_front
+
+
+class Reduced(NamedTuple):
+    """The gradients of a device after the reduction over data.
+
+    Attributes:
+        gradients: Mean gradients in mesh layout: the device's ZeRO-1 shards, or whole arrays.
+        state: New state of the compression over data.
+        left_out: Relative error of the stage's compression, float32 []: the norm of the new error over the norm of
+            gradient plus previous error. It is 0 without compression and nan if all gradients are zero.
+    """
+
+    gradients: Params
+    state: PowerState | tuple[()]
+    left_out: jax.Array
+
+
+class LayerState(NamedTuple):
+    """The compression of one layer's gradients.
+
+    Attributes:
+        power: State of the layer's matrices.
+        stats: Statistics of its compression on this device.
+    """
+
+    power: PowerState
+    stats: PowerStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DataReduction:
+    """The reduction of a device's gradients over data; it is a paxtrain.pipeline.closing.Reduction.
+
+    The state of a layer is a LayerState, or () without compression over data.
+
+    Attributes:
+        compression: Compression of the run.
+        ranks: Rank of each stage's factors; 0 for a stage with a dense reduction.
+        state: State of the compression over data; () without compression.
+    """
+
+    compression: Compression
+    ranks: tuple[int, ...]
+    state: PowerState | tuple[()]
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the parameters."""
+        return self.compression.layout
+
+    def states(self) -> list[Any]:
+        """Return the state of each layer slot before the step."""
+        return self._states(self.state, PowerStats(jnp.float32(0), jnp.float32(0)))
+
+    def _states(self, state: PowerState | tuple[()], stats: PowerStats) -> list[Any]:
+        """Return the state of each layer slot, given that of all; the first one has all statistics."""
+        slots, each = self.layout.chunks * self.layout.slots, len(self.compression.power_kernels)
+        if not isinstance(state, PowerState):
+            return [()] * slots
+        own = [PowerState(*(part[i * each : (i + 1) * each] for part in state)) for i in range(slots)]
+        zero = PowerStats(*map(jnp.zeros_like, stats))
+        return [LayerState(power, zero if i else stats) for i, power in enumerate(own)]
+
+    def closes(self, stages: tuple[int, ...]) -> bool:
+        """Return whether these stages reduce layer by layer, within their last op.
+
+        They do if there is something to send, and if all of them run the same program.
+        """
+        return self.layout.config.mesh.data > 1 and len({self.ranks[s] for s in stages}) == 1
+
+    @jax.named_scope("reduce_gradients")
+    def layer(self, stages: tuple[int, ...], total: Params, state: Any) -> tuple[Params, Any]:
+        """Return the mean gradient of one layer over data, and its new state.
+
+        Args:
+            stages: Stages that may make the call; all of them have factors of the same rank.
+            total: The layer's gradient, float32 sum over the micro-batches.
+            state: Its state before the step.
+        """
+        before, rank = state.power if state else (), self.ranks[stages[0]]
+        [reduced], power, stats = gradients.reduce_layers(self.compression, rank, [total], before)
+        return reduced, LayerState(power, stats) if isinstance(power, PowerState) else ()
+
+    @jax.named_scope("reduce_gradients")
+    def rest(self, stages: tuple[int, ...], grads: Weights) -> tuple[Params, Params]:
+        """Return the mean gradients of embedding and final norm; a tied table's is that of one stage.
+
+        Args:
+            stages: Stages that may make the call.
+            grads: The device's gradients, float32 sums over the micro-batches.
+        """
+        layout, dims = self.layout, self.layout.data_dims()
+        # Positions, if the model has any, and the final norm.
+        rest = [{k: x for k, x in part.items() if k != "token"} for part in (grads.embedding, grads.final_norm)]
+        groups = (dims["embedding"], dims["final_norm"])
+        some = [{k: gradients.without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]
+        positions, final_norm = gradients.means(layout, rest, some)
+        edges = set(stages) <= {0, layout.stages - 1}
+        return {"token": gradients.reduce_tables(layout, grads.embedding["token"], edges), **positions}, final_norm
+
+    @jax.named_scope("reduce_gradients")
+    def whole(self, stages: tuple[int, ...], grads: Weights, states: list[Any]) -> tuple[Weights, list[Any]]:
+        """Return the accumulators with all mean gradients at their front, and the new states.
+
+        Args:
+            stages: Stages that may make the call.
+            grads: The device's gradients, float32 sums over the micro-batches.
+            states: States before the step.
+        """
+        layers, kinds = gradients.layer_gradients(grads), sorted({self.ranks[s] for s in stages})
+        state = self._joined(states)
+        branches = [functools.partial(gradients.reduce_layers, self.compression, rank, layers, state) for rank in kinds]
+        if len(kinds) == 1:
+            reduced, state, stats = branches[0]()
+        else:
+            # All ranks of a data group belong to one stage and take the same branch, so their collectives match.
+            numbers = [kinds.index(rank) if rank in kinds else 0 for rank in self.ranks]
+            reduced, state, stats = lax.switch(jnp.array(numbers)[lax.axis_index("pipe")], branches)
+        rows = iter(reduced)
+        chunks = [
+            [store(total, [next(rows) for _ in layers_of(total)]) for total in segments] for segments in grads.chunks
+        ]
+        embedding, final_norm = self.rest(stages, grads)
+        fronts = write_front((grads.embedding, grads.final_norm), (), (embedding, final_norm))
+        return Weights(fronts[0], chunks, fronts[1]), self._states(state, stats)
+
+    def _joined(self, states: list[Any]) -> PowerState | tuple[()]:
+        """Return the state of all layers, given that of each."""
+        if not isinstance(self.state, PowerState):
+            return ()
+        error, q = ([x for state in states for x in getattr(state.power, name)] for name in ("error", "q"))
+        return PowerState(error, q)
+
+    @jax.named_scope("reduce_gradients")
+    def finish(self, grads: Weights, states: list[Any]) -> Reduced:
+        """Return the gradients in mesh layout, with the tied embedding's exchanged between first and last stage.
+
+        Args:
+            grads: Accumulators with all mean gradients at their front.
+            states: States after the reduction.
+        """
+        layout, dims = self.layout, self.layout.data_dims()
+        front = functools.partial(gradients.front, layout)
+        parts = [part for chunk in grads.chunks for segment in chunk for part in _rows(segment)]
+        embedding = jax.tree.map(lambda x: x[None], {k: x for k, x in grads.embedding.items() if k != "token"})
+        table = grads.embedding["token"]
+        if layout.config.model.tied_head:
+            table = gradients.exchange_tied(layout, gradients.front(layout, table, gradients.scatter_dim(layout)))[None]
+        else:
+            table = front(table, dims["embedding"]["token"])
+        layers = [jax.tree.map(front, part, dims["layers"]) for part in parts]
+        tree = {
+            "embedding": {"token": table, **{k: front(x, dims["embedding"][k]) for k, x in embedding.items()}},
+            "layers": jax.tree.map(lambda *slots: jnp.concatenate(slots), *layers),
+            "final_norm": {k: front(x[None], dims["final_norm"][k]) for k, x in grads.final_norm.items()},
+        }
+        if layout.program.group.sequence:
+            tree = gradients.sum_over_sequence(tree)
+        return Reduced(tree, self._joined(states), self._left_out(states))
+
+    def _left_out(self, states: list[Any]) -> jax.Array:
+        """Return the relative error of the stage's compression."""
+        if not any(self.ranks):
+            return jnp.float32(0)
+        # Devices of a tensor group have different parts of the matrices, those of a data group different errors.
+        sums = jnp.stack([sum(part) for part in zip(*(state.stats for state in states), strict=True)])
+        left, total = lax.psum(sums, ("data", "tensor"))
+        error = jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
+        return jnp.where(jnp.array(self.ranks)[lax.axis_index("pipe")] > 0, error, 0.0)
+
+
+def _rows(segment: Any) -> list[Params]:
+    """Return the accumulators of a segment with a leading dim of layers: one for each, or a scanned one's stack."""
+    return [jax.tree.map(lambda x: x[None], own) for own in segment] if isinstance(segment, list) else [segment]

@@ -1,0 +1,118 @@
+"""The weights of a step, gathered over data before the pipeline. All functions run inside `shard_map`.
+
+With ZeRO-1 each data rank keeps a shard of every master weight. A step gathers the weights once, in compute dtype.
+
+References:
+    Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from compress.collectives import packed_gather
+from paxtrain.model import transformer
+from paxtrain.parallel.layout import Layout, Params
+from paxtrain.pipeline.program import Segment, Weights
+from paxtrain.pipeline.rings import only_if
+
+
+def on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
+
+    If processes communicate over gloo, all stages call `run`, those between with zeros. A collective inside a loop may
+    run before or beside those outside, in another order on each process, and gloo aborts if orders differ.
+
+    Args:
+        layout: Layout of the parameters.
+        run: Function with collectives over data.
+        x: Its argument; zeros on stages between.
+        shape: Shape of its result.
+    """
+    if layout.stages <= 2:
+        return run(x)
+    stage = lax.axis_index("pipe")
+    edge = (stage == 0) | (stage == layout.stages - 1)
+
+    def skip(x: jax.Array) -> jax.Array:
+        return only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))
+
+    return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
+
+
+def _gather(shards: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    """Return arrays gathered over data, each along its dim; an array whose dim is -1 is whole already.
+
+    XLA for GPUs buckets collectives of single arrays. XLA for CPUs does not, and over gloo each collective takes
+    milliseconds, so arrays are packed into one there.
+    """
+    some = [i for i, dim in enumerate(dims) if dim >= 0]
+    dtypes = dict.fromkeys(shards[i].dtype for i in some)  # not a set: all processes need the same order
+    kinds = [[i for i in some if shards[i].dtype == dtype] for dtype in dtypes]
+
+    def each(shards: list[jax.Array]) -> list[jax.Array]:
+        return [lax.all_gather(x, "data", axis=d, tiled=True) if d >= 0 else x for x, d in zip(shards, dims)]
+
+    def together(shards: list[jax.Array]) -> list[jax.Array]:
+        gathered = list(shards)
+        for places in kinds:
+            whole = packed_gather([shards[i] for i in places], [dims[i] for i in places], "data")
+            for i, x in zip(places, whole, strict=True):
+                gathered[i] = x
+        return gathered
+
+    return lax.platform_dependent(shards, cpu=together, default=each) if some else shards
+
+
+@jax.named_scope("embedding")
+def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
+    """Return the embedding's table gathered over data along dim, on the first and the last stage."""
+    if dim < 0:
+        return shard
+    run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
+    shape = tuple(n * (layout.config.mesh.data if i == dim else 1) for i, n in enumerate(shard.shape))
+    return on_edges(layout, run, shard, shape)
+
+
+@jax.named_scope("gather_weights")
+def gather_weights(layout: Layout, shards: Params) -> Weights:
+    """Gather a device's weights, in compute dtype, from the shards of the master weights.
+
+    Layers are separated here, once per step and outside of any vjp, so that the vjps recognise weights by identity.
+
+    Args:
+        layout: Layout of the parameters.
+        shards: The device's shards of the parameters in mesh layout, float32.
+    """
+
+    def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
+        """Arrange a mesh-layout tree as Weights; `take` returns one row, or several if layers are scanned."""
+
+        def segment(first: int, segment: Segment) -> Params | list[Params]:
+            if segment.scan:
+                return take(tree["layers"], slice(first, first + segment.count))
+            return [take(tree["layers"], first + i) for i in range(segment.count)]
+
+        firsts = [chunk * layout.slots for chunk in range(layout.chunks)]
+        chunks = [[segment(first + s.start, s) for s in layout.program.segments] for first in firsts]
+        rest = {name: x for name, x in tree["embedding"].items() if name != "token"}
+        return Weights(take(rest, 0), chunks, take(tree["final_norm"], 0))
+
+    def cast(tree: Params, rows: int | slice) -> Params:
+        return transformer.cast(jax.tree.map(lambda x: x[rows], tree), layout.config.model.dtype)
+
+    def shifted(dims: Params, rows: int | slice) -> Params:
+        lost = 1 if isinstance(rows, int) else 0  # a single row has lost its dim
+        return jax.tree.map(lambda dim: max(dim - lost, -1), dims)
+
+    found, dims = weights(shards, cast), weights(layout.data_dims(), shifted)
+    table, dim = shards["embedding"]["token"], layout.data_dims()["embedding"]["token"]
+    if layout.config.model.tied_head:  # an untied table keeps dim 0: a single stage holds both tables
+        table, dim = table[0], max(dim - 1, -1)
+    table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
+    leaves, structure = jax.tree.flatten(found)
+    gathered = jax.tree.unflatten(structure, _gather(leaves, jax.tree.leaves(dims)))
+    return gathered._replace(embedding={**gathered.embedding, "token": table})

@@ -1,0 +1,44 @@
+"""The step of a single stage, which has no rows: F and B of each micro-batch in turn."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
+from paxtrain.pipeline.program import Close, Weights
+from paxtrain.pipeline.stage import Stage
+
+
+def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tuple[jax.Array, Weights, list[Any]]:
+    """Return loss and gradients of a single stage, and the reduction's states; residuals bypass the ring.
+
+    The last micro-batch is outside the loop if its B reduces the gradients over data.
+    """
+    closes = reduction is not None and reduction.closes((0,))
+
+    def micro_batch(carry: tuple[jax.Array, Weights], mb: jax.Array, close: Close | None) -> tuple:
+        loss, grads = carry
+        with jax.named_scope("forward"):
+            y, residuals = stage.forward_once(0, mb, stage.embed(mb))
+        with jax.named_scope("head"):
+            loss, g, embedding, final_norm = stage.head(mb, y, loss, grads.embedding, grads.final_norm)
+        grads = grads._replace(embedding=embedding, final_norm=final_norm)
+        with jax.named_scope("backward"):
+            g, grads, _, states = stage.backward(0, mb, residuals, (), g, grads, (), close)
+            return (loss, stage.embed_gradient(mb, g, grads, jnp.bool_(True))), states
+
+    def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
+        return micro_batch(carry, mb, None)[0], None
+
+    in_loop = stage.micro_batches - closes
+    carry, _ = lax.scan(body, (jnp.float32(0), grads), jnp.arange(in_loop))
+    if reduction is None:
+        return *carry, []
+    if not closes:
+        return carry[0], *reduction.whole((0,), carry[1], reduction.states())
+    close = Close(close_layers, functools.partial(reduction.layer, (0,)), reduction.states())
+    (loss, grads), states = micro_batch(carry, jnp.int32(in_loop), close)
+    return loss, *close_rest(0, grads, close._replace(states=states), reduction.rest((0,), grads))

@@ -1,0 +1,135 @@
+"""What a stage's code depends on: its weights by segment, the static facts of the pipeline, a layer's place in it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from paxtrain.config import ModelConfig
+from paxtrain.model.tensor_parallel import Group
+from paxtrain.model.transformer import Params
+from paxtrain.pipeline.rings import Index
+
+
+class Weights(NamedTuple):
+    """A stage's weights in compute dtype, as one device holds them, split into segments once per step.
+
+    The gradient accumulators have the same structure, in float32. They are not stacked over layers, because XLA would
+    copy a stacked array on every update: it reads one layer's row from the array as it was before another row's write.
+
+    Attributes:
+        embedding: token [V/T, H], or [1 or 2, V/T, H] if the head is untied; position [S, H] if any.
+        chunks: segments of each chunk. A segment is a list of layers' trees, or one stacked tree [layers, ...] if it is
+            scanned.
+        final_norm: scale [H], and bias [H] if any.
+    """
+
+    embedding: Params
+    chunks: list[list[Any]]
+    final_norm: Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive layer slots of a chunk that run as one piece.
+
+    Attributes:
+        start: first slot.
+        count: number of slots.
+        optional: whether some virtual stages have no layer here and skip the segment (uneven stages).
+        scan: whether the layers run in a loop over one compiled layer.
+    """
+
+    start: int
+    count: int
+    optional: bool
+    scan: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The static facts that the compiled code depends on.
+
+    Attributes:
+        model: shape of the model.
+        stages: number of pipeline stages, P.
+        chunks: number of chunks of each stage.
+        layer_of: nested tuple [stages][chunks][slots] of layer numbers, -1 for none.
+        counts: number of layers of each virtual stage, in model order.
+        save: values that a forward keeps for its backward, see PipelineConfig.save.
+        scan_layers: whether the common layers run in a loop over one compiled layer.
+        splits: whether the backward runs as B and W.
+        group: split of a layer over tensor and sequence parallelism.
+        pipe: mesh axis of the stages, or None if there is one stage.
+    """
+
+    model: ModelConfig
+    stages: int
+    chunks: int
+    layer_of: tuple
+    counts: tuple[int, ...]
+    save: str
+    scan_layers: bool
+    splits: bool
+    group: Group
+    pipe: str | None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Segments of a chunk: the layers that all virtual stages have, then each further slot by itself."""
+        common, slots = min(self.counts), max(self.counts)
+        return (
+            Segment(0, common, optional=False, scan=self.scan_layers),
+            *(Segment(slot, 1, optional=True, scan=False) for slot in range(common, slots)),
+        )
+
+
+class Place(NamedTuple):
+    """The place of a layer in its chunk, while its segment runs.
+
+    Attributes:
+        number: number of the layer in the model, int32 [].
+        segment: number of its segment in the chunk.
+        layer: number of the layer in the segment, an int or int32 [].
+        at: (layer,) if the segment is scanned, and its layers share one stacked part; otherwise ().
+    """
+
+    number: jax.Array
+    segment: int
+    layer: int | jax.Array
+    at: Index
+
+    def of(self, parts: list[Any]) -> Any:
+        """Return the part that holds this layer.
+
+        Args:
+            parts: for each segment one stacked part if it is scanned, else a list with one part per layer.
+        """
+        return parts[self.segment] if self.at else parts[self.segment][self.layer]
+
+
+# A step of one layer: (place, weights, x, part) -> (x, part).
+Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
+
+
+class Close(NamedTuple):
+    """What the last op of a chunk does with the layers' gradients, see paxtrain.pipeline.closing.
+
+    Attributes:
+        run: runs a step of each layer and reduces its gradient.
+        reduce: (gradient of a layer, its state) -> (reduced gradient, new state).
+        states: states of the stage's layer slots.
+    """
+
+    run: Callable[..., tuple[Any, list[Any], list[Any]]]
+    reduce: Callable[[Params, Any], tuple[Params, Any]]
+    states: list[Any]
+
+
+def layers_of(part: Any) -> list[Params]:
+    """Return the layers of a segment's weights or accumulators, one tree for each."""
+    if isinstance(part, list):
+        return part
+    count = jax.tree.leaves(part)[0].shape[0]
+    return [jax.tree.map(lambda x, i=i: x[i], part) for i in range(count)]
