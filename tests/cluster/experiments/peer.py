@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ STEPS, EVALUATED = 100, 25  # of training, for the losses
 COMPARED = 5  # first steps whose losses are compared
 PORT = 9913
 PYTORCH, DENSE, COMPRESSED = "PyTorch 1F1B + DDP", "eager_1f1b", "eager_1f1b, compressed"
+PARTS, PARTS_AT = ("1f1b", DENSE), 200.0  # whose steps are broken down, and at which rate
 RANK = 8  # of all that is compressed
 _RANKS = {"backward_rank": RANK, "forward_rank": RANK, "data_rank": RANK, "data_start": 0.0}
 
@@ -184,8 +186,12 @@ class Both:
             for kind in self.names:
                 for what, value in self.step(kind).items():
                     found[kind].setdefault(what, []).extend([value] * (repeat > 0))
-        self.free()
         return found
+
+    def parts(self, kind: str) -> dict[str, float]:
+        """Return the seconds of a step of ours by part, as means over all hosts, within the limits that there are."""
+        answers = self.bench.session.ask("breakdown", name=self.kinds[kind].name)
+        return {part: fmean(answer[part] for answer in answers) for part in answers[0]}
 
     def free(self) -> None:
         """Lift all limits."""
@@ -221,7 +227,9 @@ def run(lab: Lab) -> None:
             for rate in RATES:
                 if f"{place} {rate:g} Mbit/s" not in records:
                     found = both.measure(rate, lab.repeats)
-                    records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, kinds=found)
+                    parts = {kind: both.parts(kind) for kind in PARTS if rate == PARTS_AT}
+                    both.free()
+                    records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, kinds=found, parts=parts)
                     said = [f"{kind} {summary(each['seconds'])['median']:.3f} s" for kind, each in found.items()]
                     lab.say(f"peer {place} at {rate:g} Mbit/s: {', '.join(said)}")
             for kind in (DENSE, COMPRESSED):

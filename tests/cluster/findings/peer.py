@@ -124,6 +124,23 @@ def _draw(lines: list[Line]) -> Figure:
     return figure
 
 
+def _parts(lines: list[Line]) -> list[str]:
+    """Return where the time of our steps goes, as a table with a sentence, if that was measured."""
+    broken = [(line, kind, parts) for line in lines for kind, parts in line.get("parts", {}).items()]
+    if not broken:
+        return []
+    names = [name for name in broken[0][2] if max(parts[name] for _, _, parts in broken) >= 5e-3]
+    rows = [
+        (_place(line), f"{line['rate']:g}", kind, *(f"{parts[name]:.2f}" for name in names))
+        for line, kind, parts in broken
+    ]
+    words = """Seconds of our steps by part, as means over the hosts, from `paxtrain.profile`'s breakdown: pipeline is
+    transfers with the wait for the other end, sync the first place where all wait for the slowest, and other the
+    rows' bookkeeping and the copies that XLA adds. Under masked schedules forward and backward include compute on
+    scrap."""
+    return [words, table(("mesh", "Mbit/s", "", *names), rows, words=3)]
+
+
 def _words(records: Records, lines: list[Line]) -> str:
     split = experiment.Real(experiment.MESHES[0])
     versions = span([line["torch"] for line in records if "torch" in line] or ["?"])
@@ -158,6 +175,7 @@ def section(folder: pathlib.Path) -> Section:
     )
     blocks: list[str | Drawing] = [_words(records, lines), table(headings, _rows(lines), words=3)]
     blocks.append(Drawing("peer", "Step time against the links' rate: PyTorch's and ours.", _draw(lines)))
+    blocks += _parts(lines)
     if costs := costs_of_compression(records):
         said = ", ".join(f"{signed(cost)} on {place}" for place, cost in costs.items())
         blocks.append(
