@@ -29,10 +29,10 @@ def test_both_systems_train_the_same(both):
     """PyTorch is an independent reference of the model, the gradients, their mean over data, and the optimizer."""
     if both.theirs is None:
         pytest.skip(f"there is no PyTorch in {environment.folder()}; the experiment peer makes it")
-    theirs = both.losses(peer.PYTORCH, STEPS)["losses"]
+    theirs = both.losses(peer.PYTORCH, STEPS)
     for kind in KINDS:
-        np.testing.assert_allclose(both.losses(kind, STEPS)["losses"], theirs, rtol=1e-5)
-    others = both.losses(peer.PYTORCH, STEPS)["losses"]  # the same batches, but from trained weights
+        np.testing.assert_allclose(both.losses(kind, STEPS), theirs, rtol=1e-5)
+    others = both.losses(peer.PYTORCH, STEPS)  # the same batches, but from trained weights
     assert np.abs(np.subtract(others, theirs)).min() > 0.01
 
 

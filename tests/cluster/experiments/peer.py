@@ -132,15 +132,12 @@ class Both:
 
     @classmethod
     @contextlib.contextmanager
-    def up(
-        cls, lab: Lab, kinds: dict[str, Real], python: pathlib.Path | None, steps: int, **run: int
-    ) -> Iterator["Both"]:
+    def up(cls, lab: Lab, kinds: dict[str, Real], python: pathlib.Path | None, steps: int) -> Iterator["Both"]:
         """Bring a cluster up, with all programs compiled.
 
         Args:
             python: of an environment with PyTorch; None: without it.
             steps: for which PyTorch gets batches.
-            run: that section of our configuration; with eval_batches ours can evaluate.
         """
         split = kinds[DENSE]
         size = split.config.mesh.devices
@@ -158,7 +155,7 @@ class Both:
             logs = folder / "logs" / "ours"
             ours = stack.enter_context(Session(cluster, 1, logs, lab.cache, real=True))
             bench = Bench(lab, scene, cluster, ours)
-            bench.compile(list(kinds.values()), **run)
+            bench.compile(list(kinds.values()))
             yield cls(cluster, bench, theirs, kinds)
 
     @property
@@ -198,31 +195,32 @@ class Both:
         self.cluster.limit(None)
         self.cluster.set_rates(None)
 
-    def losses(self, kind: str, steps: int, eval_every: int = 0) -> dict[str, Any]:
-        """Return the losses of the first steps; of ours also validation losses as [step, loss]."""
+    def losses(self, kind: str, steps: int) -> list[float]:
+        """Return the losses of the first steps."""
         if kind == PYTORCH:
-            return {"losses": self.theirs.ask("train", name=kind, steps=steps)[0], "validation": []}
-        task = {"name": self.kinds[kind].name, "steps": steps, "eval_every": eval_every}
-        return self.bench.session.ask("train", **task)[0]
+            return self.theirs.ask("train", name=kind, steps=steps)[0]
+        return self.bench.session.ask("train", name=self.kinds[kind].name, steps=steps, eval_every=0)[0]["losses"]
 
 
-def _todo(records: Records, mesh: tuple[int, int, int]) -> list[str]:
-    place = "x".join(map(str, mesh))
-    keys = [f"{place} losses", *(f"{place} validation {kind}" for kind in (DENSE, COMPRESSED))]
-    keys += [f"{place} {rate:g} Mbit/s" for rate in RATES]
-    return [key for key in keys if key not in records]
+def _name(mesh: tuple[int, int, int]) -> str:
+    return "x".join(map(str, mesh))
+
+
+def _done(records: Records, mesh: tuple[int, int, int]) -> bool:
+    keys = [f"{_name(mesh)} losses", *(f"{_name(mesh)} {rate:g} Mbit/s" for rate in RATES)]
+    return all(key in records for key in keys)
 
 
 def run(lab: Lab) -> None:
     """Measure both systems on both meshes at all rates, and train them."""
     records = lab.records("peer")
     for mesh in MESHES:
-        if not _todo(records, mesh):
+        if _done(records, mesh):
             continue
-        place = "x".join(map(str, mesh))
-        with Both.up(lab, kinds(mesh), environment.make(), STEPS, eval_batches=4) as both:
+        place = _name(mesh)
+        with Both.up(lab, kinds(mesh), environment.make(), COMPARED) as both:
             if f"{place} losses" not in records:  # first: PyTorch's workers begin with the first weights
-                first = {kind: both.losses(kind, COMPARED)["losses"] for kind in both.names if kind != COMPRESSED}
+                first = {kind: both.losses(kind, COMPARED) for kind in both.names if kind != COMPRESSED}
                 records.add(f"{place} losses", mesh=mesh, first=first, torch=both.theirs.ask_one(0, "version"))
             for rate in RATES:
                 if f"{place} {rate:g} Mbit/s" not in records:
@@ -232,8 +230,24 @@ def run(lab: Lab) -> None:
                     records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, kinds=found, parts=parts)
                     said = [f"{kind} {summary(each['seconds'])['median']:.3f} s" for kind, each in found.items()]
                     lab.say(f"peer {place} at {rate:g} Mbit/s: {', '.join(said)}")
-            for kind in (DENSE, COMPRESSED):
-                if f"{place} validation {kind}" not in records:
-                    found = both.losses(kind, STEPS, EVALUATED)
-                    records.add(f"{place} validation {kind}", mesh=mesh, kind=kind, **found)
-                    lab.say(f"{place} {kind}: validation loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
+    _validate(lab, records)
+
+
+def _validate(lab: Lab, records: Records) -> None:
+    """Train dense and compressed, all devices in one process, which changes no loss; record the validation losses."""
+    trained = {f"{_name(mesh)} validation {kind}": (mesh, kind) for mesh in MESHES for kind in (DENSE, COMPRESSED)}
+    if all(key in records for key in trained):
+        return
+    alone = Scenario("alone", "all devices in one process", np.zeros((1, 1)), devices_per_host=8, slowness=0)
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(hosts.Cluster(alone.rates.tolist()))
+        logs = lab.out / "peer" / "alone" / "logs"
+        session = stack.enter_context(Session(cluster, alone.devices_per_host, logs, lab.cache, real=True))
+        bench = Bench(lab, alone, cluster, session)
+        for key, (mesh, kind) in trained.items():
+            if key not in records:
+                [name] = bench.compile([kinds(mesh)[kind]], eval_batches=4)
+                [found] = session.ask("train", name=name, steps=STEPS, eval_every=EVALUATED)
+                session.ask("forget", names=[name])
+                records.add(key, mesh=mesh, kind=kind, **found)
+                lab.say(f"{key}: loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
