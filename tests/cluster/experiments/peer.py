@@ -57,7 +57,7 @@ class Real(Split):
         """Return the configuration as nested values."""
         values = super().values(data, **run)
         values["model"] |= {"tied_head": False, "vocab_multiple": 1}
-        values["pipeline"] |= {"save": "residuals", "scan_layers": "off"}
+        values["pipeline"] |= {"save": "dots", "scan_layers": "off"}
         return values
 
 
