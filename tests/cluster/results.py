@@ -5,6 +5,8 @@
 writes the page again from the existing records, and measures nothing.
 """
 
+import dataclasses
+import json
 import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from absl import flags
 
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
+from tests.cluster import earlier_page
 from tests.cluster.findings import (
     accuracy,
     compression,
@@ -50,7 +53,6 @@ CAVEATS = (
     sends (D-1)/D. The planner predicts a ring, so with four and more data ranks it predicts too much.""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
-_MET = {True: "yes", False: "**no**", None: "open"}
 
 
 def _filled(text: str, begin: str = "") -> str:
@@ -61,7 +63,7 @@ def _filled(text: str, begin: str = "") -> str:
 
 
 def _targets(targets: list[Target]) -> str:
-    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else _MET[t.met]) for t in targets]
+    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else earlier_page.MET[t.met]) for t in targets]
     return table(["what", "target", "seen", "met?"], rows, words=4)
 
 
@@ -82,11 +84,14 @@ def _shortfalls(sections: list[Section]) -> Iterator[str]:
                 yield f"**Not run:** {t.what}; `{section.command}` does."
 
 
-def _blocks(section: Section, folder: str) -> Iterator[str]:
+def _blocks(section: Section, folder: str, date: str) -> Iterator[str]:
+    if section.blocks and str(section.blocks[0]).startswith("## "):  # of the earlier page
+        yield str(section.blocks[0])
+        return
     sources = ", ".join(f"`{source}`" for source in section.sources)
     yield f"## {section.title}"
-    yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
-    for block in section.blocks or ("Not run yet.",):
+    yield _filled(f"Made by `{section.command}`{date if section.blocks else ''}; raw records: {sources}.")
+    for block in section.blocks or (earlier_page.NOT_YET,):
         if isinstance(block, Drawing):
             yield f"![{block.name}]({folder}/{block.name}.png)"
             yield _filled(block.caption)
@@ -95,8 +100,16 @@ def _blocks(section: Section, folder: str) -> Iterator[str]:
 
 
 def write(records: pathlib.Path, page: pathlib.Path) -> None:
-    """Write the page from the records, with its figures in a folder of the same name beside it."""
+    """Write the page from the records, with its figures in a folder of the same name beside it.
+
+    What the page says of experiments without records stays, with the machine on which they were run.
+    """
+    earlier, environment = earlier_page.read(page), records / setting.SOURCE
     sections = [part.section(records) for part in PARTS]
+    if any(map(earlier.keeps, sections)) and setting.TITLE in earlier.sections:
+        sections = [dataclasses.replace(s, blocks=()) if s.title == setting.TITLE else s for s in sections]
+    sections = [earlier.kept(section) if earlier.keeps(section) else section for section in sections]
+    date = f" on {json.loads(environment.read_text())['date']}" if environment.exists() else ""
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     for drawing in (drawing for section in sections for drawing in section.drawings):
@@ -110,7 +123,7 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         "\n".join(shortfalls) or "Every target was met.",
         "What these figures cannot say:",
         "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
-        *(block for section in sections for block in _blocks(section, folder.name)),
+        *(block for section in sections for block in _blocks(section, folder.name, date)),
     ]
     page.write_text("\n\n".join(text) + "\n")
 

@@ -438,7 +438,7 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     add_placements(lab, host_order=1.3)
     add_compression(lab)
     add_schedules(lab)
-    (lab / "environment.json").write_text(json.dumps({"seed": 3, "machine": {"cores": 2}}))
+    (lab / "environment.json").write_text(json.dumps({"date": "2026-01-01", "seed": 3, "machine": {"cores": 2}}))
     results.write(lab, page)
     text = page.read_text()
     assert "| Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error | at most 10.0% | 12.0%" in text
@@ -454,6 +454,30 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     assert len(drawn) == len(set(drawn)) == 7
     for name in drawn:
         assert matplotlib.image.imread(tmp_path / name).std() > 0.02, f"{name} is empty"
+
+
+def test_what_the_page_says_stays_without_records(tmp_path):
+    first, second, page = tmp_path / "first", tmp_path / "second", tmp_path / "page.md"
+    add_links(first, worst=0.12)
+    add_schedules(first)
+    (first / "environment.json").write_text(json.dumps({"date": "2026-01-01"}))
+    results.write(first, page)
+    before = page.read_text()
+    add_peer(second)
+    (second / "environment.json").write_text(json.dumps({"date": "2026-01-02"}))
+    results.write(second, page)
+    text = page.read_text()
+    assert "Made by `python -m tests.cluster.lab --experiments=peer` on 2026-01-02;" in " ".join(text.split())
+    assert "| date | 2026-01-01 |" in text
+    for title in ("## Schedules at several link rates", "## Profile against set rates"):
+        section = before[before.index(title) :].split("\n## ")[0].strip()
+        assert section in text
+    flat = " ".join(text.split())
+    assert "**Missed:** Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error." in flat
+    assert "**Open:** eager_1f1b over 1f1b" in flat and "**Not run:** Compression;" in flat
+    add_links(second, worst=0.01)
+    results.write(second, page)
+    assert "**Missed:** Profiled bandwidth" not in page.read_text()
 
 
 def test_the_page_is_written_again_from_the_records_alone(tmp_path):
