@@ -36,10 +36,10 @@ INTRODUCTION = """Every figure on this page is computed from the raw records tha
 `python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and a
 spread is half the distance between the quartiles."""
 CAVEATS = (
-    """**Devices are emulated.** Their speed is a number in `tests/cluster/device.py`. These figures therefore show
-    how well step times are predicted from profiled compute and links, and what placement and compression gain at a
-    given ratio of compute to communication. They do not show how fast a GPU is, and they do not cover compute that
-    varies.""",
+    """**Devices are emulated**, except beside PyTorch. Their speed is a number in `tests/cluster/device.py`. These
+    figures therefore show how well step times are predicted from profiled compute and links, and what placement and
+    compression gain at a given ratio of compute to communication. They do not show how fast a GPU is, and they do not
+    cover compute that varies.""",
     """**The CPU backend waits for what it receives.** Transfers that overlap with compute on GPUs do not overlap
     here. The simulator's blocking model is tested; its overlapping model is only shown.""",
     """**Placements are made by moving links under processes** that stay where they are. Hosts differ only in their
@@ -49,8 +49,8 @@ CAVEATS = (
     """**A small model.** Its messages take as long on these links as large messages do on fast links, but the fixed
     cost of a message weighs more.""",
     """**A reduce-scatter is an all-to-all here**, with the sum behind it, because gloo's own is wrong now and then
-    (docs/compression.md). Every pair of hosts has a link, over which an all-to-all sends 1/D of the data, where a ring
-    sends (D-1)/D. The planner predicts a ring, so with four and more data ranks it predicts too much.""",
+    (docs/compression.md). Every pair of hosts has a link, over which an all-to-all of D data ranks sends 1/D of the
+    data. The planner predicts a ring, which sends (D-1)/D over each of its links.""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 

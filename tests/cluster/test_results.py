@@ -385,7 +385,7 @@ def add_peer(folder: pathlib.Path, dense: float = 0.8, cost: float = 0.005) -> N
             kind: {"seconds": [slower * time] * 3, "computed": [1.5] * 3, "bytes": [3_000_000] * 3}
             for kind, time in times.items()
         }
-        records.add(f"{rate}", mesh=[2, 4, 1], rate=rate, kinds=kinds)
+        records.add(f"{rate}", mesh=[2, 4, 1], rate=rate, save="dots", kinds=kinds)
 
 
 @pytest.mark.parametrize("dense, met", [(0.8, True), (0.92, False)])

@@ -35,13 +35,14 @@ COMPARED = 5  # first steps whose losses are compared
 PORT = 9913
 PYTORCH, DENSE, COMPRESSED = "PyTorch 1F1B + DDP", "eager_1f1b", "eager_1f1b, compressed"
 PARTS, PARTS_AT = ("1f1b", DENSE), 200.0  # whose steps are broken down, and at which rate
+SAVE = "dots"  # what a forward keeps for its backward, here and by default
 RANK = 8  # of all that is compressed
 _RANKS = {"backward_rank": RANK, "forward_rank": RANK, "data_rank": RANK, "data_start": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Real(Split):
-    """A split of the GPT that both train: with a head apart from the embedding, nothing recomputed, layers unrolled."""
+    """A split of the GPT that both train: with a head apart from the embedding, and layers unrolled."""
 
     layers: int = 8
     hidden: int = 128
@@ -57,7 +58,7 @@ class Real(Split):
         """Return the configuration as nested values."""
         values = super().values(data, **run)
         values["model"] |= {"tied_head": False, "vocab_multiple": 1}
-        values["pipeline"] |= {"save": "dots", "scan_layers": "off"}
+        values["pipeline"] |= {"save": SAVE, "scan_layers": "off"}
         return values
 
 
@@ -227,7 +228,7 @@ def run(lab: Lab) -> None:
                     found = both.measure(rate, lab.repeats)
                     parts = {kind: both.parts(kind) for kind in PARTS if rate == PARTS_AT}
                     both.free()
-                    records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, kinds=found, parts=parts)
+                    records.add(f"{place} {rate:g} Mbit/s", mesh=mesh, rate=rate, save=SAVE, kinds=found, parts=parts)
                     said = [f"{kind} {summary(each['seconds'])['median']:.3f} s" for kind, each in found.items()]
                     lab.say(f"peer {place} at {rate:g} Mbit/s: {', '.join(said)}")
     _validate(lab, records)

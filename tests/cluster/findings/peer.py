@@ -12,7 +12,7 @@ from tests.cluster.experiments import peer as experiment
 from tests.cluster.experiments.peer import COMPRESSED, DENSE, PYTORCH
 from tests.cluster.laboratory import summary
 from tests.cluster.records import Records
-from tests.cluster.section import Drawing, Section, Target, factor, lab, percent, seconds, signed, span, table
+from tests.cluster.section import Drawing, Section, Target, factor, lab, listed, percent, seconds, signed, span, table
 
 TITLE, SOURCE, COMMAND = "Beside PyTorch", "peer.jsonl", lab("peer")
 DENSE_AT, COMPRESSED_AT = (200.0, 50.0), (50.0,)
@@ -144,12 +144,14 @@ def _parts(lines: list[Line]) -> list[str]:
 def _words(records: Records, lines: list[Line]) -> str:
     split = experiment.Real(experiment.MESHES[0])
     versions = span([line["torch"] for line in records if "torch" in line] or ["?"])
+    saves = listed(sorted({line["save"] for line in lines}))
     repeats = span(len(x["seconds"]) for line in lines for x in line["kinds"].values())
     return f"""PyTorch {versions}, in an environment of its own: torch.distributed.pipelining's 1F1B with
     DistributedDataParallel over gloo, and fused AdamW. Ours is the trainer as it is, with schedules chosen by hand.
     Both train a GPT-2 of {split.layers} layers, width {split.hidden}, sequence {split.sequence} and a head apart from
     the embedding, in float32, from the same weights, on the same batches of {split.global_batch} sequences in
-    micro-batches of {split.micro_batch}, with the same optimizer; neither recomputes. Eight hosts have
+    micro-batches of {split.micro_batch}, with the same optimizer. PyTorch's keeps all that a backward needs, ours
+    what save={saves} says. Eight hosts have
     {percent(experiment.SHARE)} of a core each and compute for real; a host's process of either system waits while the
     other one's works. Steps of all kinds are taken in turn, medians of {repeats} repeats. Bytes are those of the
     links' own counters, with headers. Compute is the processor time of all hosts' processes together, waiting in
