@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paxtrain.run.sampling import sample
     from paxtrain.run.training import train
     from paxtrain.schedule.drawing import draw_schedule
-    from paxtrain.schedule.spec import build as schedule_table
+    from paxtrain.schedule.schedules import build as schedule_table
 
 # Module and attribute of each public name.
 _EXPORTS = {
@@ -54,7 +54,7 @@ _EXPORTS = {
     "load_config": "paxtrain.config.load:load_config",
     "make_mesh": "paxtrain.parallel.mesh:make_mesh",
     "sample": "paxtrain.run.sampling:sample",
-    "schedule_table": "paxtrain.schedule.spec:build",
+    "schedule_table": "paxtrain.schedule.schedules:build",
     "train": "paxtrain.run.training:train",
 }
 __all__ = [

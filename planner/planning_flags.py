@@ -5,7 +5,7 @@ import dataclasses
 from absl import flags
 
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.planning.options import KINDS, SEQUENCE, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages")

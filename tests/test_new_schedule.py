@@ -12,11 +12,11 @@ from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import buffers
-from paxtrain.schedule.orders import lay_out, warm_up_then_alternate
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.spec import SPECS, ScheduleSpec, build, code
+from paxtrain.schedule.row_layout import lay_out, warm_up_then_alternate
+from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost import rows
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.memory import closed_form
 from planner.search import layers, pruning
@@ -29,7 +29,7 @@ NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
 # is compiled, and benchmarks of each schedule.
 MAY_NAME_SCHEDULES = (
-    "paxtrain/schedule/spec.py",
+    "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
     "paxtrain/bench/",
     "planner/bench/",
@@ -146,4 +146,4 @@ def test_only_its_spec_knows_a_schedule_by_name():
             if any(value in SPECS for value in constants if isinstance(value, str)):
                 found.append(name)
     assert [name for name in found if not name.startswith(MAY_NAME_SCHEDULES)] == []
-    assert "paxtrain/schedule/spec.py" in found
+    assert "paxtrain/schedule/schedules.py" in found

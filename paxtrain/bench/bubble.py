@@ -7,7 +7,7 @@ import jax
 
 from paxtrain.bench import two_processes
 from paxtrain.bench.steps import PipelinedStep, configuration, interleave
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 
 
 def bubble(repeats: int) -> None:

@@ -6,7 +6,7 @@ from typing import overload
 import numpy as np
 
 from paxtrain.config.checks import choice, positive, require
-from paxtrain.schedule.spec import SPECS, ScheduleSpec
+from paxtrain.schedule.schedules import SPECS, ScheduleSpec
 
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -69,7 +69,7 @@ class PipelineConfig:
     """The flow of micro-batches through the stages.
 
     Attributes:
-        schedule: a name in paxtrain.schedule.spec.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
+        schedule: a name in paxtrain.schedule.schedules.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
         virtual_stages: chunks of layers per stage; more than one only with schedules that interleave.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),

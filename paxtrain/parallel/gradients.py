@@ -22,8 +22,8 @@ from compress.powersgd import PowerState, PowerStats, mean_lowrank
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
 from paxtrain.parallel.weights import on_edges
+from paxtrain.pipeline.collectives import gather, permute
 from paxtrain.pipeline.program import Weights, layers_of
-from paxtrain.pipeline.virtual import gather, permute
 
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:

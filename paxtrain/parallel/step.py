@@ -35,7 +35,7 @@ from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.spec import build, forward_only
+from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.table import Schedule
 
 BATCH_SPEC = PartitionSpec("data")

@@ -9,6 +9,7 @@
     split_backward.py    the backward in two, B and W
     residuals.py         what a forward keeps for its backward
     rings.py             slots of rings, accumulators, work that may be skipped
+    collectives.py       permutes and gathers, on a real mesh and on the virtual one
     virtual.py           the same program on one device, by vmap
 
 May import `compress` and the rooms `config`, `model` and `schedule`.

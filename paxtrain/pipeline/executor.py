@@ -25,12 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
+from paxtrain.pipeline.collectives import permute
 from paxtrain.pipeline.messages import PLAIN, Link, among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import always, only_if, read, write
 from paxtrain.pipeline.stage import Stage
-from paxtrain.pipeline.virtual import permute
 from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
 from paxtrain.schedule.table import Pair
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from compress import lowrank
 from compress.codec import Codec, Identity
-from paxtrain.pipeline.virtual import permute
+from paxtrain.pipeline.collectives import permute
 from paxtrain.schedule.table import Pair
 
 

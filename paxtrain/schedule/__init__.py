@@ -1,7 +1,7 @@
 """Pipeline schedules as data: what each schedule is, its table of rows x stages, and where values wait between rows.
 
-    spec.py                 the schedules: a new one is added here, and nowhere else
-    orders.py table.py      ops laid out in rows; the table that comes out
+    schedules.py            the schedules: a new one is added here, and nowhere else
+    row_layout.py table.py  ops laid out in rows; the table that comes out
     buffers.py              a slot for each value between rows
     proof.py                every op finds its own values
     drawing.py              a table as a picture

@@ -16,7 +16,7 @@ gradient, the loss's, in the forward phase of the row of its F.
 With P stages and v chunks a stage, stage s holds the virtual stages s, P+s, ..., (v-1)P+s: its chunk c is virtual stage
 cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 
-`paxtrain.schedule.spec` says which schedules there are, and builds their tables.
+`paxtrain.schedule.schedules` says which schedules there are, and builds their tables.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Schedule:
         backward_chunk: [rows, stages] chunk of B.
         weights: [rows, stages] micro-batch of W; all IDLE if B is whole.
         weights_chunk: [rows, stages] chunk of W.
-        masked: idle stages compute on scrap, see paxtrain.schedule.spec.ScheduleSpec.
+        masked: idle stages compute on scrap, see paxtrain.schedule.schedules.ScheduleSpec.
     """
 
     name: str

@@ -14,7 +14,7 @@ from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import step_time
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.measure import profile_cluster, profile_compute
 from planner.measure.compute_timing import KINDS, LoopTimer, OptimizerTimer
 from planner.measure.machines import find_machines

@@ -8,7 +8,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
-from planner.cost.links import Fabric, fabric
+from planner.cost.link_seconds import Fabric, fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import bounds, exact
 from planner.placement.gain import gain

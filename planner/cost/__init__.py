@@ -1,6 +1,6 @@
 """Seconds of a training step: compute, transfers and reductions, joined by a simulation of the executor.
 
-    links.py                bandwidths to seconds per byte, for messages and rings of a placement
+    link_seconds.py         bandwidths to seconds per byte, for messages and rings of a placement
     compute.py              a layer on a device kind, with its all-reduces over tensor
     step_time.py            bytes to seconds: the whole step
     rows.py simulator.py    the pipeline: a schedule's table, and its replay

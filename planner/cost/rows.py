@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-from paxtrain.schedule.spec import SPECS, build
+from paxtrain.schedule.schedules import SPECS, build
 from paxtrain.schedule.table import IDLE, Schedule
 
 Array = np.ndarray
@@ -16,7 +16,7 @@ class Table:
     """A schedule's table to replay, and which of its gradient messages travel compressed.
 
     Attributes:
-        schedule: its name in paxtrain.schedule.spec.SPECS.
+        schedule: its name in paxtrain.schedule.schedules.SPECS.
         stages: P.
         micro_batches: m.
         chunks: v.

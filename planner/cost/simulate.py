@@ -6,7 +6,7 @@ import numpy as np
 
 from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 
 

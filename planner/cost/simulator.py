@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray

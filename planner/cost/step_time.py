@@ -15,11 +15,11 @@ import functools
 import numpy as np
 
 from paxtrain.config import ModelConfig, parallel
-from paxtrain.schedule.spec import SPECS, build
+from paxtrain.schedule.schedules import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import simulator
-from planner.cost.links import Fabric, Paths, paths
+from planner.cost.link_seconds import Fabric, Paths, paths
 from planner.cost.rows import Table
 
 Array = np.ndarray

@@ -18,7 +18,7 @@ import functools
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, Config, ModelConfig
-from paxtrain.schedule.spec import code, each
+from paxtrain.schedule.schedules import code, each
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
@@ -44,7 +44,7 @@ class Shape:
         common: layers of the smallest virtual stage.
         micro_batch: sequences of a micro-batch.
         micro_batches: micro-batches per data rank and step.
-        schedule: place in paxtrain.schedule.spec.SPECS.
+        schedule: place in paxtrain.schedule.schedules.SPECS.
         save: place in paxtrain.config.SAVE_MODES.
         zero1: state and gradients are sharded over data.
         scan: layers run in a loop.

@@ -21,7 +21,7 @@ from absl import flags
 from paxtrain import command_line
 from paxtrain.config import Config, from_dict
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.memory import closed_form, compiled
 from planner.memory.margin import LABELS as FILE
 from planner.memory.margin import with_margin

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.cost.links import Fabric
+from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import MASTER, LinkSeconds, Problem
 
 Array = np.ndarray

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.cost.links import Fabric
+from planner.cost.link_seconds import Fabric
 
 Array = np.ndarray
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cost.links import Fabric
+from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, host_order
 from planner.placement import anneal, bounds, exact
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.memory import closed_form
 from planner.search.budget import Budget
 from planner.search.search import Options

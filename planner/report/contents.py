@@ -10,7 +10,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.devices.gpus import GPUS
 from paxtrain.run.metrics import flops_per_token
 from planner.cluster.cluster import Cluster
-from planner.cost.links import Fabric
+from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step
 from planner.search.baselines import Comparison
 from planner.search.search import Found, Outcome

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.schedule import spec as schedules
+from paxtrain.schedule import schedules
 from paxtrain.schedule.table import IDLE
 from planner.cost import simulator
-from planner.cost.links import paths
+from planner.cost.link_seconds import paths
 from planner.cost.rows import Table
 from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit

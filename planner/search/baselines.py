@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from paxtrain.schedule.spec import code
+from paxtrain.schedule.schedules import code
 from planner.cluster.cluster import between
 from planner.cost import closed_forms
 from planner.cost.step_time import MASTER, Candidate, Problem

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
-from paxtrain.schedule.spec import SPECS, code
+from paxtrain.schedule.schedules import SPECS, code
 from planner.search.search import Found, Search
 from planner.search.space import BACKWARD
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
-from paxtrain.schedule.spec import ScheduleSpec, each
+from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
 from planner.cost.step_time import MASTER, POWER_PASSES

@@ -16,10 +16,10 @@ import numpy as np
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
-from planner.cost.links import Paths, fabric, paths
+from planner.cost.link_seconds import Paths, fabric, paths
 from planner.cost.step_time import Candidate, Problem
 from planner.placement.bounds import lower
 from planner.placement.place import Placement, place

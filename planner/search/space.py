@@ -9,7 +9,7 @@ import numpy as np
 from compress.policy import compression_ratio
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS, code
+from paxtrain.schedule.schedules import SPECS, code
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from planner.cluster.cluster import Cluster, between
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from tests.cluster.experiments import compression, joint, placements
 from tests.cluster.models import MODEL, Split, moved

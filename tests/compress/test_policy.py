@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from compress.policy import AdaptiveRank, compression_ratio, epilogue_sends, largest_rank, selective, start_step
-from paxtrain.schedule.spec import build
+from paxtrain.schedule.schedules import build
 
 
 class TestRatio:

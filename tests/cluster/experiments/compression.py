@@ -14,7 +14,7 @@ import numpy as np
 from configs import gpt_8b
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster, between
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 from tests.cluster import scenario as scenarios
 from tests.cluster.laboratory import Bench, Lab, summary

@@ -5,7 +5,7 @@ Growth is by data ranks, then by stages; with eight hosts also by data ranks alo
 
 import numpy as np
 
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem, host_order
 from tests.cluster.laboratory import Bench, Lab
 from tests.cluster.models import Split

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from planner.cluster.cluster import Cluster
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement.place import place
 from planner.search.budget import Budget

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cluster.cluster import Cluster
 from planner.cost import closed_forms
-from planner.cost.links import fabric, paths
+from planner.cost.link_seconds import fabric, paths
 from planner.cost.step_time import MASTER, Problem, host_order
 from planner.placement.place import place
 from tests.cluster import scenario as scenarios

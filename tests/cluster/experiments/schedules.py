@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 from planner.cluster.cluster import Cluster
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.placement.place import place
 from tests.cluster.experiments import growth

@@ -17,7 +17,7 @@ from paxtrain.model import transformer
 from paxtrain.parallel import gradients
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from paxtrain.xla import hlo
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 4, 32, 8, 16, 61

@@ -16,7 +16,7 @@ from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import AXES, make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.pipeline import virtual
+from paxtrain.pipeline import collectives, virtual
 from paxtrain.pipeline.rings import only_if
 
 PIPE = {"data": 2, "pipe": 4, "tensor": 1}
@@ -104,7 +104,7 @@ def test_collectives(sizes):
                 "index": (i + 1) * x,
             }
         out["all"] = lax.psum(x, AXES)
-        out["gathered"] = virtual.gather(x, AXES), virtual.gather(constant, AXES)
+        out["gathered"] = collectives.gather(x, AXES), collectives.gather(constant, AXES)
         return jax.tree.map(lambda v: v[None, None, None], out)
 
     everywhere = P("data", "pipe", "tensor")
@@ -125,7 +125,7 @@ PAIRS = [
 def test_permute_with_idle_positions():
     def f(x):
         tree = {"float": x, "int8": (x + 2).astype(jnp.int8), "same": jnp.ones(2)}
-        return [virtual.permute(tree, "pipe", pairs) for pairs in PAIRS]
+        return [collectives.permute(tree, "pipe", pairs) for pairs in PAIRS]
 
     x = integers(2 * 4, 3)
     found = check_same(f, PIPE, P(("data", "pipe")), P(("data", "pipe")), x)
@@ -144,8 +144,10 @@ def test_permute_on_a_real_mesh_is_the_plain_one():
         run = jax.shard_map(f, mesh=mesh(PIPE), in_specs=P("pipe"), out_specs=P("pipe"), check_vma=False)
         return jax.jit(run).lower(integers(8)).as_text()
 
-    assert text(virtual.permute) == text(lax.ppermute)
-    assert re.search(r"source_target_pairs = dense<[^>]*> : tensor<4x2xi64>", text(virtual.permute))  # 2 pairs x data
+    assert text(collectives.permute) == text(lax.ppermute)
+    assert re.search(
+        r"source_target_pairs = dense<[^>]*> : tensor<4x2xi64>", text(collectives.permute)
+    )  # 2 pairs x data
 
 
 @pytest.mark.parametrize("sizes", [CUBE, PIPE], ids=str)
@@ -168,7 +170,7 @@ def test_control_flow_and_gradients(sizes):
             grads = only_if(busy, lambda total: total + lax.psum(delta, "data"), grads)
             ring = lax.dynamic_update_slice(ring, out[None], ((stage + t) % 3, 0, 0))
             out, ring = lax.optimization_barrier((out, ring))
-            g = virtual.permute(out, "pipe", down) % 7
+            g = collectives.permute(out, "pipe", down) % 7
             return (ring, grads, g), lax.dynamic_slice(ring, ((stage + t) % 3, 0, 0), (1, *out.shape))
 
         start = (lax.empty((3, *x.shape), x.dtype), jnp.zeros_like(w), jnp.zeros_like(x))

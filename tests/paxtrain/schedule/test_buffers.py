@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paxtrain.schedule.buffers import COLUMNS, assign
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.spec import build, forward_only
+from paxtrain.schedule.schedules import build, forward_only
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]

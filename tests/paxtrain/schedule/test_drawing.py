@@ -2,13 +2,13 @@
 
 import pytest
 
-from paxtrain.schedule import spec
+from paxtrain.schedule import schedules
 from paxtrain.schedule.drawing import draw_schedule
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("eager_1f1b", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)])
 def test_every_op_has_its_box_and_its_micro_batch(name, chunks, tmp_path):
-    schedule = spec.build(name, 4, 8, chunks)
+    schedule = schedules.build(name, 4, 8, chunks)
     figure = draw_schedule(schedule)
     [axes] = figure.axes
     phases = ("forward", "backward", "weights")
@@ -23,4 +23,4 @@ def test_every_op_has_its_box_and_its_micro_batch(name, chunks, tmp_path):
 
 def test_an_unknown_schedule_is_named():
     with pytest.raises(ValueError, match="no schedule 'zigzag'; there are"):
-        spec.build("zigzag", 4, 8)
+        schedules.build("zigzag", 4, 8)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paxtrain.schedule.spec import build, forward_only
+from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.table import IDLE
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paxtrain.schedule import spec as schedules
+from paxtrain.schedule import schedules
 from planner.cost import ideal, simulator
 from planner.cost.rows import Table
 from planner.cost.simulator import Seconds

@@ -7,7 +7,7 @@ import pytest
 
 import paxtrain
 import planner
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem, host_order
 from tests.planner.examples import cluster
 

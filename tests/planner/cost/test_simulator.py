@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.schedule import buffers
-from paxtrain.schedule import spec as schedules
+from paxtrain.schedule import buffers, schedules
 from paxtrain.schedule.table import IDLE
 from planner.cost.rows import Table
 from planner.cost.simulator import Seconds, concatenate, pipeline, timeline

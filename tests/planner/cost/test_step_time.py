@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paxtrain.model import transformer
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost import links, step_time
+from planner.cost import link_seconds, step_time
 from planner.cost.step_time import Candidate, Problem
 from tests.planner.examples import MODEL, cluster, placements, reordered
 
@@ -29,7 +29,7 @@ CANDIDATES = [
 def test_one_stage_without_data_is_compute_and_optimizer():
     one = cluster(1, 1)
     c = Candidate(1, 1, 1, 2, 5, "eager_1f1b", (12,))
-    step = Problem(one, MODEL, c).step(links.fabric(one), np.zeros((1, 1, 1), int))
+    step = Problem(one, MODEL, c).step(link_seconds.fabric(one), np.zeros((1, 1, 1), int))
     layer = costs.layer(one, "a100-80gb", MODEL, 1, 2, "dots")
     compute = 5 * (12 * (layer.forward + layer.backward) + layer.embedding + layer.head)
     parameters = 12 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 1)
@@ -64,7 +64,7 @@ def test_sequence_parallelism_sends_parts_and_gathers_them_again():
     assert (before.packed, after.packed) == (16 * (2 * 1024 + 1024) * 2, 16 * (2 * 256 + 1024) * 2)
     # Between slow hosts the messages decide.
     hosts = np.arange(2).reshape(1, 1, 2)
-    assert after.step(links.fabric(some), hosts).total < before.step(links.fabric(some), hosts).total
+    assert after.step(link_seconds.fabric(some), hosts).total < before.step(link_seconds.fabric(some), hosts).total
 
 
 @pytest.mark.parametrize(("save", "gathers"), [("residuals", 0), ("dots", 2), ("layer_inputs", 1), ("inputs", 1)])
@@ -88,8 +88,8 @@ def test_two_ranks_on_cpus_exchange_one_after_the_other(data, pipe, gather):
     hosts = np.arange(data * pipe).reshape(1, data, pipe)
     gpu, cpu = Problem(some, MODEL, c), Problem(some, MODEL, c)
     cpu.overlap = False
-    fabric = links.fabric(some)
-    found, expected = (problem.links(links.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
+    fabric = link_seconds.fabric(some)
+    found, expected = (problem.links(link_seconds.paths(fabric, hosts, 1)) for problem in (cpu, gpu))
     np.testing.assert_allclose(cpu.step(fabric, hosts).gather, gather * gpu.step(fabric, hosts).gather)
     ends = [(int(row[0]), int(row[-1])) for row in hosts[0]] if pipe > 1 else []
     size = costs.embedding_parameters(MODEL, 1, pipe) * 4 / data
@@ -106,7 +106,7 @@ def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overla
     some, c = cluster(8, 1, seed=None), Candidate(2, 4, 1, 1, 4, "eager_1f1b", (3,) * 4)
     problem = Problem(some, MODEL, c)
     problem.overlap = overlap
-    step = problem.step(links.fabric(some), np.arange(8).reshape(1, 2, 4))
+    step = problem.step(link_seconds.fabric(some), np.arange(8).reshape(1, 2, 4))
     layers, table = 3 * costs.layer_parameters(MODEL, 1), costs.embedding_parameters(MODEL, 1, 4)
     turn = lambda parameters, item: 1e-5 + parameters / 2 * item / 25e9  # noqa: E731
     np.testing.assert_allclose(step.reduce[0, 1:3], turn(layers, 4) + middle * turn(table, 4), rtol=1e-9)
@@ -117,7 +117,7 @@ def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overla
 def test_a_reduction_is_a_ring_of_its_bytes():
     some = cluster(4, 1, seed=None)
     c = Candidate(4, 1, 1, 1, 1, "eager_1f1b", (12,))
-    step = Problem(some, MODEL, c).step(links.fabric(some), np.arange(4).reshape(1, 4, 1))
+    step = Problem(some, MODEL, c).step(link_seconds.fabric(some), np.arange(4).reshape(1, 4, 1))
     layers, table = 12 * costs.layer_parameters(MODEL, 1), costs.embedding_parameters(MODEL, 1, 1)
     np.testing.assert_allclose(step.gather, 3e-5 + 3 / 4 * (layers + table) * 2 / 25e9, rtol=1e-9)
     # Of the layers' reduction lies behind the last B what does not fit under 11 of its layers, and at least a twelfth.
@@ -133,7 +133,7 @@ def test_a_stage_that_is_done_before_the_last_row_hides_nothing_in_its_own_op():
     c = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6))
     steps = [
         Problem(some, MODEL, dataclasses.replace(c, reduce_dtype=dtype)).step(
-            links.fabric(some), np.array([[[0, 1], [2, 3]]])
+            link_seconds.fabric(some), np.array([[[0, 1], [2, 3]]])
         )
         for dtype in ("float32", "bfloat16")
     ]
@@ -149,13 +149,13 @@ def test_a_stage_that_is_done_before_the_last_row_hides_nothing_in_its_own_op():
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
 def test_many_at_once_are_each_by_itself(candidate):
     some = cluster()
-    fabric, hosts = links.fabric(some), placements(6, candidate.data, candidate.pipe, 4 // candidate.tensor)
+    fabric, hosts = link_seconds.fabric(some), placements(6, candidate.data, candidate.pipe, 4 // candidate.tensor)
     problem = Problem(some, MODEL, candidate)
     together = problem.step(fabric, hosts).total
     np.testing.assert_allclose(together, [problem.step(fabric, h[None]).total[0] for h in hosts])
     others = [Problem(some, MODEL, c) for c in CANDIDATES]
     where = [placements(2, c.data, c.pipe, 4 // c.tensor, seed=1) for c in CANDIDATES]
-    batch = [(links.paths(fabric, h, c.tensor), p.kind_of_host[h]) for c, p, h in zip(CANDIDATES, others, where)]
+    batch = [(link_seconds.paths(fabric, h, c.tensor), p.kind_of_host[h]) for c, p, h in zip(CANDIDATES, others, where)]
     for problem, h, step in zip(others, where, step_time.steps(others, batch)):
         np.testing.assert_allclose(step.total, problem.step(fabric, h).total)
 
@@ -166,8 +166,8 @@ def test_relabelling_hosts_changes_nothing(candidate):
     order = np.array([2, 0, 3, 1])
     other, new_of = reordered(some, order), np.argsort(order)
     hosts = placements(4, candidate.data, candidate.pipe, 4 // candidate.tensor)
-    here = Problem(some, MODEL, candidate).step(links.fabric(some), hosts).total
-    there = Problem(other, MODEL, candidate).step(links.fabric(other), new_of[hosts]).total
+    here = Problem(some, MODEL, candidate).step(link_seconds.fabric(some), hosts).total
+    there = Problem(other, MODEL, candidate).step(link_seconds.fabric(other), new_of[hosts]).total
     np.testing.assert_allclose(there, here, rtol=1e-12)
 
 
@@ -179,7 +179,7 @@ def test_no_link_that_gets_faster_makes_a_step_slower(candidate, seed):
     samples = some.samples.copy()
     samples[0, rng.integers(4), rng.integers(4)] *= 3
     faster = dataclasses.replace(some, samples=samples)
-    total = lambda c: Problem(c, MODEL, candidate).step(links.fabric(c), hosts).total  # noqa: E731
+    total = lambda c: Problem(c, MODEL, candidate).step(link_seconds.fabric(c), hosts).total  # noqa: E731
     assert (total(faster) <= total(some) * (1 + 1e-12)).all()
 
 
@@ -190,18 +190,18 @@ def test_compression_over_data_takes_the_stages_that_end_the_step():
     c = Candidate(4, 4, 1, 1, 4, "eager_1f1b", (3, 3, 3, 3))
     problem, packed = Problem(slow, MODEL, c), Problem(slow, MODEL, dataclasses.replace(c, data_rank=32))
     hosts = step_time.host_order(c, 4)
-    dense, small = (p.step(links.fabric(slow), hosts) for p in (problem, packed))
+    dense, small = (p.step(link_seconds.fabric(slow), hosts) for p in (problem, packed))
     assert small.compressed.any() and not dense.compressed.any()
     assert small.total < dense.total
     fast = cluster(
         4, 4, seed=None, links={"inside": {"alpha": 0, "bandwidth": 3e13}, "between": {"alpha": 0, "bandwidth": 2e13}}
     )
-    step = Problem(fast, MODEL, dataclasses.replace(c, data_rank=32)).step(links.fabric(fast), hosts)
+    step = Problem(fast, MODEL, dataclasses.replace(c, data_rank=32)).step(link_seconds.fabric(fast), hosts)
     assert not step.compressed.any()
 
 
 def test_a_slower_kind_of_device_slows_the_step_by_its_compute():
-    fabric = links.fabric(cluster(2, 1))
+    fabric = link_seconds.fabric(cluster(2, 1))
     c = Candidate(1, 2, 1, 1, 40, "eager_1f1b", (6, 6))
     hosts = np.array([[[0, 1]]])
 

@@ -18,7 +18,7 @@ from paxtrain.parallel.step import BATCH_SPEC, Trainer
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.split_backward import SplitBackward
 from paxtrain.schedule import buffers
-from paxtrain.schedule.spec import SPECS, build, code
+from paxtrain.schedule.schedules import SPECS, build, code
 from planner.memory import closed_form
 
 CPU = (0, 0)  # a "compute capability" without flash attention

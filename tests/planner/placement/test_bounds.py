@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost.links import fabric
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem
 from planner.placement import bounds, exact
 from tests.planner.examples import MODEL, cluster, placements

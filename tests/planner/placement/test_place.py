@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paxtrain.errors import UserError
 from planner.bench.placement import against_exhaustive
-from planner.cost.links import Fabric, fabric, rings
+from planner.cost.link_seconds import Fabric, fabric, rings
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import anneal, exact
 from planner.placement.gain import gain

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
-from paxtrain.schedule.spec import SPECS
-from planner.cost import links
+from paxtrain.schedule.schedules import SPECS
+from planner.cost import link_seconds
 from planner.cost.step_time import Candidate, Problem
 from planner.search import layers, pruning
 from planner.search.space import BACKWARD, Choices, enumerate_candidates
@@ -38,7 +38,7 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
 def test_no_simulated_step_is_below_the_bound(some):
     space = enumerate_candidates(some, MODEL, 32, SPACE_CHOICES)
     bounds, rng = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0)
-    fabric = links.fabric(some)
+    fabric = link_seconds.fabric(some)
     for i in rng.choice(len(space), 250, replace=False):
         stages = int(space.pipe[i] * space.chunks[i])
         for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
@@ -54,7 +54,7 @@ def test_the_bound_is_close_where_layers_are_all_there_is():
     some = cluster(4, 4, seed=None, nics=4)
     model = dataclasses.replace(MODEL, layers=48, hidden=4096, heads=32)
     space = enumerate_candidates(some, model, 64, Choices(schedules=("eager_1f1b",), data_ranks=(), backward=()))
-    bounds, fabric = pruning.lower_bound(some, model, space), links.fabric(some)
+    bounds, fabric = pruning.lower_bound(some, model, space), link_seconds.fabric(some)
     chosen = np.flatnonzero((space.pipe == 4) & (space.tensor == 4) & (space.micro_batch <= 2))
     assert len(chosen)
     for i in chosen:

@@ -8,7 +8,7 @@ import pytest
 from paxtrain.config import CompressConfig
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import code
+from paxtrain.schedule.schedules import code
 from planner.cluster.cluster import merged
 from planner.cost.step_time import Problem
 from planner.planning import to_plan

@@ -8,7 +8,7 @@ import pytest
 
 from paxtrain.config import SAVE_MODES, from_dict
 from paxtrain.errors import UserError
-from paxtrain.schedule.spec import SPECS
+from paxtrain.schedule.schedules import SPECS
 from planner.search.space import BACKWARD, Choices, divisors, enumerate_candidates
 from tests.planner.examples import MODEL, cluster
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from planner.cost.links import fabric, hops, paths, ring_order, rings
+from planner.cost.link_seconds import fabric, hops, paths, ring_order, rings
 from tests.planner.examples import cluster, placements
 
 

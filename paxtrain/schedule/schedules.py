@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paxtrain.schedule.orders import Op, Ops, closed_form, lay_out, warm_up_then_alternate
+from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
 from paxtrain.schedule.table import IDLE, Schedule
 
 ORDERS = ("paired", "alternating", "forwards_first")
