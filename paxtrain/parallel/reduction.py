@@ -185,7 +185,8 @@ class DataReduction:
             return jnp.float32(0)
         # Devices of a tensor group have different parts of the matrices, those of a data group different errors.
         sums = jnp.stack([sum(part) for part in zip(*(state.stats for state in states), strict=True)])
-        left, total = lax.psum(sums, ("data", "tensor"))
+        with jax.named_scope("compression"):
+            left, total = lax.psum(sums, ("data", "tensor"))
         error = jnp.where(total > 0, jnp.sqrt(left / total), jnp.nan)
         return jnp.where(jnp.array(self.ranks)[lax.axis_index("pipe")] > 0, error, 0.0)
 

@@ -37,22 +37,37 @@ _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "whil
 # A partition's number is (data * stages + stage) * tensor + its rank in the tensor group.
 
 
-def _sent_by_one(text: str, mesh: MeshConfig, unknown_trip_count: int) -> collections.Counter[str]:
+def _sent_by_one(text: str, mesh: MeshConfig, runs: Callable[[str], bool]) -> collections.Counter[str]:
     """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
 
     Args:
         text: text of the compiled step.
         mesh: mesh of the step.
-        unknown_trip_count: trip count to assume for loops that serve as branches.
+        runs: op_name of a collective in a loop that may be skipped -> whether the device runs it.
     """
     sent: collections.Counter[str] = collections.Counter()
-    for op in hlo.collectives(text, unknown_trip_count):
+    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
+    for op in hlo.collectives(text, unknown_trip_count=1):
+        if op.computation not in certain and not runs(op.op_name):
+            continue
         group = op.groups[0] if op.groups else range(mesh.devices)
         # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).
         kind = "reduce-scatter" if op.kind == "all-to-all" else op.kind
         if kind in _RING and len({number // mesh.tensor for number in group}) > 1:
             sent[kind] += _RING[kind](len(group)) * op.bytes * op.executions
     return sent
+
+
+def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
+    """Return whether a stage runs a collective of a loop that some stages skip, by the collective's named scopes."""
+    scopes = op_name.split("/")
+    if "embedding" in scopes and stage not in (0, trainer.config.mesh.pipe - 1):
+        return False
+    if "reduce_gradients" in scopes:
+        # The stages that end the step reduce in its last row, the others behind the rows (paxtrain.pipeline.executor).
+        in_last_row = any(scope.startswith("rows_") for scope in scopes)
+        return in_last_row == (stage in trainer.schedule.closing)
+    return True
 
 
 def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
@@ -89,10 +104,8 @@ def wire_bytes(trainer: Trainer) -> dict[str, int]:
         alike = dataclasses.replace(trainer, stage_ranks=(rank,) * mesh.pipe)
         lowered = alike.step.lower(alike.abstract_state(), alike.abstract_batch())
         text = lowered.compile(_COMPILE).as_text()
-        always, edges = (_sent_by_one(text, mesh, count) for count in (0, 1))
         for stage in (stage for stage, own in enumerate(ranks) if own == rank):
-            # Loops that may run once are the branch of the stages with an embedding.
-            for kind, sent in (edges if stage in (0, mesh.pipe - 1) else always).items():
+            for kind, sent in _sent_by_one(text, mesh, functools.partial(_runs, alike, stage)).items():
                 total[kind] += round(sent * mesh.data * mesh.tensor)
     return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh))
 

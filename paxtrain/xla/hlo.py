@@ -53,6 +53,7 @@ class Collective:
             exchange values.
         executions: number of times that one execution of the program runs it.
         computation: name of the computation that contains it.
+        op_name: named scopes and primitive that it comes from, "" if XLA has added it without a name.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Collective:
     groups: tuple[tuple[int, ...], ...]
     executions: int
     computation: str
+    op_name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +325,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
     for computation, times, op in program.executed():
         if kind := _kind(op.opcode):
             operands, groups = program.operand_shapes(computation, op), _groups(op.attributes)
+            named = _OP_NAME.search(op.attributes)
             found.append(
                 Collective(
                     kind=kind,
@@ -332,6 +335,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
                     groups=groups,
                     executions=times,
                     computation=computation,
+                    op_name=named[1] if named else "",
                 )
             )
     return found

@@ -157,7 +157,7 @@ BAD_CONFIGURATION = {
     "batch": (["batch.global_batch=30"], ["batch.global_batch=30", "batch.micro_batch=4", "24 or 32 would fit"]),
     "schedule": (["pipeline.schedule=zigzag"], ["'zigzag'", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
     "chunks": (["pipeline.virtual_stages=2"], ["pipeline.virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
-    "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, sequence_parallel, tensor, zero1"]),
+    "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, reduce_dtype, sequence_parallel, tensor, zero1"]),
     "section": (["foo=1"], ["foo", "known here: batch, checkpoint, compress, data, mesh"]),
     "key of an unknown section": (["foo.bar=1"], ["foo", "--config.section.key=value"]),
     "key of a value": (["run.steps.bar=1"], ["run.steps.bar", "--config.section.key=value"]),
