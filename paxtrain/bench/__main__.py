@@ -1,10 +1,12 @@
-"""Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble].
+"""Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble,ledger].
 
     memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
     throughput  our step on a 1x1x1 mesh beside a plain jit of the same model: tokens/s, MFU and bytes. The model is a
                 small one, or the one that --config=configs/gpt_1_3b.py names.
     bubble      pipe=2 over two real processes, one per core: step time over its bubble-free part. Beside it stands
                 the ideal, (m+P-1)/m, or (m+(P-1)/3)/m for F, B and W of equal length.
+    ledger      what the step of the 1.3B model, or the one that --config names, computes, moves and sends on an H100,
+                read from programs compiled without one; it needs jax's CUDA plugin (docs/ledger.md)
 
 Every ratio compares steps that were measured in turn in the same run. Nothing here is a test.
 """
@@ -16,14 +18,17 @@ from absl import flags
 
 from paxtrain import flags as shared_flags
 from paxtrain.bench.bubble import bubble, worker
+from paxtrain.bench.ledger import ledger
 from paxtrain.bench.memory import memory
 from paxtrain.bench.steps import configuration
 from paxtrain.bench.throughput import throughput
 from paxtrain.command_line import run
 from paxtrain.config import from_dict
+from paxtrain.config.load import load_config
 from paxtrain.errors import UserError
 
-SECTIONS = ("memory", "throughput", "bubble")
+MEASURED = ("memory", "throughput", "bubble")
+SECTIONS = (*MEASURED, "ledger")
 HINT = f"choose with --sections={','.join(SECTIONS)}"
 
 
@@ -46,12 +51,16 @@ def main(argv: Sequence[str]) -> None:
                 throughput(f.repeats, config)
             case "bubble":
                 bubble(f.repeats)
+            case "ledger":
+                ledger(from_dict(f.config) if f.config else load_config("gpt_1_3b"))
 
 
 def define_flags() -> None:
     """Define this main's flags."""
-    flags.DEFINE_list("sections", list(SECTIONS), "What to measure.")
-    shared_flags.define_config("config", None, "For throughput: a file with model, micro-batch and optimizer.")
+    flags.DEFINE_list("sections", list(MEASURED), f"What to measure: {', '.join(SECTIONS)}.")
+    shared_flags.define_config(
+        "config", None, "For throughput and ledger: a file with model, micro-batch and optimizer."
+    )
     # A file that could not be loaded raises when it is first used, so it is used while flags are parsed.
     flags.register_validator(
         "config", lambda config: config is None or hasattr(config, "items"), "get_config() must return a ConfigDict"

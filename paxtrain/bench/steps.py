@@ -75,6 +75,14 @@ def plain_step(config: Config) -> jax.stages.Wrapped:
     transformation = make_optimizer(config)
     gradient = jax.value_and_grad(functools.partial(transformer.loss, config=config.model))
 
+    @jax.named_scope("optimizer")
+    def update(params: Params, state: optax.OptState, grads: Params) -> tuple[optax.Params, optax.OptState]:
+        grads = jax.tree.map(lambda g: g / config.micro_batches, grads)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     def step(
         params: Params, state: optax.OptState, tokens: jax.Array
     ) -> tuple[optax.Params, optax.OptState, jax.Array]:
@@ -87,11 +95,7 @@ def plain_step(config: Config) -> jax.stages.Wrapped:
 
         zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         (loss, grads), _ = jax.lax.scan(accumulate, zero, batches)
-        grads = jax.tree.map(lambda g: g / config.micro_batches, grads)
-        norm = optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
-        updates, state = transformation.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss / config.micro_batches
+        return *update(params, state, grads), loss / config.micro_batches
 
     return jax.jit(step, donate_argnums=(0, 1))
 

@@ -229,6 +229,7 @@ def _row_parallel(p: Params, x: jax.Array, group: tp.Group) -> jax.Array:
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
+@jax.named_scope("layer")
 def layer(
     p: Params,
     x: jax.Array,
@@ -265,6 +266,7 @@ def layer(
     return x + _dropout(y, config.residual_dropout, dropout, 2 * index + 2, group)
 
 
+@jax.named_scope("embed")
 def embed(
     p: Params,
     tokens: jax.Array,
@@ -295,6 +297,7 @@ def embed(
     return _dropout(x.astype(config.dtype), config.embedding_dropout, dropout, 0, group)
 
 
+@jax.named_scope("embed")
 def embed_gradient(
     grads: Params,
     tokens: jax.Array,
@@ -338,6 +341,7 @@ def _head_logits(final_norm: Params, table: jax.Array, y: jax.Array, config: Mod
     return tp.project(tp.enter(norm(final_norm, y, config.norm_epsilon), group), table)
 
 
+@jax.named_scope("head_loss")
 def head_loss(
     final_norm: Params, table: jax.Array, y: jax.Array, targets: jax.Array, config: ModelConfig, group: tp.Group
 ) -> jax.Array:

@@ -13,19 +13,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
+from paxtrain.xla.module import HloInstruction, HloModule, array_bytes, arrays
+
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\(([^)]*)\)(.*)$")
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLEE = re.compile(r"(condition|body|to_apply|calls|true_computation|false_computation)=%([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _GROUPS_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}")
 _GROUPS_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -34,7 +28,6 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cudnn)')
-_CALLERS = ("while", "conditional", "call", "fusion", "async-start", "call-start", "fusion-start")
 _KERNELS = ("fusion", "custom-call", "dot", "convolution")
 
 
@@ -143,129 +136,6 @@ class Copy:
     executions: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _HloInstruction:
-    """One line of a program's text."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-
-    def callees(self) -> list[tuple[str, str]]:
-        """Return (role, computation) of every computation that this instruction executes."""
-        if self.opcode not in _CALLERS:
-            return []  # a reducer named by to_apply, or an async-done that repeats its start's calls
-        branches = _BRANCHES.search(self.attributes)
-        named = [("branch", name) for name in _NAME.findall(branches[1])] if branches else []
-        return named + _CALLEE.findall(self.attributes)
-
-    def trips(self) -> int | None:
-        """Return the number of trips of a loop, or None if the text does not state it."""
-        known = _TRIPS.search(self.attributes)
-        return int(known[1]) if known else None
-
-
-class _HloModule:
-    """The instructions of each computation, in order, and how often each computation is executed."""
-
-    def __init__(self, text: str, unknown_trip_count: int) -> None:
-        """Parse a program's text.
-
-        Raises:
-            ValueError: the text is not that of a compiled program.
-        """
-        self.computations: dict[str, dict[str, _HloInstruction]] = {}
-        entry = ""
-        for line in text.splitlines():
-            if head := _COMPUTATION.match(line):
-                instructions = self.computations.setdefault(head[2], {})
-                entry = head[2] if head[1] else entry
-            elif match := _INSTRUCTION.match(line):
-                root, name, shape, opcode, operands, attributes = match.groups()
-                names = tuple(_NAME.findall(operands))
-                instructions[name] = _HloInstruction(name, shape, opcode, names, attributes, bool(root))
-        self.entry = entry
-        if not entry:
-            raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
-        self.executions: collections.Counter[str] = collections.Counter()
-        self.fused: set[str] = set()
-        self.wrapped: set[str] = set()
-        self._walk(entry, 1, unknown_trip_count)
-
-    def _walk(self, computation: str, times: int, unknown: int) -> None:
-        """Count the executions of a computation and of those that it calls.
-
-        Args:
-            computation: name of the computation.
-            times: number of executions to add.
-            unknown: trip count to assume for a loop whose trip count is not known.
-        """
-        self.executions[computation] += times
-        for instruction in self.computations[computation].values():
-            for _, callee in instruction.callees():
-                trips = instruction.trips() if instruction.opcode == "while" else 1
-                factor = unknown if trips is None else trips
-                if instruction.opcode.startswith("fusion"):
-                    self.fused.add(callee)
-                elif instruction.opcode == "async-start":
-                    self.wrapped.add(callee)
-                self._walk(callee, times * factor, unknown)
-
-    def executed(self) -> Iterator[tuple[str, int, _HloInstruction]]:
-        """Yield (computation, executions, instruction) of everything that runs."""
-        for computation, times in self.executions.items():
-            if times:
-                for instruction in self.computations[computation].values():
-                    yield computation, times, instruction
-
-    def operand_shapes(self, computation: str, instruction: _HloInstruction) -> list[str]:
-        """Return the shapes of an instruction's operands, as HLO spells them."""
-        return [self.computations[computation][name].shape for name in instruction.operands]
-
-    def contains(self, instruction: _HloInstruction, opcodes: tuple[str, ...]) -> bool:
-        """Return whether the instruction is, or calls something that contains, one of the opcodes."""
-        return instruction.opcode in opcodes or any(
-            self.contains(inner, opcodes)
-            for _, callee in instruction.callees()
-            for inner in self.computations[callee].values()
-        )
-
-    def copies_whole(self, computation: str, instruction: _HloInstruction) -> bool:
-        """Return whether a fusion only copies an array: from a parameter to (a part of) its root."""
-        body = self.computations[computation]
-        source = body[instruction.operands[0]]
-        while source.opcode == "bitcast":
-            source = body[source.operands[0]]
-        if source.opcode != "parameter":
-            return False
-        results = [next(i for i in body.values() if i.root)]
-        while results:
-            result = results.pop()
-            if result is instruction:
-                return True
-            if result.opcode in ("bitcast", "tuple"):
-                results += [body[name] for name in result.operands]
-        return False
-
-
-def _arrays(shape: str) -> list[tuple[str, list[int]]]:
-    """Return (dtype, dims) of an array, or of all arrays of a tuple."""
-    return [(dtype, [int(d) for d in dims.split(",") if d]) for dtype, dims in _ARRAY.findall(shape)]
-
-
-def _bytes(shape: str) -> int:
-    """Return the bytes of an array, or of all arrays of a tuple."""
-    total = 0
-    for dtype, dims in _arrays(shape):
-        width = re.search(r"\d+", dtype)
-        bits = int(width[0]) if width else 8 if dtype == "pred" else 0  # else a token
-        total += math.ceil(math.prod(dims) * bits / 8)
-    return total
-
-
 def _kind(opcode: str) -> str | None:
     """Return the collective that an opcode runs or starts, or None."""
     kind = opcode.removesuffix("-start")
@@ -320,7 +190,7 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
     """Return every collective that is executed; an asynchronous one is listed once, where it starts."""
-    program = _HloModule(text, unknown_trip_count)
+    program = HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
         if kind := _kind(op.opcode):
@@ -329,8 +199,8 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
             found.append(
                 Collective(
                     kind=kind,
-                    dtype=_arrays(operands[0])[0][0],
-                    bytes=sum(map(_bytes, operands)),
+                    dtype=arrays(operands[0])[0][0],
+                    bytes=sum(map(array_bytes, operands)),
                     pairs=_pairs(op.attributes),
                     groups=groups,
                     executions=times,
@@ -343,7 +213,7 @@ def collectives(text: str, unknown_trip_count: int = 1) -> list[Collective]:
 
 def instructions(text: str) -> dict[str, Instruction]:
     """Return every instruction that can run, by its name, which is the name of a profiler's events."""
-    program = _HloModule(text, unknown_trip_count=1)
+    program = HloModule(text, unknown_trip_count=1)
     found: dict[str, Instruction] = {}
 
     def visit(computation: str, around: str) -> None:
@@ -391,24 +261,24 @@ def permute_bytes(text: str, unknown_trip_count: int = 1) -> int:
 
 def conditionals(text: str, unknown_trip_count: int = 1) -> int:
     """Return the number of conditionals that one execution of the program runs; on a GPU each makes the host wait."""
-    return sum(n for _, n, op in _HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
+    return sum(n for _, n, op in HloModule(text, unknown_trip_count).executed() if op.opcode == "conditional")
 
 
 def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
     """Return every loop that is executed."""
     return [
         While(dict(op.callees())["body"], op.trips(), times)
-        for _, times, op in _HloModule(text, unknown_trip_count).executed()
+        for _, times, op in HloModule(text, unknown_trip_count).executed()
         if op.opcode == "while"
     ]
 
 
-def _starts(program: _HloModule, op: _HloInstruction, kind: str) -> bool:
+def _starts(program: HloModule, op: HloInstruction, kind: str) -> bool:
     """Return whether an instruction starts an asynchronous collective of a kind."""
     return op.opcode == f"{kind}-start" or (op.opcode == "async-start" and program.contains(op, (kind,)))
 
 
-def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
+def _kernels(program: HloModule, op: HloInstruction) -> tuple[int, int]:
     """Return the numbers of (kernels, kernels with a matrix product) that an instruction launches for certain.
 
     Conditionals, and loops whose number of trips is unknown and may be zero, count as none.
@@ -417,7 +287,7 @@ def _kernels(program: _HloModule, op: _HloInstruction) -> tuple[int, int]:
         times = (op.trips() or 0) if op.opcode == "while" else 1
         inner = [_kernels(program, i) for _, callee in op.callees() for i in program.computations[callee].values()]
         return times * sum(n for n, _ in inner), times * sum(m for _, m in inner)
-    if op.opcode not in _KERNELS or not any(dims for _, dims in _arrays(op.shape)):
+    if op.opcode not in _KERNELS or not any(dims for _, dims in arrays(op.shape)):
         return 0, 0
     return 1, int(program.contains(op, ("dot", "convolution")) or bool(_LIBRARY_MATMUL.search(op.attributes)))
 
@@ -430,7 +300,7 @@ def overlap(text: str, unknown_trip_count: int = 1, kind: str = "collective-perm
         unknown_trip_count: see above.
         kind: one of COLLECTIVES.
     """
-    program = _HloModule(text, unknown_trip_count)
+    program = HloModule(text, unknown_trip_count)
     found = []
     for computation, times in program.executions.items():
         if not times or computation in program.wrapped:
@@ -438,7 +308,7 @@ def overlap(text: str, unknown_trip_count: int = 1, kind: str = "collective-perm
         in_flight: dict[str, Overlap] = {}
         for op in program.computations[computation].values():
             if op.opcode == kind or _starts(program, op, kind):
-                size = sum(map(_bytes, program.operand_shapes(computation, op)))
+                size = sum(map(array_bytes, program.operand_shapes(computation, op)))
                 in_flight[op.name] = Overlap(computation, times, size, kernels=0, matmuls=0, whiles=0)
             if op.opcode == kind:
                 found.append(in_flight.pop(op.name))
@@ -458,7 +328,7 @@ def overlap(text: str, unknown_trip_count: int = 1, kind: str = "collective-perm
 
 def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
     """Return every executed copy of a whole array: alone, or as (a part of) a fusion that does nothing else to it."""
-    program = _HloModule(text, unknown_trip_count)
+    program = HloModule(text, unknown_trip_count)
     found = []
     for computation, times, op in program.executed():
         if op.opcode not in ("copy", "copy-start"):
@@ -466,6 +336,6 @@ def copies(text: str, unknown_trip_count: int = 1) -> list[Copy]:
         if computation in program.fused and not program.copies_whole(computation, op):
             continue
         [shape] = program.operand_shapes(computation, op)
-        plain = ",".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in _arrays(shape))
-        found.append(Copy(computation, plain, _bytes(shape), times))
+        plain = ",".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in arrays(shape))
+        found.append(Copy(computation, plain, array_bytes(shape), times))
     return found

@@ -1,0 +1,227 @@
+"""The ledger: what a step computes, moves and sends, read from programs compiled for GPUs that are not there."""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from paxtrain.bench.steps import plain_step
+from paxtrain.config import BatchConfig, Config, MeshConfig
+from paxtrain.devices.gpus import GPUS, Gpu
+from paxtrain.errors import UserError
+from paxtrain.model import transformer
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.optimizer import make_optimizer
+from paxtrain.parallel.step import Trainer
+from paxtrain.run import metrics
+from paxtrain.xla import aot, costs, hlo
+
+# The share of the data sheet's rates that kernels are taken to reach, for matrix products and for memory.
+REACHED = 0.8
+
+# Parts of a step, by the named scopes of which a kernel has one: the first part that fits, from above.
+_PARTS = {
+    "optimizer": ("optimizer", "sync"),
+    "head": ("head", "head_loss"),
+    "embedding": ("embed", "embedding"),
+    "layers": ("layer",),
+}
+PARTS = (*_PARTS, "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """What one run of a step does on one device.
+
+    Attributes:
+        executed: FLOPs of matrix products over the model's FLOPs.
+        moved: bytes that kernels other than products read and write, by part.
+        kernels: kernels that are run, by part, products included.
+        seconds: time by the roofline: for each kernel the larger of FLOPs over FLOP/s and bytes over bytes/s, both
+            rates at REACHED of the data sheet's.
+        mfu: the model's FLOPs over what the GPU could do in these seconds, 0 to 1.
+        temporary: bytes that XLA allocates besides arguments and results.
+    """
+
+    executed: float
+    moved: dict[str, int]
+    kernels: dict[str, int]
+    seconds: float
+    mfu: float
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that kernels other than products read and write."""
+        return sum(self.moved.values())
+
+
+def part(op_name: str) -> str:
+    """Return the part of the step, one of PARTS, to which a kernel with these scopes belongs."""
+    words = set(re.split(r"[/()]", op_name))
+    return next((name for name, scopes in _PARTS.items() if words & set(scopes)), "other")
+
+
+def read(compiled: jax.stages.Compiled, config: Config, gpu: Gpu) -> Ledger:
+    """Return the ledger of a compiled step of one device.
+
+    Args:
+        compiled: the step, compiled for a GPU.
+        config: its configuration, of a mesh of one device.
+        gpu: the GPU.
+    """
+    text = compiled.as_text()
+    assert text is not None
+    moved, count = collections.Counter(dict.fromkeys(PARTS, 0)), collections.Counter(dict.fromkeys(PARTS, 0))
+    seconds, flops = 0.0, 0.0
+    for kernel in costs.kernels(text):
+        name = part(kernel.op_name)
+        count[name] += kernel.executions
+        if not kernel.product:
+            moved[name] += kernel.executions * kernel.bytes
+        flops += kernel.executions * kernel.flops
+        bound = max(kernel.flops / gpu.peak_flops, kernel.bytes / gpu.bandwidth) / REACHED
+        seconds += kernel.executions * bound
+    wanted = config.batch.global_batch * config.model.sequence * metrics.flops_per_token(config.model)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return Ledger(
+        executed=flops / wanted,
+        moved=dict(moved),
+        kernels=dict(count),
+        seconds=seconds,
+        mfu=wanted / seconds / gpu.peak_flops,
+        temporary=memory.temp_size_in_bytes,
+    )
+
+
+def one_device(config: Config, layers: int = 6, micro_batches: int = 1) -> Config:
+    """Return a configuration for one device, with some layers of the model.
+
+    Args:
+        config: configuration with the model, the micro-batch and the optimizer.
+        layers: layers of the model.
+        micro_batches: micro-batches of a step.
+    """
+    micro = config.batch.micro_batch
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, layers=layers).with_attention((9, 0)),
+        mesh=MeshConfig(),
+        pipeline=dataclasses.replace(config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers=""),
+        batch=BatchConfig(global_batch=micro_batches * micro, micro_batch=micro),
+    )
+
+
+def _devices(kind: str, count: int) -> list[jax.Device]:
+    try:
+        return aot.devices(kind, hosts=1, per_host=count)
+    except aot.Unavailable as reason:
+        raise UserError(f"the ledger is read from a program for GPUs: {reason}") from reason
+
+
+def ours(config: Config, kind: str) -> jax.stages.Compiled:
+    """Return the training step of a configuration, compiled for GPUs of a kind."""
+    trainer = Trainer(config, make_mesh(config.mesh, devices=_devices(kind, config.mesh.devices)))
+    lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
+    return aot.compile(lowered, trainer.compiler_options)
+
+
+def plain(config: Config, kind: str) -> jax.stages.Compiled:
+    """Return the plain step of a configuration (`steps.plain_step`), compiled for a GPU of a kind."""
+    sharding = jax.sharding.SingleDeviceSharding(_devices(kind, 1)[0])
+    params = transformer.shapes(config.model)
+    state = jax.eval_shape(make_optimizer(config).init, params)
+    tokens = jax.ShapeDtypeStruct((config.batch.global_batch, config.model.sequence + 1), jnp.int32)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (params, state, tokens))
+    return aot.compile(plain_step(config).lower(*placed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """The collectives of one kind.
+
+    Attributes:
+        count: number of times that one is run.
+        bytes: bytes of one participant's operands, over all runs.
+        hidden: share of these bytes with matrix products between start and done.
+    """
+
+    count: int
+    bytes: int
+    hidden: float
+
+
+def collectives(compiled: jax.stages.Compiled) -> dict[str, Sent]:
+    """Return the collectives of a program by kind, without those of single numbers."""
+    text, found = compiled.as_text(), {}
+    assert text is not None
+    for kind in hlo.COLLECTIVES:
+        ops = [op for op in hlo.overlap(text, kind=kind) if op.bytes > 4]
+        total = sum(op.bytes * op.executions for op in ops)
+        if total:
+            hidden = sum(op.bytes * op.executions for op in ops if op.matmuls)
+            found[kind] = Sent(sum(op.executions for op in ops), total, hidden / total)
+    return found
+
+
+def on_mesh(config: Config, layers: int = 8, micro_batches: int = 8) -> Config:
+    """Return a configuration of a 2x2x2 mesh, with some layers of the model.
+
+    Args:
+        config: configuration with the model, the micro-batch, the schedule and the optimizer.
+        layers: layers of the model.
+        micro_batches: micro-batches of each data rank.
+    """
+    micro = config.batch.micro_batch
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, layers=layers).with_attention((9, 0)),
+        mesh=dataclasses.replace(config.mesh, data=2, pipe=2, tensor=2),
+        pipeline=dataclasses.replace(config.pipeline, pipe_layers=""),
+        batch=BatchConfig(global_batch=2 * micro_batches * micro, micro_batch=micro),
+    )
+
+
+def _with_save(config: Config, save: str) -> Config:
+    return dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, save=save))
+
+
+def _row(label: str, figures: Iterable[str]) -> str:
+    return f"  {label:<22}" + "".join(f"{figure:>13}" for figure in figures)
+
+
+def ledger(config: Config, kind: str = "h100") -> None:
+    """Print the ledger of a configuration's step beside that of a plain jit, and the collectives of its step on a mesh.
+
+    Args:
+        config: configuration whose model and micro-batch are compiled.
+        kind: key of paxtrain.devices.gpus.GPUS.
+    """
+    gpu, c, m = GPUS[kind], one_device(config), on_mesh(config)
+    _devices(kind, m.mesh.devices)  # refused before anything is compiled or printed
+    programs = {"plain jit": functools.partial(plain, c)}
+    for save in ("residuals", "dots"):
+        programs[f"ours, save={save}"] = functools.partial(ours, _with_save(c, save))
+    tokens, layers = c.batch.micro_batch * c.model.sequence, c.model.layers
+    shape = f"{layers} layers of {c.model.hidden}, micro-batch {c.batch.micro_batch} x {c.model.sequence}"
+    print(f"\none {gpu.name}, {shape}, {c.batch.global_batch // c.batch.micro_batch} micro-batch, with the optimizer")
+    print(_row("", ("executed", "other GB", "of a layer", *(n for n in PARTS if n != "layers"))))
+    found = {name: read(compile(kind), c, gpu) for name, compile in programs.items()}
+    for name, one in found.items():
+        moved = [one.total, one.moved["layers"] / layers, *(one.moved[n] for n in PARTS if n != "layers")]
+        print(_row(name, (f"{one.executed:.3f}", *(f"{x / 1e9:.2f}" for x in moved))))
+    print(_row("", ("kernels", "of a layer", "temporary GB", "ms", "tokens/s", "MFU")))
+    for name, one in found.items():
+        figures = [f"{sum(one.kernels.values())}", f"{one.kernels['layers'] / layers:.1f}"]
+        figures += [f"{one.temporary / 1e9:.2f}", f"{1e3 * one.seconds:.1f}", f"{tokens / one.seconds:,.0f}"]
+        print(_row(name, (*figures, f"{one.mfu:.1%}")))
+
+    print(f"\n8 x {gpu.name}, data=2, pipe=2, tensor=2, {m.model.layers} layers, {m.micro_batches} micro-batches")
+    print(_row("", ("count", "GB", "under products")))
+    for name, sent in collectives(ours(m, kind)).items():
+        print(_row(name, (f"{sent.count}", f"{sent.bytes / 1e9:.3f}", f"{sent.hidden:.1%}")))
