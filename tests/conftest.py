@@ -9,6 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 # Most of the tests' time is compiling, and most of that is making machine code of fusions: without LLVM's optimizations
 # and without the emitters of fusions it takes half. Shapes and collectives stay. Processes that tests start inherit it.
 _FLAGS = "--xla_backend_optimization_level=0"
+# XLA ends the process if a device is 40 s late for a collective, which happens on a busy machine of few cores.
+_FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=240"
 if jax.__version_info__ < (0, 11):  # later versions do not know the flag, and abort
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", _FLAGS)

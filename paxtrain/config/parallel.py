@@ -75,6 +75,9 @@ class PipelineConfig:
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
             "layer_inputs", "residuals" (everything, nothing recomputed) or "inputs" (the stage's input only).
         scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": a loop from 9 layers per stage on.
+        idle: what stages do while they have no op, in schedules whose ScheduleSpec is masked: "compute" on scrap, or
+            "skip"; "auto": skip on CPUs, whose cores other stages may need, and compute elsewhere. Other schedules
+            always skip.
     """
 
     schedule: str = "eager_1f1b"
@@ -82,11 +85,19 @@ class PipelineConfig:
     pipe_layers: str = ""
     save: str = "dots"
     scan_layers: str = "auto"
+    idle: str = "auto"
 
     def __post_init__(self) -> None:
         choice("pipeline.schedule", self.schedule, tuple(SPECS))
         choice("pipeline.save", self.save, SAVE_MODES)
         choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
+        choice("pipeline.idle", self.idle, ("auto", "compute", "skip"))
+        masked = " or ".join(name for name, spec in SPECS.items() if spec.masked)
+        require(
+            self.spec.masked or self.idle != "compute",
+            f"pipeline.idle=compute needs pipeline.schedule={masked}, got {self.schedule}; "
+            "pipeline.idle=auto would work",
+        )
         positive("pipeline", self, "virtual_stages")
         require(
             self.spec.interleaves or self.virtual_stages == 1,

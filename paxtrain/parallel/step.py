@@ -55,9 +55,10 @@ GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 # would put it off by one more layer, and copy the gradients of two layers in each turn.
 GPU_REDUCE_OPTIONS = {"xla_gpu_enable_pipelined_reduce_scatter": False}
 
-# Stages skip F and B by loops of zero trips, in masked schedules in the last rows. XLA for CPUs would move the bodies
-# out of these loops, and all stages would run all ops.
-CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+# Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
+# skip them, and all stages would run all ops. The second would drop the optimization barriers that order reads and
+# writes of the rings: without them each row copies whole rings.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,cse_barrier_expander"}
 
 
 def _is_spec(x: object) -> bool:
@@ -144,7 +145,13 @@ class Trainer:
     def schedule(self) -> Schedule:
         """Pipeline schedule of a step."""
         c = self.config
-        return build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages)
+        return self._idling(build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages))
+
+    def _idling(self, table: Schedule) -> Schedule:
+        """Return the table with masked as pipeline.idle has it on this platform."""
+        # Under vmap a loop that some devices skip costs all of them its trip.
+        skips = {"compute": False, "skip": True, "auto": self.platform == "cpu" and not self.virtual}
+        return dataclasses.replace(table, masked=table.masked and not skips[self.config.pipeline.idle])
 
     @functools.cached_property
     def buffers(self) -> buffers.Buffers:
@@ -452,7 +459,7 @@ class Trainer:
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)
-        table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
+        table = self._idling(forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks))
         return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))
 
     @functools.cached_property

@@ -89,8 +89,8 @@ def install() -> None:
 
     def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
         op, share = 3 * chunk + 1, self.message.shape[0] * self.message.shape[1] / TOKENS
-        out, grads, scratch = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), *rest)
-        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share, op), grads, scratch
+        out, *others = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), *rest)
+        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share, op), *others
 
     def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
         op, share = 2, self.message.shape[0] * self.message.shape[1] / TOKENS

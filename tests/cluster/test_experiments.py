@@ -104,7 +104,7 @@ def test_processes_of_one_machine_are_one_host():
 
 
 def test_the_joint_choice_may_have_more_than_two_data_ranks():
-    """Where links are fast and messages between stages cost most, the planner takes data ranks alone."""
+    """If links are fast and messages between stages cost most, the planner takes data ranks alone."""
     fast = dataclasses.replace(cluster(), alpha=np.full((8, 8), 3e-2), samples=np.full((1, 8, 8), 1e10))
     assert joint.choices(joint.BASE, fast, seed=0)["joint"][0].mesh == (8, 1, 1)
 

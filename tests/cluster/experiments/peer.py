@@ -161,7 +161,7 @@ class Both:
 
     @property
     def names(self) -> list[str]:
-        """What is measured."""
+        """Return the names of what is measured."""
         return [*([PYTORCH] if self.theirs else []), *self.kinds]
 
     def step(self, kind: str) -> dict[str, float]:

@@ -137,6 +137,12 @@ def test_keys_and_types(values, words):
         (PipelineConfig, {"schedule": "zigzag"}, ["pipeline.schedule", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
         (PipelineConfig, {"save": "all"}, ["pipeline.save", "dots, layer_inputs, residuals, inputs", "'all'"]),
         (PipelineConfig, {"scan_layers": "yes"}, ["pipeline.scan_layers", "auto, on, off", "'yes'"]),
+        (PipelineConfig, {"idle": "sleep"}, ["pipeline.idle", "auto, compute, skip", "'sleep'"]),
+        (
+            PipelineConfig,
+            {"idle": "compute", "schedule": "1f1b"},
+            ["pipeline.idle=compute", "eager_1f1b or gpipe", "got 1f1b", "pipeline.idle=auto"],
+        ),
         (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),
         (PipelineConfig, {"schedule": "zb_h1", "save": "inputs"}, ["save=inputs", "zb_h1", "dots or residuals"]),

@@ -42,7 +42,10 @@ def config(
     sequence=False,
     **pipeline,
 ):
+    """Return a configuration whose stages do what they do on GPUs while they have no op, if nothing else is said."""
     data, pipe, tensor = mesh
+    if SPECS[pipeline.get("schedule", "eager_1f1b")].masked:
+        pipeline.setdefault("idle", "compute")
     return from_dict(
         {
             "model": {
@@ -127,10 +130,11 @@ COVERING = [
     config((2, 1, 4), save="inputs", scan_layers="on"),
     config((1, 8, 1), 8, layers=8),
     config((4, 2, 1), schedule="gpipe", save="residuals"),
-    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False),
+    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False, idle="skip"),
     config((2, 2, 2), dropout=0.2),
     config((2, 2, 2), pipe_layers="3,1", save="residuals"),
     config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages
+    config((2, 2, 2), 8, idle="skip", save="residuals"),
     config((1, 2, 4), schedule="1f1b", save="inputs"),
     config((2, 4, 1), 12, layers=5, schedule="1f1b", pipe_layers="1,2,1,1", save="layer_inputs"),
     config((2, 2, 2), schedule="interleaved_1f1b", virtual_stages=2, dropout=0.2),
@@ -169,7 +173,8 @@ def name(c) -> str:
     p = c.pipeline
     extra = ["" if shape(c) == "gpt2" else shape(c)]
     extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
-    extra += ["" if c.mesh.zero1 else "all-reduce", "dropout" if c.model.residual_dropout else ""]
+    extra += ["skip" if p.idle == "skip" else "", "" if c.mesh.zero1 else "all-reduce"]
+    extra += ["dropout" if c.model.residual_dropout else ""]
     extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
     mesh = f"{c.mesh.data}x{c.mesh.pipe}x{c.mesh.tensor}"
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
