@@ -12,7 +12,8 @@
 
     error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors
 
-Importing this package does not import jax; each name below does when it is first used.
+A codec of one's own is a class with the methods of `Codec`, given to `paxtrain.train(config, codec=...)`; it needs no
+change here. Importing this package does not import jax; each name below does when it is first used.
 """
 
 import importlib

@@ -5,6 +5,7 @@
 
 A new GPU needs a line in datasheets.py. A GPU that the planner plans for also needs an entry in gpus.py, from which the
 line takes its peak rates. Its links are measured, or go into a file of configs/clusters. The compute capability also
-chooses kernels, in paxtrain/parallel/compression.py and paxtrain/config/model.py. The block sizes of compress/triton.py
+chooses kernels, in paxtrain/parallel/compression.py (whose error names the GPUs, as paxtrain/config/compress.py does)
+and paxtrain/config/model.py. The block sizes of compress/triton.py
 are laid out for an H100 or H200.
 """

@@ -1,4 +1,6 @@
-"""Data parallelism: the reduction of a step's gradients. All functions run inside `shard_map`.
+"""The collectives over gradients: means over data, dense or by PowerSGD, sums over tensor, and the global norm.
+
+reduction.py says which stage calls them when. All functions run inside `shard_map`.
 
 With ZeRO-1 each data rank keeps a shard of every master weight, and gradients are reduced to float32 shards. Without it
 each data rank keeps whole weights, and gradients are all-reduced. The tied embedding's exchange between first and last
@@ -161,7 +163,7 @@ def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> l
 
 
 def means(layout: Layout, tree: Any, dims: Any) -> Any:
-    """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see `_gather`)."""
+    """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see weights.py)."""
     arrays, structure = jax.tree.flatten(tree)
     dims = jax.tree.leaves(dims)
     if layout.config.mesh.data == 1:

@@ -53,7 +53,7 @@ class StageRanks:
         """Add the relative errors of a step.
 
         Args:
-            left_out: relative error of each stage's compression, float [stages], as in gradients.Reduced.
+            left_out: relative error of each stage's compression, float [stages], as in reduction.Reduced.
         """
         self.left_out = [total + float(new) for total, new in zip(self.left_out, left_out, strict=True)]
         self.observed += 1

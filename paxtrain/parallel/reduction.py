@@ -1,7 +1,8 @@
-"""The reduction of a step's gradients over data, as the pipeline calls it (paxtrain.pipeline.closing).
+"""When a stage reduces which gradients over data: `DataReduction`, which the pipeline calls (pipeline/closing.py).
 
-The first stage ends the step, so it reduces layer by layer within its last B. The others are done before, and reduce
-all at once while earlier stages still compute. Functions run inside `shard_map`.
+Stages that have an op in the last row, as a rule the first one, reduce layer by layer within that op. The others are
+done before, and reduce all at once while earlier stages still compute. The collectives are those of gradients.py.
+Functions run inside `shard_map`.
 """
 
 import dataclasses

@@ -356,7 +356,7 @@ class Trainer:
         Returns:
             The loss, float32 []; its gradients, shaped and sharded like the parameters; the new state of the
             compression; and the relative error of each stage's compression over data, float32 [P] (see
-            gradients.Reduced).
+            reduction.Reduced).
         """
         specs, whole = self.layout.specs(), PartitionSpec()
         codec = self.compression.init() if codec is None else codec

@@ -1,6 +1,7 @@
 """Permutes and gathers over mesh axes that mean the same on a real mesh and on the virtual one.
 
-Messages between stages leave through `permute`: plain ones from `executor.py`, encoded ones from `messages.py`.
+Messages between stages leave through `permute`: uncompressed gradients from `executor.py`, all others from
+`messages.py`.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Messages that go through a codec: they are encoded and sent here, and the executor decodes them.
+"""Encodes and sends the messages that go through a codec; the executor decodes them.
 
-All activations come here, with the codec `Identity` if they are not compressed, and so do compressed gradients. The
-executor sends gradients as they are by itself (`Rows._gradients_travel`).
+These are all activations, with the codec `Identity` if they are not compressed, and compressed gradients. Gradients
+that are not compressed go through no codec: the executor sends them itself (`Rows._gradients_travel`).
 """
 
 import math

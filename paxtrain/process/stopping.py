@@ -1,8 +1,8 @@
 """A stop on SIGTERM, for which the training loop asks after each step.
 
-With several processes jax.distributed catches the signal, and the processes agree on the step after which to stop: one
-more than the highest number that any of them has asked about. A run therefore numbers its questions from 1, even if it
-resumes at a later step. A signal that comes while it compiles selects question 1, which must still be ahead.
+With several processes jax.distributed catches the signal, and each call is a numbered question. The processes agree to
+stop after one more than the highest number that any of them has asked. A run numbers its questions from 1, even if it
+resumes at a later step: a signal that comes while it compiles selects question 1, which nobody has asked yet.
 """
 
 import signal

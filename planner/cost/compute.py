@@ -1,7 +1,7 @@
 """Seconds of compute: F and B of a layer, the head, the embedding and the optimizer, on a device kind.
 
-If the cluster has a compute profile, they are the measured times, affine in the micro-batch between and beyond the
-measured sizes. A time that was not measured is the data sheet's figure, scaled by the ratio of the nearest measured row
+If the cluster has a compute profile, times are the measured ones, interpolated and extrapolated linearly in the
+micro-batch. A time that was not measured is the data sheet's figure, scaled by the ratio of the nearest measured row
 to the data sheet's figure of that row. Without a profile it is the data sheet's figure at named shares of the peak.
 """
 

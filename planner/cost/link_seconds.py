@@ -1,8 +1,8 @@
-"""Seconds per message and per byte between the stages, and around the data-parallel rings, of a batch of placements.
+"""Latency and seconds per byte of messages between stages and of data-parallel rings, for a batch of placements.
 
 A placement says on which host each tensor group lies: int [batch, D, P], D data ranks, P stages. All devices of a
 group send to their counterparts alike, so a group of T devices sends T flows at once. A flow alone has the link's
-bandwidth. If more flows enter or leave a host than it has NICs, they share.
+bandwidth. If more flows enter or leave a host than it has NICs, they share the NICs.
 """
 
 import dataclasses

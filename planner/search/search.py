@@ -2,8 +2,8 @@
 
 1. The memory of every candidate is estimated; those that do not fit are out.
 2. Every other candidate is bounded in closed form (planner.search.pruning).
-3. By rising bound, candidates are simulated in two plain layouts and two splits of the layers. When the bound is above
-   the worst of as many as are asked for, those left out cannot be among them.
+3. By rising bound, candidates are simulated in two plain layouts and two splits of the layers. If N plans are asked
+   for, this ends when the next bound is above the worst of the best N: no other candidate can be among them.
 4. By rising time, candidates are placed (planner.placement.place), until the bound over all placements of one is
    above the best placed time.
 """
