@@ -40,10 +40,10 @@ MAY_NAME_SCHEDULES = (
 )
 
 
-def _late_1f1b(stages, chunks, m):
+def _late_1f1b(stages, chunks, m, overlap):
     """Return 1F1B with one more forward ahead of the first backward."""
     forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
-    return lay_out([warm_up_then_alternate(forwards, backwards, stages - s) for s in range(stages)], 1)
+    return lay_out([warm_up_then_alternate(forwards, backwards, stages - s) for s in range(stages)], 1, overlap)
 
 
 LATE = ScheduleSpec(
@@ -84,12 +84,13 @@ def test_without_a_spec_there_is_no_such_schedule():
 def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
     for stages in (2, 3, 4):
         for m in (1, 2, 5, 9):
-            table = build(NAME, stages, m)
-            found = buffers.assign(table)
-            validate(table, found)
-            assert found.residual_depth == late.residual_slots(0, stages, 1, m) == min(m, stages + 1)
-            assert found.activation_depth <= late.activation_slots
-            assert found.gradient_depth <= late.gradient_slots(stages, m)
+            for overlap in (True, False):
+                table = build(NAME, stages, m, 1, overlap)
+                found = buffers.assign(table)
+                validate(table, found)
+                assert found.residual_depth == late.residual_slots(0, stages, 1, m) == min(m, stages + 1)
+                assert found.activation_depth <= late.activation_slots
+                assert found.gradient_depth <= late.gradient_slots(stages, m)
     with pytest.raises(ValueError, match="lead nowhere"):
         lay_out([[("F", 0, 0), ("B", 1, 0)]], 1)  # B of a micro-batch without F
 

@@ -77,7 +77,7 @@ class PipelineConfig:
         scan_layers: one compiled layer in a loop instead of unrolled ones; "auto": a loop from 9 layers per stage on.
         idle: what stages do while they have no op, in schedules whose ScheduleSpec is masked: "compute" on scrap, or
             "skip"; "auto": skip on CPUs, whose cores other stages may need, and compute elsewhere. Other schedules
-            always skip.
+            always skip, and so does gpipe on GPUs.
     """
 
     schedule: str = "eager_1f1b"

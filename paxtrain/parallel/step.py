@@ -102,6 +102,7 @@ class Trainer:
             collectives.
         codec: Codec of the gradients between stages, instead of the LowRank that config.compress describes (see
             compression.Compression); None: as config.compress says.
+        overlap: Whether the schedule's messages travel under compute; None: as the platform can.
     """
 
     config: Config
@@ -110,6 +111,7 @@ class Trainer:
     record: int = 0
     virtual: bool = False
     codec: Codec | None = None
+    overlap: bool | None = None
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -145,7 +147,9 @@ class Trainer:
     def schedule(self) -> Schedule:
         """Pipeline schedule of a step."""
         c = self.config
-        return self._idling(build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages))
+        overlap = self.platform != "cpu" if self.overlap is None else self.overlap
+        table = build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
+        return self._idling(table)
 
     def _idling(self, table: Schedule) -> Schedule:
         """Return the table with masked as pipeline.idle has it on this platform."""

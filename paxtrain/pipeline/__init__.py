@@ -1,6 +1,7 @@
 """The pipeline: the executor that runs a schedule's table stage by stage inside shard_map.
 
     executor.py          rows of a table, in order; plain messages between stages
+    carry.py             what goes from row to row
     stage.py             F, B and W of one micro-batch on one device
     closing.py           a stage's last op, with the reduction of its gradients over data inside
     one_stage.py         the same without rows, for a single stage

@@ -1,8 +1,8 @@
 """The executor: runs a schedule's rows on every stage, inside shard_map.
 
-All stages run one program. A row (see paxtrain.schedule.table) is, in this order: gradients travel, F, activations
-travel, W, B. The ops F, B and W are those of paxtrain.pipeline.stage. F puts what its backward needs into a ring. So
-no autodiff crosses a transfer, and both transfers of a row can run under its compute.
+All stages run one program. A row has the ops F, W and B, in this order, which are those of paxtrain.pipeline.stage.
+When messages travel beside them is told by `Schedule.travel` (see paxtrain.schedule.table). F puts what its backward
+needs into a ring. So no autodiff crosses a transfer, and both transfers of a row can run under its compute.
 
 A stage that is idle in a row does one of two things:
     masked schedules    It computes on scrap, with a zero cotangent. The time is bubble anyway, and rows need no branch.
@@ -24,17 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from paxtrain.pipeline.carry import Carry, Cell, Mail
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.collectives import permute
 from paxtrain.pipeline.messages import PLAIN, Link, among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
-from paxtrain.pipeline.rings import always, only_if, read, write
+from paxtrain.pipeline.rings import always, behind, only_if, read, write
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
-from paxtrain.schedule.table import Pair
-
-Cell = dict[str, jax.Array]  # one stage's columns of a row of the table
+from paxtrain.schedule.table import ALONG, BETWEEN, Pair
 
 
 class Links(NamedTuple):
@@ -42,41 +41,6 @@ class Links(NamedTuple):
 
     backward: Link = PLAIN
     forward: Link = PLAIN
-
-
-class Carry(NamedTuple):
-    """The carry from row to row; () stands for parts that evaluation lacks. Fields are in the compiled tuple's order.
-
-    Attributes:
-        gradient_out: gradient that B made last, [B, S, H].
-        gradients: ring of gradients that wait for B, or the one gradient if each is used at once.
-        grads: accumulators of the weights' gradients.
-        inbox: ring of activations that wait for F, or the one activation.
-        links: per direction the states of the codecs, with a leading dim of chunks.
-        loss: sum so far, float32 [].
-        output: activation that F made last, [B, S, H].
-        residuals: ring of what F leaves for B, and B for W.
-        reduced: states of the reduction over data, in a last row that reduces; otherwise ().
-        scratch: see Stage.scratch.
-    """
-
-    gradient_out: Any
-    gradients: Any
-    grads: Any
-    inbox: Any
-    links: dict[str, Any]
-    loss: jax.Array
-    output: jax.Array
-    reduced: Any
-    residuals: Any
-    scratch: Any
-
-
-class _Mail(NamedTuple):
-    """Gradients that are on their way: as they are, and compressed; None if none of that kind travels."""
-
-    plain: jax.Array | None
-    wire: Any
 
 
 class Rows:
@@ -136,8 +100,12 @@ class Rows:
         """
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
-        if self.program.splits:
-            carry = self._split_row(carry, cell, kind)
+        if self.buffers.travel == BETWEEN:
+            carry = self._row_behind_messages(carry, cell, kind)
+        elif self.buffers.travel == ALONG:
+            carry = self._row_along_messages(carry, cell, kind)
+        elif not self.masked:
+            carry = self._row_over_messages(carry, cell, kind)
         elif kind.receive_compressed:
             carry = self._compressed_row(carry, cell, kind)
         else:
@@ -146,40 +114,64 @@ class Rows:
         return lax.optimization_barrier(carry) if self.masked else carry
 
     def _plain_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
-        """Run a row whose gradients travel as they are: they are in their slot before F, which may write one, too."""
-        mail = _Mail(self._gradients_travel(carry, kind), None)
+        """Run a row of a masked schedule whose gradients travel as they are."""
+        mail = Mail(self._gradients_travel(carry, kind), None)
         carry, received = self._gradients_arrive(carry, cell, kind, mail)
         carry = self._run_forward(carry, cell, kind)
         carry = self._activations_travel(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
     def _compressed_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
-        """Run a row in which some gradients travel compressed: they are decoded behind F."""
+        """Run a row of a masked schedule in which some gradients travel compressed: they are decoded behind F."""
         plain = self._gradients_travel(carry, kind)
         carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], kind.receive_compressed)
         carry = self._run_forward(carry, cell, kind)
         # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
         wire, output = lax.optimization_barrier((wire, carry.output))
-        carry, received = self._gradients_arrive(carry._replace(output=output), cell, kind, _Mail(plain, wire))
+        carry, received = self._gradients_arrive(carry._replace(output=output), cell, kind, Mail(plain, wire))
         carry = self._activations_travel(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
-    def _split_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
-        """Run a row of a schedule that splits the backward: gradients are awaited behind F and W."""
-        mail = _Mail(self._gradients_travel(carry, kind), None)
-        if kind.receive_compressed:
-            pairs = kind.receive_compressed
-            carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], pairs)
-            mail = mail._replace(wire=wire)
+    def _row_over_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row whose idle stages skip: gradients are awaited behind F and W, activations behind B."""
+        carry, mail = self._all_gradients_travel(carry, cell, kind)
         carry = self._run_forward(carry, cell, kind)
         carry = self._activations_travel(carry, cell, kind)
-        for chunk in kind.weights:
-            carry = self._weights(carry, cell, chunk, kind)
+        carry = self._run_weights(carry, cell, kind)
         received = None
-        if kind.receive or kind.receive_compressed:
+        if mail:
             # Whatever stages do of F and W: else all would wait for the slowest of their neighbours.
             mail, (output, grads) = lax.optimization_barrier((mail, (carry.output, carry.grads)))
             carry, received = self._gradients_arrive(carry._replace(output=output, grads=grads), cell, kind, mail)
+        return self._run_backward(carry, cell, kind, received)
+
+    def _row_along_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row whose messages, made in the row before, travel under all of its ops."""
+        carry, mail = self._all_gradients_travel(carry, cell, kind)
+        carry, wire = self._activations_leave(carry, cell, kind)
+        carry = self._run_forward(carry, cell, kind)
+        carry = self._run_weights(carry, cell, kind)
+        carry = self._run_backward(carry, cell, kind, None)
+        # Behind the ops, so that the transfers lie under them.
+        made = carry.output, carry.gradient_out
+        mail, wire, (output, gradient_out) = lax.optimization_barrier((mail, wire, made))
+        carry = carry._replace(output=output, gradient_out=gradient_out)
+        if mail:
+            carry, _ = self._gradients_arrive(carry, cell, kind, mail)
+        return self._activations_arrive(carry, wire, cell, kind)
+
+    def _row_behind_messages(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        """Run a row for devices that wait for transfers: the messages of the row before come first."""
+        carry, mail = self._all_gradients_travel(carry, cell, kind)
+        received = None
+        if mail:
+            carry, received = self._gradients_arrive(carry, cell, kind, mail)
+        if kind.send:
+            after = carry.gradient_out if received is None else received
+            carry = carry._replace(output=behind(carry.output, after))
+        carry = self._activations_travel(carry, cell, kind)
+        carry = self._run_forward(carry, cell, kind)
+        carry = self._run_weights(carry, cell, kind)
         return self._run_backward(carry, cell, kind, received)
 
     # --- The events of a row ------------------------------------------------------------------------------------------
@@ -191,7 +183,17 @@ class Rows:
         with jax.named_scope("send_backward"):
             return permute(carry.gradient_out, self.program.pipe, kind.receive)
 
-    def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: _Mail) -> tuple[Carry, Any]:
+    def _all_gradients_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Mail | None]:
+        """Send all gradients, in both ways; None if there are none."""
+        pairs, wire = kind.receive_compressed, None
+        if not (kind.receive or pairs):
+            return carry, None
+        plain = self._gradients_travel(carry, kind)
+        if pairs:
+            carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], pairs)
+        return carry, Mail(plain, wire)
+
+    def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
         """Return the gradients that have come, decoded, and the carry with them in their slot if there is a ring."""
         received = mail.plain
         if kind.receive_compressed:
@@ -207,11 +209,23 @@ class Rows:
             carry = self._forward(carry, cell, chunk, kind)
         return carry
 
+    def _run_weights(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        for chunk in kind.weights:
+            carry = self._weights(carry, cell, chunk, kind)
+        return carry
+
     def _activations_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
+        return self._activations_arrive(*self._activations_leave(carry, cell, kind), cell=cell, kind=kind)
+
+    def _activations_leave(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Any]:
+        if not kind.send:
+            return carry, None
+        return self._send("forward", carry, carry.output, cell["output_chunk"], kind.send)
+
+    def _activations_arrive(self, carry: Carry, wire: Any, cell: Cell, kind: RowKind) -> Carry:
         if not kind.send:
             return carry
-        carry, sent = self._send("forward", carry, carry.output, cell["forward_chunk"], kind.send)
-        arrived = self._decode("forward", sent)
+        arrived = self._decode("forward", wire)
         ringed = self.buffers.activation_depth
         return carry._replace(inbox=write(carry.inbox, (cell["arrival_slot"],), arrived) if ringed else arrived)
 

@@ -104,3 +104,12 @@ def always(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
         carry: tree of arrays.
     """
     return body(carry)
+
+
+def behind(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Return x, but not before `other` is made, whatever XLA makes of barriers.
+
+    If the first number of `other` is no number, neither is x; such a step is lost anyway.
+    """
+    first = other[(0,) * other.ndim]
+    return jnp.where(first == first, x, first.astype(x.dtype))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.schedule.table import IDLE, Pair, Schedule
+from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, Pair, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,10 @@ class RowKind:
     """The static facts that a row's compiled code depends on; rows of one kind differ in numbers only.
 
     Attributes:
-        receive: stage pairs of the gradients that travel before the forward phase as they are.
+        receive: stage pairs of the gradients that travel as they are.
         receive_compressed: stage pairs of the gradients that travel compressed.
         forward: chunks whose F some stage runs.
-        send: stage pairs of the activations that travel after the forward phase.
+        send: stage pairs of the activations that travel.
         backward: chunks whose B some stage runs.
         weights: chunks whose W some stage runs.
         first: some stage runs F of the first virtual stage.
@@ -53,15 +53,16 @@ COLUMNS = (
     "forward_chunk",
     "forward_slot",  # of the residual ring, written by F
     "input_slot",  # of the activation ring, read by F
-    "arrival_slot",  # of the activation ring, written after the forward phase
+    "arrival_slot",  # of the activation ring, written when an activation has come
     "backward",
     "backward_valid",
     "backward_chunk",
     "backward_slot",  # of the residual ring, read by B, which leaves there what W needs
     "gradient_slot",  # of the gradient ring, read by B
-    "gradient_arrival_slot",  # of the gradient ring, written before the forward phase
+    "gradient_arrival_slot",  # of the gradient ring, written when a gradient has come
     "head_slot",  # of the gradient ring, written by the head
-    "message_chunk",  # that made the gradient that leaves before the forward phase
+    "message_chunk",  # that made the gradient that leaves
+    "output_chunk",  # that made the activation that leaves
     "weights_valid",  # W, whose micro-batch is that of its slot
     "weights_chunk",
     "weights_slot",  # of the residual ring, read by W
@@ -79,6 +80,7 @@ class Buffers:
         activation_depth: slots of the ring of activations, without the scrap slot; 0 if each activation is used the
             moment it can be, so that one buffer is enough.
         gradient_depth: the same for gradients.
+        travel: when messages travel, see `paxtrain.schedule.table`.
     """
 
     table: np.ndarray
@@ -86,6 +88,7 @@ class Buffers:
     residual_depth: int
     activation_depth: int
     gradient_depth: int
+    travel: str
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return the rows as (start, period, repeats): `repeats` times `period` rows of the same kinds."""
@@ -192,23 +195,26 @@ def _slots(lifetimes: list[list[_Lifetime]], direct: int, reuse_same_row: bool) 
 def _rings(schedule: Schedule) -> tuple[_Slots, _Slots, _Slots]:
     """Return the slots of residuals, activations and gradients."""
     row_of, trains, last = schedule.row_of, schedule.trains, schedule.virtual_stages - 1
+    travel, wait = schedule.travel, schedule.activations_wait
     residuals: list[list[_Lifetime]] = [[] for _ in range(schedule.stages)]
     activations: list[list[_Lifetime]] = [[] for _ in range(schedule.stages)]
     gradients: list[list[_Lifetime]] = [[] for _ in range(schedule.stages)]
     for row, stage, mb, chunk in schedule.ops("forward"):
         virtual = schedule.virtual_stage(stage, chunk)
         if virtual:
-            activations[stage].append((row_of["forward", virtual - 1, mb], row, (virtual, mb)))
+            activations[stage].append((row_of["forward", virtual - 1, mb] + wait, row, (virtual, mb)))
         if trains:
             used = row_of["backward", virtual, mb]
-            made = row_of["backward", virtual + 1, mb] + 1 if virtual < last else row
+            # What comes at the end of a row lies in its slot from the next one on.
+            made = row_of["backward", virtual + 1, mb] + (2 if travel == ALONG else 1) if virtual < last else row
             residuals[stage].append((row, row_of.get(("weights", virtual, mb), used), (virtual, mb)))
             gradients[stage].append((made, used, (virtual, mb)))
-    # Within a row F writes residuals before B reads, gradients arrive before B reads, activations arrive after F reads.
+    # Within a row F writes residuals before B reads. Gradients arrive before B reads, or ALONG the row. Activations
+    # arrive after F reads, or BETWEEN rows.
     return (
         _slots(residuals, direct=-1, reuse_same_row=False),
-        _slots(activations, direct=1, reuse_same_row=True),
-        _slots(gradients, direct=0, reuse_same_row=False),
+        _slots(activations, direct=0 if travel == BETWEEN else 1, reuse_same_row=travel != BETWEEN),
+        _slots(gradients, direct=0 if travel != ALONG and schedule.chunks == 1 else -1, reuse_same_row=False),
     )
 
 
@@ -236,8 +242,9 @@ class _Columns:
             if virtual:
                 column["input_slot"][row, stage] = self.activations.of[stage][virtual, mb]
             if virtual < last:
-                receiver = (stage + 1) % schedule.stages
-                column["arrival_slot"][row, receiver] = self.activations.of[receiver][virtual + 1, mb]
+                receiver, then = (stage + 1) % schedule.stages, row + schedule.activations_wait
+                column["arrival_slot"][then, receiver] = self.activations.of[receiver][virtual + 1, mb]
+                column["output_chunk"][then, stage] = chunk
             elif schedule.trains:
                 column["head_slot"][row, stage] = self.gradients.of[stage][virtual, mb]
 
@@ -301,4 +308,4 @@ def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -
     columns.fill_weights()
     table = np.stack([columns.column[name] for name in COLUMNS], axis=-1)
     depths = columns.residuals.depth, columns.activations.depth, columns.gradients.depth
-    return Buffers(table, _kinds(schedule, compressed), *depths)
+    return Buffers(table, _kinds(schedule, compressed), *depths, schedule.travel)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from paxtrain.schedule.buffers import COLUMNS, Buffers, row_kind
-from paxtrain.schedule.table import Schedule
+from paxtrain.schedule.table import ALONG, BETWEEN, UNDER, Schedule
 
 
 class _Proof:
@@ -18,6 +18,7 @@ class _Proof:
         self.seen: set[tuple] = set()  # ops that have run
         self.unread: set[tuple] = set()  # messages that no op has used
         self.sending: dict[int, tuple] = {}  # sender -> (receiver, gradient), made in the row before
+        self.leaving: dict[int, tuple] = {}  # sender -> (receiver, activation, chunk), not yet on their way
         self.row = 0
 
     def check(self, condition: bool, stage: int, what: str) -> None:
@@ -27,11 +28,21 @@ class _Proof:
     def run_row(self, row: int) -> None:
         self.row, self.kept = row, set()
         self.cells = [dict(zip(COLUMNS, map(int, self.buffers.table[row, s]))) for s in range(self.stages)]
-        self.kind = self.buffers.kinds[row]
-        self._gradients_arrive()
+        self.kind, travel = self.buffers.kinds[row], self.schedule.travel
+        sent, leaving = self.sending, self.leaving
+        if travel == BETWEEN:
+            self._gradients_arrive(sent)
+            self._activations_arrive(leaving)
         self._forward()
+        if travel == UNDER:
+            self._activations_arrive(self.leaving)
         self._weights()
+        if travel == UNDER:
+            self._gradients_arrive(sent)
         self._backward()
+        if travel == ALONG:
+            self._activations_arrive(leaving)
+            self._gradients_arrive(sent)
         self._scrap()
         self._named()
 
@@ -45,11 +56,18 @@ class _Proof:
         self.check((phase, virtual, mb) not in self.seen, stage, f"{phase} of micro-batch {mb} again")
         self.seen.add((phase, virtual, mb))
 
-    def _gradients_arrive(self) -> None:
+    def _activations_arrive(self, sent: dict[int, tuple]) -> None:
+        self.check(sorted(self.kind.send) == sorted((s, to) for s, (to, *_) in sent.items()), -1, "activation pairs")
+        for s, (to, key, made_by) in sent.items():
+            self.check(self.cells[s]["output_chunk"] == made_by, s, f"activation of chunk {made_by}")
+            self.kept.add((to, "arrival_slot"))
+            self.inbox[to][self.cells[to]["arrival_slot"]] = key
+            self.unread.add(("a", *key))
+
+    def _gradients_arrive(self, sent: dict[int, tuple]) -> None:
         pairs = self.kind.receive + self.kind.receive_compressed
-        sent = sorted((s, to) for s, (to, _) in self.sending.items())
-        self.check(sorted(pairs) == sent, -1, "gradient pairs")
-        for s, (to, key) in self.sending.items():
+        self.check(sorted(pairs) == sorted((s, to) for s, (to, _) in sent.items()), -1, "gradient pairs")
+        for s, (to, key) in sent.items():
             made_by = (key[0] + 1) // self.stages
             self.check(self.cells[s]["message_chunk"] == made_by, s, f"message of chunk {made_by}")
             self.kept.add((to, "gradient_arrival_slot"))
@@ -57,7 +75,7 @@ class _Proof:
             self.unread.add(("g", *key))
 
     def _forward(self) -> None:
-        made = {}
+        self.leaving = {}
         for s, cell, virtual in self._busy("forward"):
             mb = cell["forward"]
             self._runs("F", s, virtual, mb)
@@ -68,15 +86,10 @@ class _Proof:
                 self.kept.add((s, "forward_slot"))
                 self.residual[s][cell["forward_slot"]] = (virtual, mb)
             if virtual < self.last:
-                made[s] = ((s + 1) % self.stages, (virtual + 1, mb))
+                self.leaving[s] = ((s + 1) % self.stages, (virtual + 1, mb), cell["forward_chunk"])
             elif self.schedule.trains:
                 self.kept.add((s, "head_slot"))
                 self.gradient_inbox[s][cell["head_slot"]] = (virtual, mb)
-        self.check(set(self.kind.send) == {(s, to) for s, (to, _) in made.items()}, -1, "activation pairs")
-        for to, key in made.values():
-            self.kept.add((to, "arrival_slot"))
-            self.inbox[to][self.cells[to]["arrival_slot"]] = key
-            self.unread.add(("a", *key))
 
     def _weights(self) -> None:
         for s, cell, virtual in self._busy("weights"):
@@ -129,15 +142,17 @@ class _Proof:
         phases = ("FBW" if schedule.splits else "FB") if schedule.trains else "F"
         expected = {(p, q, mb) for p in phases for q in range(self.last + 1) for mb in range(schedule.micro_batches)}
         self.check(self.seen == expected, -1, "an op is missing")
+        if schedule.activations_wait:
+            self.check(not self.leaving, -1, "an activation that was not sent")
         self.check(not self.unread and not self.sending, -1, "a message that no op used")
 
 
 def validate(schedule: Schedule, buffers: Buffers) -> None:
     """Replay the table symbolically, and prove that each op finds the values it needs.
 
-    Every op runs once. Every value that an op reads is there, in the slot that it reads. Every message that is sent has
-    one receiver, which uses it. A slot that is written with nothing to keep is the scrap slot. A row's kind names what
-    runs in it.
+    Every op runs once. Every value that an op reads is there, in the slot that it reads, at the time within the row at
+    which `Schedule.travel` lets messages come. Every message that is sent has one receiver, which uses it. A slot that
+    is written with nothing to keep is the scrap slot. A row's kind names what runs in it.
 
     Raises:
         AssertionError: with the row, stage and op at fault.

@@ -8,6 +8,7 @@ import numpy as np
 from paxtrain.schedule.table import IDLE
 
 _PHASES = "FBW"
+_IN_A_ROW = "FWB"  # the order of a row's phases
 Op = tuple[str, int, int]  # phase, micro-batch, chunk
 
 
@@ -22,8 +23,8 @@ class Ops(NamedTuple):
     weights_chunk: np.ndarray
 
 
-def lay_out(orders: list[list[Op]], chunks: int) -> Ops:
-    """Lay out each stage's ops in its order, one a row, as early as messages allow.
+def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: int = 1) -> Ops:
+    """Lay out each stage's ops in its order, as early as messages allow.
 
     If all stages wait for one another (at a last group of interleaved micro-batches that is not full), those that can
     run a later forward ahead of the backward they wait for.
@@ -31,6 +32,9 @@ def lay_out(orders: list[list[Op]], chunks: int) -> Ops:
     Args:
         orders: ops of every stage.
         chunks: chunks of layers per stage.
+        together: a stage may run an F, a W and a B, in this order, in one row. No message is then awaited in a row
+            whose stages do not need it. False: one op a row.
+        lag: rows from the op that makes a message to the first that may use it.
 
     Raises:
         ValueError: the orders lead nowhere, because each stage waits for another one.
@@ -40,35 +44,48 @@ def lay_out(orders: list[list[Op]], chunks: int) -> Ops:
 
     def ready(stage: int, op: Op) -> bool:
         phase, mb, chunk = op
-        virtual = chunk * stages + stage
+        virtual, now = chunk * stages + stage, len(rows)
         if phase == "F":
-            return virtual == 0 or ("F", virtual - 1, mb) in done
+            return virtual == 0 or done.get(("F", virtual - 1, mb), now) <= now - lag
         if phase == "W":
             return ("B", virtual, mb) in done
-        return (("B", virtual + 1, mb) if virtual < last else ("F", virtual, mb)) in done
+        if virtual == last:
+            return ("F", virtual, mb) in done
+        return done.get(("B", virtual + 1, mb), now) <= now - lag
 
+    def run(stage: int, op: Op) -> None:
+        phase, mb, chunk = op
+        done[phase, chunk * stages + stage, mb] = len(rows)
+        orders[stage].remove(op)
+        row[stage].append(op)
+
+    waited = 0
     while any(orders):
-        row = [order[0] if order and ready(s, order[0]) else None for s, order in enumerate(orders)]
-        if not any(row):
-            ahead = [next((op for op in order if op[0] == "F"), None) for order in orders]
-            row = [op if op and ready(s, op) else None for s, op in enumerate(ahead)]
-        if not any(row):
-            waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(orders) if order)
-            raise ValueError(f"the orders of the {stages} stages lead nowhere after row {len(rows)}: {waiting} waits")
-        for s, op in enumerate(row):
-            if op:
-                phase, mb, chunk = op
-                done[phase, chunk * stages + s, mb] = len(rows)
-                orders[s].remove(op)
+        row: list[list[Op]] = [[] for _ in orders]
+        for s, order in enumerate(orders):
+            while order and ready(s, order[0]) and _may_follow(row[s], order[0], together):
+                run(s, order[0])
+        if not any(row) and waited >= lag - 1:
+            for s, order in enumerate(orders):
+                ahead = next((op for op in order if op[0] == "F"), None)
+                if ahead and ready(s, ahead):
+                    run(s, ahead)
+            if not any(row):
+                waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(orders) if order)
+                after = f"after row {len(rows)}: {waiting} waits"
+                raise ValueError(f"the orders of the {stages} stages lead nowhere {after}")
+        waited = 0 if any(row) else waited + 1
         rows.append(row)
     arrays = [np.full((len(rows), stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
-    for t, row in enumerate(rows):
-        for s, op in enumerate(row):
-            if op:
-                phase, mb, chunk = op
-                first = 2 * _PHASES.index(phase)
-                arrays[first][t, s], arrays[first + 1][t, s] = mb, chunk
+    for (phase, virtual, mb), t in done.items():
+        first, s = 2 * _PHASES.index(phase), virtual % stages
+        arrays[first][t, s], arrays[first + 1][t, s] = mb, virtual // stages
     return Ops(*arrays)
+
+
+def _may_follow(before: list[Op], op: Op, together: bool) -> bool:
+    """Return whether a stage that has run the ops `before` in a row may run another one in it."""
+    return not before or (together and _IN_A_ROW.index(before[-1][0]) < _IN_A_ROW.index(op[0]))
 
 
 def closed_form(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
-from paxtrain.schedule.table import IDLE, Schedule
+from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, UNDER, Schedule
 
 ORDERS = ("paired", "alternating", "forwards_first")
 
@@ -30,21 +30,22 @@ class ScheduleSpec:
     """A schedule's facts. P stages, v chunks of layers per stage, m micro-batches; functions take numbers or arrays.
 
     Attributes:
-        ops: (P, v, m) -> the ops of its table.
-        order: what a stage does in the steady part. "paired": an F and a B in each row, with transfers under them.
-            "alternating": an F and a B in turn, one a row. "forwards_first": all F, then all B, so that nothing lies
-            over a transfer.
+        ops: (P, v, m, overlap) -> the ops of its table, for devices on which transfers run beside compute (overlap)
+            or block it.
+        order: what a stage does in the steady part, from which `travel` follows. "paired": an F and a B in each row,
+            with transfers under them. "alternating": an F and a B in turn. "forwards_first": all F, then all B.
         in_flight: (stage, P, v, m) -> micro-batches, of all chunks, between F and the last op that needs what F kept.
-        activation_slots: slots of the ring of activations that wait for F; 0 if each is used at once.
-        gradient_slots: (P, m) -> slots of the ring of gradients that wait for B, without counting the scrap slot.
+        activation_slots: slots at most of the ring of activations that wait for F; 0 if each is used at once.
+        gradient_slots: (P, m) -> slots at most of the ring of gradients that wait for B, without counting the scrap
+            slot.
         masked: idle stages compute on scrap while others compute, so that rows need no branch. That costs no time if
-            all busy stages of a phase do the same.
+            all busy stages of a phase do the same and no message waits for a row, see `masks`.
         splits: the backward runs as B, for the chunk's input, and W, for the weights.
         interleaves: stages hold several chunks of layers; micro-batches come in groups of P.
         settles: multiples of P micro-batches from which on further ones only repeat rows.
     """
 
-    ops: Callable[[int, int, int], Ops]
+    ops: Callable[[int, int, int, bool], Ops]
     order: str
     in_flight: Callable[[Any, Any, Any, Any], Any]
     activation_slots: int
@@ -58,13 +59,23 @@ class ScheduleSpec:
         assert self.order in ORDERS, f"order is one of {', '.join(ORDERS)}, got {self.order!r}"
         assert not (self.masked and self.splits), "an idle stage that computes on scrap leaves nothing for W"
 
-    @property
-    def hides_gradients(self) -> bool:
-        """Gradients travel under F and are awaited before B.
+    def travel(self, overlap: bool) -> str:
+        """Return when messages travel, see `paxtrain.schedule.table`.
 
-        Else F waits for them: they go into a ring that the loss of F writes too.
+        Args:
+            overlap: transfers run beside compute.
         """
-        return self.masked or self.splits
+        if self.order == "forwards_first" and overlap:
+            return ALONG
+        return BETWEEN if self.order == "alternating" and not overlap else UNDER
+
+    def masks(self, overlap: Any) -> Any:
+        """Return whether idle stages compute on scrap; in rows ALONG which messages travel they skip.
+
+        Args:
+            overlap: transfers run beside compute; a bool, or an array of them.
+        """
+        return self.masked & ~(np.asarray(overlap, bool) & (self.order == "forwards_first"))
 
     def residual_slots(self, stage: Any, stages: Any, chunks: Any, micro_batches: Any) -> Any:
         """Return the slots of residuals that a stage has in use at most, without the scrap slot.
@@ -78,14 +89,16 @@ class ScheduleSpec:
         return np.minimum(self.in_flight(stage, stages, chunks, micro_batches), micro_batches * chunks)
 
 
-def _eager_1f1b(stages: int, chunks: int, m: int) -> Ops:
+def _eager_1f1b(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     """Run F, then B, in each row. The time is (m+P-1)(F+B), with transfers hidden."""
     rows = m + 2 * (stages - 1)
     return closed_form(stages, m, rows, lambda t, s: t - s, lambda t, s: t - 2 * (stages - 1) + s)
 
 
-def _gpipe(stages: int, chunks: int, m: int) -> Ops:
-    """Run all forwards, then all backwards."""
+def _gpipe(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
+    """Run all forwards, then all backwards. With overlap a message travels beside the next micro-batch's op."""
+    if overlap:
+        return lay_out([[(phase, mb, 0) for phase in "FB" for mb in range(m)]] * stages, 1, lag=2)
     half = m + stages - 1
 
     def backward(t: np.ndarray, s: np.ndarray) -> np.ndarray:
@@ -99,21 +112,21 @@ def _orders_1f1b(stages: int, m: int) -> list[list[Op]]:
     return [warm_up_then_alternate(forwards, backwards, stages - 1 - s) for s in range(stages)]
 
 
-def _1f1b(stages: int, chunks: int, m: int) -> Ops:
+def _1f1b(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     """Run F and B in turn after P-1-s F. The time of equal stages is (m+P-1)(F+B), with transfers exposed."""
-    return lay_out(_orders_1f1b(stages, m), 1)
+    return lay_out(_orders_1f1b(stages, m), 1, overlap)
 
 
-def _interleaved_1f1b(stages: int, chunks: int, m: int) -> Ops:
+def _interleaved_1f1b(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     """Run groups of P micro-batches through chunk after chunk: the bubble shrinks by the number of chunks."""
     groups = [range(start, min(start + stages, m)) for start in range(0, m, stages)]
     forwards = [("F", mb, c) for group in groups for c in range(chunks) for mb in group]
     backwards = [("B", mb, c) for group in groups for c in reversed(range(chunks)) for mb in group]
     warm_ups = [2 * (stages - 1 - s) + (chunks - 1) * stages for s in range(stages)]
-    return lay_out([warm_up_then_alternate(forwards, backwards, warm_up) for warm_up in warm_ups], chunks)
+    return lay_out([warm_up_then_alternate(forwards, backwards, warm_up) for warm_up in warm_ups], chunks, overlap)
 
 
-def _zb_h1(stages: int, chunks: int, m: int) -> Ops:
+def _zb_h1(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     """Run 1f1b with W put off: on stage s the W of a micro-batch comes s B later and fills the wait for gradients.
 
     The time of equal stages, from P micro-batches on and if W is no longer than F and B, is
@@ -127,7 +140,7 @@ def _zb_h1(stages: int, chunks: int, m: int) -> Ops:
             if phase == "B" and mb >= s:
                 order.append(("W", mb - s, chunk))
         orders.append(order + [("W", mb, 0) for mb in range(max(m - s, 0), m)])
-    return lay_out(orders, 1)
+    return lay_out(orders, 1, overlap)
 
 
 SPECS: dict[str, ScheduleSpec] = {
@@ -153,6 +166,7 @@ SPECS: dict[str, ScheduleSpec] = {
         in_flight=lambda s, p, v, m: p - s,
         activation_slots=1,
         gradient_slots=lambda p, m: 1,
+        settles=4,
     ),
     # The message rings, which are small, are known to within a few slots.
     "interleaved_1f1b": ScheduleSpec(
@@ -195,7 +209,7 @@ def each(codes: ArrayLike, quantity: Callable[[ScheduleSpec], ArrayLike]) -> np.
 
 
 @functools.lru_cache(maxsize=64)
-def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def build(name: str, stages: int, micro_batches: int, chunks: int = 1, overlap: bool = True) -> Schedule:
     """Return the table of a training schedule.
 
     Args:
@@ -203,6 +217,7 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
         stages: P, the size of the pipe axis.
         micro_batches: m per data rank and step, any number from 1 on.
         chunks: virtual stages per stage, v; ignored unless the schedule interleaves.
+        overlap: transfers run beside compute, as on GPUs; False: devices wait for them, as on CPUs.
 
     Raises:
         ValueError: there is no schedule of that name.
@@ -211,8 +226,8 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedu
         raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SPECS)}")
     spec = SPECS[name]
     chunks = chunks if spec.interleaves else 1
-    ops = spec.ops(stages, chunks, micro_batches)
-    return Schedule(name, stages, chunks, micro_batches, *ops, masked=spec.masked)
+    ops, masked = spec.ops(stages, chunks, micro_batches, overlap), bool(spec.masks(overlap))
+    return Schedule(name, stages, chunks, micro_batches, *ops, masked=masked, travel=spec.travel(overlap))
 
 
 @functools.lru_cache(maxsize=64)

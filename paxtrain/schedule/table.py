@@ -2,15 +2,21 @@
 
 A row has two phases. In the forward phase a stage may run the forward F of one micro-batch through one of its chunks of
 layers. In the backward phase it may run the backward B of one. If a schedule splits the backward, B makes only the
-gradient of the chunk's input, and W makes the weights' in the backward phase of a later row. Messages move with the
-rows:
+gradient of the chunk's input, and W makes the weights' in the backward phase of a later row. A message travels once,
+and waits in a slot until it is used. When it travels is a fact of the table, `Schedule.travel`:
 
-    row t:  gradients that B made in row t-1 travel     } in flight together
-            forward phase: F                            }
-            activations that F has just made travel     } likewise
-            backward phase: W, B
+    UNDER       row t:  gradients that B made in row t-1 travel     } in flight together
+                        forward phase: F                            }
+                        activations that F has just made travel     } likewise
+                        backward phase: W, B
+    ALONG       row t:  all messages made in row t-1 travel         } in flight together
+                        F, W, B                                     }
+    BETWEEN     row t:  all messages made in row t-1 travel
+                        F, W, B
 
-so an activation made in row t can be used from row t+1 on, and so can a gradient. The last virtual stage makes its own
+Gradients are awaited before B in UNDER, so that no F waits for one. A message made in row t can be used from row t+1
+on, in ALONG from row t+2 on. BETWEEN is for devices that wait at a transfer's place in the program, where nothing can
+lie over it: it is sent when sender and receiver have both done their ops. The last virtual stage makes its own
 gradient, the loss's, in the forward phase of the row of its F.
 
 With P stages and v chunks a stage, stage s holds the virtual stages s, P+s, ..., (v-1)P+s: its chunk c is virtual stage
@@ -28,6 +34,7 @@ import numpy as np
 from compress.policy import epilogue_sends
 
 IDLE = -1
+UNDER, ALONG, BETWEEN = "under", "along", "between"
 Pair = tuple[int, int]
 
 
@@ -47,6 +54,7 @@ class Schedule:
         weights: [rows, stages] micro-batch of W; all IDLE if B is whole.
         weights_chunk: [rows, stages] chunk of W.
         masked: idle stages compute on scrap, see paxtrain.schedule.schedules.ScheduleSpec.
+        travel: UNDER, ALONG or BETWEEN, see above.
     """
 
     name: str
@@ -60,6 +68,12 @@ class Schedule:
     weights: np.ndarray
     weights_chunk: np.ndarray
     masked: bool
+    travel: str = UNDER
+
+    @property
+    def activations_wait(self) -> int:
+        """Return the rows from the F that makes an activation to its transfer."""
+        return 0 if self.travel == UNDER else 1
 
     @property
     def rows(self) -> int:
@@ -113,16 +127,16 @@ class Schedule:
 
     @functools.cached_property
     def activation_pairs(self) -> list[tuple[Pair, ...]]:
-        """(Sender, receiver) stages, per row, of the activations that travel after its forward phase."""
+        """(Sender, receiver) stages, per row, of the activations that travel in it."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("forward"):
             if self.virtual_stage(stage, chunk) < self.virtual_stages - 1:
-                pairs[row].append((stage, (stage + 1) % self.stages))
+                pairs[row + self.activations_wait].append((stage, (stage + 1) % self.stages))
         return [tuple(p) for p in pairs]
 
     @functools.cached_property
     def gradient_pairs(self) -> list[tuple[Pair, ...]]:
-        """(Sender, receiver) stages, per row, of the gradients that travel before its forward phase."""
+        """(Sender, receiver) stages, per row, of the gradients that travel in it: the row after their B."""
         pairs: list[list[Pair]] = [[] for _ in range(self.rows)]
         for row, stage, _, chunk in self.ops("backward"):
             if self.virtual_stage(stage, chunk) > 0:

@@ -1,8 +1,9 @@
 """The times that a schedule allows: each op begins as soon as its stage is free and its message has arrived.
 
-The executor's tables make a stage wait for all messages of a row (planner.cost.simulator). Systems with separate
-transfer calls, such as Megatron-LM, come closer to this model: a message begins when it is made, holds no stage, and
-waits for no other message. This module models trials of such systems, and shows what the executor's rows cost.
+A message begins when it is made, holds no stage, and waits for no other message. Systems with separate transfer calls,
+such as Megatron-LM, come close to this model, and this module models trials of them. The executor's rows let a stage
+also wait for what it sends (planner.cost.simulator): this module shows that they cost nothing as long as a transfer is
+no longer than the op that it lies under.
 """
 
 import collections
@@ -65,7 +66,7 @@ def pipeline(table: Table, seconds: Seconds) -> Array:
     Compressed messages are not modeled: systems that are compared this way have none.
     """
     state = _State(table, seconds)
-    for rows, repeats in runs(table, scrap=False):
+    for rows, repeats in runs(table, scrap=False, overlap=False):
         for done in range(1, repeats + 1):
             before = state.all()
             for row in rows:

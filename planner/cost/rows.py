@@ -58,7 +58,8 @@ class Row:
         plain: (senders, receivers) of gradients that travel as they are.
         packed: (senders, receivers) of compressed gradients.
         activations: (senders, receivers) of activations.
-        hides: F does not wait for the gradients.
+        travel: when messages travel, see `paxtrain.schedule.table`.
+        masked: idle stages of the schedule compute on scrap, at least in its first rows.
     """
 
     forward: tuple[Where, Where] | None
@@ -68,7 +69,8 @@ class Row:
     plain: tuple[Where, Where] | None
     packed: tuple[Where, Where] | None
     activations: tuple[Where, Where] | None
-    hides: bool
+    travel: str
+    masked: bool
 
 
 Run = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
@@ -89,13 +91,16 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
     # Before a row travels what the B of the row before has made.
     sends, packed = np.zeros_like(b), np.zeros_like(b)
     sends[1:] = (b & (b_virtual > 0))[:-1]
+    leaves = f & (f_virtual < last)
+    if schedule.activations_wait:
+        leaves = np.concatenate([np.zeros_like(leaves[:1]), leaves[:-1]])
     if compressed != "none":
         chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
         for row, stage in np.argwhere(sends):
             packed[row, stage] = (int(b_virtual[row - 1, stage]), int(schedule.backward[row - 1, stage])) in chosen
     # Once some stage is done, idle stages skip (RowKind.tail).
     masked = schedule.masked & (np.arange(schedule.rows) <= min(schedule.last_rows))[:, None]
-    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, masked]
+    parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, leaves, masked]
     signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
     def phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
@@ -114,8 +119,9 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
             head=bool(f[t, -1] and f_virtual[t, -1] == last),
             plain=ends(sends[t] & ~packed[t], -1),
             packed=ends(packed[t], -1),
-            activations=ends(f[t] & (f_virtual[t] < last), 1),
-            hides=SPECS[schedule.name].hides_gradients,
+            activations=ends(leaves[t], 1),
+            travel=schedule.travel,
+            masked=schedule.masked,
         )
 
     kinds: dict[bytes, Row] = {}
@@ -143,24 +149,29 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _few(name: str, stages: int, micro_batches: int, chunks: int, compressed: str, scrap: bool) -> list[Run]:
-    schedule = build(name, stages, micro_batches, chunks)
-    return _runs(_rows(schedule, compressed, scrap), longest=3 * schedule.virtual_stages)
+def _few(table: Table, micro_batches: int, scrap: bool, overlap: bool) -> list[Run]:
+    schedule = build(table.schedule, table.stages, micro_batches, table.chunks, overlap)
+    return _runs(_rows(schedule, table.compressed, scrap), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)
-def runs(table: Table, scrap: bool = True) -> list[Run]:
-    """Return the table's rows as stretches that repeat, with what idle stages compute (`scrap`) or without.
+def runs(table: Table, scrap: bool = True, overlap: bool = True) -> list[Run]:
+    """Return the table's rows as stretches that repeat.
 
     Many micro-batches only repeat the steady rows of few, so no larger table is built.
+
+    Args:
+        table: schedule.
+        scrap: include what idle stages compute.
+        overlap: see `paxtrain.schedule.schedules.build`.
     """
     spec = SPECS[table.schedule]
-    step = table.stages if spec.interleaves else 1
+    step = table.stages if spec.interleaves or (spec.order == "alternating" and overlap) else 1
     # So many that some stage has rows in which everything steady happens, whatever is left over.
     few = spec.settles * table.stages + table.micro_batches % step
 
     def make(m: int) -> list[Run]:
-        return _few(table.schedule, table.stages, m, table.chunks, table.compressed, scrap)
+        return _few(dataclasses.replace(table, micro_batches=0), m, scrap, overlap)
 
     if table.micro_batches <= few + step:
         return make(table.micro_batches)

@@ -1,18 +1,18 @@
 """The event simulator: the executor's time for a schedule's table, for a batch of candidates at once.
 
-It replays, row by row, what `paxtrain.pipeline.executor.Rows` does on every stage: gradients travel, F,
-activations travel, W, B. A transfer starts when both of its ends have reached it: a GPU's send waits until its receive
-is posted, and so does gloo's on CPUs. The backends differ in what waits for the end of a transfer:
+It replays, row by row, what `paxtrain.pipeline.executor.Rows` does on every stage, with messages that travel as the
+table says (`Schedule.travel`). A transfer starts when both of its ends have reached it: a GPU's send waits until its
+receive is posted, and so does gloo's on CPUs. The backends differ in what waits for the end of a transfer:
 
-    overlap (GPU)     Gradients lie under F, and both ends await them before B. Activations lie under B, and both ends
-                      await them at the end of the row. If stages skip their idle ops (1f1b, interleaved), a gradient
-                      goes into a ring that F's loss writes too, so it is awaited before F unless it is compressed. That
-                      is where the compiler puts it. In zb_h1 the executor puts it behind W.
+    overlap (GPU)     Gradients lie under F and W, and both ends await them before B. Activations lie under W and B, and
+                      both ends await them at the end of the row. In rows ALONG which messages travel (gpipe), both ends
+                      await all of them at the end.
     blocking (CPU)    The receiver waits for a transfer at its place in the compiled program. The sender waits only for
-                      its start, because the socket takes the message at once. In rows that are not turns of a loop of
-                      one row, XLA for CPUs puts F before the B of the row before. With two stages it puts the sends
-                      there too; with more they follow that B. The loss comes after the sends of its row. This was seen
-                      with 2, 4 and 8 stages, except in some of the first and last rows. In zb_h1 rows stay as they are.
+                      its start, because the socket takes the message at once. If stages skip their idle ops, messages
+                      travel BETWEEN rows: gradients, then activations, then the ops. In masked schedules' rows that are
+                      not turns of a loop of one row, XLA for CPUs puts F before the B of the row before. With two
+                      stages it puts the sends there too; with more they follow that B. The loss comes after the sends
+                      of its row. This was seen with 2, 4 and 8 stages, except in some of the first and last rows.
 
 All of this is maxima and sums, so the result is monotone in every duration, and what is added to the state of all
 stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.table import ALONG, BETWEEN
 from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
@@ -118,7 +118,7 @@ class _Replay:
     def __init__(self, table: Table, seconds: Seconds, overlap: bool, record: Recorder | None) -> None:
         self.seconds = spread(table, seconds)
         self.now = self.seconds.start.copy()
-        self.overlap, self.record, self.splits = overlap, record, SPECS[table.schedule].splits
+        self.overlap, self.record = overlap, record
 
     def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
         """Return the time until which each end of the messages waits, per pair.
@@ -183,12 +183,10 @@ class _Replay:
         if row.packed:
             self.now[row.packed[1]] += self.seconds.decode[row.packed[1]]
 
-    def _gradients(self, row: Row) -> list[tuple[tuple[Where, Where], Times, bool]]:
-        """Return the gradient messages as (ends, times until which they wait, whether F need not wait)."""
-        kinds = ((row.plain, self.seconds.gradient, row.hides), (row.packed, self.seconds.packed, True))
-        return [
-            (ends, self._message(self.now, ends, seconds, "gradient"), hides) for ends, seconds, hides in kinds if ends
-        ]
+    def _gradients(self, row: Row) -> list[tuple[tuple[Where, Where], Times]]:
+        """Return the gradient messages as (ends, times until which they wait)."""
+        kinds = ((row.plain, self.seconds.gradient), (row.packed, self.seconds.packed))
+        return [(ends, self._message(self.now, ends, seconds, "gradient")) for ends, seconds in kinds if ends]
 
     def _activations(self, ready: Array, row: Row) -> Times:
         return self._message(ready, row.activations, self.seconds.activation, "activation")
@@ -196,23 +194,33 @@ class _Replay:
     def _overlapped(self, rows: tuple[Row, ...]) -> None:
         for row in rows:
             self._encode(row)
-            later = []
-            for ends, until, hides in self._gradients(row):
-                if hides:
-                    later.append((ends, until))
-                else:
-                    self._wait(ends, until)
+            later, along = self._gradients(row), row.travel == ALONG
+            sent = [(row.activations, self._activations(self.now, row))] if row.activations and along else []
             self._forward(row)
             self._head(row)
-            posted = self.now.copy() if row.activations and (later or row.weights) else self.now
+            if row.activations and not along:
+                sent = [(row.activations, self._activations(self.now.copy(), row))]
             self._weights(row)
+            if along:
+                self._backward(row)
             for ends, until in later:
                 self._wait(ends, until)
             self._decode(row)
-            sent = [(row.activations, self._activations(posted, row))] if row.activations else []
-            self._backward(row)
+            if not along:
+                self._backward(row)
             for ends, until in sent:
                 self._wait(ends, until)
+
+    def _behind_messages(self, row: Row) -> None:
+        self._encode(row)
+        for ends, until in self._gradients(row):
+            self._wait(ends, until)
+        self._decode(row)
+        self._send(row)
+        self._forward(row)
+        self._head(row)
+        self._weights(row)
+        self._backward(row)
 
     def _send(self, row: Row) -> None:
         if row.activations:
@@ -220,13 +228,16 @@ class _Replay:
 
     def _blocking(self, rows: tuple[Row, ...]) -> None:
         """Run the rows of one computation, in the order that the module's docstring tells."""
-        early = [i > 0 and row.activations and not (row.packed or self.splits) for i, row in enumerate(rows)]
+        early = [i > 0 and row.activations and not row.packed for i, row in enumerate(rows)]
         sends_early = len(self.now) == 2
         for i, row in enumerate(rows):
+            if row.travel == BETWEEN:
+                self._behind_messages(row)
+                continue
             if early[i] and not sends_early:
                 self._send(row)
             self._encode(row)
-            for ends, until, _ in self._gradients(row):
+            for ends, until in self._gradients(row):
                 self._wait(ends, until)
             if not early[i]:
                 self._forward(row)
@@ -264,7 +275,7 @@ def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
         seconds: durations of a batch of candidates.
         overlap: transfers run beside compute, as on GPUs; False: receivers wait for them, as on the CPU backend.
     """
-    return _Replay(table, seconds, overlap, None).run(runs(table))
+    return _Replay(table, seconds, overlap, None).run(runs(table, overlap=overlap))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,5 +312,5 @@ def timeline(table: Table, seconds: Seconds, overlap: bool = True) -> list[Event
             computes = what in ("F", "B", "W", "H")
             events.append(Event(what, place % table.stages, place if computes else -1, b, e))
 
-    _Replay(table, seconds, overlap, record).run(runs(table))
+    _Replay(table, seconds, overlap, record).run(runs(table, overlap=overlap))
     return events

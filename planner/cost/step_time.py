@@ -172,7 +172,9 @@ class Problem:
         if not self.overlap or c.data == 1:
             return np.zeros(c.pipe)
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
-        closing = np.isin(np.arange(c.pipe), build(c.schedule, c.pipe, few, c.chunks).closing if c.pipe > 1 else 0)
+        closing = np.isin(
+            np.arange(c.pipe), build(c.schedule, c.pipe, few, c.chunks, True).closing if c.pipe > 1 else 0
+        )
         counts = np.array(c.counts[: c.pipe], float)
         return closing * (counts - (c.chunks == 1)) * layer
 

@@ -53,6 +53,7 @@ class Shape:
         data_rank: rank of compressed gradients over data, or 0.
         error: error feedback of messages, as a place in ("none", "explicit", "lazy").
         sequence_parallel: activations between the split matrices are sharded over tensor.
+        overlap: transfers run beside compute, as on GPUs.
     """
 
     model: ModelConfig
@@ -73,6 +74,7 @@ class Shape:
     data_rank: Column = 0
     error: Column = 2
     sequence_parallel: Column = 0
+    overlap: Column = 1
 
     @property
     def parts(self) -> Column:
@@ -107,7 +109,7 @@ class Memory:
 
 
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
-    """Return one configuration as a Shape of scalars, on GPUs of a compute capability."""
+    """Return one configuration as a Shape of scalars, on GPUs of a compute capability; (0, 0) stands for CPUs."""
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
     return Shape(
@@ -129,6 +131,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         data_rank=compress.data_rank if compress.data != "none" else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
+        overlap=int(capability > (0, 0)),
     )
 
 
@@ -257,7 +260,7 @@ def _codec_state(shape: Shape) -> Column:
 
 def ring_slots(shape: Shape) -> Column:
     """Return the slots of the ring of residuals, including the scrap slot of masked schedules; 1 with one stage."""
-    masked = each(shape.schedule, lambda spec: spec.masked)
+    masked = each(shape.schedule, lambda spec: spec.masks(shape.overlap))
     return np.where(np.asarray(shape.pipe) == 1, 1, ring_depths(shape)[0] + masked)
 
 

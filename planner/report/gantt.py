@@ -93,7 +93,7 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Ba
         overlap: whether transfers run beside compute.
     """
     events = simulator.timeline(table, seconds, overlap)
-    order = _micro_batches(table)
+    order = _micro_batches(table, overlap)
     bars: list[Bar] = []
     busy: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
     sent: list[list[tuple[float, float]]] = [[] for _ in range(table.stages)]
@@ -112,9 +112,9 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Ba
     return bars
 
 
-def _micro_batches(table: Table) -> dict[tuple[str, int], Iterator[int]]:
+def _micro_batches(table: Table, overlap: bool) -> dict[tuple[str, int], Iterator[int]]:
     """Return the micro-batches of each phase and stage in the order of the replay; IDLE stands for scrap."""
-    plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
+    plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap)
     order: dict[tuple[str, int], Iterator[int]] = {}
     for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
         # Idle stages compute, too, if the schedule is masked and no stage is done yet.

@@ -61,6 +61,7 @@ class Budget:
             backward_rank=space.backward_rank,
             data_rank=space.data_rank,
             error=("none", "explicit", "lazy").index(self.error),
+            overlap=int(cluster.overlaps),
         )
 
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:

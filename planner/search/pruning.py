@@ -6,7 +6,7 @@ The parts, each below what planner.cost.step_time says of any placement and any 
                 so for P-1 micro-batches more, until the first of them is done; then B goes down from stage to stage.
                 In 1f1b stage s must wait for its first gradient, with at most P-s
                 micro-batches forwarded: the best split of the work over the stages is then a linear program with a
-                closed solution. If a transfer has nothing to lie under, stages wait for it.
+                closed solution. If transfers block devices, stages wait for those that they receive.
     links       as fast as the fastest that a message or ring can get: inside a host only if several tensor groups share
                 one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
     reduction   compressed if that is quicker; on GPUs under the last op, except for one layer's.
@@ -85,23 +85,24 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
 
 
 def _one_f_one_b(
-    p: Array, m: Array, work: Array, share: Array, wait: Array, forwarded: Callable[[int], Array]
+    p: Array, m: Array, work: Array, share: Array, path: Array, wait: Array, forwarded: Callable[[int], Array]
 ) -> Array:
     """Return the seconds [N] of a pipeline whose stages wait for their first gradient, whatever the split of the work.
 
     Before the first B of stage s one micro-batch goes all the way, and m-1 B and at least m-g_s F are still to come:
 
-        T >= work + x_s d_s + e_s    d_s = (m-1)(1-f) + max(m-g_s, 0) f,  sum_s x_s = work
+        T >= work + path + x_s d_s + e_s    d_s = (m-1)(1-f) + max(m-g_s, 0) f,  sum_s x_s = work
 
-    with f the share of F in the work, and e_s what stages that receive gradients wait for transfers. The least T meets
-    all of them with equality.
+    with f the share of F in the work, the path's transfers, and e_s what stages that receive gradients wait for the
+    others. The least T meets all of them with equality.
 
     Args:
         p: stages [N].
         m: micro-batches [N].
         work: seconds [N] of one micro-batch on all stages together.
         share: largest share [N] of F in a stage's work.
-        wait: seconds [N] of a transfer.
+        path: seconds [N] of the transfers that one micro-batch needs all the way.
+        wait: seconds [N] for which a gradient's transfer blocks the stage that receives it.
         forwarded: stage -> g_s [N], the most micro-batches that it forwards before its first B.
     """
     inverse, waiting = np.zeros(len(p)), np.zeros(len(p))
@@ -111,9 +112,9 @@ def _one_f_one_b(
         d = (m - 1) * (1 - share) + later * share
         with np.errstate(divide="ignore", invalid="ignore"):
             inverse += np.where(here, 1 / d, 0.0)
-            waiting += np.where(s < p - 1, (m - 1 + later) * wait / d, 0.0)
+            waiting += np.where(s < p - 1, (m - 1) * wait / d, 0.0)
     with np.errstate(invalid="ignore"):
-        return np.where(m > 1, work + (work + waiting) / inverse, work)
+        return np.where(m > 1, work + path + (work + waiting) / inverse, work + path)
 
 
 def _masked(p: Array, m: Array, share: Array) -> tuple[Array, Array, Array]:
@@ -177,8 +178,15 @@ def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
     return _Facts(compute(cluster, model, space), *fastest, parameters(model, space), table)
 
 
-def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
-    """Return the least seconds [N] until all stages, and until the first one, have run their rows."""
+def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) -> tuple[Array, Array]:
+    """Return the least seconds [N] until all stages, and until the first one, have run their rows.
+
+    Args:
+        model: model to train.
+        space: N candidates.
+        facts: columns over them.
+        overlap: transfers run beside compute.
+    """
     c, p, m = facts.costs, space.pipe, space.micro_batches
     several = p > 1
     splits = each(space.schedule, lambda spec: spec.splits) & several
@@ -189,12 +197,12 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, A
     message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
     packed = facts.hop_latency + space.backward_rank * (tokens + model.hidden) * item(model) * facts.hop_byte
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
-    bare = each(space.schedule, lambda spec: spec.order == "forwards_first") & several
+    bare = each(space.schedule, lambda spec: spec.order == "forwards_first" and not overlap) & several
     waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
     one = model.layers * layer + c["embedding"] + c["head"]
     first = (m * one + waits) / p
     pipeline = np.maximum(first, fullest)
-    masked = np.flatnonzero(each(space.schedule, lambda spec: spec.masked))
+    masked = np.flatnonzero(each(space.schedule, lambda spec: spec.masks(overlap)))
     if len(masked):
         f, b, rows = c["forward"][masked], c["backward"][masked], (m + p - 1)[masked]
         factor, on_first, on_last = _masked(p[masked], m[masked], f / (f + b))
@@ -212,15 +220,15 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, A
         # one except the last, for which it does not matter.
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
-        codes, n = space.schedule[some], len(some)
-        found = _one_f_one_b(
-            p[some],
-            m[some],
-            one[some],
-            share[some],
-            np.minimum(message, gradient)[some],
-            lambda s: np.broadcast_to(each(codes, lambda spec: spec.in_flight(s, p[some], 1, m[some])), (n,)),
-        )
+        codes, n, path = space.schedule[some], len(some), ((p - 1) * (message + gradient))[some]
+
+        def forwarded(s: int) -> Array:
+            return np.broadcast_to(each(codes, lambda spec: spec.in_flight(s, p[some], 1, m[some])), (n,))
+
+        wait = gradient[some] * (not overlap)
+        found = _one_f_one_b(p[some], m[some], one[some], share[some], path, wait, forwarded)
+        # The first stage runs no further F before the first of those in flight is back.
+        found = np.maximum(found, -(-m[some] // forwarded(0)) * (one[some] + path))
         pipeline[some], first[some] = np.maximum(pipeline[some], found), np.maximum(first[some], found)
     return pipeline, first
 
@@ -271,7 +279,7 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         space: N candidates.
     """
     facts = _facts(cluster, model, space)
-    pipeline, first = _pipeline(model, space, facts)
+    pipeline, first = _pipeline(model, space, facts, cluster.overlaps)
     over, edge = _reduction(cluster, model, space, facts)
     optimizer = (facts.held + facts.table) / np.where(space.zero1, space.data, 1) * facts.costs["optimizer"]
     # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the

@@ -211,7 +211,7 @@ class Search:
         extra = np.zeros(len(on))
         extra[0] = problem.layer[on[0]].embedding
         # The head runs m times; layers run more often in stages that compute while idle.
-        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masked else 0)
+        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masks(self.cluster.overlaps) else 0)
         extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
         return layers.split(self.model.layers, unit, extra)
 

@@ -175,6 +175,21 @@ def test_both_transfers_lie_under_unrolled_compute():
     assert [transfer.matmuls >= 4 for transfer in steady(text)] == [True, True]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_transfers_of_schedules_that_skip_lie_under_loops_of_f_or_b(schedule):
+    """The loops are those of no or one trip in which a stage's F, B or W runs."""
+    transfers = steady(compiled(trainer(small(schedule))).as_text())
+    assert len(transfers) >= 2
+    assert all(transfer.whiles >= 1 for transfer in transfers), transfers
+
+
+def test_messages_between_the_rows_would_lie_under_nothing():
+    """Negative control: the rows of devices that wait for transfers, compiled for GPUs."""
+    trained = dataclasses.replace(trainer(small("1f1b")), overlap=False)
+    transfers = steady(compiled(trained).as_text())
+    assert [transfer.whiles for transfer in transfers if transfer.whiles == 0]
+
+
 def test_with_one_collective_in_flight_they_would_not():
     """Negative control: without the option no matrix product runs beside either transfer."""
     [option] = GPU_OPTIONS

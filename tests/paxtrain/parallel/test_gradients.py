@@ -114,12 +114,12 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
     return {"loss": abs(float(loss) - ref.loss) / ref.loss, "norm": abs(float(norm) - whole) / whole, **flat}
 
 
-def check(c) -> None:
+def check(c, **kwargs) -> None:
     model_config = c.model
     ref = reference(
         c.batch.global_batch, model_config.residual_dropout, model_config.layers, shape(c), model_config.separator
     )
-    wrong = {name: e for name, e in errors(trainer(c), ref).items() if not e <= TOLERANCE}
+    wrong = {name: e for name, e in errors(trainer(c, **kwargs), ref).items() if not e <= TOLERANCE}
     assert not wrong, wrong
 
 
@@ -186,6 +186,22 @@ CASES = [pytest.param(c, marks=() if i % 8 == 0 else pytest.mark.once) for i, c 
 @pytest.mark.parametrize("c", CASES, ids=name)
 def test_gradients_equal_one_device(c):
     check(c)
+
+
+OVERLAPPED = [
+    config((2, 4, 1), 20, layers=5, schedule="1f1b", pipe_layers="1,2,1,1"),  # m=5
+    config((1, 4, 2), 12, schedule="gpipe", save="residuals"),
+    config((1, 4, 2), 10, layers=8, schedule="interleaved_1f1b", virtual_stages=2),  # m=5 of 8
+    config((2, 4, 1), 20, layers=4, schedule="zb_h1"),
+    config((2, 2, 1), 16, schedule="1f1b", scan_layers="on", save="inputs"),
+]
+
+
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, marks=() if i < 2 else pytest.mark.once) for i, c in enumerate(OVERLAPPED)], ids=name
+)
+def test_gradients_equal_one_device_in_the_rows_of_gpus(c):
+    check(c, overlap=True)
 
 
 def everything():

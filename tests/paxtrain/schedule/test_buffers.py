@@ -12,21 +12,32 @@ from hypothesis import strategies as st
 from paxtrain.schedule.buffers import COLUMNS, assign
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
+from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
 SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1, 9)]
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
-shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 
-# Small ones for corrupting: (name, stages, micro-batches, chunks).
+
+def shapes(test):
+    """Run a test on all shapes, with transfers under compute and without."""
+    shaped = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)(test)
+    return pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])(shaped)
+
+
+# Small ones for corrupting: (name, stages, micro-batches, chunks, overlap).
 SMALL = [
-    ("eager_1f1b", 3, 7, 1),
-    ("gpipe", 3, 4, 1),
-    ("1f1b", 3, 5, 1),
-    ("interleaved_1f1b", 2, 3, 2),
-    ("zb_h1", 3, 5, 1),
+    ("eager_1f1b", 3, 7, 1, True),
+    ("gpipe", 3, 4, 1, True),
+    ("gpipe", 3, 4, 1, False),
+    ("1f1b", 4, 6, 1, True),
+    ("1f1b", 3, 5, 1, False),
+    ("interleaved_1f1b", 2, 3, 2, True),
+    ("interleaved_1f1b", 2, 3, 2, False),
+    ("zb_h1", 3, 5, 1, True),
+    ("zb_h1", 3, 5, 1, False),
 ]
-small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape[0])
+small = pytest.mark.parametrize("shape", SMALL, ids=lambda shape: f"{shape[0]}-{'overlap' if shape[4] else 'blocking'}")
 
 # Slots that idle stages write as well: there they must be the scrap slot.
 WRITTEN = ("forward_slot", "arrival_slot", "gradient_arrival_slot", "head_slot")
@@ -53,14 +64,32 @@ def replay(schedule, buffers):
     output, gradient_out, done = [None] * stages, [None] * stages, collections.Counter()
     for row, kind in zip(buffers.table, buffers.kinds):
         cells = [dict(zip(COLUMNS, map(int, cell))) for cell in row]
-        received = [None] * stages
+        received, arrived = [None] * stages, [None] * stages
+        # The state that a codec keeps is the chunk's that made the message: a gradient that v takes was made by v+1.
         for sender, receiver in kind.receive + kind.receive_compressed:
             message, chunk = gradient_out[sender], cells[sender]["message_chunk"]
-            # The state that a codec keeps is the chunk's that made the gradient: virtual stage v takes it, v+1 made it.
             received[receiver] = message if message and (message[1] + 1) // stages == chunk else None
-        for s, cell in enumerate(cells):
-            if kind.receive + kind.receive_compressed and buffers.gradient_depth:
-                gradients[s][cell["gradient_arrival_slot"]] = received[s]
+
+        def gradients_arrive(kind=kind, cells=cells, received=received):
+            for s, cell in enumerate(cells):
+                if kind.receive + kind.receive_compressed and buffers.gradient_depth:
+                    gradients[s][cell["gradient_arrival_slot"]] = received[s]
+
+        def activations_leave(kind=kind, cells=cells, arrived=arrived):
+            for sender, receiver in kind.send:
+                message, chunk = output[sender], cells[sender]["output_chunk"]
+                arrived[receiver] = message if message and (message[1] - 1) // stages == chunk else None
+
+        def activations_arrive(kind=kind, cells=cells, arrived=arrived):
+            for s, cell in enumerate(cells):
+                if kind.send:
+                    inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+
+        if buffers.travel != UNDER:
+            activations_leave()
+        if buffers.travel == BETWEEN:
+            gradients_arrive()
+            activations_arrive()
         for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["forward"]
             active = cell["forward_valid"] == 1 and cell["forward_chunk"] == chunk
@@ -76,18 +105,17 @@ def replay(schedule, buffers):
                 good = output[s] == ("x", last + 1, mb)
                 done["loss", mb] += good
                 gradients[s][cell["head_slot"] if buffers.gradient_depth else 0] = ("g", last, mb) if good else None
-        arrived = [None] * stages
-        for sender, receiver in kind.send:
-            arrived[receiver] = output[sender]
-        for s, cell in enumerate(cells):
-            if kind.send:
-                inbox[s][cell["arrival_slot"] if buffers.activation_depth else 0] = arrived[s]
+        if buffers.travel == UNDER:
+            activations_leave()
+            activations_arrive()
         for chunk, (s, cell) in itertools.product(kind.weights, enumerate(cells)):
             if cell["weights_valid"] == 1 and cell["weights_chunk"] == chunk:
                 left = residuals[s][cell["weights_slot"]]
                 assert left is not UNSET
                 if left and left[:2] == ("w", chunk * stages + s):
                     done["weights", *left[1:]] += 1
+        if buffers.travel == UNDER:
+            gradients_arrive()
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
@@ -105,6 +133,9 @@ def replay(schedule, buffers):
                 done["embedding", mb] += good and kind.first_backward and virtual == 0
                 if schedule.splits:
                     residuals[s][cell["backward_slot"]] = ("w", virtual, mb) if good else None
+        if buffers.travel == ALONG:
+            activations_arrive()
+            gradients_arrive()
     phases = ("backward", "weights") if schedule.splits else ("backward",)
     everything = [(p, v, mb) for p in phases for v in range(last + 1) for mb in range(schedule.micro_batches)]
     everything += [(what, mb) for what in ("loss", "embedding") for mb in range(schedule.micro_batches)]
@@ -136,9 +167,9 @@ def with_kind(buffers, row, **changes):
 
 
 @shapes
-def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks):
+def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks, overlap):
     for m in range(1, 21):
-        schedule = build(name, stages, m, chunks)
+        schedule = build(name, stages, m, chunks, overlap)
         buffers = assign(schedule)
         validate(schedule, buffers)
         replay(schedule, buffers)
@@ -147,8 +178,12 @@ def test_every_value_is_found_where_it_is_looked_for(name, stages, chunks):
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
 @hypothesis.given(
     st.one_of(
-        st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.integers(1, 40), st.just(1)),
-        st.tuples(st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(1, 40), st.integers(2, 5)),
+        st.tuples(
+            st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.integers(1, 40), st.just(1), st.booleans()
+        ),
+        st.tuples(
+            st.just("interleaved_1f1b"), st.integers(2, 12), st.integers(1, 40), st.integers(2, 5), st.booleans()
+        ),
     )
 )
 def test_any_size(shape):
@@ -158,7 +193,7 @@ def test_any_size(shape):
     replay(schedule, buffers)
 
 
-@shapes
+@pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
 def test_evaluation(name, stages, chunks):
     for m in (1, 2, 7, 16):
         schedule = forward_only(stages, m, chunks)
@@ -169,10 +204,10 @@ def test_evaluation(name, stages, chunks):
 
 
 @shapes
-def test_depths(name, stages, chunks):
+def test_depths(name, stages, chunks, overlap):
     """The residual ring is as deep as the literature's bound on micro-batches in flight, and no deeper."""
     for m in range(1, 21):
-        buffers = assign(build(name, stages, m, chunks))
+        buffers = assign(build(name, stages, m, chunks, overlap))
         if name == "gpipe":
             assert buffers.residual_depth == m
         elif name == "eager_1f1b":
@@ -186,10 +221,10 @@ def test_depths(name, stages, chunks):
 
 
 @shapes
-def test_the_epilogue_is_the_drain_phase(name, stages, chunks):
+def test_the_epilogue_is_the_drain_phase(name, stages, chunks, overlap):
     """min(P-1-k, m) compressed messages on the link k+1 -> k, the last ones; every other gradient travels as it is."""
     for m in (1, 2, 3, 8, 13):
-        schedule = build(name, stages, m, chunks)
+        schedule = build(name, stages, m, chunks, overlap)
         compressed = schedule.epilogue()
         buffers = assign(schedule, compressed)
         validate(schedule, buffers)
@@ -212,9 +247,9 @@ def test_the_epilogue_is_the_drain_phase(name, stages, chunks):
 
 
 @shapes
-def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunks):
+def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunks, overlap):
     for m in (1, 2, 5, 16):
-        buffers = assign(build(name, stages, m, chunks))
+        buffers = assign(build(name, stages, m, chunks, overlap))
         unrolled, expected_start = [], 0
         for start, period, repeats in buffers.runs():
             assert start == expected_start
@@ -225,18 +260,21 @@ def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunk
         assert unrolled == buffers.kinds
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", (*SIMPLE, "zb_h1"))
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_compiled_rows_do_not_grow_with_micro_batches(name, stages):
-    compiled = {m: sum(period for _, period, _ in assign(build(name, stages, m)).runs()) for m in (16, 32, 64)}
-    assert compiled[16] == compiled[32] == compiled[64] <= (7 if name == "zb_h1" else 4) * stages
+def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
+    """With overlap rows of 1f1b repeat after P micro-batches, in 2P-1 rows."""
+    tables = [assign(build(name, stages, n * stages, 1, overlap)) for n in (8, 16, 32)]
+    compiled = [sum(period for _, period, _ in table.runs()) for table in tables]
+    assert compiled[0] == compiled[1] == compiled[2] <= (7 if overlap or name == "zb_h1" else 4) * stages
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
-def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks):
-    compiled = {
-        m: sum(period for _, period, _ in assign(build("interleaved_1f1b", stages, m, chunks)).runs()) for m in (32, 64)
-    }
+def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks, overlap):
+    tables = {m: assign(build("interleaved_1f1b", stages, m, chunks, overlap)) for m in (32, 64)}
+    compiled = {m: sum(period for _, period, _ in table.runs()) for m, table in tables.items()}
     assert compiled[32] == compiled[64]
 
 

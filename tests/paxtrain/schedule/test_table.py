@@ -16,6 +16,7 @@ SHAPES = [(name, stages, 1) for name in (*SIMPLE, "zb_h1") for stages in range(1
 SHAPES += [("interleaved_1f1b", stages, chunks) for stages in range(2, 9) for chunks in (2, 3, 4)]
 MICRO_BATCHES = range(1, 21)
 shapes = pytest.mark.parametrize(("name", "stages", "chunks"), SHAPES)
+both = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 
 any_shape = st.one_of(
     st.tuples(st.sampled_from((*SIMPLE, "zb_h1")), st.integers(1, 12), st.just(1)),
@@ -42,15 +43,15 @@ def makespan(schedule, forward, backward, transfer=0, weights=0):
     """
     last = schedule.virtual_stages - 1
     orders, seconds = [[] for _ in range(schedule.stages)], (forward, backward, weights)
-    for turn, phase in enumerate(("forward", "backward", "weights")):
+    for place, (turn, phase) in enumerate([(0, "forward"), (2, "weights"), (1, "backward")]):
         for row, stage, mb, chunk in schedule.ops(phase):
-            orders[stage].append((row, turn, chunk * schedule.stages + stage, mb))
+            orders[stage].append((row, place, turn, chunk * schedule.stages + stage, mb))
     queues, clock, end = [sorted(order)[::-1] for order in orders], [0] * schedule.stages, {}
     while any(queues):
         before = len(end)
         for stage, queue in enumerate(queues):
             while queue:
-                _, turn, virtual, mb = queue[-1]
+                *_, turn, virtual, mb = queue[-1]
                 source = virtual + (-1, 1, 0)[turn]
                 if source < 0 or turn == 2:  # W comes after its B by the order
                     ready = 0
@@ -88,10 +89,11 @@ def assert_every_op_once_after_what_it_needs(schedule):
             assert all(row["backward", v, mb] < row["weights", v, mb] for v in range(last + 1))
 
 
+@both
 @shapes
-def test_every_op_once_after_what_it_needs(name, stages, chunks):
+def test_every_op_once_after_what_it_needs(name, stages, chunks, overlap):
     for m in (1, 2, 3, 7, 8, 16):
-        assert_every_op_once_after_what_it_needs(build(name, stages, m, chunks))
+        assert_every_op_once_after_what_it_needs(build(name, stages, m, chunks, overlap))
 
 
 @few
@@ -105,14 +107,14 @@ def test_every_op_once_for_any_size(shape, m):
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1"])
 def test_one_op_a_row_where_stages_differ(name):
-    schedule = build(name, 4, 9, 3 if name == "interleaved_1f1b" else 1)
+    schedule = build(name, 4, 9, 3 if name == "interleaved_1f1b" else 1, overlap=False)
     assert sum(busy(schedule, phase).astype(int) for phase in ("forward", "backward", "weights")).max() == 1
 
 
 @shapes
 def test_rows_and_the_bubble(name, stages, chunks):
     for m in MICRO_BATCHES:
-        schedule = build(name, stages, m, chunks)
+        schedule = build(name, stages, m, chunks, overlap=False)
         work, bubble = m * chunks, 2 * (stages - 1)
         if name == "eager_1f1b":
             assert schedule.rows == work + bubble
@@ -131,10 +133,11 @@ def test_rows_and_the_bubble(name, stages, chunks):
             np.testing.assert_array_equal(idle, ops_a_row * bubble)
 
 
+@both
 @shapes
-def test_micro_batches_in_flight(name, stages, chunks):
+def test_micro_batches_in_flight(name, stages, chunks, overlap):
     for m in MICRO_BATCHES:
-        found = in_flight(build(name, stages, m, chunks))
+        found = in_flight(build(name, stages, m, chunks, overlap))
         after = stages - 1 - np.arange(stages)
         if name == "gpipe":
             expected = np.full(stages, m)
@@ -151,17 +154,20 @@ def test_micro_batches_in_flight(name, stages, chunks):
         np.testing.assert_array_equal(found, expected)
 
 
+@both
 @shapes
-def test_messages_join_neighbours_right_after_they_are_made(name, stages, chunks):
+def test_messages_join_neighbours_right_after_they_are_made(name, stages, chunks, overlap):
     for m in (1, 5, 8):
-        schedule = build(name, stages, m, chunks)
+        schedule = build(name, stages, m, chunks, overlap)
         assert schedule.messages() == 2 * m * (stages * chunks - 1)
         for pairs, step in ((schedule.activation_pairs, 1), (schedule.gradient_pairs, -1)):
             assert all(to == (s + step) % stages for row in pairs for s, to in row)
             assert all(len({to for _, to in row}) == len(row) for row in pairs)
         row, last = schedule.row_of, schedule.virtual_stages - 1
         sent = [("forward", v, mb) for v in range(last) for mb in range(m)]
-        assert sorted(row[op] for op in sent) == [r for r, pairs in enumerate(schedule.activation_pairs) for _ in pairs]
+        assert sorted(row[op] + schedule.activations_wait for op in sent) == [
+            r for r, pairs in enumerate(schedule.activation_pairs) for _ in pairs
+        ]
         sent = [("backward", v, mb) for v in range(1, last + 1) for mb in range(m)]
         assert sorted(row[op] + 1 for op in sent) == [
             r for r, pairs in enumerate(schedule.gradient_pairs) for _ in pairs

@@ -1,11 +1,14 @@
 """The limits of schedules against a replay of single events, published figures and the executor's rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from paxtrain.schedule import schedules
+from paxtrain.schedule.table import UNDER
 from planner.cost import ideal, simulator
-from planner.cost.rows import Table
+from planner.cost.rows import Table, runs
 from planner.cost.simulator import Seconds
 
 SIZES = ((1, 3), (2, 5), (4, 3), (4, 40), (3, 200))
@@ -24,7 +27,7 @@ def drawn(table: Table, seed: int = 0) -> Seconds:
 
 def one_at_a_time(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i: each stage begins its ops in order, once it is free and the message has come."""
-    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks)
+    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap=False)
     last, free, arrived = table.stages * table.chunks - 1, list(s.start[i]), {}
     ops = [(row, 0, "F", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("forward")]
     ops += [(row, 1, "B", stage, mb, chunk) for row, stage, mb, chunk in schedule.ops("backward")]
@@ -52,13 +55,47 @@ def test_equals_one_event_at_a_time(table):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", (57, 71, 85)), ("gpipe", (57, 60, 63)), ("eager_1f1b", (57, 60, 63))]
+    ("schedule", "expected"),
+    [
+        ("1f1b", (57, 71, 85)),
+        ("gpipe", (57, 60, 63)),
+        ("eager_1f1b", (57, 60, 63)),
+        ("interleaved_1f1b", (105, 112, 119)),
+        ("zb_h1", (51, 57, 71)),
+    ],
 )
-def test_four_equal_stages_with_16_micro_batches(schedule, expected):
-    """The times are F=1, B=2 and transfers of 0, 0.5 and 1 on every hop."""
-    one, table = np.ones((1, 4)), Table(schedule, 4, 16)
-    found = [ideal.pipeline(table, Seconds(one, 2 * one, c, c)).max() for c in (0, 0.5, 1)]
+@pytest.mark.parametrize("replay", [ideal.pipeline, simulator.pipeline], ids=["ideal", "rows"])
+def test_four_equal_stages_with_16_micro_batches(schedule, expected, replay):
+    """The times are F=1, B=2 (of zb_h1 B=1, W=1) and transfers of 0, 0.5 and 1 on every hop."""
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    one, table = np.ones((1, 4 * chunks)), Table(schedule, 4, 16, chunks)
+    backward = one if schedule == "zb_h1" else 2 * one
+    found = [replay(table, Seconds(one, backward, c, c, weights=one)).max() for c in (0, 0.5, 1)]
     np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 21), (4, 48), (8, 64)])
+def test_the_executors_rows_cost_nothing_if_transfers_are_no_longer_than_f(schedule, stages, micro_batches):
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    one, table = np.ones((1, stages * chunks)), Table(schedule, stages, micro_batches, chunks)
+    for c in (0.1, 0.5, 0.9, 1):
+        times = Seconds(one, one if schedule == "zb_h1" else 2 * one, c, c, weights=one)
+        np.testing.assert_allclose(simulator.pipeline(table, times).max(), ideal.pipeline(table, times).max())
+
+
+def test_one_op_a_row_would_cost_waits(monkeypatch):
+    """Negative control: with one op a row, as for devices that wait for transfers, stages wait for each other."""
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        chunks = 2 if schedule == "interleaved_1f1b" else 1
+        one = np.ones((1, 4 * chunks))
+        table, times = Table(schedule, 4, 16, chunks), Seconds(one, 2 * one, 1.0, 1.0, weights=one)
+        rows = runs(table, overlap=False)
+        under = [(tuple(dataclasses.replace(row, travel=UNDER) for row in some), n) for some, n in rows]
+        with monkeypatch.context() as patched:
+            patched.setattr(simulator, "runs", lambda table, overlap, under=under: under)
+            found = simulator.pipeline(table, times).max()
+        assert found > 1.05 * ideal.pipeline(table, times).max()
 
 
 @pytest.mark.parametrize("table", [t for t in TABLES if t.stages > 1], ids=str)

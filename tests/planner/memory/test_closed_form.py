@@ -34,19 +34,23 @@ def config(**sections) -> Config:
     return from_dict({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
 
 
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_residual_ring_is_as_deep_as_the_executors(name):
+def test_the_residual_ring_is_as_deep_as_the_executors(name, overlap):
+    """With overlap message rings may have a slot less than is counted."""
     for pipe in (2, 3, 4, 8):
         for chunks in (2, 3) if name == "interleaved_1f1b" else (1,):
             for m in (1, 2, 3, 4, 7, 8, 16):
-                found = buffers.assign(build(name, pipe, m, chunks))
+                found = buffers.assign(build(name, pipe, m, chunks, overlap))
                 shape = dataclasses.replace(
                     closed_form.of(config()), pipe=pipe, micro_batches=m, virtual_stages=chunks, schedule=code(name)
                 )
                 residual, activation, gradient = closed_form.ring_depths(shape)
                 assert residual == found.residual_depth
                 assert activation >= found.activation_depth
-                if name != "interleaved_1f1b":
+                if overlap:
+                    assert name == "interleaved_1f1b" or gradient - found.gradient_depth in (0, 1)
+                elif name != "interleaved_1f1b":
                     assert (activation, gradient) == (found.activation_depth, found.gradient_depth) or m == 1
                 elif m % pipe == 0:
                     assert abs(gradient - found.gradient_depth) <= 1
@@ -217,7 +221,7 @@ def test_no_stage_uses_more_than_is_allocated_and_the_deepest_ring_is_full(name)
         parts, whole = getattr(used, field.name), float(getattr(allocated, field.name))
         assert parts.shape == (4,)
         assert (parts <= whole * (1 + 1e-12)).all()
-    masked = name in ("eager_1f1b", "gpipe")
+    masked = name == "eager_1f1b"
     depth = float(closed_form.ring_depths(closed_form.of(c))[0])
     assert used.activations[0] == pytest.approx(float(allocated.activations) * depth / (depth + masked))
     assert used.weights[0] > used.weights[1] > used.weights[2]  # embedding and layers, layers, fewer layers
