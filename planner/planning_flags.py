@@ -5,7 +5,7 @@ import dataclasses
 from absl import flags
 
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import names
 from planner.planning.options import KINDS, SEQUENCE, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages")
@@ -29,7 +29,7 @@ def define_flags() -> None:
     define_list("virtual_stages", "Chunks per stage of interleaved schedules to try.")
     description = "Split the sequence wherever tensor is above 1."
     flags.DEFINE_enum("sequence_parallel", d.sequence_parallel, list(SEQUENCE), description)
-    define_list("schedules", f"Schedules to try, of {', '.join(SPECS)}.")
+    define_list("schedules", f"Schedules to try, of {', '.join(names())}; or CSV files.")
     define_list("saves", "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", d.uneven, "Also split layers unevenly over the stages.")
     flags.DEFINE_integer("tensor_hosts", d.tensor_hosts, "Hosts in a row that each tensor group spans.", lower_bound=1)

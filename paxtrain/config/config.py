@@ -60,6 +60,7 @@ class Config:
             f"mesh.tensor={mesh.tensor}; model.sequence={lengths} would fit",
         )
         self.batch.micro_batches(mesh.data)
+        self.pipeline.check_size(mesh.pipe, self.micro_batches)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
         require(
             mesh.pipe > 1 or self.pipeline.virtual_stages == 1,

@@ -6,7 +6,8 @@ from typing import overload
 import numpy as np
 
 from paxtrain.config.checks import choice, positive, require
-from paxtrain.schedule.schedules import SPECS, ScheduleSpec
+from paxtrain.errors import UserError
+from paxtrain.schedule.schedules import FILE, SPECS, ScheduleSpec, between_ends, names
 
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
 REDUCE_DTYPES = ("float32", "bfloat16")
@@ -69,7 +70,10 @@ class PipelineConfig:
     """The flow of micro-batches through the stages.
 
     Attributes:
-        schedule: a name in paxtrain.schedule.schedules.SPECS; one that splits the backward needs a save of SPLIT_SAVES.
+        schedule: a name in paxtrain.schedule.schedules.SPECS, or a CSV file with a schedule (see docs/train.md); one
+            that splits the backward needs a save of SPLIT_SAVES.
+        in_flight: micro-batches in flight on the first stage with schedule=1f1b, from P, which is 1f1b's, to 2P-1:
+            more memory for residuals, and fewer exposed transfers. 0: the schedule's own.
         virtual_stages: chunks of layers per stage; more than one only with schedules that interleave.
         pipe_layers: layers of each virtual stage, "3,4,4,1"; empty: as equal as possible, the last ones shorter.
         save: values a forward keeps for its backward: "dots" (matrix products and attention; the rest is recomputed),
@@ -86,13 +90,25 @@ class PipelineConfig:
     save: str = "dots"
     scan_layers: str = "auto"
     idle: str = "auto"
+    in_flight: int = 0
 
     def __post_init__(self) -> None:
-        choice("pipeline.schedule", self.schedule, tuple(SPECS))
+        require(self.in_flight >= 0, f"pipeline.in_flight must be 0 or more, got {self.in_flight}")
+        require(
+            not self.in_flight or self.schedule == "1f1b",
+            f"pipeline.in_flight={self.in_flight} needs pipeline.schedule=1f1b, got {self.schedule}",
+        )
+        if self.schedule.endswith(FILE):
+            try:
+                self.spec.travel(True)
+            except ValueError as error:
+                raise UserError(f"pipeline.schedule: {error}") from error
+        else:
+            choice("pipeline.schedule", self.schedule, names())
         choice("pipeline.save", self.save, SAVE_MODES)
         choice("pipeline.scan_layers", self.scan_layers, ("auto", "on", "off"))
         choice("pipeline.idle", self.idle, ("auto", "compute", "skip"))
-        masked = " or ".join(name for name, spec in SPECS.items() if spec.masked)
+        masked = " or ".join(name for name in names() if SPECS[name].masked)
         require(
             self.spec.masked or self.idle != "compute",
             f"pipeline.idle=compute needs pipeline.schedule={masked}, got {self.schedule}; "
@@ -102,7 +118,7 @@ class PipelineConfig:
         require(
             self.spec.interleaves or self.virtual_stages == 1,
             f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
-            f"{' or '.join(name for name, spec in SPECS.items() if spec.interleaves)}, got {self.schedule}",
+            f"{' or '.join(name for name in names() if SPECS[name].interleaves)}, got {self.schedule}",
         )
         require(
             not self.spec.interleaves or self.virtual_stages > 1,
@@ -123,7 +139,31 @@ class PipelineConfig:
     @property
     def spec(self) -> ScheduleSpec:
         """Facts about the schedule."""
-        return SPECS[self.schedule]
+        return SPECS[self.table]
+
+    @property
+    def table(self) -> str:
+        """The schedule's key in SPECS, which also says what is in flight."""
+        return between_ends(self.in_flight) if self.in_flight else self.schedule
+
+    def check_size(self, stages: int, micro_batches: int) -> None:
+        """Require that the schedule is one for these numbers.
+
+        Raises:
+            UserError: a file has other numbers, or the micro-batches in flight are not between the ends.
+        """
+        require(
+            not self.in_flight or stages <= self.in_flight < 2 * stages,
+            f"pipeline.in_flight={self.in_flight} is not between mesh.pipe={stages}, which is 1f1b, and "
+            f"2 * mesh.pipe - 1 = {2 * stages - 1}; a number from {stages} to {2 * stages - 1} would work",
+        )
+        size = self.spec.size or (stages, self.virtual_stages, micro_batches)
+        require(
+            size == (stages, self.virtual_stages, micro_batches),
+            f"pipeline.schedule={self.schedule} has {size[0]} stages of {size[1]} chunks and {size[2]} micro-batches, "
+            f"but mesh.pipe={stages}, pipeline.virtual_stages={self.virtual_stages} and the batch has {micro_batches} "
+            "micro-batches; these numbers must agree",
+        )
 
     def scans(self, common: int) -> bool:
         """Return whether layers run in a loop if the smallest virtual stage has `common` layers."""

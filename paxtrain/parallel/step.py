@@ -148,7 +148,7 @@ class Trainer:
         """Pipeline schedule of a step."""
         c = self.config
         overlap = self.platform != "cpu" if self.overlap is None else self.overlap
-        table = build(c.pipeline.schedule, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
+        table = build(c.pipeline.table, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
         return self._idling(table)
 
     def _idling(self, table: Schedule) -> Schedule:

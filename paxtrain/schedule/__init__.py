@@ -4,6 +4,7 @@
     row_layout.py table.py  ops laid out in rows; the table that comes out
     buffers.py              a slot for each value between rows
     proof.py                every op finds its own values
+    table_file.py           a schedule from a CSV file
     drawing.py              a table as a picture
 
 May import `compress.policy`, and nothing else of the project. Tables are plain numpy: the executor and the planner

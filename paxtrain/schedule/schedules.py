@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from paxtrain.schedule import buffers, proof, table_file
 from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, UNDER, Schedule
 
@@ -43,6 +44,9 @@ class ScheduleSpec:
         splits: the backward runs as B, for the chunk's input, and W, for the weights.
         interleaves: stages hold several chunks of layers; micro-batches come in groups of P.
         settles: multiples of P micro-batches from which on further ones only repeat rows.
+        repeats: P -> micro-batches after which rows of an alternating schedule repeat, if transfers overlap.
+        size: (P, v, m) of a schedule that a file has for these numbers only; otherwise None.
+        in_flight_first: micro-batches in flight on the first stage, if that is a choice; otherwise 0.
     """
 
     ops: Callable[[int, int, int, bool], Ops]
@@ -54,6 +58,9 @@ class ScheduleSpec:
     splits: bool = False
     interleaves: bool = False
     settles: int = 2
+    repeats: Callable[[int], int] = lambda p: p
+    size: tuple[int, int, int] | None = None
+    in_flight_first: int = 0
 
     def __post_init__(self) -> None:
         assert self.order in ORDERS, f"order is one of {', '.join(ORDERS)}, got {self.order!r}"
@@ -143,57 +150,165 @@ def _zb_h1(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
     return lay_out(orders, 1, overlap)
 
 
-SPECS: dict[str, ScheduleSpec] = {
-    "eager_1f1b": ScheduleSpec(
-        ops=_eager_1f1b,
-        order="paired",
-        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + 1,
+def _between(most: int) -> ScheduleSpec:
+    """Return the spec of a schedule between 1f1b and eager_1f1b: the first stage has `most` micro-batches in flight.
+
+    Over each of the first most - P links transfers have a micro-batch's time to hide, as in eager_1f1b; the others
+    expose theirs, as in 1f1b. With P it is 1f1b, with 2P-1 the order of eager_1f1b, whose idle stages skip here.
+    """
+
+    def in_flight(s: Any, p: Any, v: Any, m: Any) -> Any:
+        return p - s + np.maximum(most - p - s, 0)
+
+    def ops(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
+        forwards, backwards = ([(phase, mb, 0) for mb in range(m)] for phase in "FB")
+        warm_ups = [int(in_flight(s, stages, 1, m)) - 1 for s in range(stages)]
+        return lay_out([warm_up_then_alternate(forwards, backwards, warm_up) for warm_up in warm_ups], 1, overlap)
+
+    return ScheduleSpec(
+        ops=ops,
+        order="alternating",
+        in_flight=in_flight,
+        activation_slots=2,
+        gradient_slots=lambda p, m: 2,
+        settles=8,
+        repeats=lambda p: max(2 * p - most, 1),  # as many as the stages whose links are those of 1f1b
+        in_flight_first=most,
+    )
+
+
+def _from_file(path: str) -> ScheduleSpec:
+    """Return the spec of the schedule that a file has, see paxtrain.schedule.table_file."""
+    found = table_file.load(path)
+    stages, chunks, m = size = len(found.orders), found.chunks, found.micro_batches
+
+    def ops(p: int, v: int, micro_batches: int, overlap: bool) -> Ops:
+        if (p, v, micro_batches) != size:
+            raise ValueError(f"{path} has {stages} stages of {chunks} chunks and {m} micro-batches")
+        return lay_out(found.orders, chunks, overlap)
+
+    spec = ScheduleSpec(
+        ops=ops,
+        order="alternating",
+        in_flight=lambda s, p, v, m: found.in_flight[np.minimum(s, stages - 1)] + 0 * m,
         activation_slots=0,
         gradient_slots=lambda p, m: 0,
-        masked=True,
-    ),
-    "gpipe": ScheduleSpec(
-        ops=_gpipe,
-        order="forwards_first",
-        in_flight=lambda s, p, v, m: m + 0 * s,
-        activation_slots=0,
-        gradient_slots=lambda p, m: m,
-        masked=True,
-    ),
-    "1f1b": ScheduleSpec(
-        ops=_1f1b,
-        order="alternating",
-        in_flight=lambda s, p, v, m: p - s,
-        activation_slots=1,
-        gradient_slots=lambda p, m: 1,
-        settles=4,
-    ),
-    # The message rings, which are small, are known to within a few slots.
-    "interleaved_1f1b": ScheduleSpec(
-        ops=_interleaved_1f1b,
-        order="alternating",
-        in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,
-        activation_slots=2,
-        gradient_slots=lambda p, m: np.minimum(p // 2 + 1, m),
-        interleaves=True,
-        settles=4,
-    ),
-    # From F to W there are as many in flight on every stage as 1f1b has on the first one.
-    "zb_h1": ScheduleSpec(
-        ops=_zb_h1,
-        order="alternating",
-        in_flight=lambda s, p, v, m: p + 0 * s,
-        activation_slots=1,
-        gradient_slots=lambda p, m: 1,
-        splits=True,
-        settles=4,
-    ),
-}
+        splits=found.splits,
+        interleaves=chunks > 1,
+        settles=m,
+        size=size,
+    )
+    tables = [
+        Schedule(path, *size, *ops(*size, overlap), masked=False, travel=spec.travel(overlap))
+        for overlap in (True, False)
+    ]
+    assigned = [buffers.assign(table) for table in tables]
+    for table, slots in zip(tables, assigned):
+        proof.validate(table, slots)
+    waits = max(slots.gradient_depth for slots in assigned)
+    return dataclasses.replace(
+        spec,
+        activation_slots=max(slots.activation_depth for slots in assigned),
+        gradient_slots=lambda p, m: waits,
+    )
+
+
+class _Specs(dict[str, ScheduleSpec]):
+    """The schedules by name. Those of `outside` are made when they are first looked up."""
+
+    def __missing__(self, name: str) -> ScheduleSpec:
+        if name.endswith(FILE):
+            self[name] = _from_file(name)
+        elif name.startswith(FAMILY) and name.removeprefix(FAMILY).isdecimal():
+            self[name] = _between(int(name.removeprefix(FAMILY)))
+        else:
+            raise KeyError(name)
+        return self[name]
+
+
+FILE, FAMILY = ".csv", "1f1b:"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the schedules that are described here."""
+    return tuple(name for name in SPECS if not outside(name))
+
+
+def outside(name: str) -> bool:
+    """Return whether a name is that of a file, or of a schedule between 1f1b and eager_1f1b."""
+    return name.endswith(FILE) or name.startswith(FAMILY)
+
+
+def parts(name: str) -> tuple[str, int]:
+    """Return PipelineConfig.schedule and PipelineConfig.in_flight of a key of SPECS."""
+    most = SPECS[name].in_flight_first
+    return (FAMILY.removesuffix(":"), most) if most else (name, 0)
+
+
+def between_ends(most: int) -> str:
+    """Return the name of the schedule between 1f1b and eager_1f1b with `most` micro-batches in flight."""
+    return f"{FAMILY}{most}"
+
+
+SPECS: dict[str, ScheduleSpec] = _Specs(
+    {
+        "eager_1f1b": ScheduleSpec(
+            ops=_eager_1f1b,
+            order="paired",
+            in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + 1,
+            activation_slots=0,
+            gradient_slots=lambda p, m: 0,
+            masked=True,
+        ),
+        "gpipe": ScheduleSpec(
+            ops=_gpipe,
+            order="forwards_first",
+            in_flight=lambda s, p, v, m: m + 0 * s,
+            activation_slots=0,
+            gradient_slots=lambda p, m: m,
+            masked=True,
+        ),
+        "1f1b": ScheduleSpec(
+            ops=_1f1b,
+            order="alternating",
+            in_flight=lambda s, p, v, m: p - s,
+            activation_slots=1,
+            gradient_slots=lambda p, m: 1,
+            settles=4,
+        ),
+        # The message rings, which are small, are known to within a few slots.
+        "interleaved_1f1b": ScheduleSpec(
+            ops=_interleaved_1f1b,
+            order="alternating",
+            in_flight=lambda s, p, v, m: 2 * (p - 1 - s) + (v - 1) * p + 1,
+            activation_slots=2,
+            gradient_slots=lambda p, m: np.minimum(p // 2 + 1, m),
+            interleaves=True,
+            settles=4,
+        ),
+        # From F to W there are as many in flight on every stage as 1f1b has on the first one.
+        "zb_h1": ScheduleSpec(
+            ops=_zb_h1,
+            order="alternating",
+            in_flight=lambda s, p, v, m: p + 0 * s,
+            activation_slots=1,
+            gradient_slots=lambda p, m: 1,
+            splits=True,
+            settles=4,
+        ),
+    }
+)
 
 
 def code(name: str) -> int:
     """Return a schedule's number, its place in SPECS: columns of candidates hold numbers."""
+    assert SPECS[name]  # makes it if it is from outside
     return list(SPECS).index(name)
+
+
+def name_of(number: int) -> str:
+    """Return the name of the schedule that has this number."""
+    return list(SPECS)[number]
 
 
 def each(codes: ArrayLike, quantity: Callable[[ScheduleSpec], ArrayLike]) -> np.ndarray:
@@ -222,8 +337,8 @@ def build(name: str, stages: int, micro_batches: int, chunks: int = 1, overlap: 
     Raises:
         ValueError: there is no schedule of that name.
     """
-    if name not in SPECS:
-        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(SPECS)}")
+    if name not in SPECS and not outside(name):
+        raise ValueError(f"there is no schedule {name!r}; there are {', '.join(names())}")
     spec = SPECS[name]
     chunks = chunks if spec.interleaves else 1
     ops, masked = spec.ops(stages, chunks, micro_batches, overlap), bool(spec.masks(overlap))

@@ -166,9 +166,11 @@ def runs(table: Table, scrap: bool = True, overlap: bool = True) -> list[Run]:
         overlap: see `paxtrain.schedule.schedules.build`.
     """
     spec = SPECS[table.schedule]
-    step = table.stages if spec.interleaves or (spec.order == "alternating" and overlap) else 1
+    step = table.stages if spec.interleaves else 1
+    if spec.order == "alternating" and overlap:
+        step = spec.repeats(table.stages)
     # So many that some stage has rows in which everything steady happens, whatever is left over.
-    few = spec.settles * table.stages + table.micro_batches % step
+    few = -(-spec.settles * table.stages // step) * step + table.micro_batches % step
 
     def make(m: int) -> list[Run]:
         return _few(dataclasses.replace(table, micro_batches=0), m, scrap, overlap)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import FILE, SPECS, names
 from planner.memory import closed_form
 from planner.search.budget import Budget
 from planner.search.search import Options
@@ -74,7 +74,12 @@ class PlanOptions:
         for kind in self.compress:
             if kind not in KINDS:
                 raise UserError(f"--compress must be none or some of {', '.join(KINDS)}, got {kind!r}")
-        _check_known("schedules", self.schedules, tuple(SPECS))
+        _check_known("schedules", [name for name in self.schedules if not name.endswith(FILE)], names())
+        for name in self.schedules:
+            try:
+                SPECS[name].travel(True)
+            except ValueError as error:
+                raise UserError(f"--schedules: {error}") from error
         _check_known("saves", self.saves, SAVE_MODES)
         if all(SPECS[name].splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
             known = " or ".join(SPLIT_SAVES)

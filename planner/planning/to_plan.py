@@ -7,6 +7,7 @@ import numpy as np
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.config.plan import Plan
+from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
 from planner.cost.step_time import Candidate, Step
 from planner.search import layers
@@ -66,13 +67,14 @@ def sections(
         compressed: bool [P], whether each stage compresses its gradients over data.
         scan_layers: whether layers run in a loop; see PipelineConfig.
     """
-    c = candidate
+    c, (schedule, in_flight) = candidate, parts(candidate.schedule)
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
     return {
         "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel, c.reduce_dtype),
         "pipeline": PipelineConfig(
-            schedule=c.schedule,
+            schedule=schedule,
+            in_flight=in_flight,
             virtual_stages=c.chunks,
             pipe_layers="" if even else ",".join(map(str, c.counts)),
             save=c.save,

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
-from paxtrain.schedule.schedules import SPECS, code
+from paxtrain.schedule.schedules import SPECS, code, name_of
 from planner.search.search import Found, Search
 from planner.search.space import BACKWARD
 
-_NAMES = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD}
+_NAMES = {"save": SAVE_MODES, "backward": BACKWARD}
 _FLAGS = ("zero1", "sequence_parallel")
 
 
@@ -32,7 +32,8 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
         "backward_rank",
         "data_rank",
     ):
-        for value in np.unique(getattr(search.space, column)).tolist():
+        same = search.space.pipe == now["pipe"] if column == "schedule" else slice(None)
+        for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
                 yield now | {column: value}
 
@@ -43,6 +44,8 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
         if value == now[column]:
             continue
         shown = _NAMES[column][value] if column in _NAMES else (bool(value) if column in _FLAGS else value)
+        if column == "schedule":
+            shown = name_of(value)
         words.append(f"{column}={shown}")
     return " ".join(words)
 
@@ -77,7 +80,7 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
     }
     found: list[str] = []
     for changed in _moves(now, search):
-        spec = SPECS[_NAMES["schedule"][changed["schedule"]]]
+        spec = SPECS[name_of(changed["schedule"])]
         if changed["schedule"] != now["schedule"] and spec.interleaves:
             changed = changed | {"chunks": 2}
         elif not spec.interleaves:
@@ -130,6 +133,6 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
     if pipe == 1:
         return "one stage has no schedule and no messages"
-    if SPECS[_NAMES["schedule"][changed["schedule"]]].splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
+    if SPECS[name_of(changed["schedule"])].splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:
         return f"a split backward needs save={' or '.join(SPLIT_SAVES)}"
     return "not among the choices that the search was given"

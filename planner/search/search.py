@@ -16,7 +16,7 @@ import numpy as np
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS
+from paxtrain.schedule.schedules import SPECS, name_of
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
 from planner.cost.link_seconds import Paths, fabric, paths
@@ -129,7 +129,7 @@ def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
         tensor=int(space.tensor[i]),
         micro_batch=int(space.micro_batch[i]),
         micro_batches=int(space.micro_batches[i]),
-        schedule=tuple(SPECS)[space.schedule[i]],
+        schedule=name_of(space.schedule[i]),
         chunks=int(space.chunks[i]),
         save=SAVE_MODES[space.save[i]],
         zero1=bool(space.zero1[i]),

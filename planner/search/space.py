@@ -9,14 +9,16 @@ import numpy as np
 from compress.policy import compression_ratio
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS, code
+from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
-TRIED = tuple(name for name, spec in SPECS.items() if not spec.splits)
+TRIED = tuple(name for name in names() if not SPECS[name].splits)
+# How many schedules between 1f1b and eager_1f1b are tried.
+BETWEEN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
         for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
             m = global_batch // data // micro_batch
+            if (SPECS[name].size or (pipe, chunks, m)) != (pipe, chunks, m):
+                continue
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
             saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
             for sequence in _sequence_parallel(choices, model, tensor):
@@ -177,9 +181,13 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
         yield from [(name, 1) for name in plain[:1]]
         return
     for name in choices.schedules:
-        for chunks in choices.virtual_stages if SPECS[name].interleaves else (1,):
+        size = SPECS[name].size
+        for chunks in (size[1],) if size else choices.virtual_stages if SPECS[name].interleaves else (1,):
             if pipe * chunks <= model.layers:
                 yield name, chunks
+        if between_ends(0).startswith(name + FAMILY[-1]):
+            ends = np.linspace(pipe, 2 * pipe - 1, BETWEEN + 2)[1:-1].round().astype(int).tolist()
+            yield from ((between_ends(most), 1) for most in sorted({*ends} - {pipe, 2 * pipe - 1}))
 
 
 def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:

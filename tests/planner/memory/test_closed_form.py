@@ -18,7 +18,7 @@ from paxtrain.parallel.step import BATCH_SPEC, Trainer
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
 from paxtrain.pipeline.split_backward import SplitBackward
 from paxtrain.schedule import buffers
-from paxtrain.schedule.schedules import SPECS, build, code
+from paxtrain.schedule.schedules import SPECS, build, code, names
 from planner.memory import closed_form
 
 CPU = (0, 0)  # a "compute capability" without flash attention
@@ -35,7 +35,7 @@ def config(**sections) -> Config:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", names())
 def test_the_residual_ring_is_as_deep_as_the_executors(name, overlap):
     """With overlap message rings may have a slot less than is counted."""
     for pipe in (2, 3, 4, 8):
@@ -174,7 +174,7 @@ def test_many_candidates_at_once_are_the_same_as_one_by_one():
         common=1,
         micro_batch=rng.integers(1, 9, n),
         micro_batches=rng.integers(1, 33, n),
-        schedule=rng.choice([code(name) for name, spec in SPECS.items() if not spec.interleaves], n),
+        schedule=rng.choice([code(name) for name in names() if not SPECS[name].interleaves], n),
         save=rng.integers(0, len(SAVE_MODES), n),
         zero1=rng.integers(0, 2, n),
         scan=0,
@@ -204,7 +204,7 @@ def test_what_saves_memory_saves_memory():
     assert eager[1] / eager[0] < 1.05
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", names())
 def test_no_stage_uses_more_than_is_allocated_and_the_deepest_ring_is_full(name):
     c = config(
         model={"layers": 14},

@@ -8,11 +8,11 @@ import pytest
 from paxtrain.config import CompressConfig
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import code
+from paxtrain.schedule.schedules import code, name_of
 from planner.cluster.cluster import merged
 from planner.cost.step_time import Problem
 from planner.planning import to_plan
-from planner.search import explain
+from planner.search import explain, space
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
 from planner.search.space import Choices
@@ -89,8 +89,9 @@ def test_different_devices_get_different_shares_of_the_layers():
     assert found.candidate.counts[on.index("h100")] > found.candidate.counts[on.index("a100-80gb")]
 
 
-def test_the_zero_bubble_schedule_is_taken_where_it_fits():
+def test_the_zero_bubble_schedule_is_taken_where_it_fits(monkeypatch):
     """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
+    monkeypatch.setattr(space, "BETWEEN", 0)
     choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
     one = search(choices=choices)
     best, least = one.run().ranked[0], {}
@@ -169,3 +170,25 @@ def test_every_neighbour_gets_a_reason():
     assert "save=residuals" in text or found.candidate.save == "residuals"
     assert "simulated" in text or "by its lower bound" in text
     assert len({line.split(":")[0] for line in reasons}) == len(reasons) > 8
+
+
+def test_between_1f1b_and_eager_what_fits_is_taken():
+    """Where eager_1f1b does not fit and 1f1b takes longer, the search takes as many micro-batches as memory has."""
+    inside, between = {"alpha": 1e-6, "bandwidth": 3e11}, {"alpha": 1e-5, "bandwidth": 4e9}
+    some = cluster(4, 2, links={"inside": inside, "between": between})
+    choices = Choices(
+        pipe=(4,), tensor=(2,), micro_batch=(1,), schedules=("1f1b", "eager_1f1b"), saves=("dots",), backward=()
+    )
+    roomy = search(some, choices=choices)
+    order = np.argsort(roomy.bytes)
+    names = [name_of(i) for i in roomy.space.schedule[order]]
+    assert names == ["1f1b", "1f1b:5", "1f1b:6", "eager_1f1b"]
+    assert roomy.run().ranked[0].candidate.schedule == "eager_1f1b"
+    seconds = {f.candidate.schedule: f.seconds for f in roomy.run().ranked}
+    assert sorted(seconds, key=lambda name: -seconds[name]) == names
+    limit = float(roomy.bytes[order][2:].mean()) / 85.1e9
+    tight = search(some, choices=choices, budget=Budget(usable=limit, margin=False))
+    chosen = tight.run().ranked[0].candidate
+    assert chosen.schedule == "1f1b:6"
+    pipeline = to_plan.sections(chosen, MODEL.layers, 32, CompressConfig(), np.zeros(4, bool), "auto")["pipeline"]
+    assert (pipeline.schedule, pipeline.in_flight) == ("1f1b", 6)
