@@ -172,6 +172,7 @@ class Problem:
         if not self.overlap or c.data == 1:
             return np.zeros(c.pipe)
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
+        few = c.micro_batches if SPECS[c.schedule].size else few
         closing = np.isin(
             np.arange(c.pipe), build(c.schedule, c.pipe, few, c.chunks, True).closing if c.pipe > 1 else 0
         )

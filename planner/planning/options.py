@@ -74,7 +74,8 @@ class PlanOptions:
         for kind in self.compress:
             if kind not in KINDS:
                 raise UserError(f"--compress must be none or some of {', '.join(KINDS)}, got {kind!r}")
-        _check_known("schedules", [name for name in self.schedules if not name.endswith(FILE)], names())
+        files = tuple(name for name in self.schedules if name.endswith(FILE))
+        _check_known("schedules", self.schedules, names() + files)
         for name in self.schedules:
             try:
                 SPECS[name].travel(True)

@@ -159,7 +159,7 @@ def activity(report: Report) -> Activity:
     one = simulator.Seconds(**{name: x[rank : rank + 1] if np.ndim(x) else x for name, x in arrays.items()})
     few = max(_MOST_OPS // (c.pipe * c.chunks), 6 * c.pipe)
     shorter, left_out = table, 0.0
-    if table.micro_batches > few + c.pipe:
+    if table.micro_batches > few + c.pipe and not schedules.SPECS[table.schedule].size:
         shorter = dataclasses.replace(table, micro_batches=few + (table.micro_batches - few) % c.pipe)
         left_out = float(ends[rank].max() - simulator.pipeline(shorter, one, problem.overlap).max())
     bars = pipeline(shorter, one, problem.overlap)

@@ -176,7 +176,7 @@ def _listed(values: Sequence[int]) -> str:
 def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tuple[str, int]]:
     """Yield (schedule, chunks); with one stage all schedules are the same."""
     if pipe == 1:
-        plain = [name for name in choices.schedules if not SPECS[name].interleaves]
+        plain = [name for name in choices.schedules if not (SPECS[name].interleaves or SPECS[name].size)]
         plain.sort(key=lambda name: SPECS[name].splits)  # a split backward cannot use all saves
         yield from [(name, 1) for name in plain[:1]]
         return

@@ -8,7 +8,8 @@ import pytest
 from paxtrain.config import CompressConfig
 from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import code, name_of
+from paxtrain.schedule import table_file
+from paxtrain.schedule.schedules import build, code, name_of
 from planner.cluster.cluster import merged
 from planner.cost.step_time import Problem
 from planner.planning import to_plan
@@ -192,3 +193,14 @@ def test_between_1f1b_and_eager_what_fits_is_taken():
     assert chosen.schedule == "1f1b:6"
     pipeline = to_plan.sections(chosen, MODEL.layers, 32, CompressConfig(), np.zeros(4, bool), "auto")["pipeline"]
     assert (pipeline.schedule, pipeline.in_flight) == ("1f1b", 6)
+
+
+def test_a_schedule_from_a_file_is_tried_where_its_numbers_fit(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(table_file.text(build("1f1b", 4, 16, 1, overlap=False)))
+    choices = Choices(micro_batch=(2,), schedules=("1f1b", str(path)), saves=("dots",), backward=(), data_ranks=())
+    one = search(choices=choices)
+    mine = one.space.take(np.flatnonzero(one.space.schedule == code(str(path))))
+    assert set(mine.pipe) == {4} and set(mine.micro_batches) == {16}
+    found = {f.candidate.schedule: f for f in one.simulate(np.flatnonzero(one.space.pipe == 4).tolist())}
+    assert found[str(path)].seconds == pytest.approx(found["1f1b"].seconds)
