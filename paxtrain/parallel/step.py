@@ -149,13 +149,13 @@ class Trainer:
         c = self.config
         overlap = self.platform != "cpu" if self.overlap is None else self.overlap
         table = build(c.pipeline.table, c.mesh.pipe, c.micro_batches, c.pipeline.virtual_stages, overlap)
-        return self._idling(table)
+        return dataclasses.replace(table, masked=self._masked(c.pipeline.spec.masked))
 
-    def _idling(self, table: Schedule) -> Schedule:
-        """Return the table with masked as pipeline.idle has it on this platform."""
+    def _masked(self, may: bool) -> bool:
+        """Return whether idle stages compute on scrap in a table that allows it, as pipeline.idle has it."""
         # Under vmap a loop that some devices skip costs all of them its trip.
-        skips = {"compute": False, "skip": True, "auto": self.platform == "cpu" and not self.virtual}
-        return dataclasses.replace(table, masked=table.masked and not skips[self.config.pipeline.idle])
+        default = self.platform != "cpu" or self.virtual
+        return may and {"compute": True, "skip": False, "auto": default}[self.config.pipeline.idle]
 
     @functools.cached_property
     def buffers(self) -> buffers.Buffers:
@@ -463,7 +463,8 @@ class Trainer:
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)
-        table = self._idling(forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks))
+        table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
+        table = dataclasses.replace(table, masked=self._masked(table.masked))
         return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))
 
     @functools.cached_property

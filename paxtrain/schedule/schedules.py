@@ -39,8 +39,8 @@ class ScheduleSpec:
         activation_slots: slots at most of the ring of activations that wait for F; 0 if each is used at once.
         gradient_slots: (P, m) -> slots at most of the ring of gradients that wait for B, without counting the scrap
             slot.
-        masked: idle stages compute on scrap while others compute, so that rows need no branch. That costs no time if
-            all busy stages of a phase do the same and no message waits for a row, see `masks`.
+        masked: idle stages may compute on scrap while others compute, so that rows need no branch. That costs no time
+            if all busy stages of a phase do the same and no message waits for a row; see `masks`.
         splits: the backward runs as B, for the chunk's input, and W, for the weights.
         interleaves: stages hold several chunks of layers; micro-batches come in groups of P.
         settles: multiples of P micro-batches from which on further ones only repeat rows.
@@ -77,12 +77,14 @@ class ScheduleSpec:
         return BETWEEN if self.order == "alternating" and not overlap else UNDER
 
     def masks(self, overlap: Any) -> Any:
-        """Return whether idle stages compute on scrap; in rows ALONG which messages travel they skip.
+        """Return whether idle stages compute on scrap by default: not if transfers block devices, as on CPUs.
+
+        There scrap would take cores from other stages.
 
         Args:
             overlap: transfers run beside compute; a bool, or an array of them.
         """
-        return self.masked & ~(np.asarray(overlap, bool) & (self.order == "forwards_first"))
+        return self.masked & np.asarray(overlap, bool)
 
     def residual_slots(self, stage: Any, stages: Any, chunks: Any, micro_batches: Any) -> Any:
         """Return the slots of residuals that a stage has in use at most, without the scrap slot.
@@ -266,7 +268,6 @@ SPECS: dict[str, ScheduleSpec] = _Specs(
             in_flight=lambda s, p, v, m: m + 0 * s,
             activation_slots=0,
             gradient_slots=lambda p, m: m,
-            masked=True,
         ),
         "1f1b": ScheduleSpec(
             ops=_1f1b,

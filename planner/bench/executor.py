@@ -21,8 +21,7 @@ from planner.measure.machines import find_machines
 from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
 
-# Schedule, chunks and save mode. Residuals are small if possible: in schedules that skip idle ops, XLA for CPUs moves F
-# ahead of B and so must copy their ring.
+# Schedule, chunks and save mode.
 EXECUTED = (
     ("eager_1f1b", 1, "layer_inputs"),
     ("gpipe", 1, "layer_inputs"),

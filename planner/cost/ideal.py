@@ -66,7 +66,7 @@ def pipeline(table: Table, seconds: Seconds) -> Array:
     Compressed messages are not modeled: systems that are compared this way have none.
     """
     state = _State(table, seconds)
-    for rows, repeats in runs(table, scrap=False, overlap=False):
+    for rows, repeats in runs(table, overlap=False):
         for done in range(1, repeats + 1):
             before = state.all()
             for row in rows:

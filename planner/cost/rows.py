@@ -59,7 +59,6 @@ class Row:
         packed: (senders, receivers) of compressed gradients.
         activations: (senders, receivers) of activations.
         travel: when messages travel, see `paxtrain.schedule.table`.
-        masked: idle stages of the schedule compute on scrap, at least in its first rows.
     """
 
     forward: tuple[Where, Where] | None
@@ -70,19 +69,17 @@ class Row:
     packed: tuple[Where, Where] | None
     activations: tuple[Where, Where] | None
     travel: str
-    masked: bool
 
 
 Run = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
 
 
-def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
+def _rows(schedule: Schedule, compressed: str) -> list[Row]:
     """Return the table's rows; those that are alike are one object.
 
     Args:
         schedule: table of ops.
         compressed: gradient messages that travel compressed, "none", "epilogue" or "all".
-        scrap: include what idle stages compute.
     """
     stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
     f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
@@ -104,7 +101,7 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
     signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
     def phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
-        busy = np.full_like(busy, True) if scrap and masked and busy.any() else busy
+        busy = np.full_like(busy, True) if masked and busy.any() else busy
         return (_where(np.flatnonzero(busy)), _where(virtual[busy])) if busy.any() else None
 
     def ends(senders: Array, step: int) -> tuple[Where, Where] | None:
@@ -121,7 +118,6 @@ def _rows(schedule: Schedule, compressed: str, scrap: bool = True) -> list[Row]:
             packed=ends(packed[t], -1),
             activations=ends(leaves[t], 1),
             travel=schedule.travel,
-            masked=schedule.masked,
         )
 
     kinds: dict[bytes, Row] = {}
@@ -149,20 +145,19 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _few(table: Table, micro_batches: int, scrap: bool, overlap: bool) -> list[Run]:
+def _few(table: Table, micro_batches: int, overlap: bool) -> list[Run]:
     schedule = build(table.schedule, table.stages, micro_batches, table.chunks, overlap)
-    return _runs(_rows(schedule, table.compressed, scrap), longest=3 * schedule.virtual_stages)
+    return _runs(_rows(schedule, table.compressed), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)
-def runs(table: Table, scrap: bool = True, overlap: bool = True) -> list[Run]:
+def runs(table: Table, overlap: bool = True) -> list[Run]:
     """Return the table's rows as stretches that repeat.
 
     Many micro-batches only repeat the steady rows of few, so no larger table is built.
 
     Args:
         table: schedule.
-        scrap: include what idle stages compute.
         overlap: see `paxtrain.schedule.schedules.build`.
     """
     spec = SPECS[table.schedule]
@@ -173,7 +168,7 @@ def runs(table: Table, scrap: bool = True, overlap: bool = True) -> list[Run]:
     few = -(-spec.settles * table.stages // step) * step + table.micro_batches % step
 
     def make(m: int) -> list[Run]:
-        return _few(dataclasses.replace(table, micro_batches=0), m, scrap, overlap)
+        return _few(dataclasses.replace(table, micro_batches=0), m, overlap)
 
     if table.micro_batches <= few + step:
         return make(table.micro_batches)

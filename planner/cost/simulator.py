@@ -8,11 +8,9 @@ receive is posted, and so does gloo's on CPUs. The backends differ in what waits
                       both ends await them at the end of the row. In rows ALONG which messages travel (gpipe), both ends
                       await all of them at the end.
     blocking (CPU)    The receiver waits for a transfer at its place in the compiled program. The sender waits only for
-                      its start, because the socket takes the message at once. If stages skip their idle ops, messages
-                      travel BETWEEN rows: gradients, then activations, then the ops. In masked schedules' rows that are
-                      not turns of a loop of one row, XLA for CPUs puts F before the B of the row before. With two
-                      stages it puts the sends there too; with more they follow that B. The loss comes after the sends
-                      of its row. This was seen with 2, 4 and 8 stages, except in some of the first and last rows.
+                      its start, because the socket takes the message at once. Messages that travel BETWEEN rows come
+                      before the ops: gradients, then activations. In other rows plain gradients come before F,
+                      activations behind it, and compressed gradients behind the loss, which follows F.
 
 All of this is maxima and sums, so the result is monotone in every duration, and what is added to the state of all
 stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
@@ -99,17 +97,6 @@ def spread(table: Table, seconds: Seconds) -> Seconds:
 
 Times = tuple[Array, Array]  # of the senders and of the receivers
 Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their begin and end [stages, batch]
-
-
-def _joined(stretches: list[Run]) -> list[Run]:
-    """Join neighboring stretches that run once; a stretch that repeats stays a separate loop."""
-    joined: list[Run] = []
-    for rows, repeats in stretches:
-        if joined and repeats == joined[-1][1] == 1:
-            joined[-1] = (joined[-1][0] + rows, 1)
-        else:
-            joined.append((rows, repeats))
-    return joined
 
 
 class _Replay:
@@ -211,49 +198,34 @@ class _Replay:
             for ends, until in sent:
                 self._wait(ends, until)
 
-    def _behind_messages(self, row: Row) -> None:
-        self._encode(row)
-        for ends, until in self._gradients(row):
-            self._wait(ends, until)
-        self._decode(row)
-        self._send(row)
-        self._forward(row)
-        self._head(row)
-        self._weights(row)
-        self._backward(row)
-
-    def _send(self, row: Row) -> None:
-        if row.activations:
-            self._wait(row.activations, self._activations(self.now, row))
+    def _receive(self, ends: tuple[Where, Where] | None, seconds: Array, what: str) -> None:
+        if ends:
+            self._wait(ends, self._message(self.now, ends, seconds, what))
 
     def _blocking(self, rows: tuple[Row, ...]) -> None:
-        """Run the rows of one computation, in the order that the module's docstring tells."""
-        early = [i > 0 and row.activations and not row.packed for i, row in enumerate(rows)]
-        sends_early = len(self.now) == 2
-        for i, row in enumerate(rows):
-            if row.travel == BETWEEN:
-                self._behind_messages(row)
-                continue
-            if early[i] and not sends_early:
-                self._send(row)
+        """Run rows in the order that the module's docstring tells."""
+        s = self.seconds
+        for row in rows:
+            first = row.travel == BETWEEN
             self._encode(row)
-            for ends, until in self._gradients(row):
-                self._wait(ends, until)
-            if not early[i]:
-                self._forward(row)
-                self._send(row)
+            self._receive(row.plain, s.gradient, "gradient")
+            if first:
+                self._receive(row.packed, s.packed, "gradient")
+                self._decode(row)
+                self._receive(row.activations, s.activation, "activation")
+            self._forward(row)
+            if not first:
+                self._receive(row.activations, s.activation, "activation")
             self._head(row)
-            self._decode(row)
-            if i + 1 < len(rows) and early[i + 1]:
-                self._forward(rows[i + 1])
-                if sends_early:
-                    self._send(rows[i + 1])
+            if not first:
+                self._receive(row.packed, s.packed, "gradient")
+                self._decode(row)
             self._weights(row)
             self._backward(row)
 
     def run(self, stretches: list[Run]) -> Array:
         replay = self._overlapped if self.overlap else self._blocking
-        for rows, repeats in stretches if self.overlap else _joined(stretches):
+        for rows, repeats in stretches:
             for done in range(1, repeats + 1):
                 if self.record or done == repeats:
                     replay(rows)

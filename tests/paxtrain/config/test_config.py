@@ -141,7 +141,7 @@ def test_keys_and_types(values, words):
         (
             PipelineConfig,
             {"idle": "compute", "schedule": "1f1b"},
-            ["pipeline.idle=compute", "eager_1f1b or gpipe", "got 1f1b", "pipeline.idle=auto"],
+            ["pipeline.idle=compute", "pipeline.schedule=eager_1f1b", "got 1f1b", "pipeline.idle=auto"],
         ),
         (PipelineConfig, {"virtual_stages": 2}, ["virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
         (PipelineConfig, {"schedule": "interleaved_1f1b"}, ["virtual_stages", "2 or more", "got 1"]),

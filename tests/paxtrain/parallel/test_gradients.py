@@ -130,7 +130,7 @@ COVERING = [
     config((2, 1, 4), save="inputs", scan_layers="on"),
     config((1, 8, 1), 8, layers=8),
     config((4, 2, 1), schedule="gpipe", save="residuals"),
-    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False, idle="skip"),
+    config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False),
     config((2, 2, 2), dropout=0.2),
     config((2, 2, 2), pipe_layers="3,1", save="residuals"),
     config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.schedule import buffers, schedules
+from paxtrain.schedule import schedules
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE
 from planner.cost import ideal
 from planner.cost.rows import Table
@@ -104,35 +104,12 @@ def replayed(table: Table, s: Seconds, i: int) -> list[float]:
     return now
 
 
-def order_of_blocking_ops(schedule, packed: set) -> list[tuple[str, int]]:
-    """(op, row): row by row; but in masked schedules, within a loop's body or between loops, F comes before the B of
-    the row before, and with two stages its sends come with it, with more behind that B. The bodies are those of the
-    executor."""
+def order_of_blocking_ops(schedule) -> list[tuple[str, int]]:
+    """(op, row): row by row; messages before the ops if they travel between rows, else compressed gradients late."""
+    ops = ("encode", "plain", "F", "send", "head", "packed", "decode", "W", "B")
     if schedule.travel == BETWEEN:
-        ops = ("encode", "gradients", "decode", "send", "F", "head", "W", "B")
-        return [(op, t) for t in range(schedule.rows) for op in ops]
-    order = []
-    assigned = buffers.assign(schedule, frozenset(packed))
-    bodies, unrolled = [], []
-    for start, period, repeats in assigned.runs():
-        if repeats == 1:
-            unrolled += range(start, start + period)
-            continue
-        bodies += [unrolled] if unrolled else []
-        bodies += [list(range(start + k * period, start + (k + 1) * period)) for k in range(repeats)]
-        unrolled = []
-    for body in [*bodies, unrolled]:
-        ops = [(op, t) for t in body for op in ("encode", "gradients", "F", "send", "head", "decode", "W", "B")]
-        for t in body[1:]:
-            small = any(small for *_, small in gradient_messages(schedule, t, packed))
-            if schedule.activation_pairs[t] and not small:
-                ops.remove(("F", t))
-                ops.remove(("send", t))
-                at = ops.index(("B", t - 1))
-                two = schedule.stages == 2
-                ops[at : at + 1] = [("F", t), *[("send", t)] * two, ("B", t - 1), *[("send", t)] * (not two)]
-        order += ops
-    return order
+        ops = ("encode", "plain", "packed", "decode", "send", "F", "head", "W", "B")
+    return [(op, t) for t in range(schedule.rows) for op in ops]
 
 
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
@@ -146,13 +123,14 @@ def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
         for a, b, begin, seconds in begun:
             now[a], now[b] = max(now[a], begin), max(now[b], begin + seconds)
 
-    for op, t in order_of_blocking_ops(schedule, packed):
+    for op, t in order_of_blocking_ops(schedule):
         messages = gradient_messages(schedule, t, packed)
         if op == "encode":
             for a, _, small in messages:
                 now[a] += s.encode[i, a] if small else 0
-        elif op == "gradients":
-            transfers([(a, b, (s.packed if small else s.gradient)[i, a]) for a, b, small in messages])
+        elif op in ("plain", "packed"):
+            seconds = {"plain": s.gradient, "packed": s.packed}[op]
+            transfers([(a, b, seconds[i, a]) for a, b, small in messages if small == (op == "packed")])
         elif op == "send":
             transfers([(a, b, s.activation[i, a]) for a, b in schedule.activation_pairs[t]])
         elif op == "head":
