@@ -98,9 +98,8 @@ def _words(lines: list[dict]) -> str:
     return f"""Four hosts, one pipeline; medians of {repeats} repeats, taken in turn. **On CPUs a transfer blocks the
     device, so what is measured here is the blocking model.** The purpose of {OVERLAPS}, transfers under compute,
     shows only in the prediction with overlap: the same profile, simulated as if devices computed while they send.
-    Most of what {EXPOSES} loses here comes from the order of the transfers, not from their time. A stage receives a
-    row's activation before it runs the row's backward. On a backend that waits, that backward waits for the
-    neighbour's forward. Measured, {EXPOSES}'s time over {OVERLAPS}'s is {said}. The blocking model's mean error over
+    Messages of {EXPOSES} travel between rows here, when neighbours have both done their ops, so no backward waits for
+    a neighbour's forward. Measured, {EXPOSES}'s time over {OVERLAPS}'s is {said}. The blocking model's mean error over
     the table is {percent(float(np.abs(off).mean()))}, the worst {signed(off[np.abs(off).argmax()])}."""
 
 
