@@ -1,4 +1,4 @@
-"""Tensor parallelism by hand: the conjugate operators, and the vocabulary-parallel embedding and cross-entropy.
+"""Tensor parallelism by hand: the conjugate operators, and the vocabulary-parallel embedding.
 
 Under shard_map with check_vma=False a psum is its own transpose, which would multiply gradients by the size of the
 axis, so each operator carries its own backward. `axis` is the mesh axis, or None where tensors are whole.
@@ -8,7 +8,7 @@ activations or, with sequence parallelism, those of a part of the sequence: the 
 on the way out of one matrix and an all-gather on the way into the next.
 
 References:
-    Shoeybi et al. 2019, Megatron-LM (f and g; vocabulary-parallel cross-entropy).
+    Shoeybi et al. 2019, Megatron-LM (f and g).
     Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models (sequence parallelism).
 """
 
@@ -135,45 +135,3 @@ def embedding_lookup(table: jax.Array, ids: jax.Array, group: Group) -> jax.Arra
         return table[ids]
     local, here = local_ids(ids, table.shape[0], group.axis)
     return leave(jnp.where(here[..., None], table[local], 0), group)
-
-
-@jax.custom_vjp
-def project(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Multiply x [..., H] by the transpose of table [V, H], accumulated and returned in float32.
-
-    The backward casts the float32 gradient to the compute dtype first, so that its two matrix products run at the
-    speed of that dtype.
-    """
-    return jnp.einsum("...h,vh->...v", x, table, preferred_element_type=jnp.float32)
-
-
-def _project_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, table = saved
-    g = g.astype(x.dtype)
-    return jnp.einsum("...v,vh->...h", g, table), jnp.einsum("...v,...h->vh", g, x)
-
-
-project.defvjp(lambda x, table: (project(x, table), (x, table)), _project_backward)
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
-    """Return the cross-entropy of vocabulary-parallel logits, in nats [B, S]; full logits are never gathered.
-
-    Args:
-        logits: float32 [B, S, V/T].
-        targets: int [B, S].
-        vocab_size: number of token ids; ids from here on are padding and get no probability.
-        axis: mesh axis that splits the vocabulary; None: it is whole.
-
-    References:
-        Shoeybi et al. 2019, Megatron-LM.
-    """
-    rows = logits.shape[-1]
-    ids = jnp.arange(rows) + (lax.axis_index(axis) * rows if axis else 0)
-    logits = jnp.where(ids < vocab_size, logits, -jnp.inf)
-    largest = lax.stop_gradient(logits).max(axis=-1)
-    if axis:
-        largest = lax.pmax(largest, axis)
-    total = reduce(jnp.exp(logits - largest[..., None]).sum(axis=-1), axis)
-    target = reduce(jnp.where(ids == targets[..., None], logits, 0).sum(axis=-1), axis)
-    return jnp.log(total) + largest - target

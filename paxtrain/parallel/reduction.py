@@ -163,6 +163,7 @@ class DataReduction:
         """
         layout, dims = self.layout, self.layout.data_dims()
         front = functools.partial(gradients.front, layout)
+        grads = lax.optimization_barrier(grads)
         parts = [part for chunk in grads.chunks for segment in chunk for part in _rows(segment)]
         embedding = jax.tree.map(lambda x: x[None], {k: x for k, x in grads.embedding.items() if k != "token"})
         table = grads.embedding["token"]

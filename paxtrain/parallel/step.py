@@ -395,9 +395,10 @@ class Trainer:
             The state after the step, and the metrics loss, grad_norm (before clipping), learning_rate and finite.
         """
         c = self.config
-        # The barrier materializes the gradients, so that each parameter's update is one fusion in place. Without it XLA
-        # copies the optimizer state first.
-        grads = lax.optimization_barrier(grads)
+        if self.mesh.size > 1:
+            # The barrier materializes the gradients, so that each parameter's update is one fusion in place. Without it
+            # XLA copies the optimizer state first. On one device the layers' gradients are read where they are.
+            grads = lax.optimization_barrier(grads)
         norm = self.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if c.optimizer.clip_norm:

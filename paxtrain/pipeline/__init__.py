@@ -8,7 +8,7 @@
     program.py           static facts of the pipeline, a stage's weights, a layer's place
     messages.py          messages that go through a codec
     split_backward.py    the backward in two, B and W
-    residuals.py         what a forward keeps for its backward
+    residuals.py         what a forward keeps for its backward, and the backward, whose products add to accumulators
     rings.py             slots of rings, accumulators, work that may be skipped
     collectives.py       permutes and gathers, on a real mesh and on the virtual one
     virtual.py           the same program on one device, by vmap

@@ -1,15 +1,26 @@
-"""The values that a forward keeps for its backward: save modes, and a vjp whose residuals can wait in a ring."""
+"""What a forward keeps for its backward, and the backward that reads it.
+
+A vjp of one layer has residuals that can wait in a ring. Its backward is evaluated equation by equation, so that the
+matrix products of the weights' gradients add to their accumulators.
+"""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Params
+
+# Equations that only call a jaxpr.
+_CALLS = ("jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
+
+Values = dict[core.Var, Any]
+Atom = core.Var | core.Literal
 
 
 def save_policy(save: str) -> Callable[[Callable], Callable]:
@@ -81,3 +92,170 @@ class SplitVjp:
         flat, rest = jax.tree.leaves(weights), iter(kept)
         leaves = [flat[w] if w >= 0 else next(rest) for w in self._where]
         return jax.tree.unflatten(self._treedef, leaves)(g)
+
+
+def value(values: Values, atom: Atom) -> Any:
+    """Return the value of an atom."""
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+
+def run(equations: Iterable[core.JaxprEqn], values: Values, barriers: bool = False) -> None:
+    """Evaluate equations in order, calls equation by equation, and add their results to `values`.
+
+    Args:
+        equations: the equations.
+        values: values of their inputs.
+        barriers: whether what jax.checkpoint computes anew stays apart from the first computation, as jax lowers it.
+    """
+    for equation in equations:
+        inputs = [value(values, atom) for atom in equation.invars]
+        if equation.primitive.name in _CALLS:
+            inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
+            if barriers and equation.primitive.name == "remat2":
+                inputs = lax.optimization_barrier(inputs)
+            made = evaluate(inner, *inputs, barriers=barriers)
+        else:
+            made = equation.primitive.bind(*inputs, **equation.params)
+        values.update(zip(equation.outvars, made if equation.primitive.multiple_results else [made], strict=True))
+
+
+def evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: Any, barriers: bool = False) -> list[Any]:
+    """Return the outputs of a jaxpr, closed or without constants.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: its inputs.
+        barriers: see `run`.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*getattr(jaxpr, "consts", ()), *inputs], strict=True))
+    run(jaxpr.eqns, values, barriers)
+    return [value(values, atom) for atom in jaxpr.outvars]
+
+
+def inlined(function: Callable, arguments: list[Any], barriers: bool = False) -> core.ClosedJaxpr:
+    """Return the jaxpr of a function with all equations of its calls in one list.
+
+    Args:
+        function: function of flat arrays.
+        arguments: arrays, or their shapes and dtypes.
+        barriers: see `run`.
+    """
+    traced = jax.make_jaxpr(function)(*arguments)
+    # A second trace inlines the calls.
+    return jax.make_jaxpr(functools.partial(evaluate, traced, barriers=barriers))(*arguments)
+
+
+class _Product(NamedTuple):
+    """A matrix product whose result, transposed or not, is the gradient of a weight and nothing else."""
+
+    equation: core.JaxprEqn
+    permutation: tuple[int, ...]
+
+
+class WeightProducts:
+    """The gradients of weights that are matrix products: each is added to its accumulator by the product itself.
+
+    A product in the compute dtype would be rounded, written, read and added. One in the accumulator's dtype, with the
+    accumulator as its addend, is a single kernel on GPUs, and rounds nothing.
+
+    Attributes:
+        numbers: the weights concerned, by the number of their gradient.
+        rest: equations without those of the products.
+    """
+
+    def __init__(self, equations: list[core.JaxprEqn], gradients: list[Atom], others: Iterable[Atom]) -> None:
+        """Find the products.
+
+        Args:
+            equations: equations of a backward.
+            gradients: gradients of the weights.
+            others: other results of the equations.
+        """
+        maker = {made: i for i, equation in enumerate(equations) for made in equation.outvars}
+        uses = [atom for equation in equations for atom in equation.invars] + [*gradients, *others]
+        used = {atom: 0 for atom in uses if not isinstance(atom, core.Literal)}
+        for atom in uses:
+            if not isinstance(atom, core.Literal):
+                used[atom] += 1
+        self._products: dict[int, _Product] = {}
+        skipped: set[int] = set()
+        for number, atom in enumerate(gradients):
+            chain: list[int] = []
+            permutation: tuple[int, ...] = ()  # how the product's dims lie in the gradient; () as they are
+            while not isinstance(atom, core.Literal) and atom in maker and used[atom] == 1:
+                equation = equations[maker[atom]]
+                chain.append(maker[atom])
+                if equation.primitive is core.primitives.dot_general_p:
+                    self._products[number] = _Product(equation, permutation)
+                    skipped.update(chain)
+                    break
+                if equation.primitive is core.primitives.transpose_p:
+                    made = tuple(equation.params["permutation"])
+                    permutation = tuple(made[i] for i in permutation) if permutation else made
+                elif equation.primitive is not core.primitives.convert_element_type_p:
+                    break
+                [atom] = equation.invars
+        self.numbers = tuple(self._products)
+        self.rest = [equation for i, equation in enumerate(equations) if i not in skipped]
+
+    def add(self, number: int, values: Values, total: jax.Array) -> jax.Array:
+        """Return an accumulator with a product added.
+
+        Args:
+            number: number of the gradient.
+            values: values of the products' operands.
+            total: the accumulator.
+        """
+        equation, permutation = self._products[number]
+        left, right = (value(values, atom) for atom in equation.invars)
+        (over_left, over_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
+        first, dims = left.ndim - len(over_left) - len(batch_left), tuple(range(total.ndim))
+        params = {**equation.params, "preferred_element_type": jnp.dtype(total.dtype)}
+        if not batch_left and permutation == dims[first:] + dims[:first]:
+            # The other way round the result needs no transpose.
+            left, right, permutation = right, left, ()
+            params["dimension_numbers"] = ((over_right, over_left), (batch_right, batch_left))
+        made = equation.primitive.bind(left, right, **params)
+        return total + (lax.transpose(made, permutation) if permutation else made)
+
+
+class AddingBackward:
+    """The backward of a SplitVjp that adds the gradients of the weights to accumulators."""
+
+    def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
+        leaves, structure = jax.tree.flatten(weights)
+        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *vjp.kept, x)]
+        count = len(leaves)
+
+        def backward(*flat: jax.Array) -> list[jax.Array]:
+            weights = jax.tree.unflatten(structure, flat[:count])
+            return jax.tree.leaves(vjp.backward(weights, list(flat[count:-1]), flat[-1]))
+
+        closed = inlined(backward, flat, barriers=True)
+        self._inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+        self._constants = closed.consts
+        *self._gradients, self._out = closed.jaxpr.outvars
+        self._products = WeightProducts(closed.jaxpr.eqns, self._gradients, [self._out])
+
+    @jax.named_scope("layer")
+    def __call__(
+        self, weights: Params, kept: list[jax.Array], g: jax.Array, totals: Params
+    ) -> tuple[Params, jax.Array]:
+        """Return the accumulators with the gradients of the weights added, and the gradient of x.
+
+        Args:
+            weights: the layer's weights.
+            kept: the residuals that F returned.
+            g: gradient of the layer's output.
+            totals: accumulators of the weights' gradients.
+        """
+        inputs = [*self._constants, *jax.tree.leaves(weights), *kept, g]
+        values: dict[Any, Any] = dict(zip(self._inputs, inputs, strict=True))
+        run(self._products.rest, values)
+        leaves, structure = jax.tree.flatten(totals)
+        for number, total in enumerate(leaves):
+            if number in self._products.numbers:
+                leaves[number] = self._products.add(number, values, total)
+            else:
+                leaves[number] = total + value(values, self._gradients[number]).astype(total.dtype)
+        return jax.tree.unflatten(structure, leaves), value(values, self._out)

@@ -12,44 +12,14 @@ References:
     Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
-import functools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core
 
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.residuals import SplitVjp
-
-# Equations that only call a jaxpr.
-_CALLS = ("jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
-
-Values = dict[core.Var, Any]
-
-
-def _value(values: Values, atom: core.Var | core.Literal) -> Any:
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-
-def _run(equations: Iterable[core.JaxprEqn], values: Values) -> None:
-    """Evaluate equations in order, calls equation by equation, and add their results to `values`."""
-    for equation in equations:
-        inputs = [_value(values, atom) for atom in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
-            made = _evaluate(inner, *inputs)
-        else:
-            made = equation.primitive.bind(*inputs, **equation.params)
-        values.update(zip(equation.outvars, made if equation.primitive.multiple_results else [made], strict=True))
-
-
-def _evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: Any) -> list[Any]:
-    """Return the outputs of a jaxpr, closed or without constants, for its inputs."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*getattr(jaxpr, "consts", ()), *inputs], strict=True))
-    _run(jaxpr.eqns, values)
-    return [_value(values, atom) for atom in jaxpr.outvars]
+from paxtrain.pipeline.residuals import SplitVjp, WeightProducts, inlined, run, value
 
 
 class SplitBackward:
@@ -73,9 +43,7 @@ class SplitBackward:
             weights = jax.tree.unflatten(structure, flat[:count])
             return jax.tree.leaves(vjp.backward(weights, list(flat[count:-1]), flat[-1]))
 
-        traced = jax.make_jaxpr(backward)(*flat)
-        # A second trace inlines the calls, so that all equations are in one jaxpr.
-        closed = jax.make_jaxpr(functools.partial(_evaluate, traced))(*flat)
+        closed = inlined(backward, flat)
         self._constants = dict(zip(closed.constvars, closed.consts, strict=True))
         self._weights, self._kept, self._g = closed.invars[:count], closed.invars[count:-1], closed.invars[-1]
         *self._gradients, self._out = closed.outvars
@@ -126,11 +94,15 @@ class SplitBackward:
         self.late = tuple(n for n, a in enumerate(self._gradients) if maker.get(a) in late)
         early = [a for n, a in enumerate(self._gradients) if n not in self.late]
         self._b = [equations[i] for i in sorted(needed([self._out, *early, *self._left]))]
-        self._w = [equations[i] for i in sorted(late | again)]
+        of_weights = [self._gradients[n] for n in self.late]
+        self._w_equations = [equations[i] for i in sorted(late | again)]
+        self._w = WeightProducts(self._w_equations, of_weights, [])
 
     def _place(self, kept: list[jax.ShapeDtypeStruct]) -> None:
         """Assign a leaf to each value that B leaves."""
-        read = {atom for equation in self._w for atom in equation.invars if not isinstance(atom, core.Literal)}
+        read = {
+            atom for equation in self._w_equations for atom in equation.invars if not isinstance(atom, core.Literal)
+        }
         free = [n for n, variable in enumerate(self._kept) if variable not in read]
         self.leaves, self._places = list(kept), []
         for variable in self._left:
@@ -160,22 +132,31 @@ class SplitBackward:
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
         values[self._g] = g
-        _run(self._b, values)
-        early = {n: _value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
+        run(self._b, values)
+        early = {n: value(values, a) for n, a in enumerate(self._gradients) if n not in self.late}
         left = {place: values[variable] for place, variable in zip(self._places, self._left, strict=True)}
         # B reads some of the places that it overwrites. The barrier orders the writes after the reads; without it XLA
         # copies the ring.
-        return lax.optimization_barrier((_value(values, self._out), early, left))
+        return lax.optimization_barrier((value(values, self._out), early, left))
 
-    def weight_gradients(self, weights: Params, leaves: list[jax.Array]) -> dict[int, jax.Array]:
-        """Run W. Return the gradients of the `late` weights, by number.
+    def weight_gradients(
+        self, weights: Params, leaves: list[jax.Array], totals: dict[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """Run W. Return the accumulators of the `late` weights with their gradients added, by number.
 
         Args:
             weights: the layer's weights.
             leaves: the leaves after B has changed them.
+            totals: accumulators, by number.
         """
         values = self._constants | dict(zip(self._weights, jax.tree.leaves(weights), strict=True))
         values |= dict(zip(self._kept, leaves))
         values |= {variable: leaves[place] for place, variable in zip(self._places, self._left, strict=True)}
-        _run(self._w, values)
-        return {n: values[self._gradients[n]] for n in self.late}
+        run(self._w.rest, values)
+        added = dict(totals)
+        for place, n in enumerate(self.late):
+            if place in self._w.numbers:
+                added[n] = self._w.add(place, values, totals[n])
+            else:
+                added[n] = totals[n] + values[self._gradients[n]].astype(totals[n].dtype)
+        return added

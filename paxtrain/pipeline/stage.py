@@ -9,7 +9,7 @@ from jax import lax
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Dropout, Params
 from paxtrain.pipeline.program import Close, Place, Program, Step, Weights
-from paxtrain.pipeline.residuals import SplitVjp, save_policy
+from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import Index, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
 
@@ -70,6 +70,7 @@ class Stage:
             save_policy(program.save)(layer), one, x, first, self._dropout(first), self._documents(first)
         )
         self._split = SplitBackward(self._vjp, one, x) if program.splits else None
+        self._adding = AddingBackward(self._vjp, one, x)
 
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
@@ -253,8 +254,8 @@ class Stage:
 
         def step(place: Place, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept = read(place.of(residuals), (*slot, *place.at))
-            delta, g = self._vjp.backward(weights, kept, g)
-            return g, write(total, place.at, add(read(total, place.at), delta))
+            added, g = self._adding(weights, kept, g, read(total, place.at))
+            return g, write(total, place.at, added)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
         return g, grads, scratch, states
@@ -302,7 +303,9 @@ class Stage:
 
         def step(place: Place, weights: Params, x: tuple, total: Params) -> tuple[tuple, Params]:
             leaves = read(place.of(residuals), (*slot, *place.at))
-            return x, add_some(total, place.at, self._split.weight_gradients(weights, leaves))
+            late = jax.tree.leaves(total)
+            totals = {n: read(late[n], place.at) for n in self._split.late}
+            return x, write_some(total, place.at, self._split.weight_gradients(weights, leaves, totals))
 
         _, grads, states = self._accumulate(chunk, (), grads, step, False, close)
         return grads, states
@@ -324,16 +327,15 @@ class Stage:
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
         """Return the mean loss of a micro-batch with last output y, divided by the number of micro-batches."""
-        return self._loss(self.weights.final_norm, self._table, y, mb)
+        targets, weights = self.tokens[mb, :, 1:], self.weights
+        loss = transformer.head_loss(
+            weights.final_norm, self._table, y, targets, self.program.model, self.program.group
+        )
+        return loss / self.micro_batches
 
     @property
     def _table(self) -> jax.Array:
         return transformer.head_table(self.weights.embedding, self.program.model)
-
-    def _loss(self, final_norm: Params, table: jax.Array, y: jax.Array, mb: jax.Array) -> jax.Array:
-        targets = self.tokens[mb, :, 1:]
-        loss = transformer.head_loss(final_norm, table, y, targets, self.program.model, self.program.group)
-        return loss / self.micro_batches
 
     def head(
         self, mb: jax.Array, y: jax.Array, loss: jax.Array, embedding: Params, final_norm: Params
@@ -351,11 +353,18 @@ class Stage:
             The loss with this micro-batch's added, the gradient of y, and the accumulators with the head's gradients
             added.
         """
-        value, (norm, table, g) = jax.value_and_grad(self._loss, argnums=(0, 1, 2))(
-            self.weights.final_norm, self._table, y, mb
+        token, model = embedding["token"], self.program.model
+        value, norm, total, g = transformer.head_gradients(
+            self.weights.final_norm,
+            self._table,
+            y,
+            self.tokens[mb, :, 1:],
+            model,
+            self.program.group,
+            self.micro_batches,
+            token if model.tied_head else token[-1],
         )
-        token = embedding["token"]
-        token = add(token, table) if self.program.model.tied_head else token.at[-1].add(table.astype(token.dtype))
+        token = total if model.tied_head else token.at[-1].set(total)
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
 
 

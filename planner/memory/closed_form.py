@@ -155,7 +155,8 @@ def kept(shape: Shape) -> dict[str, Column]:
     They are what paxtrain.pipeline.residuals.SplitVjp keeps:
         - activations [t, H] between the split matrices, which sequence parallelism shards, and [t, H/T] inside of them;
         - softmax sums or, with XLA's attention and everything saved, its [S, S] probabilities;
-        - with everything saved, the inputs of two matrices, which are always whole;
+        - with everything saved, the inputs of all matrices, of which those behind a norm are always whole, the norms'
+          statistics, and what dropout needs;
         - if documents are apart, their beginnings [t] or, with flash attention and everything saved, the mask
           [B, S, S].
 
@@ -166,17 +167,16 @@ def kept(shape: Shape) -> dict[str, Column]:
     part, drop = model.hidden / shape.tensor, model.residual_dropout > 0
     between = model.hidden / shape.parts
     sums = 4 * t * model.heads / shape.tensor
-    flash = model.attention == "cudnn"
-    up = 2 * model.ffn if model.family == "llama" else model.ffn
+    flash, llama = model.attention == "cudnn", model.family == "llama"
+    up = 2 * model.ffn if llama else model.ffn
     wide = (2 * model.hidden + 2 * model.key_value + up) / shape.tensor  # queries, keys, values, context, up
     dots = t * c * (2 * between + wide + flash * part) + sums * flash
-    everything = t * (24 * between + 2 * c * model.hidden + 16 / shape.parts + drop * 2 * (c + 1) * between)
-    everything = everything + 8 * (model.hidden + 4)  # the norms' scales, and scalars
-    if model.family == "llama":
-        everything = everything + t * c * (2 * part + (2 * model.key_value + 6 * model.ffn) / shape.tensor)
-        everything = everything + 16 * model.sequence * model.head_dim  # cosines and sines
-    else:
-        everything = everything + t * c * (4 * part + 6 * model.ffn / shape.tensor)
+    everything = t * c * (2 * between + 2 * model.hidden + wide + model.ffn / shape.tensor)
+    everything = (
+        everything + 4 * t * (2 if llama else 4) / shape.parts
+    )  # of each norm the rate, and of GPT-2's the mean
+    everything = everything + drop * 2 * t * (c + 1) * between
+    everything = everything + llama * 16 * model.sequence * model.head_dim  # cosines and sines
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
     apart = model.separator >= 0
     everything = everything + (apart and flash) * t * c * model.sequence
@@ -188,19 +188,19 @@ def left(shape: Shape) -> dict[str, Column]:
 
     B leaves the gradients of what the layer's matrices make. paxtrain.pipeline.split_backward puts some of them in the
     place of what F keeps and W does not read; the others add to the ring. With matrix products saved, the gradients of
-    queries, keys and values find a place. With everything saved, a gradient finds one if F keeps an array of its shape
-    and dtype: in bfloat16 without dropout there is none of [t, H]. With sequence parallelism F keeps no whole array,
-    and with matrix products saved B also leaves for W what it has gathered.
+    queries, keys and values find a place. With everything saved, those of what out, up and down make do, but with
+    sequence parallelism F keeps no whole array that W does not read. With matrix products saved B then also leaves for
+    W what it has gathered.
     """
     model, tensor, one = shape.model, np.asarray(shape.tensor), shape.tokens * shape.compute
-    whole, part, wide = model.hidden, model.hidden / tensor, model.dtype == "float32"
+    whole, part = model.hidden, model.hidden / tensor
     sequence = np.asarray(shape.sequence_parallel) == 1
-    ends = 2 * whole * (sequence | (not wide and model.residual_dropout == 0))  # of out and down
+    ends = 2 * whole * sequence  # of out and down
     dots = 2 * whole * (1 + sequence)
     if model.family == "llama":
         up = 2 * model.ffn / tensor
-        queries = np.where(wide & (tensor == 1), 0, part)
-        return {"dots": one * (dots + up), "residuals": one * (ends + up + queries + 2 * model.key_value / tensor)}
+        queries = np.where((model.residual_dropout > 0) & (tensor == 1), 0, part)  # dropout keeps more of their shape
+        return {"dots": one * (dots + up), "residuals": one * (ends + queries + 2 * model.key_value / tensor)}
     return {"dots": one * (dots + model.ffn / tensor), "residuals": one * (ends + 3 * part)}
 
 

@@ -61,7 +61,8 @@ def test_both_parts_make_the_gradients_of_the_whole(family, save):
         leaves = [*kept, *(jnp.full(leaf.shape, jnp.nan, leaf.dtype) for leaf in split.leaves[len(kept) :])]
         g, early, left = split.input_gradient(weights, leaves, y)
         leaves = [left.get(n, leaf) for n, leaf in enumerate(leaves)]
-        deltas = early | split.weight_gradients(weights, leaves)
+        nothing = {n: jnp.zeros(w.shape) for n, w in enumerate(jax.tree.leaves(weights)) if n in split.late}
+        deltas = early | split.weight_gradients(weights, leaves, nothing)
         return jax.tree.structure(weights).unflatten([deltas[n] for n in range(len(deltas))]), g
 
     expected, found = whole(weights, x), parts(weights, x)
@@ -75,7 +76,8 @@ def test_matrices_are_late_and_no_product_runs_twice(family, save):
     names = [[entry.key for entry in path] for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
     assert {tuple(names[n]) for n in split.late} == {(name, "kernel") for name in KERNELS[family]}
     b = jax.make_jaxpr(lambda *args: split.input_gradient(*args))(weights, split.leaves, x)
-    w = jax.make_jaxpr(lambda *args: split.weight_gradients(*args))(weights, split.leaves)
+    totals = {n: leaf for n, leaf in enumerate(jax.tree.leaves(weights)) if n in split.late}
+    w = jax.make_jaxpr(lambda *args: split.weight_gradients(*args))(weights, split.leaves, totals)
     whole = jax.make_jaxpr(lambda *args: vjp.backward(*args))(weights, vjp.kept, x)
     assert products(w) == len(KERNELS[family])
     assert products(b) + products(w) == products(whole)

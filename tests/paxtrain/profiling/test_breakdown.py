@@ -213,7 +213,7 @@ def test_what_a_mesh_does_not_have_takes_no_time():
 
 
 def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_for_it(monkeypatch):
-    pause, head_loss = 0.5, transformer.head_loss  # long beside what another program on this machine takes at a time
+    pause, head = 0.5, transformer.head_gradients  # long beside what another program on this machine takes at a time
 
     def sleep(x):
         time.sleep(pause)
@@ -222,9 +222,9 @@ def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_fo
     def slow(final_norm, table, y, *rest):
         first = jax.lax.stop_gradient(y.reshape(-1)[0])
         late = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), first)
-        return head_loss(final_norm, table, y + late, *rest)
+        return head(final_norm, table, y + late, *rest)
 
-    monkeypatch.setattr(transformer, "head_loss", slow)
+    monkeypatch.setattr(transformer, "head_gradients", slow)
     trained = trainer(config((1, 2, 1)))
     compiled = trained.compile_step()
     found = breakdown(stepper(trained, compiled), compiled, trained.mesh, steps=1)

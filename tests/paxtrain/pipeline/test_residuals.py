@@ -1,0 +1,98 @@
+"""A layer's backward that adds to accumulators: its sums, and the products that make them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from paxtrain.config import ModelConfig
+from paxtrain.model import transformer
+from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, WeightProducts, save_policy
+
+GPT2 = ModelConfig(layers=1, hidden=32, heads=4, sequence=16, vocab_size=64, residual_dropout=0.1)
+MODELS = {"gpt2": GPT2, "llama": dataclasses.replace(GPT2, family="llama", kv_heads=2, intermediate=48)}
+KERNELS = {"gpt2": 4, "llama": 5}
+
+
+@functools.cache
+def a_layer(family: str, save: str):
+    """Return a layer's vjp, its weights in bfloat16, accumulators, input and randomness."""
+    c = MODELS[family]
+    totals = jax.tree.map(lambda w: w[0], transformer.init(c, jax.random.key(0))["layers"])
+    totals = jax.tree.map(lambda w: w + 0.1 * jax.random.normal(jax.random.key(w.size), w.shape), totals)
+    weights = transformer.cast(totals, "bfloat16")
+    x = jax.random.normal(jax.random.key(1), (2, c.sequence, c.hidden), jnp.bfloat16)
+    rest = jnp.int32(0), transformer.Dropout(jax.random.key_data(jax.random.key(2)), jnp.arange(2))
+
+    def layer(weights, x, index, dropout):
+        return transformer.layer(weights, x, c, WHOLE, dropout, index)
+
+    return SplitVjp(save_policy(save)(layer), weights, x, *rest), weights, totals, x, rest
+
+
+@pytest.mark.parametrize("save", ["dots", "residuals", "layer_inputs"])
+@pytest.mark.parametrize("family", MODELS)
+def test_the_sums_are_those_of_the_vjp_without_its_rounding(family, save):
+    vjp, weights, totals, x, rest = a_layer(family, save)
+    adding = AddingBackward(vjp, weights, x)
+
+    @jax.jit
+    def both(weights, totals, x):
+        y, kept = vjp.forward(weights, x, *rest)
+        return vjp.backward(weights, kept, y), adding(weights, kept, y, totals)
+
+    (deltas, g), (added, out) = both(weights, totals, x)
+    np.testing.assert_array_equal(g, out)
+    for delta, total, new in zip(*map(jax.tree.leaves, (deltas, totals, added)), strict=True):
+        rounding = 2.0**-8 * np.abs(np.float32(delta)) if delta.dtype == jnp.bfloat16 else 0
+        assert (np.abs(np.float32(new - total) - np.float32(delta)) <= rounding + 1e-4 * np.abs(delta).max()).all()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_each_matrix_has_one_product_in_float32_that_is_added_as_it_is(family):
+    vjp, weights, totals, x, _ = a_layer(family, "dots")
+    adding = AddingBackward(vjp, weights, x)
+    jaxpr = jax.make_jaxpr(adding)(weights, vjp.kept, x, totals).jaxpr
+    makers = {made: equation for equation in jaxpr.eqns for made in equation.outvars}
+    kernels = [out for out in jaxpr.outvars[:-1] if out.aval.ndim > 1 and out.aval.dtype == jnp.float32]
+    sums = [
+        makers[out] for out in kernels if out.aval.size >= GPT2.hidden**2 // 2 and makers[out].primitive.name == "add"
+    ]
+    direct = [e for e in sums if any(makers[a].primitive.name == "dot_general" for a in e.invars if a in makers)]
+    assert len(direct) == KERNELS[family]
+
+
+def found_in(function, *shapes) -> tuple[int, ...]:
+    """Return the numbers of a function's results, except the last, that are products to add."""
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+    *gradients, last = closed.jaxpr.outvars
+    return WeightProducts(closed.jaxpr.eqns, gradients, [last]).numbers
+
+
+def test_only_products_that_are_nothing_else_are_found():
+    def used_twice(x, g):
+        product = x.T @ g
+        return product, product.sum()
+
+    assert found_in(lambda x, g: ((x.T @ g).T.astype(jnp.float32), g.sum(axis=0), g), (4, 3), (4, 5)) == (0,)
+    assert found_in(used_twice, (4, 3), (4, 5)) == ()
+    assert found_in(lambda x, g: (2 * (x.T @ g), g), (4, 3), (4, 5)) == ()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2)])
+def test_transposed_products_are_added_in_their_places(order):
+    x, g = (jax.random.normal(jax.random.key(i), (4, *dims)) for i, dims in enumerate([(3,), (2, 5)]))
+
+    def gradient(x, g):
+        return lax.transpose(jnp.einsum("th,tcd->hcd", x, g), order), g
+
+    closed = jax.make_jaxpr(gradient)(x, g)
+    products = WeightProducts(closed.jaxpr.eqns, closed.jaxpr.outvars[:1], closed.jaxpr.outvars[1:])
+    total = jnp.ones(gradient(x, g)[0].shape)
+    values = dict(zip(closed.jaxpr.invars, (x, g), strict=True))
+    np.testing.assert_allclose(products.add(0, values, total), total + gradient(x, g)[0], rtol=1e-6)
