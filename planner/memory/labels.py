@@ -10,7 +10,6 @@ are not compiled again.
 """
 
 import csv
-import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
@@ -57,8 +56,11 @@ class LabelRow(NamedTuple):
 
 
 def bytes_of(config: Config) -> float:
-    """Return the closed form of a label's program, in which idle stages of gpipe computed on scrap, as on CPUs."""
-    return float(closed_form.analytic(dataclasses.replace(closed_form.of(config), overlap=0)).total)
+    """Return the closed form of a label's program, in which gpipe had one more slot, for scrap."""
+    shape = closed_form.of(config)
+    memory = closed_form.analytic(shape)
+    scrap = config.pipeline.schedule == "gpipe" and config.mesh.pipe > 1
+    return float(memory.total + scrap * memory.activations / closed_form.ring_slots(shape))
 
 
 def parameters(config: Config) -> float:
