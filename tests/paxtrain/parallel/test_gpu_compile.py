@@ -70,10 +70,13 @@ def layer_bytes(trained: Trainer) -> int:
 
 
 def reduced_under_compute(trained: Trainer, text: str) -> float:
-    """Return how many layers' gradients are reduced with matrix products between start and done."""
+    """Return how many layers' gradients are reduced with matrix products between start and done.
+
+    XLA may reduce the gradient of a table, which is final before a layer's, together with that of a layer.
+    """
     table = 4 * trained.config.model.padded_vocab * trained.config.model.hidden // trained.config.mesh.tensor
-    ops = [op for op in hlo.overlap(text, kind="reduce-scatter") if op.matmuls and op.bytes < table]
-    return sum(op.bytes * op.executions for op in ops) / layer_bytes(trained)
+    ops = [op for op in hlo.overlap(text, kind="reduce-scatter") if op.matmuls]
+    return sum((op.bytes - table * (op.bytes >= table)) * op.executions for op in ops) / layer_bytes(trained)
 
 
 def table_permute_bytes(trained: Trainer) -> int:
@@ -249,16 +252,16 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     """bfloat16 messages and factors have their real widths, unlike on CPUs, and no message has a dense copy."""
     trained = compressed(backward="epilogue", backward_rank=8, data="0", data_rank=64)
     text = compiled(trained).as_text()
-    c, groups = trained.config, 4
+    groups = 4
     dense = table_permute_bytes(trained)
     message, wire = 2 * 1024 * 1024 * 2, 8 * (2 * 1024 + 1024) * 2
     packed = len(trained.schedule.epilogue())
     assert packed == 1
     assert hlo.permute_bytes(text) == dense - packed * groups * (message - wire)
     [sizes] = [trained.compression.matrices]
-    rows = c.stage_layers[0]
-    p = sum(n for n, _ in sizes.values()) * rows * 64 * 4
-    w = sum(k for _, k in sizes.values()) * rows * 64 * 4
+    # The first stage's layers are reduced one after the other, within its last B.
+    p = sum(n for n, _ in sizes.values()) * 64 * 4
+    w = sum(k for _, k in sizes.values()) * 64 * 4
     reduced = {op.bytes for op in hlo.collectives(text) if op.kind == "all-reduce"}
     assert {p, w} <= reduced
 
