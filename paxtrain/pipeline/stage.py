@@ -254,7 +254,8 @@ class Stage:
 
         def step(place: Place, weights: Params, g: jax.Array, total: Params) -> tuple[jax.Array, Params]:
             kept = read(place.of(residuals), (*slot, *place.at))
-            added, g = self._adding(weights, kept, g, read(total, place.at))
+            # A ring for the backward in two parts has places for more, behind those of F.
+            added, g = self._adding(weights, kept[: len(self._vjp.kept)], g, read(total, place.at))
             return g, write(total, place.at, added)
 
         g, grads, states = self._accumulate(chunk, g, grads, step, True, close)
