@@ -41,16 +41,13 @@ def test_the_sums_are_those_of_the_vjp_without_its_rounding(family, save):
     vjp, weights, totals, x, rest = a_layer(family, save)
     adding = AddingBackward(vjp, weights, x)
 
-    @jax.jit
-    def both(weights, totals, x):
-        y, kept = vjp.forward(weights, x, *rest)
-        return vjp.backward(weights, kept, y), adding(weights, kept, y, totals)
-
-    (deltas, g), (added, out) = both(weights, totals, x)
+    y, kept = vjp.forward(weights, x, *rest)
+    (deltas, g), (added, out) = vjp.backward(weights, kept, y), adding(weights, kept, y, totals)
     np.testing.assert_array_equal(g, out)
     for delta, total, new in zip(*map(jax.tree.leaves, (deltas, totals, added)), strict=True):
-        rounding = 2.0**-8 * np.abs(np.float32(delta)) if delta.dtype == jnp.bfloat16 else 0
-        assert (np.abs(np.float32(new - total) - np.float32(delta)) <= rounding + 1e-4 * np.abs(delta).max()).all()
+        error, size = (np.linalg.norm(np.float64(a)) for a in (new - total - delta, delta))
+        # The reference rounds its products to bfloat16, and on CPUs some versions of XLA round parts of them, too.
+        assert error <= (2.0**-7 if delta.dtype == jnp.bfloat16 else 1e-6) * size
 
 
 @pytest.mark.parametrize("family", MODELS)
