@@ -383,4 +383,6 @@ def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
 
     message = 2 * SEQUENCE * HIDDEN * 4
     assert kept(sequence=False) == pytest.approx(message * (1 + LAYERS // 2), rel=0.01)
-    assert kept(sequence=True) == pytest.approx(message / 4 * (1 + LAYERS // 2), rel=0.01)
+    # XLA for CPUs copies one of the two rings once in a step, before the first row that reads it.
+    least = message / 4 * (1 + LAYERS // 2)
+    assert 0.99 * least <= kept(sequence=True) <= 1.01 * (least + message / 4)
