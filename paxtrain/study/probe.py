@@ -37,27 +37,6 @@ _COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "whil
 # A partition's number is (data * stages + stage) * tensor + its rank in the tensor group.
 
 
-def _sent_by_one(text: str, mesh: MeshConfig, runs: Callable[[str], bool]) -> collections.Counter[str]:
-    """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
-
-    Args:
-        text: text of the compiled step.
-        mesh: mesh of the step.
-        runs: op_name of a collective in a loop that may be skipped -> whether the device runs it.
-    """
-    sent: collections.Counter[str] = collections.Counter()
-    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
-    for op in hlo.collectives(text, unknown_trip_count=1):
-        if op.computation not in certain and not runs(op.op_name):
-            continue
-        group = op.groups[0] if op.groups else range(mesh.devices)
-        # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).
-        kind = "reduce-scatter" if op.kind == "all-to-all" else op.kind
-        if kind in _RING and len({number // mesh.tensor for number in group}) > 1:
-            sent[kind] += _RING[kind](len(group)) * op.bytes * op.executions
-    return sent
-
-
 def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
     """Return whether a stage runs a collective of a loop that some stages skip, by the collective's named scopes."""
     scopes = op_name.split("/")
@@ -68,6 +47,35 @@ def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
         in_last_row = any(scope.startswith("rows_") for scope in scopes)
         return in_last_row == (stage in trainer.schedule.closing)
     return True
+
+
+def collectives(trainer: Trainer, text: str, stage: int) -> list[hlo.Collective]:
+    """Return the collectives that a device of a stage runs: not those in loops that only other stages enter.
+
+    Args:
+        trainer: trainer whose stages all have factors of the same rank.
+        text: text of its compiled step.
+        stage: number of the stage.
+    """
+    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
+    return [op for op in hlo.collectives(text) if op.computation in certain or _runs(trainer, stage, op.op_name)]
+
+
+def _sent_by_one(ops: list[hlo.Collective], mesh: MeshConfig) -> collections.Counter[str]:
+    """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
+
+    Args:
+        ops: the collectives that the device runs.
+        mesh: mesh of the step.
+    """
+    sent: collections.Counter[str] = collections.Counter()
+    for op in ops:
+        group = op.groups[0] if op.groups else range(mesh.devices)
+        # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).
+        kind = "reduce-scatter" if op.kind == "all-to-all" else op.kind
+        if kind in _RING and len({number // mesh.tensor for number in group}) > 1:
+            sent[kind] += _RING[kind](len(group)) * op.bytes * op.executions
+    return sent
 
 
 def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
@@ -105,7 +113,7 @@ def wire_bytes(trainer: Trainer) -> dict[str, int]:
         lowered = alike.step.lower(alike.abstract_state(), alike.abstract_batch())
         text = lowered.compile(_COMPILE).as_text()
         for stage in (stage for stage, own in enumerate(ranks) if own == rank):
-            for kind, sent in _sent_by_one(text, mesh, functools.partial(_runs, alike, stage)).items():
+            for kind, sent in _sent_by_one(collectives(alike, text, stage), mesh).items():
                 total[kind] += round(sent * mesh.data * mesh.tensor)
     return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh))
 

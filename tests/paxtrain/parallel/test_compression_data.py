@@ -9,7 +9,7 @@ import pytest
 
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
-from paxtrain.xla import hlo
+from paxtrain.study import probe
 from tests.paxtrain.compressed import (
     FAST,
     FULL,
@@ -56,16 +56,17 @@ def test_fused_equals_unfused_embedding(mesh, zero1):
         assert_close(grads["embedding"]["token"], jax.device_get(right["embedding"]["token"]))
 
 
+@pytest.mark.parametrize("stage", [0, 1])  # the first one reduces in its last B, the other behind the rows
 @pytest.mark.parametrize("zero1", [True, False])
-def test_fused_embedding_sends_the_formulas_bytes(zero1):
+def test_fused_embedding_sends_the_formulas_bytes(zero1, stage):
     """Without ZeRO-1 a ring sends V(2D-1)/D for V bytes of table and D data ranks, and V(3D-2)/D unfused."""
     ranks = 4
     table = 64 * HIDDEN * 4
 
     def sent(embedding: str) -> float:
-        text = compiled(trainer(config((ranks, 2, 1), zero1=zero1, embedding=embedding))).as_text()
+        trained = trainer(config((ranks, 2, 1), zero1=zero1, embedding=embedding))
         total = 0.0
-        for op in hlo.collectives(text):
+        for op in probe.collectives(trained, compiled(trained).as_text(), stage):
             ring = {
                 "all-reduce": 2 * (ranks - 1) / ranks,
                 "all-to-all": (ranks - 1) / ranks,  # a reduce-scatter on CPUs
