@@ -4,7 +4,8 @@ import os
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+
+from paxtrain.process import setup
 
 # Most of the tests' time is compiling, and most of that is making machine code of fusions: without LLVM's optimizations
 # and without the emitters of fusions it takes half. Shapes and collectives stay. Processes that tests start inherit it.
@@ -20,15 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Keep compiled programs in a folder while a module's tests run, because many of its runs need the same ones."""
-    path = tmp_path_factory.mktemp("cache")
-    options = {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+def quiet_orbax():
+    """Hide orbax's messages about reads that it gives up, as mains do; pytest would fail the running test for them."""
+    with setup.quiet_orbax():
+        yield

@@ -32,7 +32,7 @@ def snippets(page: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.once
-def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys, cache):
+def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     found = snippets(API)
     assert len(found) == 7
@@ -48,7 +48,7 @@ def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys, cache):
 
 @pytest.mark.once
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_examples_run(path, home, monkeypatch, cache):
+def test_the_examples_run(path, home, monkeypatch):
     monkeypatch.chdir(home)
     exec(compile(path.read_text(), path.name, "exec"), {"__name__": "example"})
 

@@ -33,6 +33,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
+from paxtrain.process.setup import leave_compilation_cache
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
@@ -112,6 +113,11 @@ class Trainer:
     virtual: bool = False
     codec: Codec | None = None
     overlap: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Settle what the mesh's platform asks of the process."""
+        if self.platform == "cpu" and self.mesh.size > 1:
+            leave_compilation_cache()
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -23,8 +23,9 @@ from paxtrain.pipeline.rings import only_if
 def on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
 
-    If processes communicate over gloo, all stages call `run`, those between with zeros. A collective inside a loop may
-    run before or beside those outside, in another order on each process, and gloo aborts if orders differ.
+    If processes communicate over gloo, all stages call `run`, those between with zeros. In a program that was loaded
+    and not compiled, a collective inside a loop may run beside those outside (process.setup.leave_compilation_cache):
+    in another order on each process, which gloo answers by an abort. Trainers compile; the lab's processes load.
 
     Args:
         layout: Layout of the parameters.

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO
 
 from planner.jobs.job import Job
@@ -23,12 +22,6 @@ def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def environment(variables: Mapping[str, str], out: str) -> dict[str, str]:
-    """Return the environment of all processes: CPU devices, and a cache of compiled programs for the next start."""
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(out, "cache").absolute())}
-    return {**kept, **variables, "JAX_PLATFORMS": "cpu"}
 
 
 class Local:
@@ -80,10 +73,10 @@ class Local:
 
     def _start(self) -> int:
         """Start all hosts, wait for their end, and return one exit code for all of them."""
-        job, count = self._job, self._job.nodes
+        count = self._job.nodes
         *ports, coordinator = _free_ports(count + 1)
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        variables = environment(os.environ, job.out)
+        variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self._said.clear()
         for host in range(count):
             popen = subprocess.Popen(

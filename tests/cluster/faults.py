@@ -231,14 +231,14 @@ ALL = (killed_worker, short_cut, slow_host, killed_host, long_cut, full_disk, co
 
 
 @contextlib.contextmanager
-def lab(home: pathlib.Path, cache: pathlib.Path) -> Iterator[Lab]:
+def lab(home: pathlib.Path) -> Iterator[Lab]:
     """Yield the hosts, with the run on them.
 
     Args:
-        home: folder for everything; must not exist. cache: folder of compiled programs.
+        home: folder for everything; must not exist.
     """
     with Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as cluster:
-        yield Lab(cluster, home, cache)
+        yield Lab(cluster, home)
 
 
 def run(out: pathlib.Path, say: Callable[[str], None], keep: Callable[[Figures], Any] = lambda _: None) -> None:
@@ -251,7 +251,7 @@ def run(out: pathlib.Path, say: Callable[[str], None], keep: Callable[[Figures],
         FaultError: something did not go as promised.
     """
     shutil.rmtree(out / "run", ignore_errors=True)
-    with lab(out / "run", out / "cache") as made:
+    with lab(out / "run") as made:
         for experiment in ALL:
             say(f"faults: {' '.join(experiment.__doc__.split())}")
             figures = experiment(made)

@@ -17,7 +17,6 @@ from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster.hosts import Cluster
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_TRAIN = pathlib.Path(__file__).with_name("train.py")
 HOSTS, MBIT = 4, 200.0
 BATCH, EVERY = 12, 20  # samples of a step; steps between two checkpoints
 LIMITS = Limits(link=6.0, settle=3.0, grace=1.0, start=60.0)
@@ -122,20 +121,14 @@ def checkpoints(out: pathlib.Path) -> list[int]:
 class Lab:
     """The run that all faults happen to: its hosts, its data, its folder."""
 
-    def __init__(self, cluster: Cluster, home: pathlib.Path, cache: pathlib.Path, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster, home: pathlib.Path, **settings: Any) -> None:
         """Make the run; `settings` by `section.name` come beside or instead of those that all runs share."""
         self.cluster, self.home, self._settings = cluster, home, {**_SETTINGS, **settings}
         self.running: Running | None = None
         self._starts = 0
         self.environment = {
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "1",
-            # One process compiles for all: a fourth of the time.
-            "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
-            "JAX_SHARE_BINARY_BETWEEN_HOSTS_TIMEOUT_MS": "120000",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "PYTHONPATH": str(ROOT),
         }
@@ -189,7 +182,7 @@ class Lab:
         for number, host in enumerate(hosts):
             watch = [sys.executable, "-m", "planner.supervise", f"--hosts={addresses}", f"--host={number}", *limits]
             watch += [f"--log={folder}/host{host}.log", f"--report={folder}/host{host}.json", "--"]
-            train = [sys.executable, str(_TRAIN), *self.settings(), *mesh, "--cpu_devices=1"]
+            train = [sys.executable, "-m", "paxtrain.train", *self.settings(), *mesh, "--cpu_devices=1"]
             train += [f"--coordinator={self.cluster.addresses[hosts[0]]}:{_COORDINATOR}"]
             train += [f"--num_processes={len(hosts)}", f"--process_id={number}"]
             said = folder / f"host{host}.said"

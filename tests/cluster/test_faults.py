@@ -15,7 +15,7 @@ AT_ONCE = 2.0 + LIMITS.settle + LIMITS.grace  # seconds to the end of a fault th
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     home = tmp_path_factory.mktemp("faults")
-    with faults.lab(home / "lab", home / "cache") as lab:
+    with faults.lab(home / "lab") as lab:
         yield lab
 
 

@@ -37,12 +37,6 @@ SETTINGS = {
 def train(cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str) -> tuple[float, list[float]]:
     """Train, and return the seconds from the start to the end of the first step, and those of each later step."""
     variables = ENVIRONMENT | {
-        "JAX_COMPILATION_CACHE_DIR": str(out / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        # One process compiles for all: here they have two cores together.
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS_TIMEOUT_MS": "120000",
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "PYTHONPATH": str(ROOT),
     }

@@ -34,7 +34,7 @@ def shape(cluster, rate) -> None:
 
 def test_a_link_that_becomes_slow_is_named(tmp_path):
     with hosts.Cluster([[MBIT] * HOSTS for _ in range(HOSTS)]) as cluster:
-        lab = Lab(cluster, tmp_path / "lab", tmp_path / "cache", **SETTINGS)
+        lab = Lab(cluster, tmp_path / "lab", **SETTINGS)
         lab.start()
         run = lab.running
         run.wait_for_step(15)

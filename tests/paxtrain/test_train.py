@@ -38,6 +38,7 @@ from tests.paxtrain.training import (
     started,
 )
 
+pytestmark = pytest.mark.usefixtures("quiet_orbax")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # The command, which also records the batches it reads, the checkpoints it saves and its devices.
@@ -70,16 +71,14 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, cache):
-    """All runs share a cache of compiled programs."""
+def home(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("train"))
 
 
 @contextlib.contextmanager
 def running(home, out, *processes, program=("-m", "paxtrain.train"), **changes):
     """Start the command once for each (arguments before, after its settings); kill running processes at the end."""
-    directory = jax.config.jax_compilation_cache_dir
-    extra = {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    extra = {}
     if len(processes) > 1:
         # All processes compile at the same time, which is twice as fast without optimization.
         extra["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"

@@ -21,7 +21,7 @@ from paxtrain.run.run import Run
 from paxtrain.xla import hlo
 from tests.compress.topk import TopK
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("quiet_orbax")]
 STEPS, EVERY = 12, 4
 COMPRESS = {
     "backward": "epilogue",
@@ -38,7 +38,7 @@ COMPRESS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, cache):
+def home(tmp_path_factory):
     path = tmp_path_factory.mktemp("compressed")
     (path / "corpus.txt").write_text(" ".join(map(str, range(4_000))))
     prepare([str(path / "corpus.txt")], path / "data")

@@ -25,7 +25,7 @@ STEPS, EVERY, BATCH, SEQUENCE = 12, 6, 8, 32
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, cache):
+def home(tmp_path_factory):
     """Prepare two corpora of many short documents, in which no two samples are equal."""
     path = tmp_path_factory.mktemp("mixing")
     for name, first in (("web", 10_000), ("code", 500_000)):

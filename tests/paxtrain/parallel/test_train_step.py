@@ -17,8 +17,8 @@ from tests.paxtrain.training import configuration, corpus, curve, expected_batch
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, cache):
-    """Return the folder of a corpus; all runs share a cache of compiled programs."""
+def home(tmp_path_factory):
+    """Return the folder of a corpus."""
     return corpus(tmp_path_factory.mktemp("train"))
 
 

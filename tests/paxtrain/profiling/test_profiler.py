@@ -26,7 +26,7 @@ STEPS, PROFILED, PAUSE = 6, (3, 4, 5), 0.5
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory, cache):
+def home(tmp_path_factory):
     path = tmp_path_factory.mktemp("profiling")
     with token_files.TokenWriter(path / "tokens", 64) as writer:
         writer.extend(np.random.default_rng(0).integers(0, 64, 4000).tolist())

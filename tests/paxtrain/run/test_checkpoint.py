@@ -1,7 +1,6 @@
 """Checkpoints are bit-exact on any mesh, and damage of every kind is found and survived."""
 
 import contextlib
-import gc
 import pathlib
 import resource
 import shutil
@@ -16,20 +15,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
-from paxtrain.process import setup
 from paxtrain.run import checkpoint, checkpoint_reading
 from paxtrain.run.checkpoint import Checkpoints
 from tests.processes import run_processes
 
+pytestmark = pytest.mark.usefixtures("quiet_orbax")
 MODEL = {"hidden": 16, "layers": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """Hide orbax's messages about reads that it gives up, as mains do; pytest would fail the running test for them."""
-    with setup.quiet_orbax():
-        yield
-        gc.collect()
 
 
 def make_state(sizes: tuple[int, int, int], seed: int):
