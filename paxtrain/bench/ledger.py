@@ -35,7 +35,7 @@ PARTS = (*_PARTS, "other")
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """What one run of a step does on one device.
+    """Figures of one run of a step on one device.
 
     Attributes:
         executed: FLOPs of matrix products over the model's FLOPs.

@@ -1,4 +1,4 @@
-"""What a stage carries from row to row, and gradients on their way within a row."""
+"""The state that a stage carries from row to row, and gradients on their way within a row."""
 
 from typing import Any, NamedTuple
 

@@ -93,6 +93,24 @@ class SplitVjp:
         leaves = [flat[w] if w >= 0 else next(rest) for w in self._where]
         return jax.tree.unflatten(self._treedef, leaves)(g)
 
+    def backward_jaxpr(self, weights: Params, x: jax.Array, barriers: bool = False) -> core.ClosedJaxpr:
+        """Return the jaxpr of `backward`, over the leaves of the weights, what is kept, and the output's gradient.
+
+        Args:
+            weights: the weights that F is given, or their shapes and dtypes.
+            x: its input, shaped as the output.
+            barriers: see `run`.
+        """
+        leaves, structure = jax.tree.flatten(weights)
+        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *self.kept, x)]
+        count = len(leaves)
+
+        def backward(*flat: jax.Array) -> list[jax.Array]:
+            weights = jax.tree.unflatten(structure, flat[:count])
+            return jax.tree.leaves(self.backward(weights, list(flat[count:-1]), flat[-1]))
+
+        return inlined(backward, flat, barriers)
+
 
 def value(values: Values, atom: Atom) -> Any:
     """Return the value of an atom."""
@@ -223,15 +241,7 @@ class AddingBackward:
     """The backward of a SplitVjp that adds the gradients of the weights to accumulators."""
 
     def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
-        leaves, structure = jax.tree.flatten(weights)
-        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *vjp.kept, x)]
-        count = len(leaves)
-
-        def backward(*flat: jax.Array) -> list[jax.Array]:
-            weights = jax.tree.unflatten(structure, flat[:count])
-            return jax.tree.leaves(vjp.backward(weights, list(flat[count:-1]), flat[-1]))
-
-        closed = inlined(backward, flat, barriers=True)
+        closed = vjp.backward_jaxpr(weights, x, barriers=True)
         self._inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         self._constants = closed.consts
         *self._gradients, self._out = closed.jaxpr.outvars

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.residuals import SplitVjp, WeightProducts, inlined, run, value
+from paxtrain.pipeline.residuals import SplitVjp, WeightProducts, run, value
 
 
 class SplitBackward:
@@ -35,15 +35,8 @@ class SplitBackward:
     """
 
     def __init__(self, vjp: SplitVjp, weights: Params, x: jax.Array):
-        leaves, structure = jax.tree.flatten(weights)
-        flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*leaves, *vjp.kept, x)]
-        count = len(leaves)
-
-        def backward(*flat: jax.Array) -> list[jax.Array]:
-            weights = jax.tree.unflatten(structure, flat[:count])
-            return jax.tree.leaves(vjp.backward(weights, list(flat[count:-1]), flat[-1]))
-
-        closed = inlined(backward, flat)
+        closed = vjp.backward_jaxpr(weights, x)
+        count = len(jax.tree.leaves(weights))
         self._constants = dict(zip(closed.constvars, closed.consts, strict=True))
         self._weights, self._kept, self._g = closed.invars[:count], closed.invars[count:-1], closed.invars[-1]
         *self._gradients, self._out = closed.outvars

@@ -1,4 +1,4 @@
-"""What a compiled program's kernels do: FLOPs of matrix products, and bytes read and written, from the program's text.
+"""Costs of a compiled program's kernels: FLOPs of matrix products, and bytes read and written, from the program's text.
 
 A kernel reads each of its operands once and writes its result once. It reads only a part of an operand that it slices
 or gathers from, and of an array that it updates in place it touches the part. Caches are not modelled: what one kernel

@@ -378,11 +378,10 @@ def test_sequence_parallelism_keeps_a_part_of_a_micro_batch():
     """For each micro-batch GPipe keeps a gradient that waits for its B, and the layers' inputs in this save mode."""
 
     def kept(sequence: bool) -> float:
-        few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (16, 32))
-        return (many - few) / 8
+        # With fewer micro-batches a ring of parts still fits into memory that other arrays leave free.
+        few, many = (temporary(b, "gpipe", "layer_inputs", (1, 2, 4), sequence=sequence) for b in (32, 64))
+        return (many - few) / 16
 
     message = 2 * SEQUENCE * HIDDEN * 4
     assert kept(sequence=False) == pytest.approx(message * (1 + LAYERS // 2), rel=0.01)
-    # XLA for CPUs copies one of the two rings once in a step, before the first row that reads it.
-    least = message / 4 * (1 + LAYERS // 2)
-    assert 0.99 * least <= kept(sequence=True) <= 1.01 * (least + message / 4)
+    assert kept(sequence=True) == pytest.approx(message / 4 * (1 + LAYERS // 2), rel=0.01)
