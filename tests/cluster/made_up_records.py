@@ -1,0 +1,85 @@
+"""Records that the lab might have made, for the tests of what is said of them."""
+
+import pathlib
+
+from tests.cluster.experiments import compression as compression_experiment
+from tests.cluster.findings import (
+    compression,
+    links,
+    peer,
+    schedules,
+)
+from tests.cluster.findings import pairs as pairs_of
+from tests.cluster.records import Records
+
+
+def add_links(folder: pathlib.Path, worst: float = 0.05, hosts: int = 3, seconds: float = 40.0) -> None:
+    rates = [[100.0] * hosts for _ in range(hosts)]
+    measured = [[101.0] * hosts for _ in range(hosts)]
+    measured[0][1] = 100 * (1 - worst)
+    rates[1][0], measured[1][0] = 10.0, 20.0  # slower than those for which anything is wanted
+    measured[2][2] = 1e6  # the diagonal means nothing
+    Records(folder / links.SOURCE).add("some hosts", rates=rates, measured=measured, seconds=seconds)
+
+
+def add_pair(folder: pathlib.Path, scenario: str, plan: str, how: str, hosts: list[int], seconds: list[float], **by):
+    by = {"predicted": 1.0, "pipette": 1.0, "amp": 1.0} | by
+    values = {"scenario": scenario, "plan": plan, "how": how, "hosts": [hosts], "seconds": seconds}
+    Records(folder / pairs_of.SOURCE).add(f"{scenario} | {plan} | {how}", **values, **by)
+
+
+def add_predictions(folder: pathlib.Path) -> None:
+    """Add measured pairs with medians 1, 2, 4 on one scenario and 10, 20 on another."""
+    add_pair(folder, "a", "x", "planned", [0, 1], [1.0, 0.9, 5.0], predicted=1.1, pipette=3.0, amp=1.5)
+    add_pair(folder, "a", "x", "worst", [1, 0], [2.0, 2.0, 2.0], predicted=1.8, pipette=2.0, amp=2.5)
+    add_pair(folder, "a", "y", "planned", [0, 1], [4.0, 3.0, 9.0], predicted=5.0, pipette=1.0, amp=4.5)
+    add_pair(folder, "b", "x", "planned", [0, 1], [10.0], predicted=12.0, pipette=9.0, amp=9.0)
+    add_pair(folder, "b", "y", "planned", [0, 1], [20.0], predicted=11.0, pipette=18.0, amp=25.0)
+
+
+def add_placements(folder: pathlib.Path, host_order: float) -> None:
+    for plan, predicted, planned in (("1x2 fast", 0.9, 1.0), ("2x1 slow", 1.5, 1.6)):
+        add_pair(folder, "two_racks", plan, "planned", [0, 1, 2], [planned], predicted=predicted)
+        add_pair(folder, "two_racks", plan, "host order", [1, 0, 2], [host_order], predicted=2.0)
+        add_pair(folder, "two_racks", plan, "worst", [2, 1, 0], [3.0], predicted=3.0)
+        add_pair(folder, "two_racks", plan, "random 0", [2, 0, 1], [planned / 1.05], predicted=1.0)
+
+
+def add_compression(folder: pathlib.Path, packed: float = 0.7, loss: float = 2.01) -> None:
+    records = Records(folder / compression.SOURCE)
+    medians = dict(zip(compression_experiment.KINDS, (1.0, 0.9, 0.8, packed, 0.5), strict=True))
+    seconds = {kind: [time, 0.9 * time, 1.3 * time] for kind, time in medians.items()}
+    seconds["CB"] = [0.9, 0.9, 0.9]
+    wire = {kind: {"backward": round(1e6 * time), "embedding": 1000, "all-reduce": 4} for kind, time in medians.items()}
+    hosts = [{"forward": 0.2, "pipeline": 0.1}, {"forward": [0.2, 0.4], "data": 0.1}]
+    counted = {"wire": wire, "parts": dict.fromkeys(medians, hosts), "predicted": {"CB": 1.01, "CB+SC": 1.12}}
+    counted["unlimited"] = {kind: [0.7 * time] for kind, time in medians.items()}
+    records.add("share None", share=0.4, rate=50.0, seconds=seconds, selected="0,1", **counted)
+    records.add("share 0.7", share=0.7, rate=12.0, seconds=seconds, selected="0,1,2,3")
+    for kind in medians:
+        if kind == compression.PAPER:
+            records.add("all stages", kind=kind, selected="0,1,2,3", losses=[], validation=[[0, 6.0], [100, 2.2]])
+        last = {compression.PAPER: loss, compression.ALL: 2.5}.get(kind, 2.0)
+        records.add(f"loss {kind}", kind=kind, losses=[], validation=[[0, 6.0], [50, 4.0], [100, last]])
+
+
+def add_schedules(folder: pathlib.Path, overlapping: float = 0.8, share: float = 0.3) -> None:
+    predicted = {"eager_1f1b": 1.1, "1f1b": 0.9}
+    seconds = {"eager_1f1b": [1.0, 1.0, 1.2], "1f1b": [1.0, 0.8, 1.0]}
+    over = {"eager_1f1b": overlapping, "1f1b": 0.9}
+    values = {"rate": 50.0, "seconds": seconds, "predicted": predicted, "predicted_overlapping": over}
+    Records(folder / schedules.SOURCE).add("50 Mbit/s", transfer_share=share, **values)
+
+
+def add_peer(folder: pathlib.Path, dense: float = 0.8, cost: float = 0.005) -> None:
+    records = Records(folder / peer.SOURCE)
+    records.add("first", mesh=[2, 4, 1], torch="2.0", first={peer.PYTORCH: [4.0, 2.0], "1f1b": [4.0, 2.00001]})
+    for kind, loss in ((peer.DENSE, 2.0), (peer.COMPRESSED, 2.0 * (1 + cost))):
+        records.add(kind, mesh=[2, 4, 1], kind=kind, validation=[[0, 5.0], [100, loss]])
+    for rate, slower in ((1000.0, 0.5), (200.0, 0.5), (50.0, 1.0)):
+        times = {peer.PYTORCH: 2.0, "1f1b": 1.9, peer.DENSE: 2 * dense, peer.COMPRESSED: 0.9}
+        kinds = {
+            kind: {"seconds": [slower * time] * 3, "computed": [1.5] * 3, "bytes": [3_000_000] * 3}
+            for kind, time in times.items()
+        }
+        records.add(f"{rate}", mesh=[2, 4, 1], rate=rate, save="dots", kinds=kinds)
