@@ -33,7 +33,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
-from paxtrain.process.setup import leave_compilation_cache
+from paxtrain.process import compilation_cache
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
@@ -43,18 +43,20 @@ BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
 CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
 
-# XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. So XLA overlaps
-# factors of a few kilobytes with a few kernels only. With this estimator transfers overlap with matrix products too.
-GPU_COMPRESSED_OPTIONS = {"xla_gpu_enable_analytical_latency_estimator": True}
+GPU_OPTIONS = {
+    # By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
+    # all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for
+    # that would put it off by one more layer, and copy the gradients of two layers in each turn.
+    "xla_gpu_enable_pipelined_reduce_scatter": False,
+}
 
-# By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
-# all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B; test_gpu_compile.py
-# asserts it.
-GPU_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
-
-# The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for that
-# would put it off by one more layer, and copy the gradients of two layers in each turn.
-GPU_REDUCE_OPTIONS = {"xla_gpu_enable_pipelined_reduce_scatter": False}
+# XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
+# between stages travel under the last two of F's products only in eager_1f1b, and compressed ones under none. By this
+# one they travel under all of F. In other schedules F is a loop, under which they travel in any case, and with this
+# estimate XLA copies their rings, and those of parts of micro-batches.
+GPU_ESTIMATE = {"xla_gpu_enable_analytical_latency_estimator": True}
 
 # Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
 # skip them, and all stages would run all ops. The second would drop the optimization barriers that order reads and
@@ -117,7 +119,7 @@ class Trainer:
     def __post_init__(self) -> None:
         """Settle what the mesh's platform asks of the process."""
         if self.platform == "cpu" and self.mesh.size > 1:
-            leave_compilation_cache()
+            compilation_cache.leave_unused()
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -466,7 +468,8 @@ class Trainer:
         """XLA's options for the training step on this mesh's platform."""
         if self.platform != "gpu":
             return CPU_OPTIONS if self.config.mesh.pipe > 1 else {}
-        return GPU_OPTIONS | GPU_REDUCE_OPTIONS | (GPU_COMPRESSED_OPTIONS if self.compression.between_stages else {})
+        eager = self.config.pipeline.schedule == "eager_1f1b" and not self.config.mesh.sequence_parallel
+        return GPU_OPTIONS | (GPU_ESTIMATE if self.compression.between_stages or eager else {})
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)

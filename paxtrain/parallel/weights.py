@@ -24,7 +24,7 @@ def on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array
     """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
 
     If processes communicate over gloo, all stages call `run`, those between with zeros. In a program that was loaded
-    and not compiled, a collective inside a loop may run beside those outside (process.setup.leave_compilation_cache):
+    and not compiled, a collective inside a loop may run beside those outside (paxtrain.process.compilation_cache):
     in another order on each process, which gloo answers by an abort. Trainers compile; the lab's processes load.
 
     Args:

@@ -3,6 +3,7 @@
     distributed.py               joining the processes of a launch
     stopping.py supervised.py    a stop on SIGTERM; the progress file that a supervisor reads
     setup.py                     settings of the whole process, made by mains alone
+    compilation_cache.py         when jax's cache of compiled programs is not used
     failures.py                  phrases of errors that another process has caused
     jax_private.py               the private names of jax in use, each with its reason
 

@@ -1,4 +1,4 @@
-"""Settings of the whole process, which mains and trainers make and imports never do."""
+"""Settings of the whole process, which mains make and imports never do."""
 
 import contextlib
 import gc
@@ -8,9 +8,6 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-
 
 def use_one_blas_thread() -> None:
     """Make LAPACK compute on one thread, unless the environment says otherwise.
@@ -19,17 +16,6 @@ def use_one_blas_thread() -> None:
     data took 3 to 30 times as long on two cores. LAPACK reads the variable when it is loaded, at its first use.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def leave_compilation_cache() -> None:
-    """Compile all further programs of this process anew, although jax may have a cache of compiled programs on disk.
-
-    XLA for CPUs runs the collectives of a program one after another, on all devices in one order. A program that it
-    loads keeps this order among the collectives of one computation only: those inside of a loop run beside those around
-    it, and where two meet, they take each other's values. Losses become NaN, or devices wait for each other for ever.
-    """
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # else jax keeps what it decided at its first program
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Program:
             compiled = {name: programs.compile(x, options.get(name, {}), devices) for name, x in lowered.items()}
             keys, self.found = {name: key for name, (key, _) in compiled.items()}, compiled["step"][1]
         # Who has compiled loads all the same: loaded programs may run collectives inside of loops in another order than
-        # those fresh from the compiler (process.setup.leave_compilation_cache), and gloo aborts where orders differ.
+        # those fresh from the compiler (paxtrain.process.compilation_cache), and gloo aborts where orders differ.
         self.keys, loaded = keys, {name: programs.load(key, devices) for name, key in keys.items()}
         self.compiled, self._init, self.evaluate = loaded["step"], loaded["init"], loaded.get("evaluate")
         self.shape = trainer.abstract_batch().shape

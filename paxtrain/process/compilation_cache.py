@@ -1,0 +1,15 @@
+"""jax's cache of compiled programs on disk, and when not to use it."""
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+def leave_unused() -> None:
+    """Compile all further programs of this process anew, although jax may have a cache of compiled programs on disk.
+
+    XLA for CPUs runs the collectives of a program one after another, on all devices in one order. A program that it
+    loads keeps this order among the collectives of one computation only: those inside of a loop run beside those around
+    it, and where two meet, they take each other's values. Losses become NaN, or devices wait for each other for ever.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # else jax keeps what it decided at its first program
