@@ -53,9 +53,9 @@ GPU_OPTIONS = {
 }
 
 # XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
-# between stages travel under the last two of F's products only in eager_1f1b, and compressed ones under none. By this
-# one they travel under all of F. In other schedules F is a loop, under which they travel in any case, and with this
-# estimate XLA copies their rings, and those of parts of micro-batches.
+# between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all
+# of F. If idle stages skip, F is a loop, under which they travel in any case. There, and if rings keep parts of
+# micro-batches, XLA would copy rings with this estimate.
 GPU_ESTIMATE = {"xla_gpu_enable_analytical_latency_estimator": True}
 
 # Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
@@ -468,8 +468,8 @@ class Trainer:
         """XLA's options for the training step on this mesh's platform."""
         if self.platform != "gpu":
             return CPU_OPTIONS if self.config.mesh.pipe > 1 else {}
-        eager = self.config.pipeline.schedule == "eager_1f1b" and not self.config.mesh.sequence_parallel
-        return GPU_OPTIONS | (GPU_ESTIMATE if self.compression.between_stages or eager else {})
+        straight = self.schedule.masked and not self.config.mesh.sequence_parallel
+        return GPU_OPTIONS | (GPU_ESTIMATE if self.compression.between_stages or straight else {})
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)

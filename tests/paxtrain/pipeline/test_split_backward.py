@@ -100,7 +100,9 @@ def test_a_collective_among_weight_gradients_is_refused():
             return [reduce(kept[0].T @ g)], g @ weights[0].T
 
         def make(_):
-            SplitBackward(types.SimpleNamespace(kept=[x], backward=backward), weights, x)
+            vjp = types.SimpleNamespace(kept=[x], backward=backward)
+            vjp.backward_jaxpr = functools.partial(SplitVjp.backward_jaxpr, vjp)
+            SplitBackward(vjp, weights, x)
             return 0
 
         jax.make_jaxpr(jax.vmap(make, axis_name="tensor"))(jnp.arange(2))
