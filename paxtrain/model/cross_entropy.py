@@ -151,7 +151,15 @@ def losses_and_gradients(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(x: jax.Array, table: jax.Array, targets: jax.Array, vocab_size: int, axis: str | None) -> jax.Array:
-    """Return the mean cross-entropy in nats; its arguments are those of `losses`."""
+    """Return the mean cross-entropy of all tokens, in nats.
+
+    Args:
+        x: input of the head, [..., H].
+        table: this rank's shard of the head's table, [V/T, H].
+        targets: token ids, int [...].
+        vocab_size: number of token ids; ids from here on are padding and get no probability.
+        axis: mesh axis that splits the vocabulary; None: it is whole.
+    """
     return losses(x, table, targets, vocab_size, axis) / targets.size
 
 

@@ -56,7 +56,13 @@ def _on_wire(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """Return the front of an accumulator: the size of a shard along dim, or all of it if dim is -1."""
+    """Return the front of an accumulator, which has the size of a shard.
+
+    Args:
+        layout: layout of the parameters.
+        x: the accumulator.
+        dim: dim that is split over data; -1: none, and the front is all of it.
+    """
     return x if dim < 0 else lax.slice_in_dim(x, 0, x.shape[dim] // layout.config.mesh.data, axis=dim)
 
 
@@ -163,7 +169,13 @@ def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> l
 
 
 def means(layout: Layout, tree: Any, dims: Any) -> Any:
-    """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see weights.py)."""
+    """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see weights.py).
+
+    Args:
+        layout: layout of the parameters.
+        tree: gradients that are sums over this data rank's samples.
+        dims: for each array the dim that is split over data, or -1.
+    """
     arrays, structure = jax.tree.flatten(tree)
     dims = jax.tree.leaves(dims)
     if layout.config.mesh.data == 1:

@@ -19,7 +19,10 @@ from paxtrain.pipeline.stage import Stage
 
 
 class Reduction(Protocol):
-    """A reduction over data as the pipeline calls it; `stages` are the stages that may make the call."""
+    """A reduction over data as the pipeline calls it; `stages` are the stages that may make the call.
+
+    Each call takes float32 accumulators in the stage's layout, and the states that the call before returned.
+    """
 
     def states(self) -> list[Any]:
         """Return, for each layer slot of the stage, what the reduction keeps from step to step, before the step."""

@@ -16,6 +16,11 @@ def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tupl
     """Return loss and gradients of a single stage, and the reduction's states; residuals bypass the ring.
 
     The last micro-batch is outside the loop if its B reduces the gradients over data.
+
+    Args:
+        stage: the stage.
+        grads: accumulators, zeros.
+        reduction: reduction of the gradients over data; None: none here.
     """
     closes = reduction is not None and reduction.closes((0,))
 

@@ -132,17 +132,38 @@ class Stage:
         return x, parts
 
     def slot(self, chunk: int, number: int, layer: int | jax.Array) -> int | jax.Array:
-        """Return the slot, in the stage, of a layer of a segment."""
+        """Return the slot, in the stage, of a layer of a segment.
+
+        Args:
+            chunk: number of the chunk.
+            number: number of the segment in the chunk.
+            layer: number of the layer in the segment.
+        """
         return chunk * max(self.program.counts) + self.program.segments[number].start + layer
 
     def at(self, chunk: int, number: int, layer: int | jax.Array) -> tuple[Place, Params]:
-        """Return the place and the weights of a layer of a scanned segment."""
+        """Return the place and the weights of a layer of a scanned segment.
+
+        Args:
+            chunk: number of the chunk.
+            number: number of the segment in the chunk.
+            layer: number of the layer in the segment.
+        """
         weights = jax.tree.map(lambda w: w[layer], self.weights.chunks[chunk][number])
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
         return Place(own, number, layer, (layer,)), weights
 
     def run_segment(self, chunk: int, number: int, x: Any, part: Any, step: Step, backward: bool) -> tuple[Any, Any]:
-        """Run a step of each layer of one segment, and return x and the segment's part after it."""
+        """Run a step of each layer of one segment, and return x and the segment's part after it.
+
+        Args:
+            chunk: number of the chunk.
+            number: number of the segment in the chunk.
+            x: value that goes from layer to layer.
+            part: list of the layers' parts, or one stacked part if the segment is scanned.
+            step: function (place, weights, x, part) -> (x, part).
+            backward: whether the last layer comes first.
+        """
         segment, weights = self.program.segments[number], self.weights.chunks[chunk][number]
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
