@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, and the backward that reads it.
+"""The residuals that a forward keeps for its backward, and the backward that reads them.
 
 A vjp of one layer has residuals that can wait in a ring. Its backward is evaluated equation by equation, so that the
 matrix products of the weights' gradients add to their accumulators.

@@ -180,6 +180,7 @@ def kept(shape: Shape) -> dict[str, Column]:
     everything = everything + (t * c * part + sums if flash else sums * (2 + model.sequence * (9 + c) / 4))
     apart = model.separator >= 0
     everything = everything + (apart and flash) * t * c * model.sequence
+    everything = everything + 16  # single numbers, such as an activation's factors
     return {"dots": dots + apart * 4 * t, "layer_inputs": t * c * between + apart * 4 * t, "residuals": everything}
 
 
