@@ -50,6 +50,7 @@ class Cluster:
         kinds: device kind of each host, a key of GPUS or "cpu".
         memory: [H] bytes of one device of the host.
         nics: flows that leave a host, and that enter it, at full speed.
+        fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
@@ -73,6 +74,7 @@ class Cluster:
     named: bool = True
     shares: Shares = ASSUMED
     parts: "Cluster | None" = None
+    fan_out: float = 1.0
 
     @classmethod
     def load(cls, name: str | pathlib.Path) -> "Cluster":
@@ -106,6 +108,7 @@ class Cluster:
             kinds=self.kinds,
             memory=self.memory,
             nics=self.nics,
+            fan_out=self.fan_out,
             alpha=self.alpha,
             samples=self.samples,
             measured=self.measured,

@@ -8,6 +8,8 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
      "device": "a100-80gb",            a GPU of paxtrain/devices/gpus.py, or "cpu"; or a list, one per host
      "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
      "nics": 1,                        flows that leave a host, and enter it, at full speed; more share
+     "fan_out": 1,                     hosts with which a host exchanges data at once, each at its link's full speed;
+                                       optional, 1: the NICs are all there is. Only CPUs use it
      "links": ...,                     see below
      "compute": [...]}                 rows that planner.profile measured of layers, head and optimizer; optional
 
@@ -50,7 +52,8 @@ _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
 _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
-_KEYS = ("version", "name", "source", "hosts", "devices_per_host", "device", "memory", "nics", "links", "compute")
+_REQUIRED = ("hosts", "devices_per_host", "device", "links")
+_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "compute")
 _Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
@@ -64,6 +67,7 @@ class Fields(TypedDict):
     kinds: tuple[str, ...]
     memory: np.ndarray
     nics: int
+    fan_out: float
     alpha: np.ndarray
     samples: np.ndarray
     measured: np.ndarray | None
@@ -111,7 +115,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     for key in values:
         if key not in _KEYS:
             raise UserError(f"unknown key {key}; known are {', '.join(_KEYS)}")
-    for key in ("hosts", "devices_per_host", "device", "links"):
+    for key in _REQUIRED:
         if key not in values:
             raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
     if type(values["hosts"]) is int and values["hosts"] > _MOST:
@@ -138,6 +142,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "kinds": kinds,
         "memory": memory,
         "nics": _integer("nics", values.get("nics", 1)),
+        "fan_out": _at_least_one("fan_out", values.get("fan_out", 1)),
         "alpha": alpha,
         "samples": samples,
         "measured": measured,
@@ -162,6 +167,13 @@ def _number(name: str, value: object, zero: bool = False) -> float:
     ):
         raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
     return float(value)
+
+
+def _at_least_one(name: str, value: object) -> float:
+    number = _number(name, value)
+    if number < 1:
+        raise UserError(f"{name} must be a number from 1 on, got {value!r}")
+    return number
 
 
 def _kind(value: object) -> str:
@@ -360,6 +372,7 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         "device": _uniform(fields["kinds"]),
         "memory": _uniform(fields["memory"].tolist()),
         "nics": fields["nics"],
+        "fan_out": fields["fan_out"],
         "links": links,
         "compute": list(fields["compute"]),
     }

@@ -1,8 +1,11 @@
-"""Latency and seconds per byte of messages between stages and of data-parallel rings, for a batch of placements.
+"""Latency and seconds per byte of messages between stages and of collectives over data, for a batch of placements.
 
 A placement says on which host each tensor group lies: int [batch, D, P], D data ranks, P stages. All devices of a
 group send to their counterparts alike, so a group of T devices sends T flows at once. A flow alone has the link's
 bandwidth. If more flows enter or leave a host than it has NICs, they share the NICs.
+
+On GPUs all collectives over data are rings. Over gloo a reduce-scatter is an all-to-all (compress.collectives), whose
+messages use all links of a host at once.
 """
 
 import dataclasses
@@ -22,11 +25,15 @@ class Fabric:
         alpha: [H, H] seconds.
         per_byte: [H, H] seconds per byte of a flow alone, 1 / bandwidth.
         nics: flows that leave or enter a host at full speed.
+        fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
+        rings: whether a reduce-scatter runs around a ring; otherwise it is an all-to-all.
     """
 
     alpha: Array
     per_byte: Array
     nics: int
+    fan_out: float = 1.0
+    rings: bool = True
 
 
 def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None = None) -> Fabric:
@@ -41,7 +48,8 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
         bandwidth = cluster.samples[sample]
     else:
         bandwidth = cluster.bandwidth if quantile is None else cluster.quantile(quantile)
-    return Fabric(np.ascontiguousarray(cluster.alpha), 1 / bandwidth, cluster.nics)
+    alpha = np.ascontiguousarray(cluster.alpha)
+    return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps)
 
 
 def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
@@ -117,6 +125,48 @@ def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
     return (ranks - 1) * links.alpha[here, there].max(axis=2), slowest
 
 
+def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
+    """Return what all-to-alls over each stage's data ranks take while all stages and tensor ranks run theirs.
+
+    Two data ranks exchange a D-th of a rank's array, all pairs at once. The flows between two hosts share `nics` flows
+    of full speed, those of a host `nics * fan_out`.
+
+    Args:
+        links: links of the cluster.
+        hosts: int [batch, D, P].
+        tensor: T, all-to-alls per stage.
+
+    Returns:
+        Seconds of latency, and seconds per byte of a rank's array, [batch, P].
+    """
+    batch, ranks, stages = hosts.shape
+    latency, per_byte = np.zeros((2, batch, stages))
+    count = len(links.alpha)
+    for b in range(batch if ranks > 1 else 0):
+        held = np.zeros((stages, count))  # data ranks of each stage on each host
+        np.add.at(held, (np.arange(stages), hosts[b]), 1)
+        between = tensor * held.T @ held
+        leaving = tensor * (held * (ranks - held)).sum(axis=0)
+        busier = np.maximum(leaving[:, None], leaving)
+        share = np.maximum(np.maximum(between, busier / links.fan_out) / links.nics, 1.0)
+        np.fill_diagonal(share, 1.0)
+        slowness = links.per_byte * share
+        for p in range(stages):
+            # A host sends to itself only if several ranks are there.
+            senders, receivers = np.nonzero(np.outer(held[p], held[p]) - np.diag(held[p] == 1))
+            latency[b, p] = links.alpha[senders, receivers].max()
+            per_byte[b, p] = slowness[senders, receivers].max() / ranks
+    return latency, per_byte
+
+
+def _reduce_scatters(links: Fabric, hosts: Array, tensor: int, ring: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Return latency, and seconds per byte of a rank's array, [batch, P], of reduce-scatters over data."""
+    if not links.rings:
+        return all_to_all(links, hosts, tensor)
+    ranks = hosts.shape[1]
+    return ring[0], (ranks - 1) / ranks * ring[1]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Paths:
     """Latency in seconds, and seconds per byte, of the links that placements use, whatever is sent.
@@ -125,12 +175,14 @@ class Paths:
         forward: [batch, D, P] of a message to the next stage, by sender.
         backward: [batch, D, P] of a message to the previous stage, by sender.
         ring: [batch, P] of a turn of each stage's data-parallel ring.
+        scatter: [batch, P] of each stage's reduce-scatter over data, per byte of a rank's whole array.
         swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
     """
 
     forward: tuple[Array, Array]
     backward: tuple[Array, Array]
     ring: tuple[Array, Array]
+    scatter: tuple[Array, Array]
     swap: tuple[Array, Array]
 
     def take(self, batch: slice) -> "Paths":
@@ -157,9 +209,11 @@ def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:
         hosts: int [batch, D, P].
         tensor: T, devices of a group.
     """
+    ring = rings(links, hosts, tensor)
     return Paths(
         forward=hops(links, hosts, tensor, 1),
         backward=hops(links, hosts, tensor, -1),
-        ring=rings(links, hosts, tensor),
+        ring=ring,
+        scatter=_reduce_scatters(links, hosts, tensor, ring),
         swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
     )

@@ -101,6 +101,8 @@ class LinkSeconds:
         packed: [batch, D, P] of a compressed gradient, by sender.
         ring_latency: [batch, P] latency of one turn of a stage's data-parallel ring.
         ring_per_byte: [batch, P] seconds per byte of that turn.
+        scatter_latency: [batch, P] latency of a stage's reduce-scatter over data.
+        scatter_per_byte: [batch, P] its seconds per byte of a rank's whole array.
         swap: [batch] of the exchange of the tied embedding's gradients; 0 if it is not tied.
     """
 
@@ -109,6 +111,8 @@ class LinkSeconds:
     packed: Array
     ring_latency: Array
     ring_per_byte: Array
+    scatter_latency: Array
+    scatter_per_byte: Array
     swap: Array
 
 
@@ -243,6 +247,8 @@ class Problem:
             packed=on(paths.backward, self.packed),
             ring_latency=paths.ring[0],
             ring_per_byte=paths.ring[1],
+            scatter_latency=paths.scatter[0],
+            scatter_per_byte=paths.scatter[1],
             swap=swap if self.swaps else np.zeros_like(swap),
         )
 
@@ -301,10 +307,14 @@ class Problem:
         if c.data == 1:
             return none, np.full(shape, np.inf), none, edge
         turn = (c.data - 1) / c.data * links.ring_per_byte
-        turns = 1 if c.zero1 else 2  # a reduce-scatter, and without ZeRO-1 the all-gather that makes it an all-reduce
         size = costs.ITEM[c.reduce_dtype]
-        dense = turns * (links.ring_latency + self.layer_parameters * size * turn)
-        table = turns * (links.ring_latency + self.embedding_parameters * size * turn)
+
+        def reduced(parameters: int) -> Array:
+            if c.zero1:
+                return links.scatter_latency + parameters * size * links.scatter_per_byte
+            return 2 * (links.ring_latency + parameters * size * turn)  # an all-reduce
+
+        dense, table = reduced(self.layer_parameters), reduced(self.embedding_parameters)
         edge[:, self.meets] += table[:, self.meets]
         if not c.data_rank:
             return dense, np.full(shape, np.inf), none, edge

@@ -21,7 +21,7 @@ from planner.measure.machines import Machines
 from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from planner.measure.profile_compute import profile_compute
-from planner.measure.profile_links import profile_links, time_all_reduces
+from planner.measure.profile_links import profile_links, time_all_reduces, time_fan_out
 
 
 def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> tuple[link_fit.Filled, int]:
@@ -63,7 +63,10 @@ def profile(
     times, missing = profile_links(group, machines, options, began + limit / 2)
     rows, left_out = profile_compute(group, machines, config, options, began + limit)
     filled, nics = _filled_links(group, machines, times)
-    said = []
+    said, fan_out = [], 1.0
+    # With two hosts each has one other, and rings on GPUs send to one at a time.
+    if len(machines.hosts) > 2 and "cpu" in machines.kinds:
+        fan_out = time_fan_out(group, machines, filled, nics, int(times.sizes.max()))
     if options.all_reduces and len(machines.devices) > 1:
         said = time_all_reduces(group, machines, filled, nics, min(4 * MIB, int(times.sizes.max())))
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
@@ -82,6 +85,7 @@ def profile(
         kinds=machines.kinds,
         memory=np.array(machines.memory),
         nics=nics,
+        fan_out=fan_out,
         alpha=filled.alpha,
         samples=filled.samples,
         measured=filled.measured if fitted else None,
@@ -92,7 +96,10 @@ def profile(
 
 def describe(cluster: Cluster) -> list[tuple[str, str]]:
     """Return rows of a name and words that sum up a measured cluster: its hosts, links and compute times."""
-    said = [("cluster", f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} devices, {cluster.nics} NIC(s)")]
+    words = f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} devices, {cluster.nics} NIC(s)"
+    if cluster.fan_out > 1:
+        words += f", each exchanges data with {cluster.fan_out:.1f} others at full speed"
+    said = [("cluster", words)]
     between = clusters.between(cluster)
     for name, pairs in (("links between hosts", between), ("inside hosts", ~between)):
         if pairs.any() and (name != "inside hosts" or cluster.devices_per_host > 1):

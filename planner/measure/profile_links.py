@@ -93,6 +93,47 @@ def profile_links(
     return collected, ""
 
 
+def fan_out(seconds: float, size: int, alpha: float, per_byte: float, flows: tuple[int, int], nics: int) -> float:
+    """Return with how many hosts a host exchanges data at once at full speed, from the time of an all-to-all.
+
+    Args:
+        seconds: time of the all-to-all.
+        size: bytes of each of its messages.
+        alpha: seconds of latency of the links.
+        per_byte: seconds per byte of the slowest link between hosts, for one flow.
+        flows: flows between two hosts, and flows that leave a host.
+        nics: flows that the link of two hosts carries at full speed.
+    """
+    between, leaving = flows
+    share = max(seconds - alpha, 0.0) / (size * per_byte)
+    # As long as this the flows of one pair take, however many pairs there are; the rest is the timing's noise.
+    least = max(between / nics, 1.0)
+    return max(leaving / (nics * max(share, least)), 1.0)
+
+
+def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, largest: int) -> float:
+    """Return with how many hosts a host exchanges data at once at full speed, timed by an all-to-all.
+
+    Args:
+        group: the processes of the run.
+        machines: their hosts and devices.
+        filled: the measured links.
+        nics: NICs per host.
+        largest: bytes of the largest messages that the links were measured with.
+    """
+    count, per_host = len(machines.hosts), machines.per_host
+    apart = ~np.eye(count, dtype=bool)
+    per_byte, alpha = 1 / np.median(filled.samples, axis=0)[apart].min(), filled.alpha[apart].max()
+    leaving = per_host * (count - 1)
+    size = max(largest // leaving // 4 * 4, 4096)
+    pause = size * per_byte / 10
+    mine = machines.of_process[group.process]
+    with group.watch(machines.hosts[mine], "the others in an all-to-all over the hosts"):
+        own = link_timing.all_to_all(machines.devices, per_host, size, mine, pause)
+    seconds = group.gather(own, max) - pause * min(count - 1, 2)
+    return fan_out(seconds, size, alpha, per_byte, (per_host, leaving), nics)
+
+
 def time_all_reduces(
     group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, size: int
 ) -> list[tuple[str, str]]:

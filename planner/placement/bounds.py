@@ -8,6 +8,8 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
                k are tried. If every host carries the same number of rings, their links hold a permutation of the
                hosts. Its slowest link is at least the bottleneck of the best assignment. In any case every host must
                be left and entered. The slowest ring is put on the stage where it does the least harm.
+    all-to-all What the reduction is over gloo. If the D ranks of a stage do not fit into a host, each host sends to
+               ceil((D-G)/G) others at least, with flows for D-G ranks.
     hops       A host that carries k stages holds chains of at most k neighbors of a pipeline, so at least
                H ceil(G/k) - D messages leave hosts. If each host sends and receives one message, the assignment
                problem bounds their total time. If hosts send more, each host's fastest links and the convexity of NIC
@@ -51,6 +53,7 @@ class _CaseLinks:
         inside_per_byte: [H] seconds per byte inside each host.
         tensor: flows that a tensor group sends at once.
         nics: flows that a host sends at full speed.
+        fan_out: hosts with which a host exchanges data at once at full speed.
     """
 
     alpha: Array
@@ -59,6 +62,7 @@ class _CaseLinks:
     inside_per_byte: Array
     tensor: int
     nics: int
+    fan_out: float
 
     def share(self, groups: Array | float) -> Array:
         """Return the factor by which flows slow down if `groups` groups of a host send at once."""
@@ -104,6 +108,7 @@ def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
         np.diagonal(fabric.per_byte),
         problem.candidate.tensor,
         fabric.nics,
+        fabric.fan_out,
     )
 
 
@@ -155,6 +160,28 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
             yield _Case(alpha, float(least), float(assigned * links.share(k)), k)
         if k * hosts != touched and k > 1:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), k)
+
+
+def _all_to_all(links: _CaseLinks, ranks: int, slots: int) -> tuple[float, float, float]:
+    """Return the least that all-to-alls over data take: seconds of latency, and per byte of every and of the slowest.
+
+    Seconds per byte are those of a rank's whole array.
+
+    Args:
+        links: links of the fabric.
+        ranks: data ranks D, at least 2.
+        slots: tensor groups per host.
+    """
+    inside = links.inside_per_byte.min()
+    if len(links.inside_alpha) == 1:
+        return float(links.inside_alpha.min()), float(inside) / ranks, float(inside) / ranks
+    if ranks <= slots:
+        least = float(min(inside, links.per_byte.min() * links.share(1))) / ranks
+        return float(min(links.alpha.min(), links.inside_alpha.min())), least, least
+    others = -(-(ranks - slots) // slots)  # hosts, at least, with which every host exchanges data
+    share = max(float(links.share(1)), float(links.share((ranks - slots) / links.fan_out)))
+    needed = [np.partition(links.per_byte, others - 1, axis=axis).take(others - 1, axis).max() for axis in (0, 1)]
+    return float(links.alpha.min()), float(links.per_byte.min()) * share / ranks, float(max(needed)) * share / ranks
 
 
 def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: int) -> float:
@@ -232,6 +259,7 @@ class _Bound:
         self.hosts = len(fabric.alpha)
         self.slots = c.groups // self.hosts
         self.worst = c.pipe if c.pipe <= _WORST else 1
+        self.rings = fabric.rings
         self.kind_of_host = problem.kind_of_host
         self.sizes = {"activation": problem.message, "gradient": problem.message, "packed": problem.packed}
         self.wraps = {"activation": c.pipe - 1, "gradient": 0, "packed": 0}
@@ -267,9 +295,17 @@ class _Bound:
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
         share = self.problem.embedding_parameters * MASTER / c.data
-        per_byte = np.full((self.worst, p), case.per_byte)
-        if self.worst == p:
-            per_byte[np.diag_indices(p)] = max(case.worst, case.per_byte)
+
+        def over_data(least: float, worst: float) -> Array:
+            per_byte = np.full((self.worst, p), least)
+            if self.worst == p:
+                per_byte[np.diag_indices(p)] = max(worst, least)
+            return np.tile(per_byte, (batch, 1))
+
+        turn = (c.data - 1) / c.data
+        scatter = (case.latency, turn * case.per_byte, turn * case.worst)
+        if c.data > 1 and not self.rings:
+            scatter = _all_to_all(self.links, c.data, self.slots)
 
         def grow(x: Array) -> Array:
             return np.repeat(x, self.worst, axis=0)[:, None]
@@ -278,7 +314,9 @@ class _Bound:
         links = LinkSeconds(
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
             ring_latency=np.full((batch * self.worst, p), case.latency),
-            ring_per_byte=np.tile(per_byte, (batch, 1)),
+            ring_per_byte=over_data(case.per_byte, case.worst),
+            scatter_latency=np.full((batch * self.worst, p), scatter[0]),
+            scatter_per_byte=over_data(*scatter[1:]),
             swap=np.full(batch * self.worst, self.swap(case, share) if self.problem.swaps else 0.0),
         )
         kinds = np.zeros((batch, p), int) if kinds is None else kinds

@@ -238,14 +238,29 @@ def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
     return spec.order == "alternating" and not (spec.splits or spec.interleaves)
 
 
+def _all_to_all(cluster: Cluster, space: Space, facts: _Facts) -> Array:
+    """Return the least seconds per byte [N] of a rank's array that an all-to-all over data takes."""
+    groups = cluster.devices_per_host // space.tensor
+    flows = space.tensor * np.maximum(space.data - groups, 1) / (cluster.nics * cluster.fan_out)
+    alone = np.maximum(space.tensor / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
+    return facts.ring_byte * np.where(space.data > groups, np.maximum(flows / alone, 1.0), 1.0) / space.data
+
+
 def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
     """Return the least seconds [N] of the layers' reduction and gather over data, and of the embedding's gradient."""
     d, held, table = space.data, facts.held, facts.table
     share = (d - 1) / d * facts.ring_byte
     latency = (d - 1) * facts.ring_latency
-    turns = np.where(space.zero1, 1, 2)
     size = np.array([costs.ITEM[dtype] for dtype in REDUCE_DTYPES])[space.reduce_dtype]
-    dense = turns * (latency + held * size * share)
+
+    def reduced(parameters: Array) -> Array:
+        if cluster.overlaps:
+            scatter = latency + parameters * size * share
+        else:  # an all-to-all
+            scatter = facts.ring_latency + parameters * size * _all_to_all(cluster, space, facts)
+        return np.where(space.zero1, scatter, 2 * (latency + parameters * size * share))
+
+    dense = reduced(held)
     sizes = sorted(set(space.tensor.tolist()))
     index = np.searchsorted(sizes, space.tensor)
     kernels = {t: costs.kernels(model, t) for t in sizes}
@@ -264,7 +279,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     reduce = np.where(space.data_rank > 0, np.minimum(exposed(dense), exposed(small) + passes), exposed(dense))
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
     over = np.where(d > 1, reduce + gather, 0.0)
-    edge = np.where(d > 1, turns * (latency + table * size * share), 0.0)
+    edge = np.where(d > 1, reduced(table), 0.0)
     tied = model.tied_head & (space.pipe > 1)
     edge += np.where(tied, facts.hop_latency + table * MASTER / d * facts.hop_byte, 0.0)
     return over, edge

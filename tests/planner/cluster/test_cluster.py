@@ -68,13 +68,14 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     samples = rng.uniform(1e9, 2e9, (4, hosts, hosts)).tolist()
     measured = (rng.uniform(0, 1, (hosts, hosts)) < 0.8).tolist()
     links = {"alpha": 1e-5, "bandwidth": samples, "measured": measured}
-    made = Cluster.parse(values(hosts=hosts, links=links, nics=2, name="lab"))
+    made = Cluster.parse(values(hosts=hosts, links=links, nics=2, fan_out=1.5, name="lab"))
     made.save(tmp_path / "c.json")
     again = Cluster.load(tmp_path / "c.json")
     np.testing.assert_array_equal(again.samples, made.samples)
     np.testing.assert_array_equal(again.alpha, made.alpha)
     np.testing.assert_array_equal(again.measured, measured)
     assert (again.hosts, again.kinds, again.nics, again.name, again.named) == (made.hosts, made.kinds, 2, "lab", False)
+    assert again.fan_out == 1.5
 
 
 def test_merged_hosts_are_as_slow_as_their_slowest_pair():
@@ -119,7 +120,7 @@ def test_without_some_hosts_nothing_else_changes():
             assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
-    kept = ("name", "source", "devices_per_host", "nics", "named", "shares", "parts")
+    kept = ("name", "source", "devices_per_host", "nics", "fan_out", "named", "shares", "parts")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
     assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # no field is forgotten
@@ -198,6 +199,8 @@ def two(bandwidth: list) -> dict:
         ({"device": "a1000"}, "device must be one of v100"),
         ({"device": ["h100", "h100"]}, "each of the 3 hosts, got 2"),
         ({"device": "cpu"}, "memory is missing"),
+        ({"fan_out": 0.5}, "fan_out must be a number from 1 on, got 0.5"),
+        ({"fan_out": "all"}, "fan_out must be a number above 0, got 'all'"),
         ({"device": [["h100"], "h100", "h100"]}, "device must be one of v100"),
         ({"memory": 10**400}, "memory must be a number above 0"),
         ({"hosts": 10**30}, "up to 1,000,000"),

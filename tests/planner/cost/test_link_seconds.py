@@ -1,9 +1,11 @@
-"""Hops, rings and shared NICs against loops that do it one flow at a time."""
+"""Hops, rings, all-to-alls and shared NICs against loops that do it one flow at a time."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
-from planner.cost.link_seconds import fabric, hops, paths, ring_order, rings
+from planner.cost.link_seconds import all_to_all, fabric, hops, paths, ring_order, rings
 from tests.planner.examples import cluster, placements
 
 
@@ -53,6 +55,43 @@ def test_each_ring_by_itself(data, pipe, tensor, nics):
             slowest = max(links.per_byte[edge] * crowd for edge, crowd in zip(ring, crowds))
             assert per_byte[0, p] == pytest.approx(slowest)
             assert latency[0, p] == pytest.approx((data - 1) * max(links.alpha[a, b] for a, b in ring))
+
+
+@pytest.mark.parametrize(("nics", "fan_out"), [(1, 1.0), (1, 3.0), (2, 1.5), (4, 8.0)])
+@pytest.mark.parametrize(
+    ("data", "pipe", "tensor"), [(4, 4, 1), (2, 4, 2), (4, 1, 4), (8, 2, 1), (16, 1, 1), (1, 4, 4)]
+)
+def test_each_pair_of_an_all_to_all_by_itself(data, pipe, tensor, nics, fan_out):
+    some = cluster(nics=nics, fan_out=fan_out)
+    links = dataclasses.replace(fabric(some), rings=False)
+    for hosts in placements(5, data, pipe, 4 // tensor):
+        pairs = [
+            [(int(a), int(b)) for i, a in enumerate(hosts[:, p]) for j, b in enumerate(hosts[:, p]) if i != j]
+            for p in range(pipe)
+        ]
+        flows = [pair for each in pairs for pair in each]
+        out, into = flows_out_and_in(hosts, flows, tensor)
+        latency, per_byte = all_to_all(links, hosts[None], tensor)
+        for p in range(pipe):
+            took = [0.0]
+            for a, b in pairs[p]:
+                alike = tensor * flows.count((a, b)) / nics
+                crowd = max(alike, max(out[a], into[b]) / (nics * fan_out), 1) if a != b else 1
+                took.append(links.per_byte[a, b] * crowd / data)
+            assert per_byte[0, p] == pytest.approx(max(took))
+            assert latency[0, p] == max([links.alpha[pair] for pair in pairs[p]], default=0.0)
+        found = paths(links, hosts[None], tensor).scatter
+        np.testing.assert_array_equal(found, (latency, per_byte))
+
+
+def test_a_full_fan_out_reduces_over_many_hosts_in_less_time_than_a_ring():
+    """With NICs as the only limit both take (D-1)/D of the array; with full links an all-to-all takes 1/D."""
+    hosts = np.arange(8).reshape(1, 8, 1)
+    for fan_out, share in ((1.0, 7 / 8), (7.0, 1 / 8)):
+        links = dataclasses.replace(fabric(cluster(8, 1, seed=None, fan_out=fan_out)), rings=False)
+        assert paths(links, hosts, 1).scatter[1][0, 0] == pytest.approx(share / 25e9)
+    ring = paths(dataclasses.replace(links, rings=True), hosts, 1).scatter[1][0, 0]
+    assert ring == pytest.approx(7 / 8 / 25e9)
 
 
 def test_the_last_stages_message_to_the_first_shares_with_its_own_group():

@@ -45,10 +45,10 @@ def problems(draw):
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), st.integers(0, 1000))
-def test_no_placement_is_below_the_bound(made, seed):
-    c, links = made.candidate, fabric(made.cluster)
+@settings(max_examples=90, deadline=None, derandomize=True)
+@given(problems(), st.integers(0, 1000), st.booleans(), st.sampled_from([1.0, 2.5, 4.0]))
+def test_no_placement_is_below_the_bound(made, seed, rings, fan_out):
+    c, links = made.candidate, dataclasses.replace(fabric(made.cluster), rings=rings, fan_out=fan_out)
     slots = c.groups // len(made.cluster.hosts)
     every = exact.placements(c.data, c.pipe, slots, exact.twins(links, made.kind_of_host), 3000)
     if every is None:
@@ -95,6 +95,15 @@ def test_a_host_with_slow_links_is_in_some_ring():
     made.cluster.samples[:, 2, [0, 1, 3, 4, 5]] /= 4
     best, bound = best_and_bound(made)
     assert best == pytest.approx(bound, rel=1e-8)
+
+
+def test_a_host_with_slow_links_is_in_some_all_to_all():
+    """Every host exchanges data with five others, so the fifth of its links counts, and the bound is reached."""
+    made = problem(6, 1, 4, 6, 4, seed=None)
+    made.cluster.samples[:, 2, [0, 1, 3, 4, 5]] /= 4
+    links = dataclasses.replace(fabric(made.cluster), rings=False, fan_out=5.0)
+    hosts = np.arange(6).reshape(1, 6, 1)
+    assert made.step(links, hosts).total[0] == pytest.approx(bounds.lower(made, links), rel=1e-8)
 
 
 def test_bottleneck_is_that_of_the_best_permutation():

@@ -7,6 +7,7 @@ import pytest
 
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
 from paxtrain.schedule.schedules import SPECS
+from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
 from planner.cost.step_time import Candidate, Problem
 from planner.search import layers, pruning
@@ -20,6 +21,14 @@ SPACE_CHOICES = Choices(
     virtual_stages=(2, 3),
     sequence_parallel=(False, True),
 )
+
+
+class OverGloo(Cluster):
+    """The same devices, but no transfer runs beside compute, and reduce-scatters are all-to-alls, as on CPUs."""
+
+    overlaps = False
+
+
 HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 
@@ -34,7 +43,12 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
     return tuple(np.diff([0, *cuts, count]).tolist())
 
 
-@pytest.mark.parametrize("some", [cluster(), HETERO, cluster(2, 8, seed=None)], ids=["uneven", "kinds", "alike"])
+GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(Cluster)} | {"fan_out": 2.0})
+
+
+@pytest.mark.parametrize(
+    "some", [cluster(), HETERO, cluster(2, 8, seed=None), GLOO], ids=["uneven", "kinds", "alike", "gloo"]
+)
 def test_no_simulated_step_is_below_the_bound(some):
     space = enumerate_candidates(some, MODEL, 32, SPACE_CHOICES)
     bounds, rng = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0)
