@@ -15,6 +15,7 @@ from planner.measure.process_group import ProcessGroup
 
 _PROBE = 16 * 1024  # bytes of the first messages, which show how slow the links are
 _LARGEST = 16 * MIB  # bytes
+_FAN_OUT = (0.04, 0.16)  # seconds on the slowest link of the messages of the two all-to-alls that tell the fan-out
 
 # MessageTimes as JSON holds them: a tiny message, there and back.
 _Times = tuple[float, list[float], list[float]]
@@ -93,22 +94,18 @@ def profile_links(
     return collected, ""
 
 
-def fan_out(seconds: float, size: int, alpha: float, per_byte: float, flows: tuple[int, int], nics: int) -> float:
-    """Return with how many hosts a host exchanges data at once at full speed, from the time of an all-to-all.
+def fan_out(slowness: float, flows: tuple[int, int], nics: int) -> float:
+    """Return with how many hosts a host exchanges data at once at full speed, from the times of all-to-alls.
 
     Args:
-        seconds: time of the all-to-all.
-        size: bytes of each of its messages.
-        alpha: seconds of latency of the links.
-        per_byte: seconds per byte of the slowest link between hosts, for one flow.
+        slowness: seconds per byte of a message in an all-to-all, over those of the slowest link for one flow.
         flows: flows between two hosts, and flows that leave a host.
         nics: flows that the link of two hosts carries at full speed.
     """
     between, leaving = flows
-    share = max(seconds - alpha, 0.0) / (size * per_byte)
-    # As long as this the flows of one pair take, however many pairs there are; the rest is the timing's noise.
+    # The flows of a single pair take as long as this, however many pairs there are; less is the timing's noise.
     least = max(between / nics, 1.0)
-    return max(leaving / (nics * max(share, least)), 1.0)
+    return max(leaving / (nics * max(slowness, least)), 1.0)
 
 
 def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, largest: int) -> float:
@@ -123,15 +120,19 @@ def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Fille
     """
     count, per_host = len(machines.hosts), machines.per_host
     apart = ~np.eye(count, dtype=bool)
-    per_byte, alpha = 1 / np.median(filled.samples, axis=0)[apart].min(), filled.alpha[apart].max()
-    leaving = per_host * (count - 1)
-    size = max(largest // leaving // 4 * 4, 4096)
-    pause = size * per_byte / 10
+    per_byte = 1 / np.median(filled.samples, axis=0)[apart].min()
     mine = machines.of_process[group.process]
-    with group.watch(machines.hosts[mine], "the others in an all-to-all over the hosts"):
-        own = link_timing.all_to_all(machines.devices, per_host, size, mine, pause)
-    seconds = group.gather(own, max) - pause * min(count - 1, 2)
-    return fan_out(seconds, size, alpha, per_byte, (per_host, leaving), nics)
+    sizes = [min(int(seconds / per_byte), largest) // 4 * 4 for seconds in _FAN_OUT]
+    took = []
+    for size in sizes:
+        last = size * per_byte / 2
+        pause = last * mine / (count - 1)
+        with group.watch(machines.hosts[mine], "the others in an all-to-all over the hosts"):
+            own = link_timing.all_to_all(machines.devices, per_host, size, mine, pause)
+        took.append(group.gather(own, max) - last)
+    # Small messages take longer than their bytes do, so the slope counts.
+    slope = (took[1] - took[0]) / (sizes[1] - sizes[0]) if sizes[0] < sizes[1] else took[1] / sizes[1]
+    return fan_out(slope / per_byte, (per_host, per_host * (count - 1)), nics)
 
 
 def time_all_reduces(

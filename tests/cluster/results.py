@@ -50,7 +50,7 @@ CAVEATS = (
     cost of a message weighs more.""",
     """**A reduce-scatter is an all-to-all here**, with the sum behind it, because gloo's own is wrong now and then
     (docs/compression.md). Every pair of hosts has a link, over which an all-to-all of D data ranks sends 1/D of the
-    data. The planner predicts a ring, which sends (D-1)/D over each of its links.""",
+    data. The planner predicts that, with what hosts reach when they exchange data with several others at once.""",
     """**One seed** of rates, placements and training. The spread is taken over repeats within one run.""",
 )
 
