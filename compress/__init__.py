@@ -5,7 +5,8 @@
     powersgd.py                             mean_lowrank: gradients over data (PowerSGD)
     collectives.py                          reduce_scatter, right on CPUs, too; many collectives packed into one
     policy.py                               rules for what to compress, when to start, and to which rank
-    kernels.py triton.py                    passes over whole matrices: public op and jnp reference, Pallas kernels
+    kernels.py                              passes over whole matrices: public op and jnp reference
+    gpu/                                    kernels for NVIDIA GPUs: of the passes, and of the algebra on thin factors
     kernel_times.py bench.py                benchmark of the kernels, and its main
     subspace.py                             subspace iteration on thin factors
     recorder.py                             a record of a link's messages, for studies

@@ -10,9 +10,9 @@ factors q and w are [*, k, r], with any leading dims. Products accumulate in flo
 precision: float32 factors are multiplied in full float32, bfloat16 ones as tensor cores do it, with m rounded to
 bfloat16.
 
-`implementation` is "xla" (plain jnp), "triton" (compress/triton.py's kernels for NVIDIA GPUs), or "interpret": the same
-kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a `Lazy` error, must use
-the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their speed.
+`implementation` is "xla" (plain jnp), "triton" (compress/gpu/triton.py's kernels for NVIDIA GPUs), or "interpret":
+the same kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a `Lazy` error,
+must use the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their speed.
 
 If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
 error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress import triton
+from compress.gpu import triton
 
 LARGEST_RANK = triton.LARGEST_RANK  # the largest rank that "triton" and "interpret" take
 IMPLEMENTATIONS = ("xla", "triton", "interpret")
@@ -58,8 +58,12 @@ class Lazy(NamedTuple):
 Error = Explicit | Lazy | None
 
 
-def _kernels(implementation: str) -> bool:
-    """Return whether an implementation uses compress/triton.py's kernels."""
+def uses_kernels(implementation: str) -> bool:
+    """Return whether an implementation uses the kernels of compress/gpu.
+
+    Raises:
+        ValueError: the implementation is unknown.
+    """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; known are {', '.join(IMPLEMENTATIONS)}")
     return implementation != "xla"
@@ -88,7 +92,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
         dtype: dtype of the result.
         implementation: one of IMPLEMENTATIONS.
     """
-    if _kernels(implementation):
+    if uses_kernels(implementation):
         return triton.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
     if dtype == jnp.bfloat16:
@@ -109,7 +113,7 @@ def residual(
         active: if it is False, m is returned, bit for bit.
         implementation: one of IMPLEMENTATIONS.
     """
-    if _kernels(implementation):
+    if uses_kernels(implementation):
         return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
     return e if active is True else jnp.where(active, e, m)
@@ -122,6 +126,7 @@ def project(
     active: jax.Array | bool = True,
     *,
     keep: bool = False,
+    parts: bool = False,
     implementation: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Return the matrix to send, m = x + error, and its product m q.
@@ -134,32 +139,40 @@ def project(
             meaningless.
         keep: whether the error's first array is needed later as well (not together with `active`); m then takes other
             memory, which saves a copy.
+        parts: whether to return the product as partial sums, which the next computation adds up.
         implementation: one of IMPLEMENTATIONS.
 
     Returns:
-        m [*, n, k] in x's dtype, and m q [*, n, r] in float32.
+        m [*, n, k] in x's dtype, and m q in float32, [*, n, r] or partial sums [*, parts, n, r].
     """
-    if _kernels(implementation):
+    if uses_kernels(implementation):
         interpret = implementation == "interpret"
-        parts: tuple[jax.Array, ...] = error or ()
-        return triton.project(x, q, *parts, active=active, keep=keep, interpret=interpret)
+        operands: tuple[jax.Array, ...] = error or ()
+        m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
+        return m, sums if parts else sums.sum(-3)
     m = x
     if error is not None:
         m = _add(x, residual(*error) if isinstance(error, Lazy) else error.e)
         m = m if active is True else jnp.where(active, m, error[0])
-    return m, _dot(m, q, (-1, -2))
+    product = _dot(m, q, (-1, -2))
+    return m, product[..., None, :, :] if parts else product
 
 
-def backproject(m: jax.Array, p: jax.Array, *, implementation: str = "xla") -> tuple[jax.Array, jax.Array]:
+def backproject(
+    m: jax.Array, p: jax.Array, *, parts: bool = False, implementation: str = "xla"
+) -> tuple[jax.Array, jax.Array]:
     """Return the products of the least-squares fit: m^T p [*, k, r] and p^T p [*, r, r], both in float32.
 
     Args:
         m: matrix [*, n, k].
         p: left factor [*, n, r].
+        parts: whether to return them as partial sums [*, parts, ...], which the next computation adds up.
         implementation: one of IMPLEMENTATIONS.
     """
-    if _kernels(implementation):
-        return triton.backproject(m, p, interpret=implementation == "interpret")
+    if uses_kernels(implementation):
+        s, g = triton.backproject(m, p, interpret=implementation == "interpret")
+        return (s, g) if parts else (s.sum(-3), g.sum(-3))
     # The barrier keeps the products apart: XLA would join them, and copy all of m beside p for that.
     own = lax.optimization_barrier(p)
-    return _dot(m, p, (-2, -2)), _dot(own, own, (-2, -2))
+    s, g = _dot(m, p, (-2, -2)), _dot(own, own, (-2, -2))
+    return (s[..., None, :, :], g[..., None, :, :]) if parts else (s, g)

@@ -75,7 +75,7 @@ class LowRank:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
-        known = {"error": ("none", "explicit", "lazy"), "factors": subspace.FACTORS, "form": tuple(subspace.FORMS)}
+        known = {"error": ("none", "explicit", "lazy"), "factors": subspace.FACTORS, "form": subspace.FORMS}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; known are {', '.join(values)}")
@@ -113,26 +113,20 @@ class LowRank:
             x: message [*, k].
             active: whether the message is sent, bool []. If it is False, the state returns unchanged, bit for bit.
         """
-
-        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(active, new, old)
-
-        m, product = kernels.project(
-            x.reshape(-1, x.shape[-1]), state.q, state.error, active, implementation=self.implementation
+        error, run = state.error, self.implementation
+        old_p, old_w = (error.p, error.w) if isinstance(error, kernels.Lazy) else (None, None)
+        matrix = x.reshape(-1, x.shape[-1])
+        m, product = kernels.project(matrix, state.q, error, active, parts=True, implementation=run)
+        p = subspace.left(product, self.factors, old_p, active, form=self.form, implementation=run)
+        s, g = kernels.backproject(m, p.thin, parts=True, implementation=run)
+        w, q = subspace.right(
+            s, g, state.q, state.first, self.factors, old_w, active, form=self.form, implementation=run
         )
-        wire_p = subspace.quantise(subspace.FORMS[self.form](product), self.factors)
-        p = subspace.dequantise(wire_p)
-        s, g = kernels.backproject(m, p, implementation=self.implementation)
-        fitted = subspace.solve(s, g) if self.form == "solve" else s
-        wire_w = subspace.quantise(fitted, self.factors)
-        w = subspace.dequantise(wire_w)
-        error = state.error
-        if isinstance(error, kernels.Lazy):
-            error = kernels.Lazy(m, keep(p, error.p), keep(w, error.w))
+        if p.kept is not None and w.kept is not None:
+            error = kernels.Lazy(m, p.kept, w.kept)
         elif isinstance(error, kernels.Explicit):
-            error = kernels.Explicit(kernels.residual(m, p, w, active, implementation=self.implementation))
-        q = subspace.warm_start(fitted, state.first.astype(jnp.float32)).astype(state.q.dtype)
-        return LowRankWire(wire_p, wire_w), LowRankState(keep(q, state.q), state.first, error)
+            error = kernels.Explicit(kernels.residual(m, p.thin, w.thin, active, implementation=run))
+        return LowRankWire(p.wire, w.wire), LowRankState(q, state.first, error)
 
     def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
         """Return p w^T, with the same bits on the sender and on the receiver.

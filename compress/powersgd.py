@@ -126,9 +126,15 @@ def mean_lowrank(
         for g, q, e in zip(matrices, state.q, state.error, strict=True)
     ]
     ms = [m for m, _ in projected]
-    ps = _by_shape(subspace.FORMS[form], packed(mean, [product for _, product in projected]))
+    basis = (
+        subspace.orthonormal
+        if form == "qr"
+        else functools.partial(subspace.precondition, implementation=implementation)
+    )
+    solve = functools.partial(subspace.solve, implementation=implementation)
+    ps = _by_shape(basis, packed(mean, [product for _, product in projected]))
     backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(ms, ps)]
-    own = [s for s, _ in backprojected] if form == "qr" else _by_shape(subspace.solve, *zip(*backprojected))
+    own = [s for s, _ in backprojected] if form == "qr" else _by_shape(solve, *zip(*backprojected))
     ws = packed(mean, own)
     errors = [kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(ms, ps, own)]
     qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(state.q, _by_shape(_warm_start, ws))]

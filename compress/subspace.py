@@ -11,14 +11,19 @@ neither quantised factors nor float32 sums lose more than they must. Every funct
 computes in float32. All except `orthonormal` factorise r x r matrices only.
 
 A zero column stays exactly zero in every function, so zero columns make a rank below the number of columns.
+
+`left` and `right` are an encoder's two halves of this. With the kernels of compress/gpu/thin.py they take two launches
+each; in plain jnp, XLA makes about 20 of them, and calls cuSOLVER and cuBLAS for the factorisations and solves.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from compress.gpu import thin
+from compress.kernels import uses_kernels
 
 FACTORS = ("float32", "bfloat16", "int8")
 
@@ -74,19 +79,30 @@ def initial(k: int, rank: int, seed: int) -> jax.Array:
     return jax.random.orthogonal(jax.random.key(seed), k, m=rank, dtype=jnp.float32)
 
 
-def precondition(p: jax.Array) -> jax.Array:
+def _shift(r: int) -> float:
+    """Return what makes a Gram matrix of r unit columns definite, although rounding errors might not leave it so."""
+    return 4 * r * float(jnp.finfo(jnp.float32).eps)
+
+
+def precondition(p: jax.Array, implementation: str = "xla") -> jax.Array:
     """Return well-conditioned columns that span the same space as p's [*, n, r].
 
     One round of shifted Cholesky QR on unit columns makes them orthonormal if p has full rank. If a column depends on
     others, the rest of it is short and need not be orthogonal; `solve` accounts for that.
 
+    Args:
+        p: columns, float32.
+        implementation: one of kernels.IMPLEMENTATIONS.
+
     References:
         Fukaya et al. 2020, Shifted Cholesky QR for computing the QR factorization of ill-conditioned matrices.
     """
+    if uses_kernels(implementation):
+        parts = p[..., None, :, :]
+        return thin.left(parts, _shift(p.shape[-1]), p.dtype, interpret=implementation == "interpret")[0]
     p = _unit(p)
     gram = jnp.matmul(p.mT, p, precision=lax.Precision.HIGHEST)
-    # The rounding errors of the Gram matrix of r equal columns must not make it indefinite.
-    return _divide(p, _cholesky(gram, 4 * p.shape[-1] * float(jnp.finfo(jnp.float32).eps)), transpose=True)
+    return _divide(p, _cholesky(gram, _shift(p.shape[-1])), transpose=True)
 
 
 def orthonormal(p: jax.Array) -> jax.Array:
@@ -98,7 +114,7 @@ def orthonormal(p: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(p != 0, axis=-2, keepdims=True), jnp.linalg.qr(p)[0], 0)
 
 
-def solve(s: jax.Array, g: jax.Array) -> jax.Array:
+def solve(s: jax.Array, g: jax.Array, implementation: str = "xla") -> jax.Array:
     """Return the W [*, k, r] for which P W^T is closest to M.
 
     W is s (g + ridge I)^-1, by Cholesky. The ridge is 1e-6 of the largest element of g's diagonal. If P could represent
@@ -107,7 +123,11 @@ def solve(s: jax.Array, g: jax.Array) -> jax.Array:
     Args:
         s: M^T P [*, k, r], float32.
         g: P^T P [*, r, r], float32, with the P of `precondition`.
+        implementation: one of kernels.IMPLEMENTATIONS.
     """
+    if uses_kernels(implementation):
+        parts = s[..., None, :, :], g[..., None, :, :]
+        return thin.fit(*parts, _RIDGE, interpret=implementation == "interpret")[0]
     largest = jnp.max(jnp.diagonal(g, axis1=-2, axis2=-1), axis=-1)[..., None, None]
     largest = jnp.where(largest == 0, 1, largest)
     lower = _cholesky(g / largest, _RIDGE)
@@ -154,4 +174,97 @@ def dequantise(factor: Factor) -> jax.Array:
     return product.astype(jnp.bfloat16)
 
 
-FORMS: dict[str, Callable[[jax.Array], jax.Array]] = {"solve": precondition, "qr": orthonormal}
+FORMS = ("solve", "qr")
+
+
+class Half(NamedTuple):
+    """One of a message's factors.
+
+    Attributes:
+        wire: factor as it crosses the link.
+        thin: factor [n, r] as sender and receiver multiply it.
+        kept: factor that a lazy error keeps, which an inactive message leaves as it was; None without a lazy error.
+    """
+
+    wire: Factor
+    thin: jax.Array
+    kept: jax.Array | None
+
+
+def _half(x: jax.Array, factors: str, old: jax.Array | None, active: jax.Array | bool) -> Half:
+    """Return a factor x [n, r] as a half; the other arguments are those of `left`."""
+    wire = quantise(x, factors)
+    values = dequantise(wire)
+    return Half(wire, values, None if old is None else jnp.where(active, values, old))
+
+
+def left(
+    parts: jax.Array,
+    factors: str,
+    old: jax.Array | None = None,
+    active: jax.Array | bool = True,
+    *,
+    form: str = "solve",
+    implementation: str = "xla",
+) -> Half:
+    """Return the left factor of a message.
+
+    Args:
+        parts: partial sums [parts, n, r] of M Q, as `kernels.project` returns them.
+        factors: dtype on the wire, one of FACTORS.
+        old: left factor [n, r] that a lazy error kept of the previous message.
+        active: if it is False, `old` is kept, bit for bit.
+        form: one of FORMS.
+        implementation: one of kernels.IMPLEMENTATIONS.
+    """
+    if form == "qr":
+        return _half(orthonormal(parts.sum(-3)), factors, old, active)
+    if not uses_kernels(implementation):
+        return _half(precondition(parts.sum(-3)), factors, old, active)
+    shift, interpret = _shift(parts.shape[-1]), implementation == "interpret"
+    if factors == "int8":  # whose scales are known only after all columns are
+        return _half(thin.left(parts, shift, jnp.float32, interpret=interpret)[0], factors, old, active)
+    p, kept = thin.left(parts, shift, jnp.dtype(factors), old, active, interpret=interpret)
+    wire = Factor(p)
+    return Half(wire, dequantise(wire), kept)
+
+
+def right(
+    s: jax.Array,
+    g: jax.Array,
+    q: jax.Array,
+    first: jax.Array,
+    factors: str,
+    old: jax.Array | None = None,
+    active: jax.Array | bool = True,
+    *,
+    form: str = "solve",
+    implementation: str = "xla",
+) -> tuple[Half, jax.Array]:
+    """Return the right factor of a message, and the Q [k, r] of the next one.
+
+    Args:
+        s: partial sums [parts, k, r] of M^T P, as `kernels.backproject` returns them.
+        g: partial sums [parts, r, r] of P^T P.
+        q: right factor [k, r] from which this message started.
+        first: right factor [k, r] of the first message.
+        factors: dtype on the wire, one of FACTORS.
+        old: right factor [k, r] that a lazy error kept of the previous message.
+        active: if it is False, `old` and `q` are kept, bit for bit.
+        form: one of FORMS.
+        implementation: one of kernels.IMPLEMENTATIONS.
+    """
+    if form == "qr" or not uses_kernels(implementation):
+        fitted = s.sum(-3) if form == "qr" else solve(s.sum(-3), g.sum(-3))
+        following = warm_start(fitted, first.astype(jnp.float32)).astype(q.dtype)
+        return _half(fitted, factors, old, active), jnp.where(active, following, q)
+    interpret = implementation == "interpret"
+    fitted, norms = thin.fit(s, g, _RIDGE, interpret=interpret)
+    if factors == "int8":
+        half = _half(fitted, factors, old, active)
+        return half, thin.right(fitted, norms, first, q, _MIX, active=active, interpret=interpret)[0]
+    dtype = jnp.dtype(factors)
+    q, sent, kept = thin.right(fitted, norms, first, q, _MIX, dtype=dtype, old=old, active=active, interpret=interpret)
+    assert sent is not None, "a dtype sends w"
+    wire = Factor(sent)
+    return Half(wire, dequantise(wire), kept), q

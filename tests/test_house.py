@@ -17,7 +17,8 @@ _TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
 _PREDICTION = ("planner/cluster", "planner/cost", "planner/memory", "planner/placement")
 _PLANNING = (*_PREDICTION, "planner/search", "planner/report", "planner/planning")
 MAY_IMPORT = {
-    "compress": (),
+    "compress": ("compress/gpu",),
+    "compress/gpu": (),
     "paxtrain/config": ("paxtrain/schedule",),
     "paxtrain/schedule": ("compress",),
     "paxtrain/devices": (),

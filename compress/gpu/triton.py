@@ -4,25 +4,21 @@ Two kernels suffice. The row kernel goes along the rows of a matrix and forms ea
 an error and a product p w^T, or of those that the pass has. It writes the tile and multiplies it by q. The column
 kernel goes down the columns and accumulates m^T p. Further programs of it do the same with p in place of m, for p^T p.
 
-Long sums are split among programs that write separate partial sums, which XLA then adds up. Without atomics the order
-of summation is fixed, so equal inputs give equal bits. docs/gpu.md has the reasons for the block sizes.
+Long sums are split among programs that write separate partial sums, which the next kernel adds up. Without atomics the
+order of summation is fixed, so equal inputs give equal bits. docs/gpu.md has the reasons for the block sizes.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pt
 from jax.typing import DTypeLike
 
-# A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
-Ref = Any
-Index = int | jax.Array
+from compress.gpu.tiles import Index, Ref, add, call, dot, load, matrices, store, thin_columns, zero_index
 
 
 class Blocks(NamedTuple):
@@ -66,11 +62,6 @@ _COLUMN_BLOCKS = {
 }
 
 
-def _thin(rank: int) -> int:
-    """Return the columns of a thin factor's tile: a power of two, at least the 16 of a tensor core's instruction."""
-    return max(16, pl.next_power_of_2(rank))
-
-
 def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeLike) -> Blocks:
     """Return the table's entry for a thin factor [*, n, r] and a matrix of a dtype.
 
@@ -81,7 +72,7 @@ def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeL
         raise ValueError(
             f"the kernels take ranks up to {LARGEST_RANK}, got {thin.shape[-1]}; implementation='xla' takes any"
         )
-    return table[max(32, _thin(thin.shape[-1])), 4 if jnp.float32 in (thin.dtype, dtype) else 2]
+    return table[max(32, thin_columns(thin.shape[-1])), 4 if jnp.float32 in (thin.dtype, dtype) else 2]
 
 
 def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:
@@ -98,68 +89,6 @@ def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]
     """
     chunk = pl.cdiv(tiles, max(1, min(target // programs, most)))
     return pl.cdiv(tiles, chunk), chunk
-
-
-def _zero() -> jax.Array:
-    """Return a 0 that jax takes for a variable, because it refuses a slice beyond an edge that starts at a constant."""
-    return 0 * pl.program_id(0)
-
-
-def _mask(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
-    """Return the mask of a block's indices that lie within the matrix, bool [block, 1] or [1, block]; None if all do.
-
-    Args:
-        start: first index of the block.
-        block: number of indices.
-        size: size of the matrix along the dim.
-        dim: 0 for rows, 1 for columns.
-    """
-    return None if size % block == 0 else jnp.expand_dims(start + jnp.arange(block) < size, 1 - dim)
-
-
-def _tile(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
-    """Return a tile of ref [rows, columns], and the mask of its elements that lie within ref, or None if all do.
-
-    Args:
-        ref: matrix to slice.
-        start: first row and column of the tile.
-        block: rows and columns of the tile.
-    """
-    rows, columns = (_mask(*bounds, dim) for dim, bounds in enumerate(zip(start, block, ref.shape)))
-    mask = rows if columns is None else columns if rows is None else rows & columns
-    return ref.at[tuple(pl.ds(*bounds) for bounds in zip(start, block))], mask
-
-
-def _load(ref: Ref, start: tuple[Index, Index], block: tuple[int, int]) -> jax.Array:
-    """Return a tile of ref [rows, columns], with zeros beyond the edges; the arguments are those of `_tile`."""
-    tile, mask = _tile(ref, start, block)
-    return pt.load(tile, mask=mask, other=None if mask is None else 0)
-
-
-def _store(ref: Ref, start: tuple[Index, Index], value: jax.Array) -> None:
-    """Write a tile to ref [rows, columns], except its elements beyond the edges."""
-    tile, mask = _tile(ref, start, value.shape)
-    pt.store(tile, value.astype(ref.dtype), mask=mask)
-
-
-def _dot(a: jax.Array, b: jax.Array, interpret: bool, **transposed: bool) -> jax.Array:
-    """Return a b in float32.
-
-    float32 operands are multiplied as three products of their TF32 halves, which lose less than float32 sums do.
-
-    Args:
-        a: left operand, cast to b's dtype.
-        b: right operand.
-        interpret: whether Pallas's interpreter runs the kernel.
-        transposed: trans_a or trans_b of pallas.triton.dot.
-    """
-    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return pt.dot(a.astype(b.dtype), b, precision=exact if b.dtype == jnp.float32 else None, **transposed)
-
-
-def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a + b, added in float32, in a's dtype."""
-    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
 def _sum_tile(
@@ -182,19 +111,19 @@ def _sum_tile(
         p_tile: the tile's rows of the left factor.
         w: right factor [k, r].
         start: first row and column of the tile.
-        zero: result of `_zero`, which works outside of loops only.
+        zero: result of `zero_index`, which works outside of loops only.
         shape: rows and columns of the tile.
         dtype: dtype to which p w^T is rounded.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    value = None if m is None else _load(m, start, shape)
+    value = None if m is None else load(m, start, shape)
     if p_tile is not None:
-        w_tile = _load(w, (start[1], zero), (shape[1], p_tile.shape[1]))
-        product = _dot(p_tile, w_tile, interpret, trans_b=True).astype(dtype)
-        value = product if value is None else _add(value, -product)
+        w_tile = load(w, (start[1], zero), (shape[1], p_tile.shape[1]))
+        product = dot(p_tile, w_tile, interpret, trans_b=True).astype(dtype)
+        value = product if value is None else add(value, -product)
     if x is not None:
-        x_tile = _load(x, start, shape)
-        value = x_tile if value is None else _add(x_tile, value)
+        x_tile = load(x, start, shape)
+        value = x_tile if value is None else add(x_tile, value)
     assert value is not None, "a pass has x, m or p"
     return value
 
@@ -234,27 +163,27 @@ def _row_kernel(
         dtype: dtype to which p w^T is rounded.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    shape, zero = (blocks.rows, blocks.columns), _zero()
+    shape, zero = (blocks.rows, blocks.columns), zero_index()
     row, first = pl.program_id(0) * blocks.rows, pl.program_id(1) * chunk
     trips = jnp.minimum(chunk, pl.cdiv(size[1], blocks.columns) - first)
     if active is not None:
         trips *= active[0].astype(jnp.int32)
-    p_tile = None if p is None else _load(p, (row, zero), (blocks.rows, _thin(p.shape[1])))
+    p_tile = None if p is None else load(p, (row, zero), (blocks.rows, thin_columns(p.shape[1])))
 
     def step(trip: jax.Array, total: Any) -> Any:  # the sum [rows, r] of y, or None without q
         column = (first + trip) * blocks.columns
         value = _sum_tile(x, m, p_tile, w, (row, column), zero=zero, shape=shape, dtype=dtype, interpret=interpret)
         if out is not None:
-            _store(out, (row, column), value)
+            store(out, (row, column), value)
         if q is not None:
-            total += _dot(value, _load(q, (column, zero), (blocks.columns, total.shape[1])), interpret)
+            total += dot(value, load(q, (column, zero), (blocks.columns, total.shape[1])), interpret)
         return total
 
     if q is None:
         lax.fori_loop(0, trips, step, None)
     else:
-        total = lax.fori_loop(0, trips, step, jnp.zeros((blocks.rows, _thin(q.shape[1])), jnp.float32))
-        _store(y, (row, zero), total)
+        total = lax.fori_loop(0, trips, step, jnp.zeros((blocks.rows, thin_columns(q.shape[1])), jnp.float32))
+        store(y, (row, zero), total)
 
 
 def _column_kernel(m: Ref, p: Ref, s: Ref, g: Ref, *, blocks: Blocks, chunk: int, interpret: bool) -> None:
@@ -271,66 +200,18 @@ def _column_kernel(m: Ref, p: Ref, s: Ref, g: Ref, *, blocks: Blocks, chunk: int
     """
     block, first = pl.program_id(0), pl.program_id(1) * chunk
     trips = jnp.minimum(chunk, pl.cdiv(m.shape[0], blocks.rows) - first)
-    zero, thin, last = _zero(), _thin(p.shape[1]), pl.cdiv(m.shape[1], blocks.columns)
+    zero, thin, last = zero_index(), thin_columns(p.shape[1]), pl.cdiv(m.shape[1], blocks.columns)
 
     def accumulate(a: Ref, column: Index, width: int, out: Ref) -> None:
         def step(trip: jax.Array, total: jax.Array) -> jax.Array:
             row = (first + trip) * blocks.rows
-            a_tile = _load(a, (row, column), (blocks.rows, width))
-            return total + _dot(a_tile, _load(p, (row, zero), (blocks.rows, thin)), interpret, trans_a=True)
+            a_tile = load(a, (row, column), (blocks.rows, width))
+            return total + dot(a_tile, load(p, (row, zero), (blocks.rows, thin)), interpret, trans_a=True)
 
-        _store(out, (column, zero), lax.fori_loop(0, trips, step, jnp.zeros((width, thin), jnp.float32)))
+        store(out, (column, zero), lax.fori_loop(0, trips, step, jnp.zeros((width, thin), jnp.float32)))
 
     pl.when(block < last)(lambda: accumulate(m, block * blocks.columns, blocks.columns, s))
     pl.when(block == last)(lambda: accumulate(p, zero, thin, g))
-
-
-def _call(
-    kernel: Callable[..., None],
-    name: str,
-    blocks: Blocks,
-    grid: tuple[int, ...],
-    ins: tuple,
-    outs: tuple,
-    **keywords: Any,
-) -> Any:
-    """Run a kernel over a grid of programs, each of which gets the whole matrices of its batch index.
-
-    Args:
-        kernel: function of the references to `ins` and `outs`.
-        name: name of the kernel in profiles.
-        blocks: warps and stages of a program.
-        grid: numbers of (blocks, parts, batch).
-        ins: arrays [b, n, k], flags [1], or None.
-        outs: shapes [b, n, k], of partial sums [b, parts, n, k], or None.
-        keywords: further arguments of pallas_call.
-    """
-
-    def spec(array: jax.Array | jax.ShapeDtypeStruct | None) -> pl.BlockSpec | None:
-        if array is None:
-            return None
-        shape = array.shape
-        if len(shape) == 1:
-            return pl.BlockSpec(shape, lambda i, j, b: (0,))
-        if len(shape) == 3:
-            return pl.BlockSpec((None, *shape[1:]), lambda i, j, b: (b, 0, 0))
-        return pl.BlockSpec((None, None, *shape[2:]), lambda i, j, b: (b, j, 0, 0))
-
-    return pl.pallas_call(
-        kernel,
-        name=name,
-        grid=grid,
-        in_specs=tuple(map(spec, ins)),
-        out_specs=tuple(map(spec, outs)),
-        out_shape=outs,
-        compiler_params=pt.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        **keywords,
-    )(*ins)
-
-
-def _matrices(array: jax.Array | None) -> jax.Array | None:
-    """Return an array [*, n, k] reshaped to [b, n, k]."""
-    return None if array is None else array.reshape(-1, *array.shape[-2:])
 
 
 def _most(length: int, dtype: DTypeLike, rank: int) -> int:
@@ -377,7 +258,7 @@ def _rows(
 
     Returns:
         x + (m - p w^T) [*, n, k], or None if neither m nor p is given.
-        Its product with q [*, n, r], float32, or None without q.
+        Partial sums of its product with q [*, parts, n, r], float32, or None without q.
     """
     *lead, n, k = size
     batch, thin = math.prod(lead), q if p is None else p
@@ -390,17 +271,17 @@ def _rows(
     flag = None if active is True else jnp.asarray(active, bool).reshape(1)
     out = None if m is None and p is None else jax.ShapeDtypeStruct((batch, n, k), dtype)
     y = None if q is None else jax.ShapeDtypeStruct((batch, parts, n, q.shape[-1]), jnp.float32)
-    out, y = _call(
+    out, y = call(
         functools.partial(_row_kernel, size=(n, k), blocks=blocks, chunk=chunk, dtype=dtype, interpret=interpret),
         name,
-        blocks,
+        (blocks.warps, blocks.stages),
         (across, parts, batch),
-        (flag, *map(_matrices, (x, m, p, w, q))),
+        (flag, *map(matrices, (x, m, p, w, q))),
         (out, y),
         input_output_aliases={} if m is None or keep else {(flag is not None) + (x is not None): 0},
         interpret=interpret,
     )
-    return None if out is None else out.reshape(size), None if y is None else y.sum(1).reshape(*lead, n, -1)
+    return None if out is None else out.reshape(size), None if y is None else y.reshape(*lead, *y.shape[1:])
 
 
 def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
@@ -442,7 +323,9 @@ def project(
     keep: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return x plus an error and its product with q, as kernels.project does, in the memory of m unless `keep`.
+    """Return x plus an error, in the memory of m unless `keep`, and partial sums of its product with q.
+
+    The sum of the product [*, parts, n, r] over its parts is what kernels.project returns.
 
     Args:
         x: message [*, n, k].
@@ -461,7 +344,9 @@ def project(
 
 
 def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Return m^T p [*, k, r] and p^T p [*, r, r] in float32, as kernels.backproject does.
+    """Return partial sums of m^T p [*, parts, k, r] and p^T p [*, parts, r, r] in float32.
+
+    Their sums over the parts are what kernels.backproject returns.
 
     Args:
         m: matrix [*, n, k].
@@ -472,13 +357,13 @@ def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
     across = pl.cdiv(k, blocks.columns)
     parts, chunk = _split(across * batch, pl.cdiv(n, blocks.rows), blocks.programs, _most(n, m.dtype, rank))
-    s, g = _call(
+    s, g = call(
         functools.partial(_column_kernel, blocks=blocks, chunk=chunk, interpret=interpret),
         "lowrank_backproject",
-        blocks,
+        (blocks.warps, blocks.stages),
         (across + 1, parts, batch),
-        (_matrices(m), _matrices(p)),
+        (matrices(m), matrices(p)),
         tuple(jax.ShapeDtypeStruct((batch, parts, width, rank), jnp.float32) for width in (k, rank)),
         interpret=interpret,
     )
-    return s.sum(1).reshape(*lead, k, rank), g.sum(1).reshape(*lead, rank, rank)
+    return s.reshape(*lead, *s.shape[1:]), g.reshape(*lead, *g.shape[1:])

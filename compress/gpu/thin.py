@@ -1,0 +1,461 @@
+"""The thin algebra of compress/subspace.py for NVIDIA GPUs, in few launches, as kernels for Pallas's Triton backend.
+
+    gram    p^T p of each block of rows, and the largest magnitude of each of its columns
+    left    the preconditioned p: every program adds up the blocks, factorises the sum, and applies that to its rows
+    fit     w = s (g + ridge)^-1 in the same way, and the norm of each column of its rows
+    right   what follows from w: the factor that is sent, and the next q
+
+All take partial sums as the passes leave them. A launch ends where a program needs what all others have found. The
+r x r factorisation is short, so each program makes its own, which costs no launch.
+
+The largest magnitude of a column is known only when all blocks are. So each block is scaled by its own, and the blocks'
+products are brought to the common scale when they are added up.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pt
+from jax.typing import DTypeLike
+
+from compress.gpu.tiles import Index, Ref, call, dot, load, mask_of, matrices, store, thin_columns, zero_index
+
+_ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
+_BLOCK = 16  # columns that are eliminated one by one, before products update the rest
+_HELD = 8192  # elements of the blocks' products that a program holds at once
+
+Flag = jax.Array | bool
+
+
+def _eye(r: int) -> jax.Array:
+    """Return the mask of the diagonal, bool [r, r]."""
+    return jnp.arange(r)[:, None] == jnp.arange(r)[None, :]
+
+
+def _diagonal(a: jax.Array, dim: int) -> jax.Array:
+    """Return the diagonal of a [r, r] as a column [r, 1] if `dim` is 0, or as a row [1, r] if it is 1."""
+    return jnp.sum(jnp.where(_eye(len(a)), a, 0), axis=1 - dim, keepdims=True)
+
+
+def _eliminate(a: jax.Array) -> jax.Array:
+    """Return the inverse of the Cholesky factor of a small matrix, by Gauss's elimination in place."""
+    index = jnp.arange(len(a))
+
+    def step(j: jax.Array, a: jax.Array) -> jax.Array:
+        column = jnp.sum(jnp.where(index[None, :] == j, a, 0), axis=1)
+        row = jnp.sum(jnp.where(index[:, None] == j, a, 0), axis=0)
+        factor = jnp.where(index > j, column / jnp.sum(jnp.where(index == j, row, 0)), 0)
+        # Below the pivot, the zeros of the eliminated column make room for a column of the inverse.
+        row = jnp.where(index == j, 1, row)
+        cleared = jnp.where((index[:, None] > j) & (index[None, :] == j), 0, a)
+        return cleared - factor[:, None] * row[None, :]
+
+    a = lax.fori_loop(0, len(a), step, a)
+    inverse = jnp.where(index[:, None] > index[None, :], a, jnp.where(_eye(len(a)), 1.0, 0.0))
+    return lax.rsqrt(_diagonal(a, 0)) * inverse
+
+
+def _inverse_cholesky(a: jax.Array, interpret: bool) -> jax.Array:
+    """Return the inverse of the lower Cholesky factor of a [r, r], block column by block column in place.
+
+    After step j the first j block rows hold rows of the inverse up to the diagonal, and of the factor's transpose
+    beyond it. Further rows hold what is left of a, and to its left what will become rows of the inverse.
+
+    Args:
+        a: symmetric positive definite matrix [r, r]; nan results if it is not positive.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    r, number = len(a), len(a) // _BLOCK
+    if number == 1:
+        return _eliminate(a)
+    rows, inner, block = jnp.arange(r), jnp.arange(_BLOCK), jnp.arange(number)
+
+    def step(j: jax.Array, a: jax.Array) -> jax.Array:
+        here, after = rows // _BLOCK == j, rows // _BLOCK > j
+        panel = jnp.sum(jnp.where((block == j)[None, :, None], a.reshape(r, number, _BLOCK), 0), axis=1)
+        row = jnp.sum(jnp.where((block == j)[:, None, None], a.reshape(number, _BLOCK, r), 0), axis=0)
+        pivot = jnp.sum(jnp.where((block == j)[:, None, None], panel.reshape(number, _BLOCK, _BLOCK), 0), axis=0)
+        inverse = _eliminate(pivot)
+        lower = jnp.where(after[:, None], dot(panel, inverse, interpret, trans_b=True), 0)
+        row = jnp.where(here[None, :], (rows[None, :] == inner[:, None] + j * _BLOCK).astype(a.dtype), row)
+        row = dot(inverse, row, interpret)
+        cleared = jnp.where((here | after)[:, None] & here[None, :] | here[:, None], 0, a)
+        place = (rows[:, None] == inner[None, :] + j * _BLOCK).astype(a.dtype)
+        return cleared + dot(place - lower, row, interpret)
+
+    return jnp.where(rows[:, None] >= rows[None, :], lax.fori_loop(0, number, step, a), 0)
+
+
+def _one_if_zero(largest: jax.Array) -> jax.Array:
+    """Return what to divide by. What is kept stays zero, so that zeros do not set a scale for other blocks."""
+    return jnp.where(largest == 0, 1, largest)
+
+
+def _sum(parts: Ref, row: Index, zero: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """Return rows of the sum of partial sums [parts, n, r], with zeros beyond the edges.
+
+    Args:
+        parts: partial sums.
+        row: first row.
+        zero: result of `zero_index`, which works outside of loops only.
+        block: rows and columns of the result.
+    """
+    total = load(parts, (row, zero), block, zero)
+    for part in range(1, parts.shape[0]):
+        total += load(parts, (row, zero), block, zero + part)
+    return total
+
+
+def _largest(largest: Ref, thin: int, held: int) -> jax.Array:
+    """Return the largest magnitude of all blocks' columns, [1, thin]; 1 for zero columns.
+
+    Args:
+        largest: largest magnitudes [blocks, r] of the blocks' columns.
+        thin: columns of the result.
+        held: number of blocks to read at once.
+    """
+    zero = zero_index()
+
+    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
+        tile = load(largest, (trip * held, zero), (held, thin))
+        return jnp.maximum(total, jnp.max(tile, axis=0, keepdims=True))
+
+    trips = pl.cdiv(largest.shape[0], held)
+    return _one_if_zero(lax.fori_loop(0, trips, step, jnp.zeros((1, thin), jnp.float32)))
+
+
+def _add_blocks(largest: Ref, grams: Ref, thin: int) -> tuple[jax.Array, jax.Array]:
+    """Return the largest magnitude of each column, [1, thin], and the Gram matrix of the columns in units of it.
+
+    Args:
+        largest: largest magnitudes [blocks, r] of the blocks' columns.
+        grams: Gram matrices [blocks, r, r] of the blocks, in units of the blocks' largest magnitudes.
+        thin: columns of a factor's tile.
+    """
+    blocks, zero = grams.shape[0], zero_index()
+    held = min(pl.next_power_of_2(blocks), max(1, _HELD // thin**2))
+    common = _largest(largest, thin, held)
+
+    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
+        ratio = load(largest, (trip * held, zero), (held, thin)) / common
+        index = pl.ds(trip * held, held), pl.ds(zero, thin), pl.ds(zero, thin)
+        masks = [mask_of(zero, thin, grams.shape[2], dim) for dim in (0, 1)]
+        inside = jnp.expand_dims(trip * held + jnp.arange(held) < blocks, (1, 2))
+        for mask in masks:
+            inside = inside if mask is None else inside & mask[None]
+        tile = pt.load(grams.at[index], mask=jnp.broadcast_to(inside, (held, thin, thin)), other=0)
+        return total + jnp.sum(tile * ratio[:, :, None] * ratio[:, None, :], axis=0)
+
+    return common, lax.fori_loop(0, pl.cdiv(blocks, held), step, jnp.zeros((thin, thin), jnp.float32))
+
+
+def _keep(active: Ref | None, new: jax.Array, old: Ref, kept: Ref, row: jax.Array) -> None:
+    """Write a tile to `kept`, or that of `old` if the message is inactive.
+
+    Args:
+        active: flag [1], or None if the message is active.
+        new: tile to write.
+        old: matrix before.
+        kept: matrix after.
+        row: first row of the tile.
+    """
+    start = (row, zero_index())
+    new = new.astype(kept.dtype)
+    store(kept, start, new if active is None else jnp.where(active[0], new, load(old, start, (_ROWS, new.shape[1]))))
+
+
+def _gram_kernel(y: Ref, largest: Ref, gram: Ref, *, chunk: int, thin: int, interpret: bool) -> None:
+    """Compute a block's largest magnitudes [1, r], and its Gram matrix [r, r] in units of them.
+
+    Args:
+        y: partial sums [parts, n, r] of the factor.
+        largest: result [1, r].
+        gram: result [r, r].
+        chunk: number of row tiles of a block.
+        thin: columns of the factor's tile.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    first, zero = pl.program_id(1) * chunk, zero_index()
+    trips = jnp.minimum(chunk, pl.cdiv(y.shape[1], _ROWS) - first)
+
+    def rows(trip: jax.Array) -> jax.Array:
+        return _sum(y, (first + trip) * _ROWS, zero, (_ROWS, thin))
+
+    def widen(trip: jax.Array, found: jax.Array) -> jax.Array:
+        return jnp.maximum(found, jnp.max(jnp.abs(rows(trip)), axis=0, keepdims=True))
+
+    scale = lax.fori_loop(0, trips, widen, jnp.zeros((1, thin), jnp.float32))
+
+    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
+        tile = rows(trip) / _one_if_zero(scale)
+        return total + dot(tile, tile, interpret, trans_a=True)
+
+    store(largest, (zero, zero), scale)
+    store(gram, (zero, zero), lax.fori_loop(0, trips, step, jnp.zeros((thin, thin), jnp.float32)))
+
+
+def _left_kernel(
+    active: Ref | None,
+    y: Ref,
+    largest: Ref,
+    grams: Ref,
+    old: Ref | None,
+    p: Ref,
+    kept: Ref | None,
+    *,
+    shift: float,
+    thin: int,
+    interpret: bool,
+) -> None:
+    """Compute the program's rows of the preconditioned p, and of what is kept.
+
+    Args:
+        active: flag [1].
+        y: partial sums [parts, n, r] of the factor.
+        largest: largest magnitudes [blocks, r].
+        grams: Gram matrices [blocks, r, r].
+        old: factor [n, r] that an inactive message keeps.
+        p: result [n, r].
+        kept: p or old [n, r].
+        shift: what is added to the diagonal of unit columns' Gram matrix.
+        thin: columns of the factor's tile.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    row, zero = pl.program_id(0) * _ROWS, zero_index()
+    scale, gram = _add_blocks(largest, grams, thin)
+    across, along = (lax.rsqrt(jnp.maximum(_diagonal(gram, dim), 1)) for dim in (0, 1))
+    inverse = _inverse_cholesky(across * gram * along + jnp.where(_eye(thin), shift, 0.0), interpret)
+    tile = dot(_sum(y, row, zero, (_ROWS, thin)) / scale * along, inverse, interpret, trans_b=True)
+    store(p, (row, zero), tile)
+    if kept is not None:
+        _keep(active, tile, old, kept, row)
+
+
+def _fit_kernel(
+    s: Ref, g: Ref, w: Ref, largest: Ref, squares: Ref, *, ridge: float, thin: int, interpret: bool
+) -> None:
+    """Compute the program's rows of w = s (g + ridge)^-1, and their columns' largest magnitudes and squared norms.
+
+    Args:
+        s: partial sums [parts, k, r].
+        g: partial sums [parts, r, r].
+        w: result [k, r].
+        largest: largest magnitudes [1, r].
+        squares: squared norms [1, r], in units of the largest magnitudes.
+        ridge: what is added to g's diagonal, in units of the largest element of that.
+        thin: columns of the factor's tile.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    row, zero = pl.program_id(1) * _ROWS, zero_index()
+    gram = _sum(g, zero, zero, (thin, thin))
+    scale = _one_if_zero(jnp.max(_diagonal(gram, 1)))
+    inverse = _inverse_cholesky(gram / scale + jnp.where(_eye(thin), ridge, 0.0), interpret)
+    tile = dot(_sum(s, row, zero, (_ROWS, thin)) / scale, inverse, interpret, trans_b=True)
+    tile = dot(tile, inverse, interpret)
+    found = jnp.max(jnp.abs(tile), axis=0, keepdims=True)
+    store(w, (row, zero), tile)
+    store(largest, (zero, zero), found)
+    store(squares, (zero, zero), jnp.sum(jnp.square(tile / _one_if_zero(found)), axis=0, keepdims=True))
+
+
+def _right_kernel(
+    active: Ref | None,
+    w: Ref,
+    largest: Ref,
+    squares: Ref,
+    first: Ref,
+    old_q: Ref,
+    old: Ref | None,
+    q: Ref,
+    sent: Ref | None,
+    kept: Ref | None,
+    *,
+    mix: float,
+    thin: int,
+) -> None:
+    """Compute the program's rows of the next q, of the factor that is sent, and of what is kept.
+
+    Args:
+        active: flag [1].
+        w: factor [k, r].
+        largest: largest magnitudes [blocks, r] of w's columns.
+        squares: squared norms [blocks, r] of w's columns, in units of the largest magnitudes.
+        first: first q [k, r].
+        old_q: q [k, r] of this message.
+        old: factor [k, r] that an inactive message keeps.
+        q: next q [k, r].
+        sent: w in the dtype of messages [k, r].
+        kept: w or old [k, r].
+        mix: share of the first q.
+        thin: columns of the factor's tile.
+    """
+    row, zero = pl.program_id(0) * _ROWS, zero_index()
+    blocks = largest.shape[0]
+    held = min(pl.next_power_of_2(blocks), _HELD // thin)
+    scale = _largest(largest, thin, held)
+
+    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
+        block = (trip * held, zero), (held, thin)
+        units = jnp.square(load(largest, *block) / scale)
+        return total + jnp.sum(load(squares, *block) * units, axis=0, keepdims=True)
+
+    norm = lax.fori_loop(0, pl.cdiv(blocks, held), step, jnp.zeros((1, thin), jnp.float32))
+    tile = load(w, (row, zero), (_ROWS, thin))
+    unit = tile / scale * lax.rsqrt(jnp.maximum(norm, 1))
+    _keep(active, unit + mix * load(first, (row, zero), (_ROWS, thin)).astype(jnp.float32), old_q, q, row)
+    if sent is not None:
+        store(sent, (row, zero), tile)
+    if kept is not None:
+        _keep(active, tile, old, kept, row)
+
+
+def _launch(
+    kernel: Any, name: str, rank: int, grid: tuple[int, int, int], ins: tuple, outs: tuple, **options: Any
+) -> Any:
+    """Run a kernel of this module.
+
+    Args:
+        kernel: function of the references to `ins` and `outs`, and of `thin`.
+        name: name of the kernel in profiles.
+        rank: columns of a factor.
+        grid: numbers of (row tiles, blocks, batch).
+        ins: arrays [b, ...], flags [1], or None.
+        outs: shapes, as `tiles.call` takes them.
+        options: further arguments of pallas_call.
+    """
+    thin = thin_columns(rank)
+    warps = 8 if thin > 32 else 4
+    return call(functools.partial(kernel, thin=thin), name, (warps, 1), grid, ins, outs, **options)
+
+
+def _flag(active: Flag) -> jax.Array | None:
+    return None if active is True else jnp.asarray(active, bool).reshape(1)
+
+
+def _batched(parts: jax.Array) -> jax.Array:
+    """Return partial sums [*, parts, n, r] reshaped to [b, parts, n, r]."""
+    return parts.reshape(-1, *parts.shape[-3:])
+
+
+def left(
+    parts: jax.Array,
+    shift: float,
+    dtype: DTypeLike,
+    old: jax.Array | None = None,
+    active: Flag = True,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the preconditioned p [*, n, r], as subspace.precondition does, and what is kept of it.
+
+    Args:
+        parts: partial sums [*, parts, n, r] of m q, float32.
+        shift: what is added to the diagonal of unit columns' Gram matrix.
+        dtype: dtype of p.
+        old: factor [*, n, r] whose memory the kept one takes; None keeps none.
+        active: if it is False, `old` is kept, bit for bit.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    *lead, _, n, r = parts.shape
+    y, f32 = _batched(parts), jnp.float32
+    batch, tiles = len(y), pl.cdiv(n, _ROWS)
+    # Every program of the second launch reads all blocks' Gram matrices: 1 MB of them at most.
+    chunk = pl.cdiv(tiles, max(1, 2048 // thin_columns(r)))
+    blocks = pl.cdiv(tiles, chunk)
+    largest, grams = _launch(
+        functools.partial(_gram_kernel, chunk=chunk, interpret=interpret),
+        "lowrank_gram",
+        r,
+        (1, blocks, batch),
+        (y,),
+        (jax.ShapeDtypeStruct((batch, blocks, 1, r), f32), jax.ShapeDtypeStruct((batch, blocks, r, r), f32)),
+        interpret=interpret,
+    )
+    flag = None if old is None else _flag(active)
+    p, kept = _launch(
+        functools.partial(_left_kernel, shift=shift, interpret=interpret),
+        "lowrank_left",
+        r,
+        (tiles, 1, batch),
+        (flag, y, largest.reshape(batch, blocks, r), grams, matrices(old)),
+        (
+            jax.ShapeDtypeStruct((batch, n, r), dtype),
+            old if old is None else jax.ShapeDtypeStruct((batch, n, r), old.dtype),
+        ),
+        input_output_aliases={} if old is None else {3 + (flag is not None): 1},
+        interpret=interpret,
+    )
+    return p.reshape(*lead, n, r), kept if kept is None else kept.reshape(*lead, n, r)
+
+
+def fit(
+    s: jax.Array, g: jax.Array, ridge: float, *, interpret: bool = False
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return w = s (g + ridge)^-1 [*, k, r] in float32, as subspace.solve does, and its columns' norms by blocks.
+
+    Args:
+        s: partial sums [*, parts, k, r] of m^T p.
+        g: partial sums [*, parts, r, r] of p^T p.
+        ridge: what is added to g's diagonal, in units of the largest element of that.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    *lead, _, k, r = s.shape
+    s, g, f32 = _batched(s), _batched(g), jnp.float32
+    batch, tiles = len(s), pl.cdiv(k, _ROWS)
+    norm = jax.ShapeDtypeStruct((batch, tiles, 1, r), f32)
+    w, largest, squares = _launch(
+        functools.partial(_fit_kernel, ridge=ridge, interpret=interpret),
+        "lowrank_fit",
+        r,
+        (1, tiles, batch),
+        (s, g),
+        (jax.ShapeDtypeStruct((batch, k, r), f32), norm, norm),
+        interpret=interpret,
+    )
+    return w.reshape(*lead, k, r), (largest.reshape(batch, tiles, r), squares.reshape(batch, tiles, r))
+
+
+def right(
+    fitted: jax.Array,
+    norms: tuple[jax.Array, jax.Array],
+    first: jax.Array,
+    q: jax.Array,
+    mix: float,
+    *,
+    dtype: DTypeLike | None = None,
+    old: jax.Array | None = None,
+    active: Flag = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return the q of the next message, as subspace.warm_start does, w as it is sent, and what is kept of it.
+
+    Args:
+        fitted: w [k, r] of `fit`.
+        norms: norms of w's columns, of `fit`.
+        first: q [k, r] of the first message.
+        q: q [k, r] of this message, whose memory the next one takes.
+        mix: share of the first q in the next one.
+        dtype: dtype of w as it is sent; None sends none.
+        old: factor [k, r] whose memory the kept w takes; None keeps none.
+        active: if it is False, `q` and `old` are kept, bit for bit.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    k, r = fitted.shape
+    flag = _flag(active)
+    dtypes = q.dtype, dtype, None if old is None else old.dtype
+    at = 4 + (flag is not None)
+    found = _launch(
+        functools.partial(_right_kernel, mix=mix),
+        "lowrank_right",
+        r,
+        (pl.cdiv(k, _ROWS), 1, 1),
+        (flag, fitted[None], *norms, first[None], q[None], None if old is None else old[None]),
+        tuple(None if kind is None else jax.ShapeDtypeStruct((1, k, r), kind) for kind in dtypes),
+        input_output_aliases={at: 0} | ({} if old is None else {at + 1: 1 + (dtype is not None)}),
+        interpret=interpret,
+    )
+    return found[0][0], *(x if x is None else x[0] for x in found[1:])

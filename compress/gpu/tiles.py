@@ -1,0 +1,131 @@
+"""What the kernels on Pallas's Triton backend share: tiles with masked edges, products of tiles, and their launch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pt
+
+# A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
+Ref = Any
+Index = int | jax.Array
+
+
+def thin_columns(rank: int) -> int:
+    """Return the columns of a thin factor's tile: a power of two, at least the 16 of a tensor core's instruction."""
+    return max(16, pl.next_power_of_2(rank))
+
+
+def zero_index() -> jax.Array:
+    """Return a 0 that jax takes for a variable, because it refuses a slice beyond an edge that starts at a constant."""
+    return 0 * pl.program_id(0)
+
+
+def mask_of(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
+    """Return the mask of a block's indices that lie within the matrix, bool [block, 1] or [1, block]; None if all do.
+
+    Args:
+        start: first index of the block.
+        block: number of indices.
+        size: size of the matrix along the dim.
+        dim: 0 for rows, 1 for columns.
+    """
+    return None if size % block == 0 else jnp.expand_dims(start + jnp.arange(block) < size, 1 - dim)
+
+
+def tile_of(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...], *part: Index) -> tuple[Any, jax.Array | None]:
+    """Return a tile of ref [rows, columns], and the mask of its elements that lie within ref, or None if all do.
+
+    Args:
+        ref: matrix to slice, or [parts, rows, columns] if a part is given.
+        start: first row and column of the tile.
+        block: rows and columns of the tile.
+        part: index of the matrix, if ref holds several.
+    """
+    size = ref.shape[len(part) :]
+    rows, columns = (mask_of(*bounds, dim) for dim, bounds in enumerate(zip(start, block, size)))
+    mask = rows if columns is None else columns if rows is None else rows & columns
+    return ref.at[(*part, *(pl.ds(*bounds) for bounds in zip(start, block)))], mask
+
+
+def load(ref: Ref, start: tuple[Index, Index], block: tuple[int, int], *part: Index) -> jax.Array:
+    """Return a tile of ref [rows, columns], with zeros beyond the edges; the arguments are those of `tile_of`."""
+    tile, mask = tile_of(ref, start, block, *part)
+    return pt.load(tile, mask=mask, other=None if mask is None else 0)
+
+
+def store(ref: Ref, start: tuple[Index, Index], value: jax.Array) -> None:
+    """Write a tile to ref [rows, columns], except its elements beyond the edges."""
+    tile, mask = tile_of(ref, start, value.shape)
+    pt.store(tile, value.astype(ref.dtype), mask=mask)
+
+
+def dot(a: jax.Array, b: jax.Array, interpret: bool, **transposed: bool) -> jax.Array:
+    """Return a b in float32.
+
+    float32 operands are multiplied as three products of their TF32 halves, which lose less than float32 sums do.
+
+    Args:
+        a: left operand, cast to b's dtype.
+        b: right operand.
+        interpret: whether Pallas's interpreter runs the kernel.
+        transposed: trans_a or trans_b of pallas.triton.dot.
+    """
+    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return pt.dot(a.astype(b.dtype), b, precision=exact if b.dtype == jnp.float32 else None, **transposed)
+
+
+def add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a + b, added in float32, in a's dtype."""
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+
+
+def matrices(array: jax.Array | None) -> jax.Array | None:
+    """Return an array [*, n, k] reshaped to [b, n, k]."""
+    return None if array is None else array.reshape(-1, *array.shape[-2:])
+
+
+def call(
+    kernel: Callable[..., None],
+    name: str,
+    launch: tuple[int, int],
+    grid: tuple[int, ...],
+    ins: tuple,
+    outs: tuple,
+    **keywords: Any,
+) -> Any:
+    """Run a kernel over a grid of programs, each of which gets the whole arrays of its batch index.
+
+    Args:
+        kernel: function of the references to `ins` and `outs`.
+        name: name of the kernel in profiles.
+        launch: warps of a program, and tiles in flight.
+        grid: numbers of (blocks, parts, batch).
+        ins: arrays [b, ...], flags [1], or None.
+        outs: shapes [b, n, k], of partial sums [b, parts, n, k], of which a program gets its part, or None.
+        keywords: further arguments of pallas_call.
+    """
+
+    def spec(array: jax.Array | jax.ShapeDtypeStruct | None, own: bool) -> pl.BlockSpec | None:
+        if array is None:
+            return None
+        shape = array.shape
+        if len(shape) == 1:
+            return pl.BlockSpec(shape, lambda i, j, b: (0,))
+        if own and len(shape) == 4:
+            return pl.BlockSpec((None, None, *shape[2:]), lambda i, j, b: (b, j, 0, 0))
+        return pl.BlockSpec((None, *shape[1:]), lambda i, j, b: (b, *[0] * (len(shape) - 1)))
+
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=tuple(spec(array, own=False) for array in ins),
+        out_specs=tuple(spec(array, own=True) for array in outs),
+        out_shape=outs,
+        compiler_params=pt.CompilerParams(num_warps=launch[0], num_stages=launch[1]),
+        **keywords,
+    )(*ins)
