@@ -10,9 +10,11 @@ factors q and w are [*, k, r], with any leading dims. Products accumulate in flo
 precision: float32 factors are multiplied in full float32, bfloat16 ones as tensor cores do it, with m rounded to
 bfloat16.
 
-`implementation` is "xla" (plain jnp), "triton" (compress/gpu/triton.py's kernels for NVIDIA GPUs), or "interpret":
-the same kernels in Pallas's interpreter, for tests on any device. Sender and receiver of a message, and a `Lazy` error,
-must use the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their speed.
+`implementation` is one of these. "xla" is plain jnp. "triton" are compress/gpu/triton.py's kernels for NVIDIA GPUs, and
+"interpret" the same kernels in Pallas's interpreter, for tests on any device. "mosaic" are compress/gpu/mosaic.py's
+kernels for Hopper; matrices that these do not take go to "triton". Sender and receiver of a message, and a `Lazy`
+error, must use the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their
+speed.
 
 If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
 error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an
@@ -25,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.gpu import triton
+from compress.gpu import mosaic, triton
 
-LARGEST_RANK = triton.LARGEST_RANK  # the largest rank that "triton" and "interpret" take
-IMPLEMENTATIONS = ("xla", "triton", "interpret")
+LARGEST_RANK = triton.LARGEST_RANK  # the largest rank that the kernels take
+MOSAIC_AVAILABLE = mosaic.AVAILABLE  # whether this jax can run "mosaic"
+IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
 
 
 class Explicit(NamedTuple):
@@ -92,6 +95,8 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
         dtype: dtype of the result.
         implementation: one of IMPLEMENTATIONS.
     """
+    if implementation == "mosaic" and mosaic.fits(p.shape[-2], w.shape[-2], p.shape[-1], dtype, p.dtype):
+        return mosaic.decode(p, w)
     if uses_kernels(implementation):
         return triton.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
@@ -113,6 +118,8 @@ def residual(
         active: if it is False, m is returned, bit for bit.
         implementation: one of IMPLEMENTATIONS.
     """
+    if implementation == "mosaic" and mosaic.fits(*m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
+        return mosaic.residual(m, p, w, active)
     if uses_kernels(implementation):
         return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
@@ -146,9 +153,12 @@ def project(
         m [*, n, k] in x's dtype, and m q in float32, [*, n, r] or partial sums [*, parts, n, r].
     """
     if uses_kernels(implementation):
-        interpret = implementation == "interpret"
         operands: tuple[jax.Array, ...] = error or ()
-        m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
+        if implementation == "mosaic" and not keep and mosaic.fits(*x.shape[-2:], q.shape[-1], x.dtype, q.dtype):
+            m, sums = mosaic.project(x, q, *operands, active=active)
+        else:
+            interpret = implementation == "interpret"
+            m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
         return m, sums if parts else sums.sum(-3)
     m = x
     if error is not None:
@@ -166,12 +176,16 @@ def backproject(
     Args:
         m: matrix [*, n, k].
         p: left factor [*, n, r].
-        parts: whether to return them as partial sums [*, parts, ...], which the next computation adds up.
+        parts: whether to return them as partial sums [*, parts, k, r] and [*, parts, r, r], which the next computation
+            adds up; the second may have further rows, of zeros.
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        s, g = triton.backproject(m, p, interpret=implementation == "interpret")
-        return (s, g) if parts else (s.sum(-3), g.sum(-3))
+        if implementation == "mosaic" and mosaic.fits(*m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
+            s, g = mosaic.backproject(m, p)
+        else:
+            s, g = triton.backproject(m, p, interpret=implementation == "interpret")
+        return (s, g) if parts else (s.sum(-3), g.sum(-3)[..., : p.shape[-1], :])
     # The barrier keeps the products apart: XLA would join them, and copy all of m beside p for that.
     own = lax.optimization_barrier(p)
     s, g = _dot(m, p, (-2, -2)), _dot(own, own, (-2, -2))

@@ -245,7 +245,7 @@ def right(
 
     Args:
         s: partial sums [parts, k, r] of M^T P, as `kernels.backproject` returns them.
-        g: partial sums [parts, r, r] of P^T P.
+        g: partial sums [parts, r, r] of P^T P; further rows are ignored.
         q: right factor [k, r] from which this message started.
         first: right factor [k, r] of the first message.
         factors: dtype on the wire, one of FACTORS.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pt
+from jax.typing import DTypeLike
 
 # A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
 Ref = Any
@@ -86,6 +87,35 @@ def add(a: jax.Array, b: jax.Array) -> jax.Array:
 def matrices(array: jax.Array | None) -> jax.Array | None:
     """Return an array [*, n, k] reshaped to [b, n, k]."""
     return None if array is None else array.reshape(-1, *array.shape[-2:])
+
+
+def split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:
+    """Split the tiles of each program into parts, each of which becomes a program.
+
+    Args:
+        programs: number of programs before the split.
+        tiles: number of tiles of each program.
+        target: number of programs to aim at in all.
+        most: largest number of parts.
+
+    Returns:
+        The number of parts, and the tiles of a part.
+    """
+    chunk = pl.cdiv(tiles, max(1, min(target // programs, most)))
+    return pl.cdiv(tiles, chunk), chunk
+
+
+def most_parts(length: int, dtype: DTypeLike, rank: int) -> int:
+    """Return the largest number of parts of a sum over `length` numbers.
+
+    The partial sums have at most half the bytes of the matrix.
+
+    Args:
+        length: number of elements to sum up.
+        dtype: dtype of the matrix.
+        rank: number of columns of the product.
+    """
+    return length * jnp.dtype(dtype).itemsize // (8 * rank)
 
 
 def call(

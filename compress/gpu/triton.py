@@ -18,7 +18,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from compress.gpu.tiles import Index, Ref, add, call, dot, load, matrices, store, thin_columns, zero_index
+from compress.gpu.tiles import (
+    Index,
+    Ref,
+    add,
+    call,
+    dot,
+    load,
+    matrices,
+    most_parts,
+    split,
+    store,
+    thin_columns,
+    zero_index,
+)
 
 
 class Blocks(NamedTuple):
@@ -73,22 +86,6 @@ def _blocks(table: dict[tuple[int, int], Blocks], thin: jax.Array, dtype: DTypeL
             f"the kernels take ranks up to {LARGEST_RANK}, got {thin.shape[-1]}; implementation='xla' takes any"
         )
     return table[max(32, thin_columns(thin.shape[-1])), 4 if jnp.float32 in (thin.dtype, dtype) else 2]
-
-
-def _split(programs: int, tiles: int, target: int, most: int) -> tuple[int, int]:
-    """Split the tiles of each program into parts, each of which becomes a program.
-
-    Args:
-        programs: number of programs before the split.
-        tiles: number of tiles of each program.
-        target: number of programs to aim at in all.
-        most: largest number of parts.
-
-    Returns:
-        The number of parts, and the tiles of a part.
-    """
-    chunk = pl.cdiv(tiles, max(1, min(target // programs, most)))
-    return pl.cdiv(tiles, chunk), chunk
 
 
 def _sum_tile(
@@ -214,19 +211,6 @@ def _column_kernel(m: Ref, p: Ref, s: Ref, g: Ref, *, blocks: Blocks, chunk: int
     pl.when(block == last)(lambda: accumulate(p, zero, thin, g))
 
 
-def _most(length: int, dtype: DTypeLike, rank: int) -> int:
-    """Return the largest number of parts of a sum over `length` numbers.
-
-    The partial sums have at most half the bytes of the matrix.
-
-    Args:
-        length: number of elements to sum up.
-        dtype: dtype of the matrix.
-        rank: number of columns of the product.
-    """
-    return length * jnp.dtype(dtype).itemsize // (8 * rank)
-
-
 def _rows(
     name: str,
     size: tuple[int, ...],
@@ -266,8 +250,8 @@ def _rows(
     blocks = _blocks(_ROW_BLOCKS, thin, dtype)
     across, along = pl.cdiv(n, blocks.rows), pl.cdiv(k, blocks.columns)
     # Without a product there are no partial sums to add up, so more programs cost nothing.
-    target, most = (2 * blocks.programs, along) if q is None else (blocks.programs, _most(k, dtype, q.shape[-1]))
-    parts, chunk = _split(across * batch, along, target, most)
+    target, most = (2 * blocks.programs, along) if q is None else (blocks.programs, most_parts(k, dtype, q.shape[-1]))
+    parts, chunk = split(across * batch, along, target, most)
     flag = None if active is True else jnp.asarray(active, bool).reshape(1)
     out = None if m is None and p is None else jax.ShapeDtypeStruct((batch, n, k), dtype)
     y = None if q is None else jax.ShapeDtypeStruct((batch, parts, n, q.shape[-1]), jnp.float32)
@@ -356,7 +340,7 @@ def backproject(m: jax.Array, p: jax.Array, *, interpret: bool = False) -> tuple
     *lead, n, k = m.shape
     batch, rank, blocks = math.prod(lead), p.shape[-1], _blocks(_COLUMN_BLOCKS, p, m.dtype)
     across = pl.cdiv(k, blocks.columns)
-    parts, chunk = _split(across * batch, pl.cdiv(n, blocks.rows), blocks.programs, _most(n, m.dtype, rank))
+    parts, chunk = split(across * batch, pl.cdiv(n, blocks.rows), blocks.programs, most_parts(n, m.dtype, rank))
     s, g = call(
         functools.partial(_column_kernel, blocks=blocks, chunk=chunk, interpret=interpret),
         "lowrank_backproject",

@@ -41,8 +41,9 @@ class CompressConfig:
         reduce_seconds: for data=selective, the seconds of each stage's dense reduction.
         compressed_seconds: for data=selective, the seconds of each stage's compressed reduction.
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
-        implementation: implementation of the passes over whole matrices: "xla", "triton" (Pallas kernels), or "auto":
-            triton on H100, H200 and B200 GPUs for ranks up to 128.
+        implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels),
+            or "auto": mosaic on H100 and H200 GPUs with jax 0.12, triton there with older ones and on B200 GPUs, for
+            ranks up to 128, and on A100 GPUs for ranks up to 64.
     """
 
     backward: str = "none"
@@ -74,7 +75,7 @@ class CompressConfig:
         choice("compress.factors", self.factors, ("auto", "float32", "bfloat16", "int8"))
         choice("compress.form", self.form, ("solve", "qr"))
         choice("compress.embedding", self.embedding, ("auto", "fused", "unfused"))
-        choice("compress.implementation", self.implementation, ("auto", "xla", "triton"))
+        choice("compress.implementation", self.implementation, ("auto", "xla", "triton", "mosaic"))
         positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
         require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
         require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")

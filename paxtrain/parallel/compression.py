@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from compress import policy
 from compress.codec import Codec, Identity, check_codec, codec_name, wire_bytes
-from compress.kernels import LARGEST_RANK
+from compress.kernels import LARGEST_RANK, MOSAIC_AVAILABLE
 from compress.lowrank import LowRank, restrict
 from compress.powersgd import init_power
 from compress.recorder import Record, RecordableCodec, Recorder
@@ -35,7 +35,7 @@ Path = tuple[str, str]
 
 
 def settle_implementation(config: Config, device: jax.Device, codec: Codec | None = None) -> str:
-    """Return the implementation of the compression's kernels, "xla" or "triton", for a configuration and a device.
+    """Return the implementation of the compression's kernels, not "auto", for a configuration and a device.
 
     Args:
         config: the configuration; its compress.implementation may be "auto".
@@ -43,7 +43,7 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
         codec: codec of the gradients between stages, if it is not the configuration's.
 
     Raises:
-        UserError: compress.implementation is "triton", and the device or a rank does not allow it.
+        UserError: compress.implementation names kernels, and the device, a rank or jax does not allow them.
     """
     c, asked = config.compress, config.compress.implementation
     ranks = [0]
@@ -54,17 +54,26 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     # The kernels are laid out for data-centre GPUs from Hopper on; an A100 has the shared memory for low ranks only.
     made_for = 9 <= capability < 11
     largest = LARGEST_RANK if made_for else 64
-    if asked == "triton" and not (made_for or 8 <= capability < 9):
+    hopper = MOSAIC_AVAILABLE and 9 <= capability < 10
+    if asked == "auto":
+        best = "mosaic" if hopper else "triton"
+        return best if (made_for or capability == 8) and max(ranks) <= largest else "xla"
+    needs = {
+        "triton": ("NVIDIA A100, H100, H200 or B200 GPUs", made_for or 8 <= capability < 9),
+        "mosaic": ("NVIDIA H100 or H200 GPUs and jax 0.12", hopper),
+    }
+    if asked in needs and not needs[asked][1]:
+        version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
         raise UserError(
-            f"compress.implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got {device.device_kind}; "
+            f"compress.implementation={asked} needs {needs[asked][0]}, got {device.device_kind}{version}; "
             "auto or xla would work"
         )
-    if asked == "triton" and max(ranks) > largest:
+    if asked in needs and max(ranks) > largest:
         raise UserError(
-            f"compress.implementation=triton takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
+            f"compress.implementation={asked} takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
             "auto or xla would work"
         )
-    return ("triton" if made_for and max(ranks) <= largest else "xla") if asked == "auto" else asked
+    return asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Compression:
 
     Attributes:
         layout: layout of the model on the mesh.
-        implementation: implementation of the kernels, "xla" or "triton".
+        implementation: implementation of the kernels, "xla", "triton" or "mosaic".
         record: number of messages that every link keeps for a study; 0 keeps none.
         codec: codec of the gradients between stages. compress.backward says which gradients it encodes, and "none"
             stands for "all" then; backward_rank, error, factors and form do not apply to it. None: the LowRank codec

@@ -7,33 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from compress import kernel_times, kernels
 from compress.lowrank import LowRank
-from paxtrain.xla import aot
 from paxtrain.xla.module import HloModule
-
-
-def gpu(kind):
-    """Return the mesh of one GPU that is not there."""
-    try:
-        return Mesh(np.array(aot.devices(kind, hosts=1, per_host=1)), ("data",))
-    except aot.Unavailable as reason:
-        pytest.skip(str(reason))
+from tests.compress.gpu.compiled import compiled, gpu
 
 
 @pytest.fixture(scope="module")
 def mesh():
     return gpu("h200")
-
-
-def compiled(mesh, function, *shapes, donate=()):
-    place = NamedSharding(mesh, PartitionSpec())
-    arrays = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
-    # From jax 0.11 on, the lowering of the kernels asks the mesh in use for the kind of GPU.
-    with use_abstract_mesh(mesh.abstract_mesh):
-        return aot.compile(jax.jit(function, donate_argnums=donate).lower(*arrays))
 
 
 def kernel_calls(program) -> int:
@@ -114,6 +97,10 @@ def test_encoding_is_six_launches(kind):
         for error in ("lazy", "none"):
             program = encode(mesh, LowRank(rank, error=error, implementation="triton"))
             assert launches(program) == kernel_calls(program) == 6, (rank, error)
+            if kind == "h100" and kernels.MOSAIC_AVAILABLE:
+                program = encode(mesh, LowRank(rank, error=error, implementation="mosaic"))
+                assert launches(program) == 6, (rank, error)
+                assert kernel_calls(program) == (6 if rank == 4 else 4)
     text = encode(mesh, LowRank(16)).as_text()
     assert launches(encode(mesh, LowRank(16))) > 18
     assert "cusolver" in text and "triangularSolve" in text

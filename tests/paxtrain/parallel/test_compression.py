@@ -5,6 +5,7 @@ of each names its defect.
 """
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from compress import wire_bytes
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
+from paxtrain.parallel import compression
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
@@ -315,6 +317,30 @@ def test_triton_needs_a_gpu():
         UserError, match="implementation=triton needs NVIDIA A100, H100, H200 or B200 GPUs, got cpu; auto or xla would"
     ):
         _ = trainer(config(implementation="triton")).compression
+    with pytest.raises(
+        UserError, match=r"implementation=mosaic needs NVIDIA H100 or H200 GPUs and jax 0\.12, got cpu and"
+    ):
+        _ = trainer(config(implementation="mosaic")).compression
+
+
+@pytest.mark.parametrize(
+    ("capability", "rank", "with_mosaic", "without"),
+    [
+        ("8.0", 64, "triton", "triton"),
+        ("8.0", 65, "xla", "xla"),
+        ("8.6", 16, "xla", "xla"),
+        ("9.0", 16, "mosaic", "triton"),
+        ("9.0", 200, "xla", "xla"),
+        ("10.0", 16, "triton", "triton"),
+        ("12.0", 16, "xla", "xla"),
+    ],
+)
+def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank, with_mosaic, without):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
+    for available, best in ((True, with_mosaic), (False, without)):
+        monkeypatch.setattr(compression, "MOSAIC_AVAILABLE", available)
+        asked = config(backward="all", backward_rank=rank)
+        assert compression.settle_implementation(asked, gpu) == best
 
 
 def test_sections_default_to_no_compression():
