@@ -14,10 +14,12 @@ from paxtrain.config import BatchConfig, Config, MeshConfig
 from paxtrain.devices.gpus import GPUS, Gpu
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
+from paxtrain.parallel import compiler_options
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.optimizer import make_optimizer
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
+from paxtrain.schedule.schedules import names
 from paxtrain.xla import aot, costs, hlo
 
 # The share of the data sheet's rates that kernels are taken to reach, for matrix products and for memory.
@@ -43,6 +45,7 @@ class Ledger:
         kernels: kernels that are run, by part, products included.
         seconds: time by the roofline: for each kernel the larger of FLOPs over FLOP/s and bytes over bytes/s, both
             rates at REACHED of the data sheet's.
+        bounds: these seconds, by part.
         mfu: the model's FLOPs over what the GPU could do in these seconds, 0 to 1.
         temporary: bytes that XLA allocates besides arguments and results.
     """
@@ -51,6 +54,7 @@ class Ledger:
     moved: dict[str, int]
     kernels: dict[str, int]
     seconds: float
+    bounds: dict[str, float]
     mfu: float
     temporary: int
 
@@ -77,7 +81,7 @@ def read(compiled: jax.stages.Compiled, config: Config, gpu: Gpu) -> Ledger:
     text = compiled.as_text()
     assert text is not None
     moved, count = collections.Counter(dict.fromkeys(PARTS, 0)), collections.Counter(dict.fromkeys(PARTS, 0))
-    seconds, flops = 0.0, 0.0
+    bounds, flops = dict.fromkeys(PARTS, 0.0), 0.0
     for kernel in costs.kernels(text):
         name = part(kernel.op_name)
         count[name] += kernel.executions
@@ -85,15 +89,16 @@ def read(compiled: jax.stages.Compiled, config: Config, gpu: Gpu) -> Ledger:
             moved[name] += kernel.executions * kernel.bytes
         flops += kernel.executions * kernel.flops
         bound = max(kernel.flops / gpu.peak_flops, kernel.bytes / gpu.bandwidth) / REACHED
-        seconds += kernel.executions * bound
+        bounds[name] += kernel.executions * bound
     wanted = config.batch.global_batch * config.model.sequence * metrics.flops_per_token(config.model)
-    memory = compiled.memory_analysis()
+    memory, seconds = compiled.memory_analysis(), sum(bounds.values())
     assert memory is not None
     return Ledger(
         executed=flops / wanted,
         moved=dict(moved),
         kernels=dict(count),
         seconds=seconds,
+        bounds=bounds,
         mfu=wanted / seconds / gpu.peak_flops,
         temporary=memory.temp_size_in_bytes,
     )
@@ -124,9 +129,14 @@ def _devices(kind: str, count: int) -> list[jax.Device]:
         raise UserError(f"the ledger is read from a program for GPUs: {reason}") from reason
 
 
+def trainer_for(config: Config, kind: str) -> Trainer:
+    """Return the trainer of a configuration on GPUs of a kind that are not there."""
+    return Trainer(config, make_mesh(config.mesh, devices=_devices(kind, config.mesh.devices)))
+
+
 def ours(config: Config, kind: str) -> jax.stages.Compiled:
     """Return the training step of a configuration, compiled for GPUs of a kind."""
-    trainer = Trainer(config, make_mesh(config.mesh, devices=_devices(kind, config.mesh.devices)))
+    trainer = trainer_for(config, kind)
     lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
     return aot.compile(lowered, trainer.compiler_options)
 
@@ -187,12 +197,72 @@ def on_mesh(config: Config, layers: int = 8, micro_batches: int = 8) -> Config:
     )
 
 
+# Seconds for which the GPU has nothing to do each time the host reads a loop's condition: the condition's kernel
+# starts, its result is copied, the host wakes up, the next kernel starts. That is four times the 5 us that the planner
+# takes for a launch (planner/cost/compute.py). One kernel and a synchronisation took 5 to 7 us (JuliaGPU/CUDA.jl#896).
+STOP = 20e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTime:
+    """The loops of a schedule's step whose condition the host reads.
+
+    Attributes:
+        rows: rows of the schedule.
+        read: loops that a device enters, or passes by, in a step, if no loop is part of a CUDA graph.
+        left: loops that remain, as the step is compiled.
+        most: readings of a condition in a step at most: before each loop, and behind its trip.
+    """
+
+    rows: int
+    read: int
+    left: int
+    most: int
+
+    @property
+    def stalls(self) -> tuple[float, float]:
+        """Seconds of a step that the readings cost at most: without graphs, and as the step is compiled."""
+        return 2 * self.read * STOP, self.most * STOP
+
+
+def host_time(trainer: Trainer, compiled: jax.stages.Compiled) -> HostTime:
+    """Return the loops that ask the host in a compiled step."""
+    text = compiled.as_text()
+    assert text is not None
+    graphs = compiler_options.GPU_LOOPS.items() <= trainer.compiler_options.items()
+    read, left = (sum(loop.executions for loop in hlo.host_loops(text, graphs=g)) for g in (False, graphs))
+    return HostTime(trainer.schedule.rows, read, left, 2 * left)
+
+
+def scheduled(config: Config, schedule: str, tensor: int, pipe: int = 4, micro_batches: int = 8) -> Config:
+    """Return a configuration of one schedule, whose stages have two layers.
+
+    Args:
+        config: configuration with the model and the micro-batch.
+        schedule: name of the schedule.
+        tensor: size of the tensor axis.
+        pipe: number of stages.
+        micro_batches: micro-batches of each data rank.
+    """
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, layers=2 * pipe).with_attention((9, 0)),
+        mesh=dataclasses.replace(config.mesh, data=8 // pipe // tensor, pipe=pipe, tensor=tensor),
+        pipeline=dataclasses.replace(config.pipeline, schedule=schedule, virtual_stages=chunks, pipe_layers=""),
+        batch=BatchConfig(
+            global_batch=8 // pipe // tensor * micro_batches * config.batch.micro_batch,
+            micro_batch=config.batch.micro_batch,
+        ),
+    )
+
+
 def _with_save(config: Config, save: str) -> Config:
     return dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, save=save))
 
 
 def _row(label: str, figures: Iterable[str]) -> str:
-    return f"  {label:<22}" + "".join(f"{figure:>13}" for figure in figures)
+    return f"  {label:<28}" + "".join(f"{figure:>13}" for figure in figures)
 
 
 def ledger(config: Config, kind: str = "h100") -> None:
@@ -225,3 +295,18 @@ def ledger(config: Config, kind: str = "h100") -> None:
     print(_row("", ("count", "GB", "under products")))
     for name, sent in collectives(ours(m, kind)).items():
         print(_row(name, (f"{sent.count}", f"{sent.bytes / 1e9:.3f}", f"{sent.hidden:.1%}")))
+    _print_host_time(config, kind)
+
+
+def _print_host_time(config: Config, kind: str) -> None:
+    """Print the loops of every schedule whose condition the host reads, with and without CUDA graphs."""
+    print(f"\n8 x {GPUS[kind].name}, pipe=4, 8 layers, 8 micro-batches: loops whose condition the host reads")
+    print(_row("", ("rows", "loops", "of a row", "stall ms", "with graphs", "of a row", "stall ms")))
+    for schedule in names():
+        for tensor in (1, 2):
+            c = scheduled(config, schedule, tensor)
+            found = host_time(trainer_for(c, kind), ours(c, kind))
+            figures = [f"{found.rows}"]
+            for loops, seconds in zip((found.read, found.left), found.stalls):
+                figures += [f"{loops}", f"{loops / found.rows:.2f}", f"{1e3 * seconds:.2f}"]
+            print(_row(f"{schedule}, tensor={tensor}", figures))

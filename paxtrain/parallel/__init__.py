@@ -7,6 +7,7 @@
     compression.py ranks.py      codecs of the links, ranks of the stages
     stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update
+    compiler_options.py          XLA's options for the step
 
 May import `compress` and the rooms below it: `config`, `model`, `pipeline`, `process`.
 """

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from compress import Codec
 from paxtrain.config import Config
 from paxtrain.model import transformer
-from paxtrain.parallel import gradients, muon
+from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression import Compression, State, settle_implementation
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
@@ -42,26 +42,6 @@ from paxtrain.schedule.table import Schedule
 BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
 CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
-
-GPU_OPTIONS = {
-    # By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
-    # all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for
-    # that would put it off by one more layer, and copy the gradients of two layers in each turn.
-    "xla_gpu_enable_pipelined_reduce_scatter": False,
-}
-
-# XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
-# between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all
-# of F. If idle stages skip, F is a loop, under which they travel in any case. There, and if rings keep parts of
-# micro-batches, XLA would copy rings with this estimate.
-GPU_ESTIMATE = {"xla_gpu_enable_analytical_latency_estimator": True}
-
-# Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
-# skip them, and all stages would run all ops. The second would drop the optimization barriers that order reads and
-# writes of the rings: without them each row copies whole rings.
-CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,cse_barrier_expander"}
 
 
 def _is_spec(x: object) -> bool:
@@ -466,10 +446,8 @@ class Trainer:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the training step on this mesh's platform."""
-        if self.platform != "gpu":
-            return CPU_OPTIONS if self.config.mesh.pipe > 1 else {}
-        straight = self.schedule.masked and not self.config.mesh.sequence_parallel
-        return GPU_OPTIONS | (GPU_ESTIMATE if self.compression.between_stages or straight else {})
+        between = self.compression.between_stages
+        return compiler_options.of(self.config, self.platform, self.schedule.masked, between)
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None)

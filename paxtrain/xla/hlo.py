@@ -29,6 +29,9 @@ _IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _LIBRARY_MATMUL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cudnn)')
 _KERNELS = ("fusion", "custom-call", "dot", "convolution")
+# What xla/backends/gpu/runtime/command_buffer_conversion_pass.cc does not convert, or only with options that we leave.
+_NOT_IN_GRAPHS = ("conditional", "async-start", "send", "recv", "infeed", "outfeed")
+_GRAPHED_CALL = re.compile(r'custom_call_target="[^"]*(?:cublas|cudnn|triton|AllocateBuffer)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +273,36 @@ def whiles(text: str, unknown_trip_count: int = 1) -> list[While]:
         While(dict(op.callees())["body"], op.trips(), times)
         for _, times, op in HloModule(text, unknown_trip_count).executed()
         if op.opcode == "while"
+    ]
+
+
+def _in_a_graph(program: HloModule, op: HloInstruction) -> bool:
+    """Return whether XLA can put an instruction, with all that it runs, into a CUDA graph without collectives."""
+    if _kind(op.opcode) or op.opcode in _NOT_IN_GRAPHS:
+        return False
+    if op.opcode == "custom-call" and not _GRAPHED_CALL.search(op.attributes):
+        return False
+    return op.opcode == "fusion" or all(
+        _in_a_graph(program, inner) for _, callee in op.callees() for inner in program.computations[callee].values()
+    )
+
+
+def host_loops(text: str, graphs: bool = False) -> list[While]:
+    """Return the loops whose condition the host reads from the GPU, before each trip and once more at the end.
+
+    Before each reading the GPU runs out of work, because the host waits until all that it has launched is done. Loops
+    with a known number of trips are not among them.
+
+    Args:
+        text: text of a program compiled for GPUs.
+        graphs: whether loops become parts of CUDA graphs if they can (xla_gpu_enable_command_buffer with WHILE); such
+            a loop's condition stays on the GPU. Loops with collectives inside cannot.
+    """
+    program = HloModule(text, unknown_trip_count=1)
+    return [
+        While(dict(op.callees())["body"], None, times)
+        for _, times, op in program.executed()
+        if op.opcode == "while" and op.trips() is None and not (graphs and _in_a_graph(program, op))
     ]
 
 

@@ -1,14 +1,16 @@
 """The ledger of the 1.3B model's step stays within bounds; programs are compiled for GPUs that are not there."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
 
 from paxtrain.bench import ledger
+from paxtrain.config import Config
 from paxtrain.config.load import load_config
 from paxtrain.devices.gpus import GPUS
-from paxtrain.xla import aot
+from paxtrain.xla import aot, hlo
 
 H100 = GPUS["h100"]
 
@@ -60,6 +62,54 @@ def test_reductions_and_transfers_of_a_mesh_lie_under_products():
     # The rest: the table's gradient, which its exchange between the stages waits for, and one layer of each stage.
     assert sent["reduce-scatter"].hidden > 0.25
     assert sent["collective-permute"].hidden > 0.7
+
+
+def small(schedule: str, tensor: int = 1) -> Config:
+    config = load_config("gpt_1_3b", {"model.hidden": 512, "model.heads": 4, "model.sequence": 512})
+    return ledger.scheduled(config, schedule, tensor, pipe=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "eager_1f1b"])
+def test_the_host_reads_a_condition_less_than_once_per_row(schedule):
+    """What is left are the loops in which stages reduce their gradients over data."""
+    c = small(schedule)
+    found = ledger.host_time(ledger.trainer_for(c, "h100"), ledger.ours(c, "h100"))
+    assert found.left <= 2
+    assert found.most <= found.rows
+
+
+def test_without_graphs_it_would_read_several(monkeypatch):
+    """Negative control: the user's flags leave loops out of graphs."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
+    c = small("1f1b")
+    trainer = ledger.trainer_for(c, "h100")
+    assert "xla_gpu_enable_command_buffer" not in trainer.compiler_options
+    found = ledger.host_time(trainer, ledger.ours(c, "h100"))
+    assert found.left == found.read
+    assert found.most > 2 * found.rows
+
+
+def test_loops_are_in_graphs_where_xla_puts_them(tmp_path):
+    """The reference is XLA's own list of what the host starts, in which a graph's instructions are indented."""
+    c = small("1f1b")
+    trainer = ledger.trainer_for(c, "h100")
+    lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    text = aot.compile(lowered, trainer.compiler_options | dump).as_text()
+    [file] = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    inside: list[tuple[int, str]] = []
+    outside = 0
+    for line in file.read_text().splitlines():
+        if thunk := re.match(r"( *)\d+: k(\w+)", line):
+            depth, kind = len(thunk[1]), thunk[2]
+            while inside and inside[-1][0] >= depth:
+                inside.pop()
+            outside += kind == "While" and "CommandBuffer" not in {around for _, around in inside}
+            if kind in ("While", "CommandBuffer"):
+                inside.append((depth, kind))
+    asked, known = hlo.host_loops(text, graphs=True), [loop for loop in hlo.whiles(text) if loop.trips is not None]
+    assert len(asked) <= outside <= len(asked) + len(known)
+    assert len(hlo.host_loops(text)) > outside
 
 
 def test_a_product_that_runs_twice_would_be_seen():

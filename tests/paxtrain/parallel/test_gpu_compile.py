@@ -11,10 +11,11 @@ import jax
 import pytest
 
 from paxtrain.config import CompressConfig, Config, from_dict
+from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.layout import tensor_dim
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.reduction import DataReduction
-from paxtrain.parallel.step import GPU_OPTIONS, Trainer
+from paxtrain.parallel.step import Trainer
 from paxtrain.xla import aot, hlo
 
 

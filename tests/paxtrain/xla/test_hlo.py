@@ -145,6 +145,20 @@ def test_a_loop_of_zero_or_one_trips_is_no_conditional_and_counts_as_told():
     assert hlo.collectives(text, unknown_trip_count=0) == []
 
 
+def test_the_host_reads_conditions_of_loops_whose_trips_are_not_known():
+    def rows(x, _):
+        last = (lax.axis_index("pipe") == 3).astype(jnp.int32)
+        x = lax.fori_loop(0, last, lambda _, x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x) @ jnp.eye(COLUMNS), x), x)
+        return lax.fori_loop(0, last, lambda _, x: jnp.sin(lax.psum(x, "data")), x), None
+
+    text = compiled_text(lambda x: lax.scan(rows, x, None, length=7)[0])
+    assert len(hlo.whiles(text)) == 4 and {loop.trips for loop in hlo.whiles(text)} == {None, 3, 7}
+    assert [loop.executions for loop in hlo.host_loops(text)] == [7, 7]
+    # With graphs only the one with a collective inside is left.
+    reduces = only(text, "all-reduce").computation
+    assert [(loop.body, loop.executions) for loop in hlo.host_loops(text, graphs=True)] == [(reduces, 7)]
+
+
 def test_what_is_not_executed_does_not_count():
     text = compiled_text(lambda x: lax.psum(x, "data"))
     dead = text.replace("ENTRY", "%dead (x: f32[8]) -> f32[8] {\n  ROOT %y = f32[8]{0} all-reduce(%x)\n}\n\nENTRY", 1)

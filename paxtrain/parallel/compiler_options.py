@@ -1,0 +1,57 @@
+"""XLA's options for the training step, each with its reason."""
+
+import os
+from typing import Any
+
+from paxtrain.config import Config
+
+GPU_OPTIONS = {
+    # By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
+    # all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for
+    # that would put it off by one more layer, and copy the gradients of two layers in each turn.
+    "xla_gpu_enable_pipelined_reduce_scatter": False,
+}
+
+# XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
+# between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all
+# of F. If idle stages skip, F is a loop, under which they travel in any case. There, and if rings keep parts of
+# micro-batches, XLA would copy rings with this estimate.
+GPU_ESTIMATE = {"xla_gpu_enable_analytical_latency_estimator": True}
+
+# What XLA puts into CUDA graphs by default.
+GRAPHED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION")
+
+# Loops of zero or one trip become parts of CUDA graphs, too. Otherwise the host reads their condition from the GPU, and
+# waits until all that it has launched is done. Loops with collectives inside stay as they are, and so do collectives,
+# which in graphs were slower (openxla/xla#35360) or hung. The least size lets a loop by itself be a graph.
+GPU_LOOPS = {
+    "xla_gpu_enable_command_buffer": ",".join((*GRAPHED, "WHILE")),
+    "xla_gpu_graph_min_graph_size": 1,
+}
+
+# Passes that XLA for CPUs leaves out. The first would move F and B out of the loops of no or one trip by which stages
+# skip them, and all stages would run all ops. The second would drop the optimization barriers that order reads and
+# writes of the rings: without them each row copies whole rings.
+CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,cse_barrier_expander"}
+
+_GRAPHS = "xla_gpu_enable_command_buffer"
+
+
+def of(config: Config, platform: str, masked: bool, compressed: bool) -> dict[str, Any]:
+    """Return the options of a configuration's step.
+
+    Args:
+        config: configuration of the step.
+        platform: "gpu" or "cpu".
+        masked: whether idle stages compute on scrap.
+        compressed: whether messages between stages are compressed.
+    """
+    mesh = config.mesh
+    if platform != "gpu":
+        return CPU_OPTIONS if mesh.pipe > 1 else {}
+    estimate = GPU_ESTIMATE if compressed or (masked and not mesh.sequence_parallel) else {}
+    # What the user's XLA_FLAGS say about graphs stands. With tensor parallelism all loops have collectives.
+    loops = mesh.pipe > 1 and mesh.tensor == 1 and _GRAPHS not in os.environ.get("XLA_FLAGS", "")
+    return GPU_OPTIONS | estimate | (GPU_LOOPS if loops else {})
