@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench lab test test-clusters test-slow lint docs clean
+.PHONY: help train plan study bench gpu lab test test-clusters test-slow lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -25,6 +25,12 @@ study: runs/data/train.idx  ## what compression does to training, as a page; ARG
 bench: $(VENV)/run.txt  ## measure the training step and the planner
 	$(RUN) -m paxtrain.bench
 	$(RUN) -m planner.bench
+
+# jax for CUDA takes gigabytes, so it is installed only where the driver shows a GPU.
+GPU_ENVIRONMENT := $(VENV)/$(if $(wildcard /dev/nvidia0),gpu,run).txt
+
+gpu: $(GPU_ENVIRONMENT)  ## measure all of it on this machine's GPUs (25 minutes), or see on CPUs that it runs (4 minutes)
+	$(RUN) -m planner.gpu $(ARGS)
 
 lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, 45 minutes)
 	$(RUN) -m tests.cluster.lab $(ARGS)
@@ -60,8 +66,9 @@ $(VENV)/bin/python:
 # What is installed, as pip lists it, stands for the environment being up to date.
 $(VENV)/run.txt: requirements.txt | $(VENV)/bin/python
 $(VENV)/dev.txt: requirements-dev.txt requirements.txt | $(VENV)/bin/python
+$(VENV)/gpu.txt: requirements-gpu.txt requirements.txt | $(VENV)/bin/python
 $(VENV)/docs.txt: requirements-docs.txt | $(VENV)/bin/python
-$(VENV)/run.txt $(VENV)/dev.txt $(VENV)/docs.txt:
+$(VENV)/run.txt $(VENV)/dev.txt $(VENV)/gpu.txt $(VENV)/docs.txt:
 	@echo "installing $< into $(VENV) (a minute or two)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --requirement $<
 	@$(RUN) -m pip freeze --disable-pip-version-check > $@

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "planner/supervision": ("paxtrain/process",),
 }
 MAY_IMPORT["planner/bench"] = (*_TRAINER, *_PLANNING, "planner/measure", "paxtrain/bench")
+MAY_IMPORT["planner/gpu"] = (*MAY_IMPORT["planner/bench"], "paxtrain/study", "planner/fit", "planner/bench")
 MAY_IMPORT["planner"] = (
     "paxtrain",
     *MAY_IMPORT["planner/bench"],

@@ -111,6 +111,8 @@ class PipelinedStep:
     """Our training step with its state.
 
     Attributes:
+        mesh: mesh of the devices.
+        compiled: the compiled step.
         bytes: bytes of the compiled program.
         loss: loss of the last call.
     """
@@ -122,17 +124,26 @@ class PipelinedStep:
         sharding, shape = self._trainer.batch_sharding, self._trainer.abstract_batch().shape
         rows = process_rows(sharding, shape)
         self._tokens = from_process_rows(sharding, shape, rows, tokens(config)[rows])
-        self._step = self._trainer.compile_step()
-        self.bytes = _bytes(self._step)
+        self.mesh, self.compiled = self._trainer.mesh, self._trainer.compile_step()
+        self.bytes = _bytes(self.compiled)
+
+    def run(self) -> dict[str, jax.Array]:
+        """Run one step and return its metrics, which may not be ready yet."""
+        self._state, metrics = self.compiled(self._state, self._tokens)
+        return metrics
 
     def __call__(self) -> None:
         """Run one step and wait for its loss."""
-        self._state, metrics = self._step(self._state, self._tokens)
-        self.loss = float(metrics["loss"])
+        self.loss = float(self.run()["loss"])
 
 
 class PlainStep:
-    """The plain step with its state; its attributes are those of PipelinedStep."""
+    """The plain step with its state.
+
+    Attributes:
+        bytes: bytes of the compiled program.
+        loss: loss of the last call.
+    """
 
     def __init__(self, config: Config) -> None:
         """Compile the step of a configuration for one device."""

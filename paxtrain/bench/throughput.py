@@ -13,7 +13,7 @@ from paxtrain.run import metrics
 from paxtrain.tables import size
 
 
-def _of_one_device(config: Config) -> Config:
+def of_one_device(config: Config) -> Config:
     """Return a configuration for one device: 8 micro-batches of its size, and the attention that suits the device."""
     micro = config.batch.micro_batch
     return dataclasses.replace(
@@ -32,7 +32,7 @@ def throughput(repeats: int, config: Config) -> None:
         repeats: steps of each, of which the median counts.
         config: configuration whose model and micro-batch are measured.
     """
-    c = _of_one_device(config)
+    c = of_one_device(config)
     count, device = c.batch.global_batch * c.model.sequence, jax.devices()[0]
     peak = c.run.peak_flops or datasheets.peak_flops(device.device_kind)
     steps: dict[str, PipelinedStep | PlainStep] = {"plain jit": PlainStep(c)}

@@ -34,7 +34,15 @@ class Study:
     The constructor checks all input before anything is compiled.
     """
 
-    def __init__(self, config: Config, out: str, seeds: int, sweep: Sequence[int], real_mesh: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        out: str,
+        seeds: int,
+        sweep: Sequence[int],
+        real_mesh: bool,
+        only: Sequence[str] = (),
+    ) -> None:
         """Check the input.
 
         Args:
@@ -43,9 +51,10 @@ class Study:
             seeds: number of runs of each variant, with the seeds config.run.seed, config.run.seed + 1 and so on.
             sweep: ranks of compressed backpropagation.
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
+            only: names of the variants to run; empty: all.
 
         Raises:
-            UserError: the data, the mesh, the ranks or the folder do not fit.
+            UserError: the data, the mesh, the ranks or the folder do not fit, or there is no such variant.
         """
         if seeds < 1:
             raise UserError(f"--seeds must be at least 1, got {seeds}")
@@ -53,7 +62,11 @@ class Study:
             raise UserError(f"--ranks must be positive, got {','.join(map(str, sweep))}")
         self.config, self.out = config, pathlib.Path(out)
         self.seeds = range(config.run.seed, config.run.seed + seeds)
-        self.variants = variants(self.config, sweep)
+        every = {variant.name: variant for variant in variants(self.config, sweep)}
+        unknown = [name for name in only if name not in every]
+        if unknown:
+            raise UserError(f"there is no variant {unknown[0]!r} here; there are {', '.join(every)}")
+        self.variants = [every[name] for name in only or every]
         self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
