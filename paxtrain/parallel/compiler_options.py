@@ -3,16 +3,20 @@
 import os
 from typing import Any
 
+import jax
+
 from paxtrain.config import Config
 
-GPU_OPTIONS = {
+GPU_OPTIONS: dict[str, Any] = {
     # By default XLA keeps one collective in flight, so that the pipeline's transfers would have to fit between two
     # all-reduces of tensor parallelism. With four in flight each transfer overlaps with a whole F or B.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
+if jax.__version_info__ < (0, 11, 1):  # later ones have no such option
     # The pipeline reduces a scanned layer's gradient under the next layer (paxtrain.pipeline.closing). XLA's pass for
     # that would put it off by one more layer, and copy the gradients of two layers in each turn.
-    "xla_gpu_enable_pipelined_reduce_scatter": False,
-}
+    GPU_OPTIONS["xla_gpu_enable_pipelined_reduce_scatter"] = False
 
 # XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
 # between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all

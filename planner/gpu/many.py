@@ -30,6 +30,7 @@ SCHEDULES = ("eager_1f1b", "1f1b", "zb_h1", "interleaved_1f1b", "gpipe")
 # Loops of zero or one trip are parts of CUDA graphs (paxtrain/parallel/compiler_options.py). Instead the host can read
 # their conditions, or collectives can be in graphs as well.
 GRAPHS = {"host reads conditions": GRAPHED, "all in one graph": (*GRAPHED, "WHILE", "COLLECTIVES")}
+_SKIP = ("1f1b", "zb_h1")  # schedules whose idle stages skip
 _AXIS = "ring"
 
 
@@ -166,7 +167,7 @@ def _parts(counts: tuple[int, ...], trained: dict[str, Any], linked: dict[str, A
         found.append(
             SectionPart(f"{n} processes", schedules, trained | {"names": SCHEDULES[:1]}, devices=n, processes=n)
         )
-        skipping = trained | {"names": SCHEDULES[1:3]}
+        skipping = trained | {"names": [name for name in trained["names"] if name in _SKIP]}
         for name, kinds in GRAPHS.items():
             flags = f"--xla_gpu_enable_command_buffer={','.join(kinds)}"
             found.append(SectionPart(f"{n}, {name}", schedules, skipping, {"XLA_FLAGS": flags}, devices=n))

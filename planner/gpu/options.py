@@ -90,10 +90,12 @@ def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def _parts(settings: dict[str, Any], pipeline: dict[str, Any], steps: int) -> tuple[SectionPart, ...]:
+def _parts(
+    settings: dict[str, Any], pipeline: dict[str, Any], schedules: list[str], steps: int
+) -> tuple[SectionPart, ...]:
     arguments = {"model": "gpt_1_3b", "settings": settings, "save": "dots", "steps": steps}
     found = [SectionPart(name, measure, arguments, {"XLA_FLAGS": flags}) for name, (flags, _) in TRIED.items()]
-    emulated = {"settings": pipeline, "schedules": ["1f1b", "zb_h1"], "steps": steps}
+    emulated = {"settings": pipeline, "schedules": schedules, "steps": steps}
     found.append(SectionPart(_IN_GRAPHS, pipelined, emulated))
     found.append(SectionPart(_BY_HOST, pipelined, emulated, {"XLA_FLAGS": f"{_GRAPHS}={','.join(GRAPHED)}"}))
     return tuple(found)
@@ -113,6 +115,9 @@ SECTION = Section(
     name="options",
     title="Options of XLA, one by one",
     seconds=200,
-    parts={FULL: _parts(_LARGE, _PIPELINE, 8), TOY: _parts(SMALL, SMALL | {"model.layers": 2}, 2)},
+    parts={
+        FULL: _parts(_LARGE, _PIPELINE, ["1f1b", "zb_h1"], 8),
+        TOY: _parts(SMALL, SMALL | {"model.layers": 2, "batch.global_batch": 4}, ["1f1b"], 2),
+    },
     describe=describe,
 )

@@ -102,9 +102,14 @@ def describe_devices() -> dict[str, Any]:
 # --- In the process that starts them ----------------------------------------------------------------------------------
 
 
-def _environment(part: SectionPart, process: int) -> dict[str, str]:
-    """Return the environment of one of a part's processes."""
+def _environment(part: SectionPart, process: int, out: pathlib.Path) -> dict[str, str]:
+    """Return the environment of one of a part's processes; `out` is the folder of the records."""
     own = dict(part.environment)
+    if "XLA_FLAGS" not in own:
+        # XLA keeps there which kernels it has found to be the fastest, so that a model's next step is tuned in less
+        # time. Whole programs are not kept: each part compiles its own.
+        own["JAX_COMPILATION_CACHE_DIR"] = str(out / "tuned")
+        own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"
     flags = [os.environ.get("XLA_FLAGS", ""), own.pop("XLA_FLAGS", "")]
     found = os.environ | own | {"XLA_FLAGS": " ".join(filter(None, flags)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # the 1.3B model's plain step needs most of a GPU
@@ -171,7 +176,7 @@ def start_part(section: Section, part: SectionPart, size: str, out: pathlib.Path
         command += [f"--part={part.name}", f"--result={result}"]
         if part.processes > 1:
             command.append(f"--coordinator=127.0.0.1:{_free_port()}")
-        commands = [([*command, f"--process={i}"], _environment(part, i)) for i in range(part.processes)]
+        commands = [([*command, f"--process={i}"], _environment(part, i, out)) for i in range(part.processes)]
         with _started(commands, log) as processes:
             reason = _wait(processes, seconds)
         if result.exists():

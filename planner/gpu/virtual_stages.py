@@ -60,7 +60,6 @@ def _draw(results: dict[str, Result], path: pathlib.Path) -> None:
         x, y = result["total_bytes"] / 1e6, result["loss"]
         axes.plot(x, y, "o", color="#5c6670" if dense else "#2f6f9f", markersize=7)
         axes.annotate(f"  {result['label']}", (x, y), fontsize=8, va="center")
-    axes.set_xscale("log")
     axes.margins(0.2)
     axes.set_xlabel("MB on the links per step")
     axes.set_ylabel("validation loss, nats per token")

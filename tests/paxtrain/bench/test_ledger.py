@@ -71,10 +71,10 @@ def small(schedule: str, tensor: int = 1) -> Config:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "eager_1f1b"])
 def test_the_host_reads_a_condition_less_than_once_per_row(schedule):
-    """What is left are the loops in which stages reduce their gradients over data."""
+    """What is left are the loops in which some stages gather the table and reduce their gradients over data."""
     c = small(schedule)
     found = ledger.host_time(ledger.trainer_for(c, "h100"), ledger.ours(c, "h100"))
-    assert found.left <= 2
+    assert found.left <= 4
     assert found.most <= found.rows
 
 
