@@ -27,12 +27,13 @@ from tests.sources import ROOT
 
 NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
-# is compiled, and benchmarks of each schedule.
+# is compiled, and benchmarks and measurements of each schedule.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
     "paxtrain/bench/",
     "planner/bench/",
+    "planner/gpu/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",
