@@ -1,4 +1,4 @@
-"""What the kernels on Pallas's Triton backend share: tiles with masked edges, products of tiles, and their launch."""
+"""Tiles with masked edges, products of tiles, and launches, which the kernels on the Triton backend share."""
 
 from collections.abc import Callable
 from typing import Any

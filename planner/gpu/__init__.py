@@ -1,4 +1,4 @@
-"""What a GPU is measured for: `python -m planner.gpu`, or `make gpu`.
+"""Measurements on GPUs: `python -m planner.gpu`, or `make gpu`.
 
 Every part of a section runs in a process of its own, at full size on GPUs and at toy size on CPUs. Sizes are data.
 

@@ -63,7 +63,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What measurements depend on; a part is not measured again in an equal setting.
+    """Machine, code and size of a measurement; a part is not measured again in an equal setting.
 
     Attributes:
         commit: commit of the code, with a fingerprint of uncommitted changes if there are any.
@@ -84,7 +84,7 @@ class Setting:
 
 @dataclasses.dataclass
 class PartOutcome:
-    """What became of a part.
+    """Outcome of a part.
 
     Attributes:
         status: DONE, FAILED or SKIPPED.
