@@ -126,9 +126,9 @@ def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Fille
     took = []
     for size in sizes:
         last = size * per_byte / 2
-        pause = last * mine / (count - 1)
+        pause = float(last * mine / (count - 1))
         with group.watch(machines.hosts[mine], "the others in an all-to-all over the hosts"):
-            own = link_timing.all_to_all(machines.devices, per_host, size, mine, pause)
+            own = link_timing.all_to_all(machines.devices, per_host, size, pause)
         took.append(group.gather(own, max) - last)
     # Small messages take longer than their bytes do, so the slope counts.
     slope = (took[1] - took[0]) / (sizes[1] - sizes[0]) if sizes[0] < sizes[1] else took[1] / sizes[1]

@@ -7,10 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from planner.cluster.link_fit import Filled
 from planner.cost.link_seconds import fabric, paths
 from planner.measure import link_timing
 from planner.measure.link_timing import Exchange, LinkTimes, MessageTimes, fit_line, plan_rounds, sampled, tournament
-from planner.measure.profile_links import fan_out
+from planner.measure.machines import Machines
+from planner.measure.process_group import ProcessGroup
+from planner.measure.profile_links import fan_out, time_fan_out
 from tests.planner.examples import cluster
 
 MIB = 1 << 20
@@ -170,6 +173,14 @@ def test_an_all_to_all_of_the_planner_is_as_slow_as_those_that_its_fan_out_was_t
 
 def test_an_all_to_all_runs_over_the_hosts():
     assert 0 < link_timing.all_to_all(jax.devices(), 2, MIB, pause=1e-3, repeats=1) < 60
+
+
+def test_the_fan_out_of_four_hosts_is_timed_and_within_its_bounds():
+    devices = jax.devices()[:4]
+    machines = Machines(tuple("abcd"), (0,), tuple(devices), 1, ("cpu",) * 4, (1e9,) * 4, ("",) * 4)
+    off = ~np.eye(4, dtype=bool)
+    filled = Filled(np.full((4, 4), 1e-5), np.full((2, 4, 4), 1e9), off, 0.0)
+    assert 1.0 <= time_fan_out(ProcessGroup(30), machines, filled, nics=1, largest=MIB) <= 3.0
 
 
 def test_rounds_that_were_left_out_are_not_made_up():
