@@ -1,5 +1,6 @@
 """The command line of every main: bad flags and bad input become one sentence on stderr and exit code 2."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -7,20 +8,35 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from paxtrain.errors import PREFIX, UserError
-from paxtrain.process import setup
+from paxtrain.process import sealed, setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
 
 
+def sentence(error: Exception) -> str:
+    """Return an error's text in one line, without control characters and with long words cut."""
+    text = re.sub(r"\S{200,}", lambda found: f"{found[0][:60]}... ({len(found[0])} characters)", str(error))
+    return sealed.printable(" ".join(text.split()), 2000)
+
+
 def fail(error: Exception) -> NoReturn:
     """Print the error's sentence and exit with code 2."""
-    print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+    print(f"{PREFIX}{sentence(error)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
-def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
+def parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
+    """Define flags, parse a command line and return its other arguments; a mistake in it ends the process.
+
+    Args:
+        argv: command line, with the program's name.
+        define_flags: function that defines the flags.
+    """
     # config_flags loads the configuration file while flags are defined or parsed, so these errors concern the
     # command line. If the file is missing, the last line of its message names the file and the reason.
+    for argument in argv:
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            fail(UserError(f"the argument {argument!r} is not UTF-8 text; write it in UTF-8"))
     try:
         define_flags()
         return flags.FLAGS(argv)
@@ -32,7 +48,7 @@ def _parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[
     except (AttributeError, KeyError) as error:
         fail(UserError(f"no such configuration key: {error.args[0]}; write --config.section.key=value"))
     except (flags.Error, TypeError, ValueError, ImportError, SyntaxError) as error:
-        fail(UserError(" ".join(str(error).split())))
+        fail(error)
 
 
 def run(
@@ -57,4 +73,4 @@ def run(
             fail(error)
 
     with setup.quiet_orbax():
-        app.run(guarded, flags_parser=lambda argv: _parse_flags(argv, define_flags))
+        app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags))

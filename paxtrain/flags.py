@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
+from paxtrain.config.load import errors_of
 from paxtrain.config.shipped import find
+from paxtrain.errors import UserError
 
 
 def define_config(name: str, default: str | None, description: str, unknown_keys: bool = True) -> None:
@@ -25,7 +27,15 @@ def define_config(name: str, default: str | None, description: str, unknown_keys
     load: Callable[[Any], Any] = parser.parse
 
     def parse(path: Any) -> Any:
-        return load(_resolved(path) if isinstance(path, str) else path)
+        if not isinstance(path, str):
+            return load(path)
+        resolved = _resolved(path)
+        file = resolved.partition(":")[0]
+        with errors_of(file):
+            loaded = load(resolved)
+        if loaded is None:
+            raise UserError(f"get_config() of {file} returns None; it must return a ConfigDict, as in configs/tiny.py")
+        return ConfigDict(loaded) if isinstance(loaded, dict) else loaded
 
     parser.parse = parse  # type: ignore[method-assign,assignment]  # ml_collections has no hook for paths
     if default is not None:

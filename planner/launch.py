@@ -4,14 +4,21 @@
 processes of this machine. Arguments after -- are flags of planner.run, such as overrides of the configuration.
 """
 
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.command_line import run
+from paxtrain.command_line import parse_flags, run
+from paxtrain.config.shipped import find
+from planner import run as planner_run
 from planner.jobs import launching
+from planner.jobs.job import Job
 from planner.jobs.launching import LaunchOptions
+from planner.jobs.local import Local
+
+_own: list[str] = []  # names of this main's flags
 
 
 def _options(argv: Sequence[str]) -> LaunchOptions:
@@ -46,19 +53,43 @@ def _options(argv: Sequence[str]) -> LaunchOptions:
     )
 
 
+def _check_run(job: Job, kind: str) -> None:
+    """Parse planner.run's arguments as the job will, so that what it would refuse is refused now.
+
+    A container image may have other configurations than this machine; of those only the flags are parsed.
+
+    Raises:
+        UserError: planner.run would refuse an argument.
+    """
+    arguments = job.run()[2:]
+    elsewhere = kind == "kubernetes" and not pathlib.Path(find(job.config.partition(":")[0])).is_file()
+    if elsewhere:
+        arguments = [each for each in arguments if not each.startswith(("--config=", "--plan="))]
+    for name in _own:  # the flags of this main, whose values are no longer needed
+        delattr(flags.FLAGS, name)
+    parse_flags(["planner.run", *arguments], planner_run.define_flags)
+    if not elsewhere:
+        planner_run.given()
+
+
 def main(argv: Sequence[str]) -> None:
     """Print the job, or run it on this machine."""
-    if code := launching.launch(_options(argv)):
-        sys.exit(code)
+    options = _options(argv)
+    job = launching.job_of(options)
+    text = launching.text(options, job)
+    _check_run(job, options.kind)
+    if options.kind == "local":
+        sys.exit(Local(job, options.cpu_devices).run())
+    print(text, end="")
 
 
 def define_flags() -> None:
     """Define the flags of this main."""
-    f = flags
+    f, before = flags, set(flags.FLAGS)
     f.DEFINE_string("config", None, "Configuration: a path, or the name of a shipped one; overrides of it follow --.")
     f.DEFINE_string("plan", "auto", "Path of a plan.json; auto: plan for the nodes that the job gets.")
     f.DEFINE_string("out", None, "Folder of the run, shared by all nodes; default: runs/job, or run in --mount.")
-    f.DEFINE_integer("max_restarts", 10, "Largest number of restarts after faults.", lower_bound=0)
+    f.DEFINE_integer("max_restarts", 10, "Largest number of restarts after faults.", 0, 1_000_000)
     f.DEFINE_float(
         "link_timeout",
         60.0,
@@ -67,8 +98,8 @@ def define_flags() -> None:
     )
     # SLURM and Kubernetes.
     f.DEFINE_string("name", "paxtrain", "Name of the job.")
-    f.DEFINE_integer("nodes", None, "Number of nodes that the job asks for.", lower_bound=1)
-    f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: train on CPUs.", lower_bound=0)
+    f.DEFINE_integer("nodes", None, "Number of nodes that the job asks for.", 1, 16_384)
+    f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: train on CPUs.", 0, 1024)
     f.DEFINE_integer(
         "signal_ahead", 300, "Seconds from SIGTERM to the end of the job, for a last checkpoint.", 1, 65_535
     )
@@ -76,7 +107,7 @@ def define_flags() -> None:
         "setup", [], "Shell line before all others, such as one that enters an environment; repeatable."
     )
     # SLURM.
-    f.DEFINE_integer("min_nodes", None, "Smallest number of nodes; default: all of --nodes.", lower_bound=1)
+    f.DEFINE_integer("min_nodes", None, "Smallest number of nodes; default: all of --nodes.", 1, 16_384)
     f.DEFINE_bool("per_gpu", False, "One process per GPU; default: one per node, with all its GPUs.")
     f.DEFINE_string("time", "", "Time limit in SLURM's notation; default: the partition's.")
     f.DEFINE_string("partition", "", "SLURM partition.")
@@ -87,8 +118,9 @@ def define_flags() -> None:
     f.DEFINE_string("volume", "paxtrain", "Persistent volume claim that holds --out; all pods write to it.")
     f.DEFINE_string("mount", "/data", "Path of the volume in the pods.")
     # This machine.
-    f.DEFINE_integer("hosts", 4, "Number of hosts, each a process of this machine.", lower_bound=1)
-    f.DEFINE_integer("cpu_devices", 1, "Number of virtual CPU devices of each host.", lower_bound=1)
+    f.DEFINE_integer("hosts", 4, "Number of hosts, each a process of this machine.", 1, 1024)
+    f.DEFINE_integer("cpu_devices", 1, "Number of virtual CPU devices of each host.", 1, 1024)
+    _own[:] = set(flags.FLAGS) - before
 
 
 if __name__ == "__main__":

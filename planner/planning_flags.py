@@ -4,7 +4,7 @@ import dataclasses
 
 from absl import flags
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import names
 from planner.planning.options import KINDS, SEQUENCE, PlanOptions
 
@@ -55,7 +55,7 @@ def options(**more: str) -> PlanOptions:
     given = {name: getattr(flags.FLAGS, name) for name in names}
     for name, value in given.items():
         if name in _INTEGERS:
-            if not all(word.strip().isdecimal() and int(word) > 0 for word in value):
+            if not all(whole(word.strip()) for word in value):
                 raise UserError(f"--{name} must be positive integers joined by commas, got {','.join(value)}")
             given[name] = tuple(map(int, value))
         elif isinstance(value, list):

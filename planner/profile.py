@@ -16,7 +16,7 @@ from paxtrain import flags as shared_flags
 from paxtrain import tables
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 from paxtrain.process import distributed
 from planner.measure import flags as measure_flags
 from planner.measure import profile_cluster
@@ -58,7 +58,7 @@ def define_flags() -> None:
 
 
 def _positive(flag: str, values: Sequence[str]) -> tuple[int, ...]:
-    if not all(value.strip().isdecimal() and int(value) > 0 for value in values):
+    if not all(whole(value.strip()) for value in values):
         raise UserError(f"--{flag} must be positive integers joined by commas, got {','.join(values)!r}")
     return tuple(sorted({int(value) for value in values}))
 

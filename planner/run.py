@@ -5,6 +5,7 @@ Start it as training is started, with one process per node or per device, prefer
 a recent profile exists, and plans. With --plan=FILE hosts are matched by name, in whatever order they come.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -12,10 +13,12 @@ import pathlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from absl import flags
 
+from paxtrain import files
 from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config, to_dict
@@ -24,6 +27,7 @@ from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
 from paxtrain.process import distributed, supervised
 from paxtrain.run import training
+from paxtrain.run.run_lock import RunLock
 from planner import planning_flags
 from planner.measure import flags as measure_flags
 from planner.measure.machines import Machines, find_machines
@@ -113,8 +117,14 @@ def _record(decision: Decision, machines: Machines, config: Config, processes: i
         raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
 
 
-def main(argv: Sequence[str]) -> None:
-    """Join the other processes, plan, and train."""
+def given() -> tuple[dict[str, Any], PlanOptions, Config]:
+    """Return the configuration's values, the planner's options, and the configuration that is measured.
+
+    planner.launch calls it before it writes a job, so that what the job would refuse is refused there.
+
+    Raises:
+        UserError: a flag makes no sense.
+    """
     f = flags.FLAGS
     values = f.config.to_dict()
     if f.out:
@@ -125,11 +135,17 @@ def main(argv: Sequence[str]) -> None:
     options = planning_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
     if f.plan == AUTO:
         sections(values)
-    neutral = job_plan.measurable(values)
+    return values, options, job_plan.measurable(values)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Join the other processes, plan, and train."""
+    f = flags.FLAGS
+    values, options, neutral = given()
     out = pathlib.Path(neutral.run.out)
     launched = _launch(os.environ)
     jax.config.update("jax_num_cpu_devices", f.cpu_devices)
-    with supervised.Progress(os.environ) as progress:
+    with contextlib.ExitStack() as held, supervised.Progress(os.environ) as progress:
         rendezvous.call(*launched)
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
         group = ProcessGroup(f.answer_timeout)
@@ -138,6 +154,7 @@ def main(argv: Sequence[str]) -> None:
                 allocation.check_devices(group, f.gpus, f.host_name or socket.gethostname())
             machines = find_machines(group, f.rack, f.host_name)
             allocation.check_shared(group, out)
+            group.gather(None, lambda _: held.enter_context(RunLock(out)) and None)
             _check_data(group, neutral)
             request = PlanRequest(values, options, out, f.profile_seconds, f.profile_age, f.compute_hosts)
             decision = _decide(group, machines, request, progress)
@@ -153,7 +170,7 @@ def main(argv: Sequence[str]) -> None:
             finished.unlink(missing_ok=True)
         names = [machines.hosts[host] for host in machines.of_process]
         if training.train_together(config, decision.plan, names, progress).finished and group.process == 0:
-            finished.write_text(json.dumps({"steps": config.run.steps}) + "\n")
+            files.write(finished, json.dumps({"steps": config.run.steps}) + "\n")
 
 
 def define_flags() -> None:

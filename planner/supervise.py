@@ -46,7 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("host", None, "This one's place among them, from 0 on; launchers tell it themselves.")
     flags.DEFINE_string("name", None, "What this host is called in messages, as in the plan; default: as in --hosts.")
     flags.DEFINE_integer("port", PORT, "The port of supervisors where --hosts says none.", 1, (1 << 16) - 1)
-    flags.DEFINE_integer("per_host", 1, "Supervisors of each host in --hosts, on ports that follow each other.", 1)
+    flags.DEFINE_integer("per_host", 1, "Supervisors of each host in --hosts, on consecutive ports.", 1, 1024)
     flags.DEFINE_float("link_timeout", limits.link, "Seconds for which a link or a host may be silent.", 1.0)
     flags.DEFINE_float(
         "hang_timeout", limits.hang, "Seconds without a finished step; 0: 20 steps, at least 2 links + 5.", 0.0

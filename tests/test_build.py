@@ -149,7 +149,7 @@ def miniature(tmp_path):
         (tmp_path / name).write_text(text)
     text = (tmp_path / "BUILD").read_text()
     text = re.sub(r"(\nPROGRAMS = \[).*?\n\]", r'\1"paxtrain.train"]', text, flags=re.S)
-    text = re.sub(r"(\nLAB_PROGRAMS = \[).*?\n\]", r"\1]", text, flags=re.S)
+    text = re.sub(r"(\nTEST_PROGRAMS = \[).*?\n\]", r"\1]", text, flags=re.S)
     text = re.sub(r"(\nSCRIPTS = \[).*?\n\]", r'\1"tests/paxtrain/make.py"]', text, flags=re.S)
     wanted = {
         "compress": ["@pypi//jax"],

@@ -1,10 +1,12 @@
 """Checks of the configuration's values, with messages that say what would fit."""
 
 import math
+import re
 from typing import TypeVar
 
 from paxtrain.errors import UserError
 
+MOST = 2**31 - 1  # steps, and whatever else has no limit of its own
 Number = TypeVar("Number", int, float)
 
 
@@ -16,10 +18,37 @@ def require(condition: bool, message: str) -> None:
 
 def divisors_near(n: int, target: int) -> str:
     """Return the divisors of n nearest to `target`, as a phrase."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    divisors = small + [n // d for d in reversed(small) if d * d < n]
     below = [d for d in divisors if d <= target][-1:]
     above = [d for d in divisors if d > target][:1]
     return " or ".join(map(str, below + above))
+
+
+def shown(value: int) -> str:
+    """Return a number for a message; Python refuses to write those of thousands of digits."""
+    return str(value) if value.bit_length() < 70 else f"a number of about {round(value.bit_length() * 0.30103)} digits"
+
+
+def bounded(section: str, config: object, **most: int) -> None:
+    """Require that the numbers of a section are finite and not beyond anything that could be computed.
+
+    Tables, divisors and sizes are then cheap to compute for every configuration that is accepted.
+
+    Args:
+        section: name of the section, for the message.
+        config: the section, a dataclass.
+        most: largest value of some fields; default: `MOST`.
+
+    Raises:
+        UserError: a number is larger, infinite or not a number.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, float):
+            require(math.isfinite(value), f"{section}.{name} must be a finite number, got {value}")
+        elif isinstance(value, int):
+            limit = most.get(name, MOST)
+            require(abs(value) <= limit, f"{section}.{name} may be at most {limit:,}, got {shown(value)}")
 
 
 def positive(section: str, config: object, *names: str) -> None:
@@ -55,6 +84,8 @@ def numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
         UserError: a part is no number of this kind, is not finite or is negative.
     """
     message = f"{name} must be numbers from 0 on joined by commas, got {text!r}"
+    # int() and float() would also take digits of other scripts, and 1_0.
+    require(re.fullmatch(r"[\d\s.,eE+-]*", text, re.ASCII) is not None, message)
     try:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from paxtrain.config.checks import choice, numbers, positive, require
+from paxtrain.config.checks import bounded, choice, numbers, positive, require
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
 
@@ -76,6 +76,7 @@ class CompressConfig:
         choice("compress.form", self.form, ("solve", "qr"))
         choice("compress.embedding", self.embedding, ("auto", "fused", "unfused"))
         choice("compress.implementation", self.implementation, ("auto", "xla", "triton", "mosaic"))
+        bounded("compress", self)
         positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
         require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
         require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")

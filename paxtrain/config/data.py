@@ -5,7 +5,7 @@ import math
 import re
 from fractions import Fraction
 
-from paxtrain.config.checks import positive, require
+from paxtrain.config.checks import bounded, positive, require
 from paxtrain.errors import UserError
 
 # The weights, scaled to integers, add up to the period of the mixture in samples.
@@ -62,6 +62,7 @@ class DataConfig:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
+        bounded("data", self, prefetch=4096)
         positive("data", self, "prefetch")
         _ = self.mixture, self.validation_sets  # both raise if a text is wrong
 

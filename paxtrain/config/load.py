@@ -1,9 +1,11 @@
 """Configurations from mappings, and from files for programs that have no flags."""
 
+import contextlib
 import dataclasses
-import runpy
+import pathlib
+import traceback
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from paxtrain.config.checks import require
@@ -44,6 +46,31 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     return cls(**kwargs)
 
 
+@contextlib.contextmanager
+def errors_of(file: str) -> Iterator[None]:
+    """Turn an exception of a configuration file, which is Python, into a sentence with its file and line.
+
+    Raises:
+        UserError: The block has raised anything but KeyboardInterrupt.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, UserError):
+        raise
+    except BaseException as error:  # SystemExit, too: a file must not end the program as if all were well
+        # ml_collections raises TypeError and ValueError again, with the traceback in their text.
+        cause = error.__context__ if isinstance(error, TypeError | ValueError) and error.__context__ else error
+        lines = [frame.lineno for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == file]
+        if isinstance(cause, SyntaxError) and cause.lineno is not None:
+            lines = [cause.lineno]
+        where = f", line {lines[-1]}" if lines else ""
+        text = cause.msg if isinstance(cause, SyntaxError) else str(cause)
+        raise UserError(
+            f"the configuration file {file}{where} raises {type(cause).__name__}{f': {text}' if text else ''}; "
+            "get_config() must return a ConfigDict, as in configs/tiny.py"
+        ) from error
+
+
 def from_dict(values: object) -> Config:
     """Return the Config that a (possibly partial) mapping of sections describes.
 
@@ -73,14 +100,17 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
     """
     path = find(name)
     try:
-        found = runpy.run_path(path)
+        source = pathlib.Path(path).read_bytes()
     except OSError as error:
         raise UserError(
             f"cannot load the configuration {path} ({error}); name a file such as configs/tiny.py"
         ) from error
-    if not callable(found.get("get_config")):
-        raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
-    values = found["get_config"]().to_dict()
+    found: dict[str, Any] = {"__file__": path, "__name__": "config"}
+    with errors_of(path):
+        exec(compile(source, path, "exec"), found)
+        if not callable(found.get("get_config")):
+            raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
+        values = found["get_config"]().to_dict()
     for key, value in (overrides or {}).items():
         *sections, last = key.split(".")
         place = values

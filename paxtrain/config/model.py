@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from paxtrain.config.checks import choice, divisors_near, positive, require
+from paxtrain.config.checks import bounded, choice, divisors_near, positive, require
 
 FAMILIES = ("gpt2", "llama")
 
@@ -59,6 +59,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         choice("model.family", self.family, FAMILIES)
+        # Ten to a hundred times what the largest published models have.
+        sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
+        bounded("model", self, vocab_size=2**24, vocab_multiple=2**16, sequence=2**24, **sizes)
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
         positive("model", self, "rope_theta", "norm_epsilon")
         require(

@@ -1,9 +1,8 @@
 """The optimizer section of the configuration."""
 
 import dataclasses
-import math
 
-from paxtrain.config.checks import choice, positive, require
+from paxtrain.config.checks import bounded, choice, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +55,7 @@ class OptimizerConfig:
             value = getattr(self, name)
             require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), got {value}")
         require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], got {self.final_fraction}")
-        for name in ("learning_rate", "epsilon", "weight_decay", "clip_norm", "muon_rms"):
-            value = getattr(self, name)
-            require(math.isfinite(value), f"optimizer.{name} must be finite, got {value}")
+        bounded("optimizer", self, muon_steps=1000)
         require(
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",

@@ -5,7 +5,7 @@ from typing import overload
 
 import numpy as np
 
-from paxtrain.config.checks import choice, positive, require
+from paxtrain.config.checks import bounded, choice, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, SPECS, ScheduleSpec, between_ends, names
 
@@ -52,6 +52,7 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         positive("mesh", self, "data", "pipe", "tensor")
+        bounded("mesh", self, data=2**16, pipe=1024, tensor=1024)
         choice("mesh.reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
         require(
             not self.sequence_parallel or self.tensor > 1,
@@ -115,6 +116,7 @@ class PipelineConfig:
             "pipeline.idle=auto would work",
         )
         positive("pipeline", self, "virtual_stages")
+        bounded("pipeline", self, virtual_stages=1024, in_flight=2**16)
         require(
             self.spec.interleaves or self.virtual_stages == 1,
             f"pipeline.virtual_stages={self.virtual_stages} needs pipeline.schedule="
@@ -132,7 +134,10 @@ class PipelineConfig:
         if self.pipe_layers:
             parts = self.pipe_layers.split(",")
             require(
-                all(part.strip().isdecimal() and int(part) > 0 for part in parts),
+                all(
+                    part.strip().isascii() and part.strip().isdecimal() and len(part) < 10 and int(part) > 0
+                    for part in parts
+                ),
                 f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
             )
 
@@ -214,6 +219,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         positive("batch", self, "global_batch", "micro_batch")
+        bounded("batch", self, global_batch=2**20, micro_batch=2**16)
 
     def micro_batches(self, data: int) -> int:
         """Return the micro-batches per data rank and step.

@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from paxtrain import files
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
 from paxtrain.config.load import from_dict, read_section
@@ -76,7 +77,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def save(plan: Plan, path: str | pathlib.Path) -> None:
     """Write a plan as JSON."""
-    pathlib.Path(path).write_text(json.dumps(to_json(plan), indent=2) + "\n")
+    files.write(path, json.dumps(to_json(plan), indent=2) + "\n")
 
 
 def load(path: str | pathlib.Path) -> Plan:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxtrain.config.checks import positive, require
+from paxtrain.config.checks import bounded, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class CheckpointConfig:
     reset_codec: bool = False
 
     def __post_init__(self) -> None:
+        bounded("checkpoint", self)
         positive("checkpoint", self, "keep")
         for name in ("every", "keep_every"):
             value = getattr(self, name)
@@ -59,9 +60,9 @@ class RunConfig:
     peak_flops: float = 0.0
 
     def __post_init__(self) -> None:
+        bounded("run", self, seed=2**63 - 1, sample_tokens=2**20, eval_batches=2**20)
         positive("run", self, "steps", "eval_batches", "log_every")
         for name in ("eval_every", "sample_tokens", "peak_flops", "seed"):
             value = getattr(self, name)
             require(value >= 0, f"run.{name} must not be negative, got {value}")
-        require(self.seed < 2**63, f"run.seed must be below 2**63, got {self.seed}")
         require(bool(self.out), "run.out must name a directory, got an empty string")

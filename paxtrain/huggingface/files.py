@@ -36,8 +36,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); --model names a folder with {CONFIG} and *.safetensors"
         ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON that can be read: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold an object, got {type(values).__name__}")
     return values

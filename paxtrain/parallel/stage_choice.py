@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
 from compress import policy
@@ -27,6 +26,7 @@ from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import BATCH_SPEC, CODEC_SPEC, Trainer, TrainState
 from paxtrain.pipeline import executor
 from paxtrain.pipeline.rings import only_if
+from paxtrain.process import distributed
 
 _REPEATS = 5
 
@@ -68,7 +68,7 @@ def _seconds(run: Callable[[], object]) -> float:
         taken.append(time.perf_counter() - began)
     median = statistics.median(taken)
     if jax.process_count() > 1:
-        median = float(np.max(multihost_utils.process_allgather(np.float32(median))))
+        median = float(np.max(distributed.allgather(np.float32(median))))
     return median
 
 
@@ -137,16 +137,18 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
     stages, rank = trainer.layout.stages, trainer.config.compress.data_rank
     shape = trainer.abstract_batch().shape
     tokens = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=trainer.batch_sharding)()
-    backward = pipelined(trainer)
+    backward = distributed.compiled_together(pipelined(trainer), "the backward without reductions")
     whole = _seconds(lambda: backward(state.params, tokens, state.codec))
     _, grads = backward(state.params, tokens, state.codec)
 
-    def seconds(program: jax.stages.Wrapped, stage: int) -> float:
+    def seconds(program: Callable[..., Any], stage: int) -> float:
         return _seconds(lambda: program(jnp.int32(stage), grads, state.codec["data"]))
 
     dense, compressed = (
         tuple(seconds(program, stage) for stage in range(stages))
-        for program in (reduction(trainer, 0), reduction(trainer, rank))
+        for program in (
+            distributed.compiled_together(reduction(trainer, r), f"a reduction of rank {r}") for r in (0, rank)
+        )
     )
     finish = tuple(whole * rows / trainer.schedule.rows for rows in finish_rows(trainer))
     return StageTimes(finish, dense, compressed)

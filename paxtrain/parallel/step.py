@@ -33,7 +33,7 @@ from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
 from paxtrain.pipeline.stage import Stage
-from paxtrain.process import compilation_cache
+from paxtrain.process import compilation_cache, distributed
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
@@ -213,7 +213,8 @@ class Trainer:
         Args:
             seed: Seed of the weights.
         """
-        return jax.jit(self._init, out_shardings=self.state_shardings)(jax.random.key(seed))
+        made = jax.jit(self._init, out_shardings=self.state_shardings)
+        return distributed.compiled_together(made, "the first state")(jax.random.key(seed))
 
     def from_params(self, canonical: Params) -> TrainState:
         """Return the state before the first step, with given weights.
@@ -221,7 +222,8 @@ class Trainer:
         Args:
             canonical: Parameters in the canonical layout of `model.transformer`, float32.
         """
-        return jax.jit(self._from_params, out_shardings=self.state_shardings)(canonical)
+        made = jax.jit(self._from_params, out_shardings=self.state_shardings)
+        return distributed.compiled_together(made, "the first state of given weights")(canonical)
 
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 
@@ -267,21 +269,23 @@ class Trainer:
         )
 
     @functools.cached_property
-    def canonical(self) -> jax.stages.Wrapped:
-        """Jitted conversion of a state to the canonical state, which a checkpoint holds.
+    def canonical(self) -> Callable[[TrainState], dict[str, Any]]:
+        """Compiled conversion of a state to the canonical state, which a checkpoint holds.
 
         The result is nested dicts of global arrays, distributed over the mesh. Only its entry "codec" depends on the
         mesh.
         """
-        return jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
+        made = jax.jit(self._to_canonical, out_shardings=self.canonical_shardings)
+        return distributed.compiled_together(made, "a checkpoint's form")
 
     @functools.cached_property
-    def from_canonical(self) -> jax.stages.Wrapped:
-        """Jitted conversion of a canonical state to the state on this mesh.
+    def from_canonical(self) -> Callable[[dict[str, Any]], TrainState]:
+        """Compiled conversion of a canonical state to the state on this mesh.
 
         The argument may lack "codec", or hold "params" alone. Missing parts are initialised as for the first step.
         """
-        return jax.jit(self._from_canonical, out_shardings=self.state_shardings)
+        made = jax.jit(self._from_canonical, out_shardings=self.state_shardings)
+        return distributed.compiled_together(made, "a checkpoint's state")
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ import pathlib
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
-from paxtrain.errors import PREFIX, UserError
-from paxtrain.process import failures, jax_private
+from paxtrain.errors import PREFIX, UserError, whole
+from paxtrain.process import failures, jax_private, listening
 
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
+_waits: Counter[str] = Counter()  # calls of `wait_for_all`, by name; a barrier's name can be used once
 
 _INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
 # Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
@@ -101,7 +103,7 @@ def host_names() -> list[str]:
     mine[: len(raw)] = np.frombuffer(raw, np.uint8)
     if jax.process_count() == 1:
         return [socket.gethostname()]
-    return [bytes(row).rstrip(b"\0").decode() for row in multihost_utils.process_allgather(mine)]
+    return [bytes(row).rstrip(b"\0").decode() for row in allgather(mine)]
 
 
 def agree(error: UserError | None) -> None:
@@ -114,7 +116,7 @@ def agree(error: UserError | None) -> None:
         UserError: `error`, or an error that names the first process with one.
     """
     if jax.process_count() > 1:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.array([error is not None])))
+        failed = np.flatnonzero(allgather(np.array([error is not None])))
         if len(failed) and error is None:
             raise UserError(f"process {failed[0]} found bad input; {failures.BAD_INPUT_ELSEWHERE}")
     if error is not None:
@@ -122,14 +124,56 @@ def agree(error: UserError | None) -> None:
 
 
 def wait_for_all(what: str) -> None:
-    """Return when all processes have called this function with the same `what`.
+    """Return when all processes have called this function equally often with the same `what`.
 
     This barrier is not a collective. The time limit of collectives notices failures and may be shorter than the
     compilation that delays another process.
     """
     client = jax_private.coordination_client()
     if client is not None and jax.process_count() > 1:
-        client.wait_at_barrier(f"paxtrain/{what}", _BARRIER)
+        _waits[what] += 1
+        client.wait_at_barrier(f"paxtrain/{what}/{_waits[what]}", _BARRIER)
+
+
+def allgather(x: Any, tiled: bool = False) -> Any:
+    """Return every process's numpy value; all processes are there before the collective's time runs.
+
+    Args:
+        x: array or pytree of arrays, of the same shapes on all processes.
+        tiled: whether to concatenate the values along the first dim, instead of stacking them.
+    """
+    wait_for_all("allgather")
+    return multihost_utils.process_allgather(x, tiled=tiled)
+
+
+def _is_shared(program: jax.stages.Compiled) -> bool:
+    """Return whether a program runs on devices of other processes, too."""
+    devices = {device for sharding in jax.tree.leaves(program.output_shardings) for device in sharding.device_set}
+    return any(device.process_index != jax.process_index() for device in devices)
+
+
+def compiled_together(function: jax.stages.Wrapped, what: str) -> Callable[..., Any]:
+    """Return a jitted function as one that runs only when every process whose devices it uses has compiled it.
+
+    Processes that compile for longer than others would keep those waiting inside the program's first collective, whose
+    time limit is short. All processes make the same calls in the same order.
+
+    Args:
+        function: jitted function.
+        what: name of the program.
+    """
+    programs: dict[Any, jax.stages.Compiled] = {}
+
+    def call(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        key = (structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        if key not in programs:
+            programs[key] = function.lower(*arguments).compile()
+            if _is_shared(programs[key]):
+                wait_for_all(f"{what} is compiled")
+        return programs[key](*arguments)
+
+    return call
 
 
 @contextlib.contextmanager
@@ -150,8 +194,27 @@ def _limit(seconds: float, message: str) -> Iterator[None]:
 
 def _check_address(coordinator: str) -> None:
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not whole(port, 2**16 - 1):
         raise UserError(f"--coordinator must be HOST:PORT with a port from 1 to 65535, got {coordinator!r}")
+
+
+def _bind_address(coordinator: str | None, process: int | None, timeout: float) -> str | None:
+    """Return the one address at which the coordinator can listen, or None: at all of the machine, as jax has it.
+
+    Args:
+        coordinator: HOST:PORT of process 0; None: from the launcher.
+        process: number of this process; None: from the launcher.
+        timeout: seconds to wait for a name server that does not know the coordinator yet.
+    """
+    if coordinator is None:
+        coordinator, _, process = jax_private.detect_launch(None, None, None, int(timeout))
+    if coordinator is None or process != 0:
+        return None
+    host, _, port = coordinator.rpartition(":")
+    found = listening.addresses(host.strip("[]"))
+    if found == listening.ALL:
+        return None
+    return f"[{found[0]}]:{port}" if ":" in found[0] else f"{found[0]}:{port}"
 
 
 def initialize(
@@ -201,6 +264,7 @@ def initialize(
                 local_device_ids=_local_devices(os.environ),
                 cluster_detection_method=None if missing else "deactivate",
                 initialization_timeout=int(timeout) + 60,
+                coordinator_bind_address=_bind_address(coordinator, process, timeout),
                 **options,
             )
     except (RuntimeError, ValueError) as error:

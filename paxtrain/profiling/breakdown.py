@@ -33,10 +33,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.profiler import ProfileData
 from jax.sharding import Mesh
 
+from paxtrain.process import distributed
 from paxtrain.profiling.trace import INPUT, OTHER, STEP, Part, Span, read
 from paxtrain.xla import hlo
 
@@ -230,7 +230,7 @@ def by_stage(found: Breakdown, mesh: Mesh) -> tuple[dict[str, np.ndarray], dict[
     """Return the seconds and hidden seconds of every part by stage, [P], as means over the devices of all processes."""
     stage = {device: place[1] for place, device in np.ndenumerate(mesh.devices)}
     mine = np.stack([*(found.seconds[p] for p in PARTS), *(found.hidden[p] for p in LINKS)], axis=1)
-    stages, values = multihost_utils.process_allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
+    stages, values = distributed.allgather((np.array([stage[d] for d in found.devices]), mine), tiled=True)
     means = np.stack([values[stages == s].mean(axis=0) for s in range(mesh.devices.shape[1])], axis=1)
     return dict(zip(PARTS, means)), dict(zip(LINKS, means[len(PARTS) :]))
 

@@ -7,23 +7,28 @@ import contextlib
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
-from jax.experimental import multihost_utils
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
+from paxtrain import files
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
+from paxtrain.process import distributed
 from paxtrain.run import checkpoint_reading, checkpoint_record
 from paxtrain.run.checkpoint_reading import Wanted
 from paxtrain.run.checkpoint_record import Meta, Tree
 
 _SET_ASIDE = "set_aside"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_WRITTEN = "async_write_complete"  # orbax's barrier before a checkpoint of several processes gets its name
+# Orbax measures its limit by the wall clock, which may be set while a checkpoint is written. The supervisor's limit
+# (--phase_timeout) notices a save that hangs.
+_LIMIT = 20 * 86_400  # seconds
 
 
 def ensure_writable(path: str | pathlib.Path) -> None:
@@ -53,15 +58,22 @@ class _Barrier:
         failure: Error of a save, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sync: Callable[[], None]) -> None:
+        """Wait as orbax does.
+
+        Args:
+            sync: function that brings to disk what this process has written, before the checkpoint gets its name.
+        """
         self.failure: BaseException | None = None
-        self._wait = get_barrier_sync_fn()
+        self._sync, self._wait = sync, get_barrier_sync_fn()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         error = sys.exception()
         if error is not None:
             self.failure = error
             raise error
+        if _WRITTEN in key:
+            self._sync()
         self._wait(key=key, timeout_ms=timeout_ms)
 
 
@@ -95,7 +107,7 @@ class Checkpoints:
         self._config = config
         self._restored_step = -1
         self._manager: ocp.CheckpointManager | None = None
-        self._barrier = _Barrier()
+        self._barrier = _Barrier(self._sync_unfinished)
 
     def restore(self, abstract: Tree, model: Meta, wanted: Wanted | None = None) -> tuple[Tree, Meta] | None:
         """Read the newest good checkpoint onto the mesh of `abstract`.
@@ -150,6 +162,18 @@ class Checkpoints:
         with self._named():
             self._manager.save(step, args=args, force=True)
 
+    def _sync_unfinished(self) -> None:
+        """Bring the checkpoint that is being written to disk; orbax has closed its files and renames it next."""
+        for path in self._directory.glob(f"*{_UNFINISHED}*"):
+            files.sync_tree(path)
+
+    def _sync_names(self) -> None:
+        """Bring the names of the finished checkpoints to disk, and the little that orbax writes last."""
+        if jax.process_index() == 0:
+            for step in checkpoint_reading.finished_steps(self._directory)[-1:]:
+                files.sync_tree(self._directory / str(step))
+            files.sync_folder(self._directory)
+
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         """Turn an error in the block into a sentence about the checkpoint."""
@@ -181,6 +205,7 @@ class Checkpoints:
         if self._manager is not None:
             with self._named():
                 self._manager.wait_until_finished()
+                self._sync_names()
 
     def close(self) -> None:
         """Wait for the last save, then end the background threads.
@@ -191,6 +216,7 @@ class Checkpoints:
         if self._manager is not None:
             with self._named():
                 self._manager.close()
+                self._sync_names()
             self._manager = None
 
     def __enter__(self) -> Self:
@@ -205,7 +231,7 @@ class Checkpoints:
             for step in checkpoint_reading.finished_steps(self._directory):
                 if step > self._restored_step:
                     self._set_aside(step)
-        multihost_utils.sync_global_devices("paxtrain.run.checkpoint: set aside")
+        distributed.wait_for_all("checkpoints are set aside")
         policies = ocp.checkpoint_managers
         keep: list[Any] = [policies.LatestN(self._config.keep)]
         if self._config.keep_every:
@@ -213,7 +239,11 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep),
             cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_LIMIT,
+                barrier_sync_fn=self._barrier,
+                post_finalization_callback=self._sync_unfinished,  # which orbax calls before it gives the name
+            ),
         )
         return _Manager(self._directory, options=options)
 

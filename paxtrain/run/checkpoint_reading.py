@@ -11,7 +11,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
+from paxtrain.process import distributed
 from paxtrain.run import checkpoint_record
 from paxtrain.run.checkpoint_record import Meta, Tree
 
@@ -23,10 +24,16 @@ _VISIBLE = 90.0  # seconds until a network folder shows what another host has cr
 
 
 def finished_steps(directory: pathlib.Path) -> list[int]:
-    """Return the steps of the finished checkpoints in a directory, ascending; it need not exist."""
+    """Return the steps of the finished checkpoints in a directory, ascending; it need not exist.
+
+    Raises:
+        UserError: There is a file of that name.
+    """
+    if directory.is_file():
+        raise UserError(f"{directory} is a file; move it away, or name another run.out")
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in directory.iterdir() if whole(path.name) is not None)
 
 
 def same_everywhere(directory: pathlib.Path) -> list[int]:
@@ -37,6 +44,7 @@ def same_everywhere(directory: pathlib.Path) -> list[int]:
     steps = finished_steps(directory)
     if jax.process_count() == 1:
         return steps
+    distributed.wait_for_all("checkpoints are listed")
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
     given = np.array((steps + [0] * count)[:count], np.int32)
     steps = [int(step) for step in multihost_utils.broadcast_one_to_all(given)]
@@ -81,7 +89,7 @@ def _try(read: Callable[[], Tree], joined: bool) -> tuple[Tree, str]:
     except Exception as error:  # damaged files make orbax and tensorstore raise nearly anything
         result, reason = None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     if joined:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(reason))))
+        failed = np.flatnonzero(distributed.allgather(np.array(bool(reason))))
         if failed.size and not reason:
             result, reason = None, f"process {failed[0]} cannot read it"
     return result, reason

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from paxtrain.errors import UserError
+from paxtrain.process import distributed
 
 Tree = Any  # a pytree of arrays or of their shapes
 Meta = dict[str, Any]  # JSON values
@@ -57,9 +58,9 @@ def kinds(tree: Tree) -> dict[str, str]:
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in _by_path(tree).items()}
 
 
-@jax.jit
-def _all_fingerprints(tree: Tree) -> Tree:
-    return jax.tree.map(fingerprint, tree)
+_all_fingerprints = distributed.compiled_together(
+    jax.jit(lambda tree: jax.tree.map(fingerprint, tree)), "fingerprints of a checkpoint"
+)
 
 
 def fingerprints(tree: Tree) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import pathlib
 import sys
 import time
@@ -11,6 +10,7 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
+from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 
@@ -55,9 +55,11 @@ def _plain(value: Any) -> Any:
 def _parse(line: str) -> Record | None:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
+        return None
+    return record if all(isinstance(value, int | float | None) for value in record.values()) else None
 
 
 def read(path: str | pathlib.Path) -> list[Record]:
@@ -111,9 +113,7 @@ class Metrics:
         path = pathlib.Path(out) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read(path) if record["step"] <= last] if path.exists() else []
-        replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(replacement, path)
+        files.write(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", buffering=1)
         from tensorboardX import SummaryWriter  # the import takes a quarter of a second, and only the primary needs it
 

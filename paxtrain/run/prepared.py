@@ -1,15 +1,16 @@
 """A training run before and between its steps: its folder, its data, its state, its checkpoints."""
 
 import dataclasses
+import functools
 import pathlib
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from compress import Codec
+from paxtrain import files
 from paxtrain.config import Config, to_dict
 from paxtrain.data import tokenizer
 from paxtrain.data.datasets import DataSets
@@ -24,6 +25,7 @@ from paxtrain.process.stopping import Stop
 from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
 from paxtrain.run.checkpoint_reading import Wanted
 from paxtrain.run.checkpoint_record import Meta, Tree
+from paxtrain.run.run_lock import RunLock
 from paxtrain.tables import table
 
 
@@ -43,6 +45,7 @@ class PreparedRun:
         samples: Number of samples that training has consumed.
         tokens_per_step: Number of tokens of a global batch.
         stop: Request to stop, by SIGTERM.
+        lock: Lock of the folder, on the process that writes files.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class PreparedRun:
             codec: Codec of the gradients between stages, instead of the configuration's (see Trainer).
 
         Raises:
-            UserError: The data, the tokenizer or the folder does not fit.
+            UserError: The data, the tokenizer or the folder does not fit, or another run has the folder.
         """
         self.config = config
         self.quiet = quiet
@@ -85,6 +88,7 @@ class PreparedRun:
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
         self.stop = Stop()
+        self.lock = RunLock(self.out) if self.primary else None  # last, when all input is good
 
     @property
     def ranks(self) -> StageRanks:
@@ -117,7 +121,7 @@ class PreparedRun:
         source = self.data.tokenizer
         target = self._tokenizer
         if self.primary and source.exists() and source.resolve() != target.resolve():
-            shutil.copyfile(source, target)
+            files.write(target, source.read_bytes())
 
     # --- Data ---------------------------------------------------------------------------------------------------------
 
@@ -134,10 +138,14 @@ class PreparedRun:
         for rows in local:
             yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
 
+    @functools.cached_property
+    def _evaluate(self) -> Callable[..., jax.Array]:
+        return distributed.compiled_together(self.trainer.evaluate, "the evaluation")
+
     def _validate(self, state: TrainState, part: str) -> float:
         some = zip(range(self.config.run.eval_batches), self.batches("validation", part=part))
         with self.progress.doing("evaluating"):  # one update for each set, so that many sets do not look like a hang
-            return float(np.mean([float(self.trainer.evaluate(state.params, batch)) for _, batch in some]))
+            return float(np.mean([float(self._evaluate(state.params, batch)) for _, batch in some]))
 
     def validate(self, state: TrainState) -> dict[str, float]:
         """Return the mean loss over eval_batches batches of each validation set, by its name in the metrics."""

@@ -1,5 +1,6 @@
 """The training run, from its first step to its report."""
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -57,9 +58,10 @@ class Run(PreparedRun):
     def train(self) -> TrainingResult:
         """Train, print the report, and write a checkpoint, the metrics and the loss curve."""
         home = self.out / sampling.CHECKPOINTS
-        # `stop` is left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress` is left first,
-        # so that the supervisor learns of an exception before the checkpoints are waited for.
+        # The lock and `stop` are left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress`
+        # is left first, so that the supervisor learns of an exception before the checkpoints are waited for.
         with (
+            self.lock or contextlib.nullcontext(),
             self.stop,
             checkpoint.Checkpoints(home, self.config.checkpoint) as checkpoints,
             self.progress,
@@ -85,8 +87,8 @@ class Run(PreparedRun):
                 if validation is not None:
                     self._record(writer, done, validation)
             self.save(checkpoints, state, done)
-        if self.primary:
-            plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
+            if self.primary:
+                plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
         result = self._result(state, untrained, validation, speed)
         if result.finished:
             self._summary(result)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from paxtrain.errors import whole
 from paxtrain.schedule import buffers, proof, table_file
 from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, UNDER, Schedule
@@ -221,7 +222,7 @@ class _Specs(dict[str, ScheduleSpec]):
     def __missing__(self, name: str) -> ScheduleSpec:
         if name.endswith(FILE):
             self[name] = _from_file(name)
-        elif name.startswith(FAMILY) and name.removeprefix(FAMILY).isdecimal():
+        elif name.startswith(FAMILY) and whole(name.removeprefix(FAMILY)) is not None:
             self[name] = _between(int(name.removeprefix(FAMILY)))
         else:
             raise KeyError(name)

@@ -16,7 +16,7 @@ from absl import flags
 from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 from paxtrain.study import plots, report
 from paxtrain.study.runs import Study
 from paxtrain.study.variants import settled
@@ -38,7 +38,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> None:
     """Read the configuration, train all runs and write the page."""
     f = flags.FLAGS
-    if not all(rank.isdecimal() for rank in f.ranks):
+    if not all(whole(rank) for rank in f.ranks):
         raise UserError(f"--ranks must be numbers joined by commas, got {','.join(f.ranks)}")
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

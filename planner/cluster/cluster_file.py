@@ -37,6 +37,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from paxtrain import files
 from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
@@ -376,4 +377,4 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         "links": links,
         "compute": list(fields["compute"]),
     }
-    path.write_text(json.dumps(values, indent=1) + "\n")
+    files.write(path, json.dumps(values, indent=1) + "\n")

@@ -92,7 +92,7 @@ def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
         raise UserError(f"cannot read {source} ({error}); name one of the files of planner/fit/published.py") from error
     try:
         rows = amp(text) if source.suffix == ".json" else vtrain(text)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise UserError(f"{source} is none of the files that planner/fit/published.py names ({error!r})") from error
     if not rows:
         raise UserError(f"{source} has no rows; it is none of the files that planner/fit/published.py names")

@@ -40,7 +40,7 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     try:
         clusters = json.loads(pathlib.Path(path).read_text())["clusters"]
         names = list(clusters.keys())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"cannot read the constants {path} ({error!r}); name a constants.json of planner.validate"
         ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from paxtrain.process import job_secret
 from planner.jobs.job import GPU_VARIABLES, Job, shell
 from planner.supervision.peer_connections import PORT
 
@@ -20,6 +21,7 @@ START_TIMEOUT = 86_400
 # `source` and conda's scripts need bash, which not every image has. $0 is the script.
 _SHELL = 'if command -v bash >/dev/null; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 _WORKER, _CONTAINER = "node", "train"
+_SECRET_KEY = "secret"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,21 @@ def _host(name: str, pod: int) -> str:
     return f"{name}-{_WORKER}-0-{pod}.{name}"
 
 
+def _secret_name(name: str) -> str:
+    return f"{name}-secret"
+
+
+def secret_manifest(kubernetes: JobSetOptions) -> dict[str, Any]:
+    """Return a new secret of the job as JSON values."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": _secret_name(kubernetes.name)},
+        "type": "Opaque",
+        "stringData": {_SECRET_KEY: job_secret.make()},
+    }
+
+
 def _command(job: Job, kubernetes: JobSetOptions) -> str:
     """Return the shell script that the container runs."""
     hosts = ",".join(_host(kubernetes.name, pod) for pod in range(job.nodes))
@@ -94,6 +111,11 @@ def _container(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
     variables: list[dict[str, Any]] = [
         # The planner measures machines. After a restart, pods of the same name may be on other machines.
         {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        # The job's processes know each other by it.
+        {
+            "name": job_secret.VARIABLE,
+            "valueFrom": {"secretKeyRef": {"name": _secret_name(kubernetes.name), "key": _SECRET_KEY}},
+        },
     ]
     container: dict[str, Any] = {
         "name": _CONTAINER,
@@ -165,6 +187,10 @@ def manifest(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
 
 
 def text(job: Job, kubernetes: JobSetOptions) -> str:
-    """Return the manifest as YAML."""
-    head = "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
-    return head + yaml.dump(manifest(job, kubernetes), Dumper=_Dumper, sort_keys=False, width=1000)
+    """Return the manifest as YAML: a new secret, and the JobSet."""
+    head = (
+        "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
+        "# Its first part is the secret by which the job's processes know each other: keep the file to yourself.\n"
+    )
+    parts = [secret_manifest(kubernetes), manifest(job, kubernetes)]
+    return head + yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=1000)

@@ -10,7 +10,6 @@ from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds
-from planner.jobs.local import Local
 
 KINDS = ("slurm", "kubernetes", "local")
 # Options that only some kinds of launch know.
@@ -21,6 +20,12 @@ _ONLY = {
     **dict.fromkeys(("nodes", "gpus_per_node", "signal_ahead", "setup", "name"), ("slurm", "kubernetes")),
     **dict.fromkeys(("min_nodes", "per_gpu"), ("slurm",)),
 }
+# As Kubernetes and the image's registry take them.
+_IMAGE = (
+    r"([a-zA-Z0-9.-]+(:[0-9]{1,5})?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+_CLAIM = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _UNLIMITED = ("0", "UNLIMITED", "INFINITE")  # SLURM's words for a job without a time limit
 
 
@@ -112,6 +117,11 @@ def job_of(options: LaunchOptions) -> Job:
         UserError: if options are missing or do not fit each other.
     """
     o = options
+    for flag in ("config", "plan", "out", "mount"):
+        if not (getattr(o, flag) or "").isprintable():
+            raise UserError(f"--{flag} must be a path without line breaks and the like, got {getattr(o, flag)!r}")
+    if not all(line.isprintable() or line.replace("\t", "").isprintable() for line in o.setup):
+        raise UserError(f"--setup must be one shell line each, got {o.setup!r}; repeat it for more")
     if not o.config:
         raise UserError("--config is missing; name a file such as configs/tiny.py")
     nodes = o.hosts if o.kind == "local" else o.nodes
@@ -172,8 +182,8 @@ def slurm_script(options: LaunchOptions, job: Job) -> str:
                 "a checkpoint is written so long before the time limit"
             )
     for option in o.sbatch:
-        if not option.startswith("-"):
-            raise UserError(f"--sbatch must be an option of sbatch, as --sbatch=--qos=high, got {option!r}")
+        if not option.startswith("-") or not option.isprintable():
+            raise UserError(f"--sbatch must be one option of sbatch, as --sbatch=--qos=high, got {option!r}")
     return slurm.script(job, slurm.SlurmOptions(o.name, o.time, o.partition, o.account, o.sbatch, o.setup))
 
 
@@ -189,19 +199,25 @@ def jobset_manifest(options: LaunchOptions, job: Job) -> str:
     out, mount = pathlib.PurePosixPath(job.out), pathlib.PurePosixPath(o.mount)
     if not mount.is_absolute() or mount not in (out, *out.parents):
         raise UserError(f"--out={job.out} must lie in the volume, below --mount={o.mount}; say --out={mount / 'run'}")
+    if not re.fullmatch(_IMAGE, o.image, re.ASCII) or len(o.image) > 500:
+        raise UserError(f"--image must be REGISTRY/NAME:TAG or NAME@sha256:DIGEST, got {o.image!r}")
+    if not re.fullmatch(_CLAIM, o.volume, re.ASCII) or len(o.volume) > 253:
+        raise UserError(
+            f"--volume must be the name of a claim, of a-z, 0-9, - and ., got {o.volume!r}; kubectl get pvc lists them"
+        )
+    if ":" in o.mount or ".." in mount.parts:
+        raise UserError(f"--mount must be an absolute path without ':' and '..', such as /data, got {o.mount!r}")
     if not jobset.is_name(o.name):
         raise UserError(f"--name must be at most 40 of a-z, 0-9 and -, beginning with a letter, got {o.name!r}")
     return jobset.text(job, jobset.JobSetOptions(o.name, o.image, o.volume, o.mount, o.setup))
 
 
-def launch(options: LaunchOptions) -> int:
-    """Print the job of a cluster, or run it on this machine.
+def text(options: LaunchOptions, job: Job) -> str:
+    """Return the job of a cluster as the scheduler takes it; "" for a local one.
 
-    Returns:
-        Exit code.
+    Raises:
+        UserError: if an option of the scheduler is missing or not valid.
     """
-    job = job_of(options)
     if options.kind == "local":
-        return Local(job, options.cpu_devices).run()
-    print({"slurm": slurm_script, "kubernetes": jobset_manifest}[options.kind](options, job), end="")
-    return 0
+        return ""
+    return {"slurm": slurm_script, "kubernetes": jobset_manifest}[options.kind](options, job)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO
 
+from paxtrain.process import job_secret
 from planner.jobs.job import Job
 from planner.supervision.supervisor import FAULT, STOPPED
 from planner.supervision.worker_process import following
@@ -76,7 +77,7 @@ class Local:
         count = self._job.nodes
         *ports, coordinator = _free_ports(count + 1)
         hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        variables = {**os.environ, "JAX_PLATFORMS": "cpu", job_secret.VARIABLE: job_secret.make()}
         self._said.clear()
         for host in range(count):
             popen = subprocess.Popen(

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shlex
 
+from paxtrain.process import job_secret
 from planner.jobs.job import GPU_VARIABLES, LOGS, Job, shell
 from planner.supervision.supervisor import FAULT, STOPPED
 
@@ -43,6 +44,9 @@ out={out}
 logs=$out/{logs}
 processes={processes}  # of each node
 restarts={restarts}  # after faults, so often at most
+# The job's processes know each other by it. srun hands it on; it is in no file and on no command line.
+{secret}=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+export {secret}
 {variables}
 say() { printf '%s %s\\n' "$(date '+%F %T')" "$*"; }
 
@@ -75,8 +79,8 @@ step() {
   local hosts port
   hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
   port=$((20000 + SLURM_JOB_ID % 750 * 16))  # jobs may share a node; below the ports that the kernel gives away
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * processes)) --ntasks-per-node="$processes" \\
-    --distribution=block --cpu-bind=none --mpi=none --kill-on-bad-exit=0 --wait=600 \\
+  srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * processes)) \\
+    --ntasks-per-node="$processes" --distribution=block --cpu-bind=none --mpi=none --kill-on-bad-exit=0 --wait=600 \\
     python {supervise} \\
     --hosts="$hosts" --port="$port" --per_host="$processes" --logs="$logs" -- \\
     python {run} 2>&1 | once
@@ -118,7 +122,9 @@ elif ((code == {stopped})); then
 fi
 
 count=$logs/faults.$SLURM_JOB_ID
-faults=$(($(cat "$count" 2>/dev/null || echo 0) + 1))
+faults=$(cat "$count" 2>/dev/null)
+[[ $faults =~ ^[0-9]{1,6}$ ]] || faults=0  # bash would run commands that are in a number
+faults=$((10#$faults + 1))
 if ((faults > restarts)); then
   say "the last of $faults faults, of which $restarts are allowed (--max_restarts)"
   exit {fault}
@@ -175,6 +181,7 @@ def script(job: Job, slurm: SlurmOptions) -> str:
         "variables": "".join(f"{line}\n" for line in _variables(job)),
         "supervise": shell(job.supervise()),
         "run": shell(job.run()),
+        "secret": job_secret.VARIABLE,
         "stopped": str(STOPPED),
         "fault": str(FAULT),
     }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from paxtrain import files
 from paxtrain.config import (
     BatchConfig,
     CompressConfig,
@@ -110,10 +111,8 @@ class Plans:
         out = pathlib.Path(folder)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            (out / REPORT).write_text(self.html())
-            beside = out / f".{PLAN}.new"
-            plans.save(self.plan, beside)
-            beside.replace(out / PLAN)
+            files.write(out / REPORT, self.html())
+            plans.save(self.plan, out / PLAN)
         except OSError as error:
             raise UserError(f"cannot write the plan to {out} ({error}); name a folder that can be written") from error
 

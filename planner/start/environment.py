@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from paxtrain import files
+
 FILE = "environment.json"
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Variables of schedulers, and those that change what the runtime does.
@@ -78,6 +80,4 @@ def record(out: pathlib.Path, start: Mapping[str, Any]) -> None:
         starts = []
         with contextlib.suppress(OSError):
             path.replace(path.with_suffix(".unreadable"))
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps([*starts, start], indent=1) + "\n")
-    beside.replace(path)
+    files.write(path, json.dumps([*starts, start], indent=1) + "\n")

@@ -1,19 +1,23 @@
 """A roll call before the processes join: jax.distributed only says that a process is missing, not which one.
 
 Process 0 listens for a moment at the address of jax's coordinator. Every other process calls there, gives its number
-and its host, and hears either that all are there or which ones are missing.
+and its host, and hears either that all are there or which ones are missing. Only processes with the job's secret are
+heard and answered.
 """
 
+import asyncio
 import contextlib
 import os
-import selectors
 import socket
 import subprocess
-import time
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from paxtrain.errors import UserError
-from paxtrain.process import distributed, failures, jax_private
+from paxtrain.errors import UserError, whole
+from paxtrain.process import distributed, failures, jax_private, job_secret
+from paxtrain.process.listening import SealedServer
+from paxtrain.process.sealed import SealedStream, printable
 
 _GO = "go"
 
@@ -73,66 +77,83 @@ def missing_sentence(
     )
 
 
-def _listen(port: int, processes: int, timeout: float, address: str) -> None:
+async def _listen(where: tuple[str, int], secret: bytes, processes: int, timeout: float, address: str) -> None:
+    """Wait for the other processes as process 0, and tell all that came whether others are missing.
+
+    Raises:
+        UserError: The port is taken, or processes are missing.
+    """
     came: dict[int, str] = {}
-    until = time.monotonic() + timeout
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(socket.create_server(("", port), backlog=processes))
-        except OSError as error:
-            raise UserError(f"cannot listen at {address} ({error.strerror}); choose another port") from error
-        selector = stack.enter_context(selectors.DefaultSelector())
-        selector.register(server, selectors.EVENT_READ)
-        callers: list[socket.socket] = []
-        while len(came) < processes - 1 and (left := until - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is server:
-                    caller = stack.enter_context(server.accept()[0])
-                    selector.register(caller, selectors.EVENT_READ, caller)
-                    continue
-                caller = key.data
-                selector.unregister(caller)
-                with contextlib.suppress(OSError, ValueError):
-                    number, host = caller.recv(1024).decode().split()
-                    came[int(number)] = host
-                    callers.append(caller)
-        missing = sorted(set(range(1, processes)) - set(came))
-        hosts = hosts_of_launcher(os.environ, processes)
-        own = {0: socket.gethostname()}
-        verdict = missing_sentence(missing, own | came, hosts, address, timeout) if missing else _GO
-        for caller in callers:
-            with contextlib.suppress(OSError):
-                caller.sendall(verdict.encode())
-                caller.shutdown(socket.SHUT_WR)
-        for caller in callers:  # they close first: the port is free at once
-            with contextlib.suppress(OSError):
-                caller.settimeout(1)
-                caller.recv(1)
-    if missing:
-        raise UserError(verdict)
+    verdict: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def answer(stream: SealedStream, hello: dict[str, Any]) -> None:
+        number, host = hello.get("process"), hello.get("host")
+        if isinstance(number, int) and 0 < number < processes and isinstance(host, str):
+            came[number] = printable(host, 253)
+            if len(came) == processes - 1 and not verdict.done():
+                verdict.set_result(_GO)
+            stream.send({"verdict": await asyncio.shield(verdict)})
+            with contextlib.suppress(OSError, TimeoutError):  # who called closes first: the port is free at once
+                async with asyncio.timeout(1):
+                    await stream.receive()
+
+    server = SealedServer(secret, answer, lambda text: print(text, file=sys.stderr, flush=True))
+    try:
+        await server.start(*where)
+    except OSError as error:
+        raise UserError(f"cannot listen at {address} ({error.strerror}); choose another port") from error
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(verdict)
+        if not verdict.done():
+            missing = sorted(set(range(1, processes)) - set(came))
+            hosts = hosts_of_launcher(os.environ, processes)
+            verdict.set_result(missing_sentence(missing, {0: socket.gethostname()} | came, hosts, address, timeout))
+        await server.finish(2.0)
+    finally:
+        await server.close()
+    if verdict.result() != _GO:
+        raise UserError(verdict.result())
 
 
-def _call(host: str, port: int, process: int, timeout: float) -> None:
-    until = time.monotonic() + timeout
-    why = "timed out"
-    while (left := until - time.monotonic()) > 0:
+async def _ask(where: tuple[str, int], secret: bytes, process: int, until: float) -> str:
+    """Call process 0 once and return its verdict.
+
+    Raises:
+        OSError: It cannot be reached, or has not answered; ForgedError: what answers there is not of this job.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout_at(min(until, loop.time() + 5)):
+        reader, writer = await asyncio.open_connection(*where)
+    try:
+        async with asyncio.timeout_at(until + 5):
+            stream = await SealedStream.meet(reader, writer, secret, dialled=True)
+            stream.send({"process": process, "host": socket.gethostname()})
+            return str((await stream.receive()).get("verdict"))
+    finally:
+        writer.close()
+
+
+async def _call(where: tuple[str, int], secret: bytes, process: int, timeout: float) -> None:
+    """Call process 0 until it answers.
+
+    Raises:
+        UserError: It has not answered in time, or it says which processes are missing.
+    """
+    until, why = asyncio.get_running_loop().time() + timeout, "timed out"
+    while asyncio.get_running_loop().time() < until:
         try:
-            with socket.create_connection((host, port), min(left, 5)) as s:
-                s.sendall(f"{process} {socket.gethostname()}".encode())
-                s.settimeout(left + 5)
-                parts = []
-                while part := s.recv(4096):
-                    parts.append(part)
+            verdict = await _ask(where, secret, process, until)
         except OSError as error:
-            why = error.strerror or str(error)
-            time.sleep(0.2)
+            # asyncio's own text for a refused connection has the address, which the sentence below has, too.
+            why = os.strerror(error.errno) if error.errno else str(error) or "timed out"
+            await asyncio.sleep(0.2)
             continue
-        verdict = b"".join(parts).decode()
-        if verdict == _GO:
-            return
-        if verdict:
-            raise UserError(verdict)
-        time.sleep(0.2)
+        if verdict != _GO:
+            raise UserError(printable(verdict))
+        return
+    host, port = where
     raise UserError(
         f"process 0 cannot be reached at {host}:{port} within {timeout:g} s ({why}); {failures.CHECK_THAT_HOST}, or "
         "give a larger --coordinator_timeout"
@@ -140,7 +161,7 @@ def _call(host: str, port: int, process: int, timeout: float) -> None:
 
 
 def call(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> None:
-    """Wait until all processes of the launch have come.
+    """Wait until all processes of the launch have come; without a secret of the job only jax waits for them.
 
     Args:
         coordinator: address of process 0; see paxtrain.process.distributed.initialize.
@@ -155,10 +176,12 @@ def call(coordinator: str | None, processes: int | None, process: int | None, ti
     if found is None or found[1] == 1:
         return
     address, count, number = found
+    secret = job_secret.find(os.environ)
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():  # distributed.initialize says what is wrong with it
+    if secret is None or not host or not whole(port, 2**16 - 1):  # distributed.initialize says what is wrong with it
         return
+    where = (host.strip("[]"), int(port))
     if number == 0:
-        _listen(int(port), count, timeout, address)
+        asyncio.run(_listen(where, secret, count, timeout, address))
     else:
-        _call(host.strip("[]"), int(port), number, timeout)
+        asyncio.run(_call(where, secret, number, timeout))

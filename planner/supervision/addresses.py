@@ -2,14 +2,20 @@
 
 import hashlib
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 
 # Environment variables in which launchers give a process its number.
 NUMBERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 # Environment variables that distinguish SLURM's runs on the same hosts.
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+
+
+def _is_host(text: str) -> bool:
+    """Return whether a text may be a host's name or address; the network decides whether there is one."""
+    return re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[\w.%:-]{1,253}", text, re.ASCII) is not None
 
 
 def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]:
@@ -34,7 +40,7 @@ def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]
     for item in hosts.split(","):
         bracket = item.endswith("]")  # an IPv6 address without a port
         host, colon, number = (item, "", "") if bracket or ":" not in item else item.rpartition(":")
-        if not host or (colon and not (number.isdecimal() and 0 < int(number) < 1 << 16)):
+        if not host or (colon and not whole(number, (1 << 16) - 1)) or not _is_host(host):
             raise UserError(
                 f"--hosts must be HOST or HOST:PORT joined by commas, or @FILE with one a line, got {item!r}"
             )
@@ -64,7 +70,7 @@ def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:
         UserError: if the number is missing or out of range.
     """
     if given is None:
-        told = next((variables[name] for name in NUMBERS if variables.get(name, "").isdecimal()), None)
+        told = next((variables[name] for name in NUMBERS if whole(variables.get(name, "")) is not None), None)
         if told is None and count > 1:
             raise UserError("--host is missing; give this host's place in --hosts, from 0 on")
         given = int(told or 0)

@@ -4,20 +4,26 @@ Each supervisor dials the hosts 1, 2, 4, 8, ... places after it. Of 1,000 hosts 
 all of them in ten hops, around any few connections that are cut: a supervisor that puts an entry on its board sends it
 to its neighbours, and each of them forwards what is new to it.
 
+Messages are sealed with the job's secret, and who does not know it hears nothing (`paxtrain/process/sealed.py`).
+
 A neighbour that has been silent for a while is dialled again. The outcome distinguishes a link that carries nothing
 from a supervisor that has ended. `probe` asks any host, neighbour or not.
 """
 
 import asyncio
 import contextlib
-import json
+import math
 import resource
 import secrets
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from paxtrain.errors import UserError
+from paxtrain.process import sealed
+from paxtrain.process.listening import SealedServer
+from paxtrain.process.sealed import SealedStream
 from planner.supervision.peer_board import BoardEntry, PeerBoard
 
 PORT = 17430  # default port of supervisors: below the kernel's ephemeral ports, and no known service's default
@@ -26,75 +32,60 @@ QUIET = 3.0  # seconds of silence after which a neighbour is dialled again
 REFUSED = "refused"  # nothing listens there, or only a supervisor that no longer belongs to this run
 _DIAL = 2.0  # seconds that opening a connection may take
 _AT_ONCE = 128  # probes at the same time
-_LINE = 1 << 22  # bytes of a message at most; a connection with more unsent bytes is closed
+_UNSENT = 1 << 22  # a connection with more unsent bytes is closed
 _CHUNK = bytes(1 << 16)
 # A rate is measured with parcels of _SMALLEST to _LARGEST bytes. A parcel that takes _ENOUGH seconds is long enough,
 # and _TIMES such parcels suffice.
 _SMALLEST, _LARGEST, _ENOUGH, _TIMES = 1 << 17, 1 << 23, 0.05, 3
 
 
-def _encode(message: Any) -> bytes:
-    """Return a message as one line of JSON."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
 class PeerConnection:
-    """A connection to one host that carries lines of JSON.
+    """A connection to one host.
 
     Attributes:
+        stream: the sealed messages.
         trip: seconds that a ping takes there and back.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, stream: SealedStream) -> None:
+        self.stream = stream
         self.trip = 0.0
 
     def send(self, message: Any) -> None:
         """Queue a message."""
-        self.write(_encode(message))
+        self.write(sealed.encode(message))
 
-    def write(self, line: bytes) -> None:
+    def write(self, content: bytes) -> None:
         """Queue an encoded message; close the connection if too much is unsent."""
-        if self._writer.transport.get_write_buffer_size() > _LINE:
+        if self.stream.unsent > _UNSENT:
             self.close()
-        if not self._writer.is_closing():
-            self._writer.write(line)
+        self.stream.write(content)
 
     async def receive(self) -> dict[str, Any] | None:
         """Return the next message, or None if the connection has ended."""
         try:
-            line = await self._reader.readline()
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
+            return await self.stream.receive()
+        except OSError:
             return None
-        return message if isinstance(message, dict) else None
 
     async def send_parcel(self, count: int) -> None:
         """Send a parcel of `count` bytes, no faster than they leave."""
         self.send({"parcel": count})
         for start in range(0, count, len(_CHUNK)):
-            self._writer.write(_CHUNK[: count - start])
-            await self._writer.drain()
-
-    async def receive_parcel(self, count: int) -> None:
-        """Read and drop `count` bytes, or as many as arrive before the connection ends."""
-        with contextlib.suppress(OSError):
-            while count > 0 and (data := await self._reader.read(min(count, len(_CHUNK)))):
-                count -= len(data)
-
-    async def drain(self) -> None:
-        """Wait until all queued messages have left or the connection is closed."""
-        while self._writer.transport.get_write_buffer_size() and not self._writer.is_closing():
-            await asyncio.sleep(0.01)
+            await self.stream.send_raw(_CHUNK[: count - start])
 
     @property
     def closed(self) -> bool:
         """True if the connection is closed or closing."""
-        return self._writer.is_closing()
+        return self.stream.closed
 
     def close(self) -> None:
         """Close the connection."""
-        self._writer.close()
+        self.stream.close()
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def successors(me: int, count: int) -> list[int]:
@@ -112,15 +103,25 @@ class PeerConnections:
         refused: neighbours whose supervisor ended after all hosts had joined.
     """
 
-    def __init__(self, me: int, addresses: Sequence[tuple[str, int]], run: str) -> None:
+    def __init__(
+        self,
+        me: int,
+        addresses: Sequence[tuple[str, int]],
+        run: str,
+        secret: bytes,
+        fits: Callable[[str, Any], bool] = lambda kind, value: True,
+    ) -> None:
         """Describe the connections; `start` opens them.
 
         Args:
             me: this host's number.
             addresses: host and port of every supervisor, by host number.
             run: identifier that the supervisors of one run share; others are turned away.
+            secret: the job's secret; who does not know it is not heard.
+            fits: whether a value from another host is one that entries of this kind ("report") have.
         """
         self._me, self._addresses, self._run = me, list(addresses), run
+        self._secret, self._fits = secret, fits
         self._boot = secrets.token_hex(8)  # distinguishes this process from an earlier one on the same host
         self.board = PeerBoard(self._forward)
         self.aside: Any = None
@@ -130,14 +131,14 @@ class PeerConnections:
         self._made: set[PeerConnection] = set()  # all that may be open, in use or not
         self._heard: dict[int, float] = {}
         self._silences: dict[int, tuple[float, float]] = {}  # by neighbour: seconds of silence, and the time of its end
-        self._server: asyncio.Server | None = None
+        self._server = SealedServer(secret, self._answer, self._say)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     # --- The board ----------------------------------------------------------------------------------------------------
 
     def _forward(self, name: str, source: object) -> None:
-        line = _encode(self._message(name))
+        line = sealed.encode(self._message(name))
         for connection in self._open():
             if connection is not source:
                 connection.write(line)
@@ -157,8 +158,8 @@ class PeerConnections:
 
     # --- Connections --------------------------------------------------------------------------------------------------
 
-    def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> PeerConnection:
-        made = PeerConnection(reader, writer)
+    def _connection(self, stream: SealedStream) -> PeerConnection:
+        made = PeerConnection(stream)
         self._made = {connection for connection in self._made if not connection.closed} | {made}
         return made
 
@@ -174,9 +175,9 @@ class PeerConnections:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
-        port = self._addresses[self._me][1]
+        host, port = self._addresses[self._me]
         try:
-            self._server = await asyncio.start_server(self._accept, None, port, limit=_LINE, backlog=1024)
+            await self._server.start(host, port)
         except OSError as error:
             why = error.strerror or str(error)
             raise UserError(
@@ -188,6 +189,10 @@ class PeerConnections:
         for rank in successors(self._me, len(self._addresses)):
             self._spawn(self._watch(rank))
 
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the reader is gone
+            print(text, file=sys.stderr, flush=True)
+
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -198,35 +203,27 @@ class PeerConnections:
         joined = not self.missing
         return {"run": self._run, "rank": self._me, "boot": self._boot, "you": known, "joined": joined, "what": what}
 
-    def _ours(self, hello: Mapping[str, Any] | None) -> bool:
+    def _ours(self, hello: Mapping[str, Any]) -> bool:
         """Return whether a greeting comes from this run, and not from an earlier run or a restarted supervisor."""
-        if hello is None or hello.get("run") != self._run or hello.get("rank") not in range(len(self._addresses)):
+        if hello.keys() != self._hello(None, "").keys() or hello["run"] != self._run:
+            return False
+        if hello["rank"] not in range(len(self._addresses)):
             return False
         known = self._boot_of(hello["rank"])
         return (known == hello["boot"] or bool(self.missing)) and (hello["you"] == self._boot or not hello["joined"])
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = self._connection(reader, writer)
-        if self._closed:
-            connection.close()
-        else:
-            self._spawn(self._answer(connection))
-
-    async def _answer(self, connection: PeerConnection) -> None:
-        try:
-            with contextlib.suppress(asyncio.TimeoutError):
-                hello = await asyncio.wait_for(connection.receive(), _DIAL)
-                ours = self._ours(hello) and not self._closed
-                connection.send(self._hello(hello["rank"], "welcome" if ours else "no") if hello else {})
-                if hello is None or not ours:
-                    return
-                if hello["what"] == "watch":
-                    await self._converse(hello["rank"], connection)
-                while hello["what"] == "parcels" and (message := await connection.receive()):
-                    await connection.receive_parcel(message.get("parcel", 0))
-                    connection.send({"took": message.get("parcel")})
-        finally:
-            connection.close()
+    async def _answer(self, stream: SealedStream, hello: dict[str, Any]) -> None:
+        connection = self._connection(stream)
+        ours = self._ours(hello) and not self._closed
+        connection.send(self._hello(hello["rank"], "welcome") if ours else {"what": "no"})
+        if ours and hello["what"] == "watch":
+            await self._converse(hello["rank"], connection)
+        while ours and hello["what"] == "parcels" and (message := await connection.receive()):
+            count = message.get("parcel")
+            if not isinstance(count, int) or count > _LARGEST:
+                break
+            await stream.skip_raw(count)
+            connection.send({"took": count})
 
     async def _dial(self, rank: int, what: str) -> PeerConnection:
         """Return a connection that a host has accepted.
@@ -236,18 +233,18 @@ class PeerConnections:
             OSError, TimeoutError: if the connection fails otherwise.
         """
         host, port = self._addresses[rank]
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, limit=_LINE), _DIAL)
-        connection = self._connection(reader, writer)
-        try:
-            connection.send(self._hello(rank, what))
-            answer = await asyncio.wait_for(connection.receive(), _DIAL)
-            if answer is None:
-                raise ConnectionResetError("it hung up")
-            if answer.get("what") != "welcome" or not self._ours(answer):
-                raise ConnectionRefusedError
-        except BaseException:
-            connection.close()
-            raise
+        async with asyncio.timeout(_DIAL):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                stream = await SealedStream.meet(reader, writer, self._secret, dialled=True)
+                stream.send(self._hello(rank, what))
+                answer = await stream.receive()
+                if answer.get("what") != "welcome" or answer.get("rank") != rank or not self._ours(answer):
+                    raise ConnectionRefusedError
+            except BaseException:
+                writer.close()
+                raise
+        connection = self._connection(stream)
         return connection
 
     async def _converse(self, rank: int, connection: PeerConnection) -> None:
@@ -261,16 +258,37 @@ class PeerConnections:
             connection.send(self._message(name))
         while (message := await connection.receive()) is not None:
             self._hear(rank)
-            if "ping" in message:
-                self.asides[rank] = message.get("aside")
-                connection.send({"pong": message["ping"]})
-            elif "pong" in message:
-                connection.trip = time.monotonic() - message["pong"]
-            elif "name" in message:
-                made = time.monotonic() - message["age"] - connection.trip / 2
-                self.board.store(message["name"], BoardEntry(message["value"], message["version"], made), connection)
+            if not self._take(rank, message, connection):
+                host = self._addresses[rank][0]
+                self._say(
+                    sealed.printable(f"note: {host} sends what no supervisor of this version does: {message}", 300)
+                )
+                break
         self._connections[rank].remove(connection)
         connection.close()
+
+    def _take(self, rank: int, message: Mapping[str, Any], connection: PeerConnection) -> bool:
+        """Act on a neighbour's message and return whether it is one that a supervisor sends."""
+        if "ping" in message:
+            aside = message.get("aside")
+            if not (aside is None or self._fits("aside", aside)):
+                return False
+            self.asides[rank] = aside
+            connection.send({"pong": message["ping"]})
+        elif "pong" in message:
+            if not _is_number(message["pong"]):
+                return False
+            connection.trip = max(time.monotonic() - message["pong"], 0.0)
+        else:
+            name, version, age = (message.get(key) for key in ("name", "version", "age"))
+            if not (isinstance(name, str) and isinstance(version, int) and _is_number(age) and age >= 0):
+                return False
+            kind, _, number = name.partition("/")
+            if number not in map(str, range(len(self._addresses))) or not self._fits(kind, message.get("value")):
+                return False
+            entry = BoardEntry(message["value"], version, time.monotonic() - age - connection.trip / 2)
+            self.board.store(name, entry, connection)
+        return True
 
     async def _watch(self, rank: int) -> None:
         """Keep a connection to a neighbour open."""
@@ -386,17 +404,11 @@ class PeerConnections:
     async def close(self) -> None:
         """Send what is still queued, as far as possible, and close all connections."""
         self._closed = True
-        if self._server is not None:
-            for listening in (
-                self._server.sockets
-            ):  # asyncio leaves open the connections that it has just accepted for a closed server
-                asyncio.get_running_loop().remove_reader(listening.fileno())
-            await asyncio.sleep(0)
-            self._server.close()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(c.drain() for c in self._open())), _DIAL)
+            await asyncio.wait_for(asyncio.gather(*(c.stream.drain() for c in self._open())), _DIAL)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.close()
         for connection in self._made:
             connection.close()

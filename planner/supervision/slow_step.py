@@ -104,6 +104,19 @@ class SlowCause:
     hosts: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class SlowStepNote:
+    """The first host's note about a slow step, for the logs of the hosts that it names.
+
+    Attributes:
+        text: line for the user.
+        hosts: numbers of the hosts.
+    """
+
+    text: str
+    hosts: tuple[int, ...]
+
+
 def _carries(rate: float) -> str:
     if rate >= _FAST:
         return f"over {_FAST / 1e6:.3g} MB/s"

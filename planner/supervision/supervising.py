@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from paxtrain.errors import UserError
+from paxtrain.process import job_secret
+from planner.supervision import entries
 from planner.supervision.addresses import addresses, names, number, run_id
 from planner.supervision.peer_connections import PORT, PeerConnections
 from planner.supervision.supervisor import STOPPED, Limits, Supervisor, environment
@@ -98,6 +100,11 @@ def supervise(command: Sequence[str], options: SuperviseOptions, variables: Mapp
         UserError: an option makes no sense, there is no such command, or its log cannot be written.
     """
     found = addresses(options.hosts, options.port, options.per_host)
+    secret = job_secret.find(variables)
+    if secret is None and len(found) > 1:
+        raise UserError(
+            f"the job has no secret, by which its {len(found)} supervisors know each other; {job_secret.HOW}"
+        )
     me = number(options.host, len(found), variables)
     name = options.name or names(found)[me]
     logs = options.logs
@@ -112,7 +119,7 @@ def supervise(command: Sequence[str], options: SuperviseOptions, variables: Mapp
     supervisor = Supervisor(
         me,
         names(found),
-        PeerConnections(me, found, run_id(found, variables)),
+        PeerConnections(me, found, run_id(found, variables), secret or job_secret.make().encode(), entries.fits),
         worker,
         options.limits,
         pathlib.Path(report) if report else None,

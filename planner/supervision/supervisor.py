@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from paxtrain import files
 from paxtrain.process import supervised
+from paxtrain.process.sealed import printable
 from planner.supervision import first_cause
 from planner.supervision.first_cause import FaultCause, HostReport
 from planner.supervision.host_speed import HostSpeed
@@ -321,7 +323,7 @@ class Supervisor:
         }
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(found, indent=1) + "\n")
+            files.write(self._file, json.dumps(found, indent=1) + "\n")
         except OSError as error:
             self._say(f"warning: cannot write the report to {self._file} ({error.strerror})")
 
@@ -329,7 +331,7 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader is gone
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
     def _tell_of_silence(self) -> None:
         for rank, (seconds, ended) in self._channel.silences.items():

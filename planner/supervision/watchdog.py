@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from paxtrain.process.supervised import MeshPosition
 from planner.supervision import host_speed
 from planner.supervision.peer_connections import PeerConnections, successors
-from planner.supervision.slow_step import SlowCause, SlowStepClock, StepView, seen
+from planner.supervision.slow_step import SlowCause, SlowStepClock, SlowStepNote, StepView, seen
 from planner.supervision.worker_process import WorkerProcess, WorkerStatus
 
 _LOOK = 0.2  # seconds between two looks at the worker
@@ -205,7 +205,7 @@ class Watchdog:
     def _put(self, text: str, hosts: Sequence[int]) -> None:
         """Print a note and put it on the board for the logs of this host and of `hosts`."""
         self._say(text)
-        self._channel.board.put("note/0", {"text": text, "hosts": [0, *hosts]})
+        self._channel.board.put("note/0", dataclasses.asdict(SlowStepNote(text, (0, *hosts))))
 
     def _note(self, name: str) -> None:
         """Write the first host's note into the log if it is about this host."""

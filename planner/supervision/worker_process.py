@@ -10,7 +10,6 @@ import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ from typing import IO, Any, TextIO
 
 from paxtrain.errors import PREFIX, UserError
 from paxtrain.process import supervised
+from paxtrain.process.sealed import printable
+from planner.supervision.memory_folder import MemoryFolder
 
 _POLL = 0.1  # seconds between two looks at the progress file
 _PF_EXITING = 0x4  # flag in /proc/PID/stat of a process that has begun to exit
@@ -122,7 +123,7 @@ class WorkerProcess:
             UserError: if the log cannot be written.
         """
         self._command, self._environment = list(command), dict(environment)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: MemoryFolder | None = None
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             self._log: IO[bytes] = log.open("ab", buffering=0)
@@ -150,9 +151,7 @@ class WorkerProcess:
         """
         if shutil.which(self._command[0], path=self._environment.get("PATH")) is None:
             raise UserError(f"there is no command {self._command[0]!r}; write the one to run after --")
-        # The progress file is in memory, because a full or hanging disk is one of the faults that it has to report.
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="paxtrain-", dir=memory)
+        self._folder = MemoryFolder()
         self._environment[supervised.VARIABLE] = str(self._progress)
         self._write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(self._command)}\n".encode())
         self._process = await asyncio.create_subprocess_exec(
@@ -174,7 +173,7 @@ class WorkerProcess:
     def note(self, text: str) -> None:
         """Write a line of the supervisor into the log."""
         if not self._log.closed:
-            self._write(f"{text}\n".encode())
+            self._write(f"{printable(text)}\n".encode())
 
     @property
     def _running(self) -> asyncio.subprocess.Process:
@@ -225,7 +224,7 @@ class WorkerProcess:
     @property
     def _progress(self) -> pathlib.Path:
         assert self._folder is not None, "the worker has not been started"
-        return pathlib.Path(self._folder.name) / "progress"
+        return self._folder.path / "progress"
 
     def _look(self) -> None:
         """Read the progress file."""
@@ -362,6 +361,6 @@ class WorkerProcess:
             # asyncio has no public name for it.
             self._process._transport.close()  # type: ignore[attr-defined]
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
             self._folder = None
         self._log.close()

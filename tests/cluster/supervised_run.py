@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paxtrain.data.preparation import prepare
+from paxtrain.process import job_secret
 from paxtrain.run import metrics, sampling
 from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits
@@ -131,6 +132,7 @@ class Lab:
             "TF_CPP_MIN_LOG_LEVEL": "1",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "PYTHONPATH": str(ROOT),
+            job_secret.VARIABLE: job_secret.make(),
         }
         home.mkdir(parents=True, exist_ok=True)
         (home / "corpus.txt").write_text(" ".join(map(str, range(40_000))))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from paxtrain.process import job_secret
 from planner.supervision.peer_connections import PORT
 from planner.supervision.supervisor import FAULT, Limits
 from tests.cluster import hosts
@@ -53,7 +54,7 @@ def test_all_sides_end_with_one_sentence(tmp_path, how, links, sentence):
             command = [sys.executable, "-m", "planner.supervise", f"--hosts={addresses}", f"--host={host}"]
             command += [f"--link_timeout={LIMITS.link}", f"--settle={LIMITS.settle}", f"--grace={LIMITS.grace}"]
             command += [f"--log={tmp_path}/log{host}", "--", sys.executable, "-c", WORKER, str(tmp_path / "stop")]
-            variables = {"PYTHONPATH": str(ROOT)}
+            variables = {"PYTHONPATH": str(ROOT), job_secret.VARIABLE: "secret" * 6}
             started.append(cluster.start(host, command, log=tmp_path / f"said{host}", env=variables))
         deadline = time.monotonic() + 20
         logs = [tmp_path / f"log{host}" for host in range(HOSTS)]

@@ -197,7 +197,7 @@ BAD_CONFIGURATION = {
     "steps to profile from 0": (["profile=0:3"], ["profile=0:3", "counted from 1"]),
     "steps to profile without end": ([f"profile=1:{10**20}"], ["profile=1:", "run.steps=500"]),
     "steps to profile beyond": (["profile=499:502"], ["profile=499:502", "step 501", "run.steps=500"]),
-    "seed": ([f"run.seed={2**64}"], ["run.seed", "below 2**63"]),
+    "seed": ([f"run.seed={2**64}"], ["run.seed may be at most 9,223,372,036,854,775,807"]),
     "missing data": (["data.train=nowhere/train"], ["nowhere/train"]),
     "missing validation": (["data.validation=nowhere/validation"], ["nowhere/validation"]),
     "empty index": (["data.train={home}/empty"], ["empty.idx is empty", "write the data set again"]),

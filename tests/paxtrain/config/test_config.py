@@ -164,7 +164,7 @@ def test_keys_and_types(values, words):
         (CheckpointConfig, {"every": 0, "keep_every": 10}, ["keep_every=10", "every=0"]),
         (RunConfig, {"steps": 0}, ["run.steps", "positive"]),
         (RunConfig, {"seed": -1}, ["run.seed", "negative"]),
-        (RunConfig, {"seed": 2**63}, ["run.seed", "below 2**63"]),
+        (RunConfig, {"seed": 2**63}, ["run.seed may be at most 9,223,372,036,854,775,807"]),
         (RunConfig, {"out": ""}, ["run.out", "directory", "empty"]),
     ],
 )

@@ -105,8 +105,12 @@ def test_a_plan_that_does_not_fit_the_model():
         ({"device_order": [0.0, 1, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         ({"device_order": [False, True, 2, 3, 4, 5, 6, 7]}, ["device_order must be a list of int"]),
         (
-            {"mesh": dataclasses.asdict(MeshConfig(data=10**12))},
+            {"mesh": dataclasses.asdict(MeshConfig(data=2**16))},
             ["device_order", "8 entries"],
+        ),
+        (
+            {"mesh": dataclasses.asdict(MeshConfig()) | {"data": 10**12}},
+            ["mesh.data may be at most 65,536, got 1000000000000"],
         ),
         ({"hosts": ["a", "a"]}, ["hosts must differ", "a, a"]),
         ({"hosts": ["a", "b", "c"]}, ["3 hosts", "12 devices", "needs 8"]),

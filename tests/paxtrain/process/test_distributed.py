@@ -7,6 +7,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -132,7 +133,7 @@ def test_waiting_for_all_is_no_collective(monkeypatch):
     distributed.wait_for_all("still alone")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     distributed.wait_for_all("step 1 is compiled")
-    assert waited == [("paxtrain/step 1 is compiled", distributed._BARRIER)]
+    assert waited == [("paxtrain/step 1 is compiled/1", distributed._BARRIER)]
 
 
 @pytest.mark.parametrize("process", [0, 1])
@@ -219,8 +220,26 @@ def test_bad_input_of_one_process_ends_them_all(monkeypatch):
     distributed.agree(None)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     gathered = np.array([[False], [True], [True]])
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda _: gathered)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda _, tiled: gathered)
     with pytest.raises(UserError, match="process 1 found bad input"):
         distributed.agree(None)
     with pytest.raises(UserError, match="mine"):
         distributed.agree(mine)
+
+
+def test_a_program_runs_only_when_all_have_compiled_it(monkeypatch):
+    happened = []
+    monkeypatch.setattr(distributed, "wait_for_all", happened.append)
+    monkeypatch.setattr(distributed, "_is_shared", lambda program: True)
+    compiled = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: (happened.append("compile"), compiled(self))[1])
+    double = distributed.compiled_together(jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree)), "doubling")
+    some = {"a": jnp.arange(3), "b": jnp.ones((2, 2))}
+    for _ in range(2):
+        np.testing.assert_array_equal(double(some)["a"], [0, 2, 4])
+    assert happened == ["compile", "doubling is compiled"]
+    double({"a": jnp.arange(4), "b": jnp.ones((2, 2))})  # other shapes are another program
+    assert happened == ["compile", "doubling is compiled"] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(distributed, "wait_for_all", lambda what: pytest.fail("a program of this process alone"))
+    distributed.compiled_together(jax.jit(lambda x: x + 1), "mine")(jnp.ones(2))

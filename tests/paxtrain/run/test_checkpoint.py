@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from paxtrain import files
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
 from paxtrain.run import checkpoint, checkpoint_reading
@@ -357,3 +358,37 @@ def test_a_save_that_fails_leaves_the_checkpoint_that_it_was_to_replace(tmp_path
     with pytest.raises(RuntimeError, match="File too large"):
         checkpoints.close()
     assert steps_in(tmp_path) == [1]
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_an_older_one_goes(tmp_path, monkeypatch):
+    """A loss of power at any moment leaves a good checkpoint."""
+    synced = []
+    sync = files.sync_tree
+
+    def watched(folder):
+        there = {path for path in pathlib.Path(folder).rglob("*") if path.is_file()}
+        assert there
+        sync(folder)
+        synced.append((pathlib.Path(folder).name.split(".orbax")[0], steps_in(tmp_path)))
+
+    monkeypatch.setattr(files, "sync_tree", watched)
+    save(tmp_path, 1, 2, keep=1)
+    assert synced[0] == ("1", [])
+    assert synced[-2:] == [("2", [1]), ("2", [2])]
+
+
+def test_a_clock_that_jumps_while_a_checkpoint_is_written_ends_nothing(tmp_path, monkeypatch):
+    clock, jumps = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: clock() + jumps[0])
+    with Checkpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, make_state((2, 2, 2), step), {"model": MODEL, "step": step})
+            jumps[0] += 3600.0 * (1 if step < 3 else -5)
+    assert restore(tmp_path) == (3, [])
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(UserError, match=r"checkpoints is a file; move it away, or name another run\.out"):
+        restore(tmp_path / "checkpoints")
+    assert (tmp_path / "checkpoints").read_text() == "mine"

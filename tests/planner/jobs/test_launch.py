@@ -15,6 +15,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
+from paxtrain.process import job_secret
 from planner import launch as main
 from planner.jobs import job as jobs
 from planner.jobs import jobset, slurm
@@ -24,6 +25,8 @@ from tests import mains
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ODD = "a b'c\"$HOME`id`"
+# ml_collections loads configuration files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
 POD = jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim")
 
@@ -277,8 +280,20 @@ def assert_valid(manifest):
         assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
 
 
+def jobset_of(text):
+    """Return the JobSet of a manifest, whose first part is the job's secret."""
+    secret, manifest = yaml.safe_load_all(text)
+    assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": f"{manifest['metadata']['name']}-secret"})
+    [value] = secret["stringData"].values()
+    assert len(value) == 64 and text.count(value) == 1
+    container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    [entry] = [each for each in container["env"] if each["name"] == job_secret.VARIABLE]
+    assert entry["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
+    return manifest
+
+
 def test_the_manifest_is_a_jobset():
-    manifest = yaml.safe_load(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
+    manifest = jobset_of(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
     assert_valid(manifest)
     spec = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = spec["template"]["spec"]
@@ -323,7 +338,7 @@ _POD = (*_JOB, "template", "spec")
     ],
 )
 def test_a_broken_manifest_is_refused(where, key, value):
-    manifest = yaml.safe_load(jobset.text(JOB, POD))
+    manifest = jobset_of(jobset.text(JOB, POD))
     assert_valid(manifest)
     _at(manifest, *where)[key] = value
     with pytest.raises((ValueError, AssertionError, TypeError)):
@@ -343,7 +358,7 @@ def test_what_a_pod_runs(tmp_path, shell):
     job = dataclasses.replace(JOB, out="/data/run", arguments=(f"--saves={ODD}", dollars))
     (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
     pod = dataclasses.replace(POD, setup=(f"{'source' if shell == 'bash' else '.'} {tmp_path}/enter",))
-    manifest = yaml.safe_load(jobset.text(job, pod))
+    manifest = jobset_of(jobset.text(job, pod))
     [container] = _at(manifest, *_POD)["containers"]
     say = "import json, os, sys\nassert os.environ['FROM_SETUP'] == '1'\nprint(json.dumps(sys.argv[1:]))\n"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{say}")
@@ -394,7 +409,15 @@ def launch(monkeypatch, capsys):
         ((*_SLURM, "--name=gpt 8b"), "--name must be one word"),
         ((*_SLURM, "--name=team/gpt"), "--name must be one word"),
         ((*_SLURM, "--partition=big --hold"), "--partition must be one word"),
-        ((*_SLURM, "--sbatch=qos=high"), "--sbatch must be an option of sbatch"),
+        ((*_SLURM, "--sbatch=qos=high"), "--sbatch must be one option of sbatch"),
+        ((*_SLURM, "--sbatch=--qos=high\n#SBATCH --uid=root"), "--sbatch must be one option of sbatch"),
+        ((*_SLURM, "--nodes=1000000"), "nodes"),
+        ((*_SLURM, "--", "--no_such_flag=1"), "no_such_flag"),
+        ((*_SLURM, "--", "--compress=foo"), "'foo'"),
+        ((*_SLURM, "--", "--profile_seconds=nan"), "--profile_seconds must be a number of seconds"),
+        ((*_SLURM, "--", "--config.model.hiden=64"), "unknown configuration key model.hiden"),
+        ((*_SLURM, "--", "--config.model.hidden=x"), "model.hidden"),
+        (("local", "--config=configs/tiny.py", "--", "--gpus=many"), "gpus"),
         ((*_SLURM, "--gpus_per_node=0", "--per_gpu"), "--per_gpu needs --gpus_per_node"),
         ((*_SLURM, "extra"), "unexpected argument 'extra'"),
         ((*_SLURM, "--", "--out=elsewhere"), "--out=elsewhere comes before the --"),
@@ -402,6 +425,12 @@ def launch(monkeypatch, capsys):
         ((*_PODS, "--out=run"), "--out=run must lie in the volume"),
         ((*_PODS, "--min_nodes=2"), "--min_nodes is for slurm, not for kubernetes"),
         ((*_PODS, "--name=My_Job"), "--name must be"),
+        ((*_PODS, "--image=a b"), "--image must be REGISTRY/NAME:TAG"),
+        ((*_PODS, "--image=$(x)"), "--image must be REGISTRY/NAME:TAG"),
+        ((*_PODS, "--volume="), "--volume must be the name of a claim"),
+        ((*_PODS, "--volume=A_B"), "--volume must be the name of a claim"),
+        ((*_PODS, "--mount=/da:ta", "--out=/da:ta/run"), "--mount must be an absolute path"),
+        ((*_PODS, "--", "--compress=foo"), "'foo'"),
         (("local", "--config=configs/tiny.py", "--nodes=4"), "--nodes is for slurm and kubernetes, not for local"),
     ],
 )
@@ -423,10 +452,10 @@ def test_names_of_shipped_configurations_and_paths_are_passed_on_unchanged(launc
 
 
 def test_what_the_readme_says_works(launch):
-    code, out, said = launch(*_SLURM, "--gpus_per_node=8", "--plan=auto", "--out=run/", "--", "--config.run.steps=9")
-    assert (code, said) == (0, "") and out.startswith("#!/bin/bash\n") and "--config.run.steps=9" in out
+    code, out, said = launch(*_SLURM, "--gpus_per_node=8", "--plan=auto", "--out=run/", "--", "--config.run.steps=90")
+    assert (code, said) == (0, "") and out.startswith("#!/bin/bash\n") and "--config.run.steps=90" in out
     assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
     assert launch(*_SLURM, "--time=0")[0] == launch(*_SLURM, "--time=UNLIMITED", "--partition=a,b")[0] == 0
     code, out, said = launch(*_PODS, "--plan=auto")
     assert (code, said) == (0, "")
-    assert_valid(yaml.safe_load(out))
+    assert_valid(jobset_of(out))

@@ -14,6 +14,7 @@ import pytest
 
 from paxtrain.config import PipelineConfig, from_dict
 from paxtrain.errors import UserError
+from paxtrain.process import job_secret
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.measure import compute_timing, link_timing, profile_cluster, profile_compute, profile_links
@@ -255,7 +256,8 @@ def test_bad_input_is_one_sentence(arguments, words):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_process_that_does_not_come_is_named():
+def test_a_process_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setenv(job_secret.VARIABLE, "secret" * 6)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{s.getsockname()[1]}"

@@ -25,6 +25,7 @@ def test_variables_of_scheduler_and_runtime_but_no_secrets():
     given = {
         "SLURM_JOB_ID": "7",
         "SLURM_JWT": "x",
+        "PAXTRAIN_JOB_SECRET": "x",
         "XLA_FLAGS": "--a",
         "NCCL_DEBUG": "WARN",
         "JAX_PLATFORMS": "cpu",

@@ -8,7 +8,13 @@ import time
 import pytest
 
 from paxtrain.errors import UserError
+from paxtrain.process import job_secret
 from planner.start import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch):
+    monkeypatch.setenv(job_secret.VARIABLE, "secret" * 6)
 
 
 def free_port() -> int:
@@ -82,3 +88,43 @@ def test_a_launchers_list_names_the_host(monkeypatch, tmp_path):
 
 def test_without_a_launcher_there_is_no_list():
     assert rendezvous.hosts_of_launcher({}, 4) is None
+
+
+def test_strangers_are_neither_counted_nor_answered():
+    """Two lines from a stranger had ended process 0 with a sentence about processes that had come."""
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(rendezvous.call, f"127.0.0.1:{port}", 3, 0, 20)
+        for line in (b"1 stranger", b"2 stranger", b"x y", bytes(100), b"\xff" * 5000):
+            heard = b""
+            deadline = time.monotonic() + 10
+            while not heard and time.monotonic() < deadline:  # until process 0 listens
+                try:
+                    with socket.create_connection(("127.0.0.1", port), 3) as s:
+                        s.sendall(line)
+                        heard = s.recv(100)
+                except OSError:
+                    time.sleep(0.05)
+            assert len(heard) == 32
+        assert not first.done()
+        others = [pool.submit(rendezvous.call, f"127.0.0.1:{port}", 3, process, 20) for process in (1, 2)]
+        assert [each.result() for each in (first, *others)] == [None] * 3
+
+
+def test_another_secret_does_not_meet(monkeypatch):
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        listening = pool.submit(rendezvous.call, f"127.0.0.1:{port}", 2, 0, 2)
+        time.sleep(0.5)
+        monkeypatch.setenv(job_secret.VARIABLE, "guess" * 6)
+        with pytest.raises(UserError, match="process 0 cannot be reached"):
+            rendezvous.call(f"127.0.0.1:{port}", 2, 1, 1)
+        with pytest.raises(UserError, match="process 1 did not come"):
+            listening.result()
+
+
+def test_without_a_secret_nobody_listens(monkeypatch):
+    monkeypatch.delenv(job_secret.VARIABLE)
+    began = time.monotonic()
+    rendezvous.call(f"127.0.0.1:{free_port()}", 2, 0, 20)
+    assert time.monotonic() - began < 5

@@ -6,15 +6,17 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
+from paxtrain.process import job_secret
 from planner.supervision.supervisor import Limits
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOSTS = 3
+SECRET = "0123456789abcdef" * 2
 # The scheduler makes hosts of one machine, and the links between them, fast or slow at random. Only what a test slows
 # down shall count as slow.
 SUPERVISE = """
@@ -29,15 +31,22 @@ run(supervise.main, supervise.define_flags)
 
 @contextlib.contextmanager
 def start(
-    folder: pathlib.Path, script: str, limits: Limits, hosts: Iterable[int] = range(HOSTS)
+    folder: pathlib.Path,
+    script: str,
+    limits: Limits,
+    hosts: Iterable[int] = range(HOSTS),
+    ports: Sequence[int] = (),
 ) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
     """Start the supervisors of some hosts, given by number, inside a `with` block.
 
     Args:
         folder: folder for each host's log, report and output: log0, report0.json, out0, err0.
         script: Python source that gets its host's number and the folder as arguments.
+        limits: limits of the supervisors.
+        hosts: numbers of the hosts to start, of HOSTS.
+        ports: ports of all hosts; default: free ones.
     """
-    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(HOSTS))
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports or free_ports(HOSTS))
     flags = [f"--{name}={getattr(limits, name)}" for name in ("settle", "grace", "slow_step")]
     flags += [f"--{name}_timeout={getattr(limits, name)}" for name in ("link", "hang", "start")]
     started = {}
@@ -50,7 +59,7 @@ def start(
                 started[host] = subprocess.Popen(
                     [*command, "--", *run],
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    env=os.environ | {"PYTHONPATH": str(ROOT), job_secret.VARIABLE: SECRET},
                     stdout=out,
                     stderr=err,
                 )

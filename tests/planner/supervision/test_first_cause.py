@@ -1,5 +1,6 @@
 """The rule: what explains the others comes before what the others explain, and all hosts say the same sentence."""
 
+import asyncio
 import dataclasses
 import itertools
 
@@ -103,7 +104,7 @@ def test_a_reason_of_its_own_comes_before_all_others(worker, kind, words):
 
 def _no_answer() -> str:
     with pytest.raises(UserError) as raised:
-        rendezvous._call("127.0.0.1", free_ports(1)[0], 1, 0.3)
+        asyncio.run(rendezvous._call(("127.0.0.1", free_ports(1)[0]), b"secret" * 6, 1, 0.3))
     return str(raised.value)
 
 

@@ -14,7 +14,7 @@ NAMES = ("pax0", "pax1", "pax2")
 def told(me: int, *paces: float) -> tuple[list[str], list[float]]:
     """Return the notes and slowdowns of host `me`, which takes these seconds; its neighbors take a millisecond."""
     said: list[str] = []
-    channel = PeerConnections(me, [(name, 1) for name in NAMES], "run")
+    channel = PeerConnections(me, [(name, 1) for name in NAMES], "run", b"secret" * 6)
     watch = HostSpeed(me, NAMES, channel, None, said.append)
     channel.asides = {1: 0.001, 2: 0.001, 3: None}  # one of them is between steps
     slow = []
@@ -36,7 +36,7 @@ def test_who_falls_behind_is_named_until_he_catches_up():
 def test_the_first_host_says_it_of_others():
     said: list[str] = []
     for me, lines in ((0, 1), (2, 0)):
-        channel = PeerConnections(me, [(name, 1) for name in NAMES], "run")
+        channel = PeerConnections(me, [(name, 1) for name in NAMES], "run", b"secret" * 6)
         watch = HostSpeed(me, NAMES, channel, None, said.append)
         channel.board.put("slow/1", 4.2)
         said.clear()

@@ -14,18 +14,20 @@ import time
 import pytest
 
 from paxtrain.errors import UserError
+from paxtrain.process.sealed import SealedStream
 from planner.supervision import peer_connections
 from planner.supervision.peer_connections import REFUSED, PeerConnections, successors
 from tests.planner.ports import free_ports
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
+SECRET = b"secret" * 6
 
 
 @contextlib.asynccontextmanager
 async def channels(count: int, run: str = "run", up: int | None = None):
     """So many hosts of this process, of which the first `up` are started and have come together."""
     addresses = [("127.0.0.1", port) for port in free_ports(count)]
-    made = [PeerConnections(i, addresses, run) for i in range(count)]
+    made = [PeerConnections(i, addresses, run, SECRET) for i in range(count)]
     try:
         for channel in made[:up]:
             await channel.start()
@@ -61,7 +63,7 @@ def test_nothing_stays_open_whenever_a_channel_is_closed():
     """An open connection would make its transport warn, which fails the test."""
 
     async def for_so_many_turns(turns: int) -> None:
-        made = [PeerConnections(i, addresses, "run") for i in range(2)]
+        made = [PeerConnections(i, addresses, "run", SECRET) for i in range(2)]
         for channel in made:
             await channel.start()
         for _ in range(turns):
@@ -132,7 +134,7 @@ import asyncio, json, sys
 from planner.supervision.peer_connections import PeerConnections
 
 async def main():
-    await PeerConnections(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run").start()
+    await PeerConnections(1, [("127.0.0.1", port) for port in json.loads(sys.argv[1])], "run", b"secret" * 6).start()
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -170,17 +172,17 @@ def test_who_is_silent_is_not_taken_for_dead(monkeypatch):
 
 def test_what_a_link_carries_is_measured(monkeypatch):
     """It is the rate at which the other end reads, and 0 if that end takes no parcel in time or has ended."""
-    whole = peer_connections.PeerConnection.receive_parcel
+    whole = SealedStream.skip_raw
 
-    async def slowly(connection, count):
+    async def slowly(stream, count):
         for _ in range(0, count, 1 << 16):
-            await whole(connection, 1 << 16)
+            await whole(stream, 1 << 16)
             await asyncio.sleep(0.1)
 
     async def main():
         async with channels(2) as [first, second]:
             assert await first.rate(1, 5.0) > 1e7
-            monkeypatch.setattr(peer_connections.PeerConnection, "receive_parcel", slowly)
+            monkeypatch.setattr(SealedStream, "skip_raw", slowly)
             assert 1e5 < await first.rate(1, 5.0) < 0.7e6  # 128 KiB in two pauses
             assert await first.rate(1, 0.1) == 0.0
             await second.close()
@@ -193,8 +195,10 @@ def test_strangers_and_late_comers_are_turned_away():
     async def main():
         async with channels(2) as [first, _]:
             addresses = first._addresses
-            stranger = PeerConnections(1, addresses, "another run")
-            late = PeerConnections(1, addresses, "run")  # the same host, started anew while the run is under way
+            stranger = PeerConnections(1, addresses, "another run", SECRET)
+            late = PeerConnections(
+                1, addresses, "run", SECRET
+            )  # the same host, started anew while the run is under way
             for channel in (stranger, late):
                 with pytest.raises(ConnectionRefusedError):
                     await channel._dial(0, "watch")
@@ -207,7 +211,7 @@ def test_a_host_that_was_started_anew_counts_as_gone():
     async def main():
         async with channels(3) as made:
             await made[1].close()
-            again = PeerConnections(1, made[0]._addresses, "run")
+            again = PeerConnections(1, made[0]._addresses, "run", SECRET)
             await again.start()
             await until(lambda: 1 in made[0].refused)
             assert await made[2].probe([1]) == {1: REFUSED}
@@ -222,7 +226,7 @@ def test_before_all_have_come_a_host_may_start_again():
         async with channels(3, up=2) as [first, second, third]:
             await until(lambda: first.missing == [2])
             await second.close()
-            again = PeerConnections(1, first._addresses, "run")
+            again = PeerConnections(1, first._addresses, "run", SECRET)
             await again.start()
             await third.start()
             await until(lambda: not (first.missing or third.missing or again.missing))
@@ -235,22 +239,64 @@ def test_before_all_have_come_a_host_may_start_again():
 def test_a_port_in_use_is_told():
     async def main(port):
         with pytest.raises(UserError, match=rf"cannot listen on port {port} .*; does another supervisor run here"):
-            await PeerConnections(0, [("127.0.0.1", port)], "run").start()
+            await PeerConnections(0, [("127.0.0.1", port)], "run", SECRET).start()
 
     with socket.create_server(("", 0)) as server:
         asyncio.run(main(server.getsockname()[1]))
 
 
-def test_what_is_no_message_ends_a_connection():
+def test_what_is_no_message_of_the_job_ends_a_connection():
+    """Strangers hear nothing of the run, and who knows the secret must still keep to the form."""
+
     async def main():
         async with channels(2) as [first, second]:
             port = first._addresses[0][1]
-            for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"{}\n", b"\xff\n", b'{"run":"run","rank":"x"}\n'):
+            for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank":1}\n', bytes(200), b'{"run":"run","rank":"x"}\n'):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(rubbish)
                 writer.write_eof()
-                assert b"welcome" not in await asyncio.wait_for(reader.read(), 5)
+                assert len(await asyncio.wait_for(reader.read(), 5)) == 32
                 writer.close()
-            assert await second.probe([0]) == {}
+            hello = second._hello(0, "watch")
+            for greeting in ({}, {"rank": 1}, hello | {"rank": 7}, hello | {"rank": "1"}, hello | {"run": "another"}):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                stream = await SealedStream.meet(reader, writer, SECRET, dialled=True)
+                stream.send(greeting)
+                assert await asyncio.wait_for(stream.receive(), 5) == {"what": "no"}
+                writer.close()
+            assert await second.probe([0]) == {} and await first.probe([1]) == {}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"name": "report/x", "value": {}, "version": 1, "age": 0.0},
+        {"name": "report/2", "value": {}, "version": 1, "age": 0.0},
+        {"name": "report", "value": {}, "version": 1, "age": 0.0},
+        {"name": 7, "value": {}, "version": 1, "age": 0.0},
+        {"name": "report/1", "value": "no", "version": 1, "age": 0.0},
+        {"name": "report/1", "value": {}, "version": "1", "age": 0.0},
+        {"name": "report/1", "value": {}, "version": 1, "age": -1},
+        {"name": "report/1", "value": {}, "version": 1, "age": float("nan")},
+        {"pong": "1"},
+        {"ping": 1, "aside": "slow"},
+        {},
+    ],
+)
+def test_an_entry_that_does_not_fit_its_kind_ends_the_connection_and_is_not_kept(message):
+    async def main():
+        async with channels(2) as [first, second]:
+            before = dict.fromkeys(first.board)
+            first._fits = lambda kind, value: kind in ("report", "here") and isinstance(value, dict)
+            connection = await second._dial(0, "watch")
+            for _ in before:
+                await connection.receive()
+            connection.send(message)
+            while await asyncio.wait_for(connection.receive(), 5):
+                pass
+            assert dict.fromkeys(first.board) == before
+            connection.close()
 
     asyncio.run(main())

@@ -17,13 +17,13 @@ import time
 
 import pytest
 
-from paxtrain.process import supervised
+from paxtrain.process import job_secret, supervised
 from planner.supervision import addresses
 from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.supervisor import FAULT, STOPPED, Limits, Supervisor, environment
 from planner.supervision.worker_process import WorkerProcess
 from tests.planner.ports import free_ports
-from tests.planner.supervision.supervisors import HOSTS, ROOT, start, wait, wait_for
+from tests.planner.supervision.supervisors import HOSTS, ROOT, SECRET, start, wait, wait_for
 
 # Without notes on slow steps, because a shared machine is slow at random.
 LIMITS = Limits(link=1.0, hang=60.0, settle=2.0, grace=0.5, start=20.0, slow_step=1e6)
@@ -205,7 +205,7 @@ def test_a_signal_that_comes_while_the_worker_is_started_is_passed_on(tmp_path):
 
     async def main():
         worker = WorkerProcess([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "log")
-        channel = PeerConnections(0, [("127.0.0.1", port)], "run")
+        channel = PeerConnections(0, [("127.0.0.1", port)], "run", b"secret" * 6)
         supervisor = Supervisor(0, ["alone"], channel, worker, LIMITS, None)
         start = worker.start
 
@@ -259,7 +259,8 @@ def test_a_host_without_the_folder_of_logs_takes_part(tmp_path):
     worker = "import sys; print('error: the folder is not shared', file=sys.stderr); sys.exit(2)"
     beginning = [sys.executable, "-m", "planner.supervise", f"--hosts={hosts}", "--start_timeout=60"]
     command = ["--", sys.executable, "-c", worker]
-    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    variables = os.environ | {job_secret.VARIABLE: SECRET}
+    pipes = {"cwd": ROOT, "env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [
         subprocess.Popen([*beginning, f"--host={host}", f"--name={name}", f"--logs={logs}", *command], **pipes)
         for host, (name, logs) in enumerate([("alpha", tmp_path), ("beta", "/proc/none")])
@@ -288,6 +289,23 @@ def test_jax_takes_the_flags_and_the_supervisor_does_not_need_it():
     code = "import sys, planner.supervise; print(sorted({'jax', 'numpy', 'orbax'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_several_supervisors_need_a_secret_and_a_short_one_is_refused():
+    for secret, words in (("", "the job has no secret, by which its 2 supervisors"), ("short", "at least 16 letters")):
+        variables = os.environ | {job_secret.VARIABLE: secret, job_secret.FILE_VARIABLE: ""}
+        command = [
+            sys.executable,
+            "-m",
+            "planner.supervise",
+            "--hosts=127.0.0.1:1,127.0.0.1:2",
+            "--host=0",
+            "--",
+            "true",
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert "export PAXTRAIN_JOB_SECRET=" in done.stderr
 
 
 def test_addresses_and_numbers(tmp_path):
@@ -330,6 +348,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(arguments, words, tmp_pat
     [port] = free_ports(1)
     arguments = [argument.replace("PORT", str(port)) for argument in arguments]
     variables = {name: value for name, value in os.environ.items() if name not in addresses.NUMBERS}
+    variables[job_secret.VARIABLE] = SECRET
     command = [sys.executable, "-m", "planner.supervise", f"--log={tmp_path}/log", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

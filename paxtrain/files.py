@@ -1,0 +1,72 @@
+"""Files that are either old or new after a crash, and never half of each."""
+
+import contextlib
+import os
+import pathlib
+import tempfile
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Wait until the names in a folder are on disk, if its file system can say so."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mode(path: pathlib.Path) -> int:
+    """Return the mode of the file that is there, or the one that the user's umask gives a new file."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mode & 0o777
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def write(path: str | pathlib.Path, content: str | bytes) -> None:
+    """Write a file so that a crash or a loss of power at any moment leaves the old content or the new.
+
+    The new content is on disk before it gets the name. A file that has this content already is not touched.
+
+    Args:
+        path: file to write; its folder exists.
+        content: bytes, or text in UTF-8.
+
+    Raises:
+        OSError: The file cannot be written; it is as it was.
+    """
+    path, content = pathlib.Path(path), content.encode() if isinstance(content, str) else content
+    with contextlib.suppress(OSError):
+        if path.stat().st_size == len(content) and path.read_bytes() == content:
+            return
+    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            file.write(content)
+            os.fchmod(file.fileno(), _mode(path))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: str | pathlib.Path) -> None:
+    """Wait until all files below a folder, and the folders themselves, are on disk.
+
+    Raises:
+        OSError: A file could not be written.
+    """
+    for home, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(os.path.join(home, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(pathlib.Path(home))

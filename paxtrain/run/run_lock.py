@@ -1,0 +1,237 @@
+"""The lock of a run's folder: a second start is refused with a sentence that names the first.
+
+The lock is a file beside the checkpoints. It is made by a hard link, which a shared file system gives to one process
+alone, and holds who made it and a count that its owner raises every few seconds. A process that ended without removing
+it does not block the folder: on the same host its number is gone, and elsewhere the count stands still. Clocks are not
+compared.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import socket
+import sys
+import threading
+import time
+from typing import Self
+
+from paxtrain.errors import UserError
+
+FILE = "lock.json"
+_BEAT = 3.0  # seconds between two counts
+_DEAD = 15.0  # seconds without a new count after which another host's process has ended
+
+
+def _born(process: int) -> str:
+    """Return the time at which a process of this host began, in the kernel's ticks, or "" if there is none.
+
+    Numbers of processes are used again; number and time together are not.
+    """
+    try:
+        fields = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _boot() -> str:
+    """Return the identifier of this boot of this host, which containers of the host share."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class LockOwner:
+    """The process that has a run's folder.
+
+    Attributes:
+        host: name of its host.
+        process: its number there.
+        born: its start by the kernel, in ticks.
+        boot: identifier of the host's boot and of the namespace in which the number counts.
+        since: date and time at which it took the folder, for people.
+        token: random text.
+    """
+
+    host: str
+    process: int
+    born: str
+    boot: str
+    since: str
+    token: str
+
+    @classmethod
+    def here(cls) -> "LockOwner":
+        """Return this process as an owner."""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+            return cls(
+                host=socket.gethostname(),
+                process=os.getpid(),
+                born=_born(os.getpid()),
+                boot=f"{_boot()} {namespace}",
+                since=time.strftime("%Y-%m-%d %H:%M:%S"),
+                token=secrets.token_hex(8),
+            )
+        raise UserError("cannot read /proc/self; paxtrain runs on Linux")
+
+    @property
+    def me(self) -> bool:
+        """Whether it is this process."""
+        here = LockOwner.here()
+        return (self.process, self.born, self.boot) == (here.process, here.born, here.boot)
+
+    @property
+    def known_dead(self) -> bool:
+        """Whether this host knows that the process has ended."""
+        here = LockOwner.here()
+        if self.boot == here.boot:
+            return _born(self.process) != self.born
+        # The same host after a restart. Host names of containers may be the same on two machines; boots never are.
+        return False
+
+
+def _read(path: pathlib.Path) -> tuple[LockOwner, int] | None:
+    """Return owner and count of a lock; None if there is none or it is no lock."""
+    try:
+        values = json.loads(path.read_bytes())
+        count = values.pop("count")
+        return LockOwner(**values), int(count)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+class RunLock:
+    """The lock of a run's folder, held until the context ends."""
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        """Take the lock of a folder that exists.
+
+        Raises:
+            UserError: Another process has it, and lives.
+        """
+        self._path = pathlib.Path(folder) / FILE
+        self._owner = LockOwner.here()
+        self._count, self._lost = 0, ""
+        self._over = threading.Event()
+        self._beating: threading.Thread | None = None
+        found = _read(self._path)
+        self._mine = not (found is not None and found[0].me)  # else this process has it already, and keeps it
+        if self._mine:
+            self._take()
+            self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
+            self._beating.start()
+
+    # --- Taking -------------------------------------------------------------------------------------------------------
+
+    def _content(self) -> bytes:
+        # The count has a fixed width, so that a file that is read during a write is good, too.
+        return json.dumps(dataclasses.asdict(self._owner) | {"count": f"{self._count:012d}"}).encode()
+
+    def _link(self) -> bool:
+        """Make the lock file, and return False if there is one."""
+        own = self._path.with_name(f".{FILE}.{self._owner.token}")
+        own.write_bytes(self._content())
+        try:
+            os.link(own, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            own.unlink(missing_ok=True)
+        return True
+
+    def _take(self) -> None:
+        while not self._link():
+            found = self._look()
+            if found is None:
+                self._remove(None)
+            elif found[0].known_dead or self._stands_still(found):
+                self._remove(found[0].token)
+            else:
+                raise self._refusal(found[0])
+
+    def _look(self) -> tuple[LockOwner, int] | None:
+        """Return owner and count of the lock; None if there is no longer one, or if it stays unreadable."""
+        for _ in range(5):
+            if (found := _read(self._path)) is not None:
+                return found
+            time.sleep(0.2)
+        return None
+
+    def _stands_still(self, found: tuple[LockOwner, int]) -> bool:
+        """Watch another host's lock, and return whether its count stays the same."""
+        owner, count = found
+        if owner.boot == LockOwner.here().boot:
+            return False  # it lives, even if it is stopped
+        print(
+            f"waiting {_DEAD:g} s to see whether process {owner.process} on {owner.host} still has {self._path.parent}",
+            file=sys.stderr,
+            flush=True,
+        )
+        until = time.monotonic() + _DEAD
+        while time.monotonic() < until:
+            time.sleep(_BEAT / 3)
+            now = _read(self._path)
+            if now is not None and (now[0] != owner or now[1] != count):
+                return False
+        return True
+
+    def _remove(self, token: str | None) -> None:
+        """Remove the lock of a process that has ended, unless another start has replaced it in the meantime."""
+        aside = self._path.with_name(f".{FILE}.{self._owner.token}.dead")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path, aside)
+            taken = _read(aside)
+            if taken is not None and taken[0].token != token:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._path)
+            aside.unlink(missing_ok=True)
+
+    def _refusal(self, owner: LockOwner) -> UserError:
+        return UserError(
+            f"{self._path.parent} is in use by process {owner.process} on {owner.host} since {owner.since}; wait for "
+            "its end, stop it, or name another run.out"
+        )
+
+    # --- Holding ------------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        while not self._over.wait(_BEAT):
+            found = _read(self._path)
+            if found is None or found[0].token != self._owner.token:
+                self._lost = f"by process {found[0].process} on {found[0].host}" if found else "or its lock removed"
+                return
+            self._count += 1
+            with contextlib.suppress(OSError), open(self._path, "r+b") as file:  # a full disk must not end training
+                file.write(self._content())
+
+    def check(self) -> None:
+        """Raise if another start has taken the folder, because this process had stood still for long.
+
+        Raises:
+            UserError: The folder is no longer this process's.
+        """
+        if self._lost:
+            raise UserError(
+                f"{self._path.parent} was taken over {self._lost} while this process stood still; this run ends here, "
+                "the other one continues"
+            )
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._over.set()
+        if self._beating is not None:
+            self._beating.join()
+            found = _read(self._path)
+            if found is not None and found[0].token == self._owner.token:
+                self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

@@ -1,0 +1,1 @@
+"""Hostile input to the mains, as numbered cases; `python -m tests.hostile` runs them."""

@@ -1,0 +1,179 @@
+"""Hostile input to the mains: python -m tests.hostile --folder=/tmp/hostile [--cases=500] [--first=0] [--only=NUMBER].
+
+Each case is a command line that works, with one or two values replaced by absurd, damaged or misleading ones: in flags,
+in overrides, or inside a file that the command reads. A case is good if the main ends with exit code 2 and one sentence
+on stderr, or gets as far as the work itself (which is left out here) without a traceback; within five seconds and one
+gigabyte, and with all files as they were. Values that can mean nothing ("nonsense") must be refused.
+
+Cases are numbered, and a number always makes the same case. The last line of output is JSON: the bad ones, by kind.
+"""
+
+import argparse
+import collections
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import sys
+import traceback
+from typing import Any
+
+from paxtrain import command_line
+from tests import mains
+from tests.hostile.cases import MAINS, Case, case
+from tests.hostile.home import prepare
+
+SECONDS, BYTES = 5.0, 1 << 30
+ACCEPTED = 77  # exit code of a case whose input was taken
+
+
+class Accepted(BaseException):
+    """The input was taken, and the work would begin."""
+
+
+def _accept(*_: object, **__: object) -> None:
+    raise Accepted
+
+
+def _skip(places: tuple[str, ...]) -> None:
+    for place in places:
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each)
+        setattr(owner, name, _accept)
+
+
+def _child(made: Case, arguments: list[str], out: pathlib.Path) -> int:
+    """Run a case in this process, which is a fork, and return its exit code."""
+    os.chdir(out)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(out / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", errors="backslashreplace"), os.fdopen(2, "w", errors="backslashreplace")
+    size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (12 << 30),) * 2)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    _skip(made.main.skip)
+    sys.argv = [made.main.module, *arguments]
+    try:
+        module = mains.load(made.main.module)
+        if made.main.module == "planner.validate":
+            module.validate = _accept
+        defined = getattr(module, "define_flags", lambda: None)
+        command_line.run(module.main, defined, getattr(module, "HINT", None))
+        return 0
+    except Accepted:
+        return ACCEPTED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _hash(folder: pathlib.Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(str(path).encode() + (path.read_bytes() if path.is_file() else b""))
+    return total.hexdigest()
+
+
+def problem(made: Case, status: int, taken: int, out: pathlib.Path, touched: bool) -> str:
+    """Return what is wrong with the end of a case, or ""."""
+    said = (out / "stderr").read_text(errors="replace") if (out / "stderr").exists() else ""
+    if os.WIFSIGNALED(status):
+        return "hang" if os.WTERMSIG(status) == signal.SIGALRM else f"signal {os.WTERMSIG(status)}"
+    code = os.WEXITSTATUS(status)
+    if "Traceback (most recent call last)" in said or code == 1:
+        return "traceback"
+    if code not in (0, 2, ACCEPTED):
+        return f"exit code {code}"
+    if code == 2:
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        if len(errors) != 1 or len(said.strip().splitlines()) > 4:
+            return "no sentence"
+        if any(not c.isprintable() for c in errors[0]):
+            return "control characters"
+        if len(errors[0]) > 3000:
+            return "a sentence of a page"
+    elif made.nonsense:
+        return "accepted nonsense"
+    if taken > BYTES:
+        return "memory"
+    return "touched files" if touched else ""
+
+
+def run(number: int, home: pathlib.Path) -> tuple[str, Case, list[str], str]:
+    """Run the case of a number, and return its problem, the case, its command line and the end of what it said."""
+    made = case(number, home)
+    here, out = home, pathlib.Path(f"{home}.{number}")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    if made.files:
+        here = out / "home"
+        shutil.copytree(home, here)
+        for name, content in made.files.items():
+            (here / name).write_bytes(content)
+    arguments = [a.replace("{home}", str(here)).replace("{out}", str(out)) for a in made.arguments]
+    before = _hash(here)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = _child(made, arguments, out)
+        finally:
+            os._exit(code)
+    _, status, used = os.wait4(child, 0)
+    touched = _hash(here) != before
+    found = problem(made, status, (used.ru_maxrss << 10) - BASE, out, touched)
+    said = (out / "stderr").read_text(errors="replace")[-1500:] if (out / "stderr").exists() else ""
+    if not found:
+        shutil.rmtree(out, ignore_errors=True)
+    return found, made, arguments, said
+
+
+BASE = 0
+
+
+def main() -> None:
+    """Run the cases and print the bad ones."""
+    global BASE
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=pathlib.Path, required=True)
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", type=int)
+    given = parser.parse_args()
+    home = given.folder / f"home{os.getpid()}"
+    prepare(home)
+    for each in MAINS:  # each fork has all modules at once
+        importlib.import_module(each.module)
+        for place in each.skip:
+            importlib.import_module(place.partition(":")[0])
+    BASE = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    numbers = [given.only] if given.only is not None else range(given.first, given.first + given.cases)
+    counts: collections.Counter[str] = collections.Counter()
+    for number in numbers:
+        found, made, arguments, said = run(number, home)
+        counts[found or "good"] += 1
+        if found:
+            print(
+                f"--- {number}: {found}{f' ({made.nonsense})' if made.nonsense else ''}: {made.main.module} "
+                f"{' '.join(a if len(a) < 200 else a[:80] + '...' for a in arguments)!r} {list(made.files)}\n{said}",
+                flush=True,
+            )
+    shutil.rmtree(home)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

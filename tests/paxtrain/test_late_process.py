@@ -1,0 +1,64 @@
+"""A process that compiles for longer than a collective may take ends nothing: the others wait at a barrier."""
+
+import json
+
+import pytest
+
+from paxtrain.config import to_dict
+from tests.paxtrain.training import configuration, corpus
+from tests.processes import run_processes
+
+LATE = """
+import json, time
+import paxtrain
+from paxtrain.config import from_dict
+from paxtrain.process import distributed
+
+seconds, barriers = float(sys.argv[2]), sys.argv[3] == "with"
+wait, places = distributed.wait_for_all, []
+
+def late(what):
+    places.append(what)
+    if process == 1:
+        time.sleep(seconds)
+    if barriers:
+        wait(what)
+
+distributed.wait_for_all = late
+results = [paxtrain.train(from_dict(json.loads(values)), quiet=True) for values in json.loads(sys.argv[1])]
+print(json.dumps([places, [result.finished for result in results]]))
+"""
+PLACES = {
+    "allgather",
+    "checkpoints are listed",
+    "checkpoints are set aside",
+    "the first state is compiled",
+    "the evaluation is compiled",
+    "step 1 is compiled",
+    "a checkpoint's form is compiled",
+    "fingerprints of a checkpoint is compiled",
+    "a checkpoint's state is compiled",
+}
+SECONDS, LIMIT = 4.0, 2  # of the lateness, and of a collective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("barriers", ["with", "without"])
+def test_a_process_that_is_late_everywhere_ends_nothing(tmp_path, monkeypatch, barriers):
+    """Without the barriers the same lateness ends the run in a collective."""
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds={LIMIT}")
+    home = corpus(tmp_path)
+    shape = {"run__eval_every": 0, "run__sample_tokens": 0, "checkpoint__every": 0, "model__layers": 2}
+    runs = [
+        json.dumps(to_dict(configuration(home, tmp_path / "run", run__steps=steps, optimizer__warmup_steps=1, **shape)))
+        for steps in (1, 2)
+    ]
+    arguments = (LATE, json.dumps(runs), str(SECONDS), barriers)
+    if barriers == "without":
+        with pytest.raises(AssertionError, match=r"(?i)deadline|timed? ?out"):
+            run_processes(*arguments, limit=300)
+        return
+    for output in run_processes(*arguments, limit=300):
+        places, finished = json.loads(output.splitlines()[-1])
+        assert finished == [True, True]
+        assert set(places) >= PLACES
