@@ -1,5 +1,6 @@
 """The ops of a schedule, laid out in rows from each stage's order of ops or from a closed form of row and stage."""
 
+import collections
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from paxtrain.schedule.table import IDLE
 
 _PHASES = "FBW"
 _IN_A_ROW = "FWB"  # the order of a row's phases
+_NEVER = 2**31 - 1  # row of an op that was not run yet
 Op = tuple[str, int, int]  # phase, micro-batch, chunk
 
 
@@ -40,52 +42,70 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
         ValueError: the orders lead nowhere, because each stage waits for another one.
     """
     stages, last = len(orders), len(orders) * chunks - 1
-    orders, done, rows = [list(order) for order in orders], {}, []
+    orders, rows, waited = [collections.deque(order) for order in orders], 0, 0
+    count = 1 + max((mb for order in orders for _, mb, _ in order), default=-1)
+    # The row of each op, by phase, virtual stage and micro-batch.
+    done = {phase: [[_NEVER] * count for _ in range(last + 1)] for phase in _PHASES}
+    forward, backward = done["F"], done["B"]
 
     def ready(stage: int, op: Op) -> bool:
         phase, mb, chunk = op
-        virtual, now = chunk * stages + stage, len(rows)
+        virtual = chunk * stages + stage
         if phase == "F":
-            return virtual == 0 or done.get(("F", virtual - 1, mb), now) <= now - lag
+            return virtual == 0 or forward[virtual - 1][mb] <= rows - lag
         if phase == "W":
-            return ("B", virtual, mb) in done
+            return backward[virtual][mb] <= rows
         if virtual == last:
-            return ("F", virtual, mb) in done
-        return done.get(("B", virtual + 1, mb), now) <= now - lag
+            return forward[virtual][mb] <= rows
+        return backward[virtual + 1][mb] <= rows - lag
 
     def run(stage: int, op: Op) -> None:
         phase, mb, chunk = op
-        done[phase, chunk * stages + stage, mb] = len(rows)
+        done[phase][chunk * stages + stage][mb] = rows
         orders[stage].remove(op)
-        row[stage].append(op)
 
-    waited = 0
     while any(orders):
-        row: list[list[Op]] = [[] for _ in orders]
+        moved = False
         for s, order in enumerate(orders):
-            while order and ready(s, order[0]) and _may_follow(row[s], order[0], together):
+            before = ""
+            while order and _may_follow(before, order[0], together) and ready(s, order[0]):
+                before, moved = order[0][0], True
                 run(s, order[0])
-        if not any(row) and waited >= lag - 1:
+        if not moved and waited >= lag - 1:
             for s, order in enumerate(orders):
                 ahead = next((op for op in order if op[0] == "F"), None)
                 if ahead and ready(s, ahead):
+                    moved = True
                     run(s, ahead)
-            if not any(row):
+            if not moved:
                 waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(orders) if order)
-                after = f"after row {len(rows)}: {waiting} waits"
+                after = f"after row {rows}: {waiting} waits"
                 raise ValueError(f"the orders of the {stages} stages lead nowhere {after}")
-        waited = 0 if any(row) else waited + 1
-        rows.append(row)
-    arrays = [np.full((len(rows), stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
-    for (phase, virtual, mb), t in done.items():
-        first, s = 2 * _PHASES.index(phase), virtual % stages
-        arrays[first][t, s], arrays[first + 1][t, s] = mb, virtual // stages
+        waited = 0 if moved else waited + 1
+        rows += 1
+    return _ops(done, rows, stages)
+
+
+def _ops(done: dict[str, list[list[int]]], rows: int, stages: int) -> Ops:
+    """Return the arrays of ops.
+
+    Args:
+        done: row of each op, by phase, virtual stage and micro-batch.
+        rows: number of rows.
+        stages: P.
+    """
+    arrays = [np.full((rows, stages), fill, np.int32) for fill in (IDLE, 0) * len(_PHASES)]
+    for i, phase in enumerate(_PHASES):
+        row = np.array(done[phase])
+        virtual, mb = np.nonzero(row < _NEVER)
+        where = row[virtual, mb], virtual % stages
+        arrays[2 * i][where], arrays[2 * i + 1][where] = mb, virtual // stages
     return Ops(*arrays)
 
 
-def _may_follow(before: list[Op], op: Op, together: bool) -> bool:
-    """Return whether a stage that has run the ops `before` in a row may run another one in it."""
-    return not before or (together and _IN_A_ROW.index(before[-1][0]) < _IN_A_ROW.index(op[0]))
+def _may_follow(before: str, op: Op, together: bool) -> bool:
+    """Return whether a stage whose last op in a row is of the phase `before` ("": none) may run another one in it."""
+    return not before or (together and _IN_A_ROW.index(before) < _IN_A_ROW.index(op[0]))
 
 
 def closed_form(

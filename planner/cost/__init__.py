@@ -4,6 +4,7 @@
     compute.py              a layer on a device kind, with its all-reduces over tensor
     step_time.py            bytes to seconds: the whole step
     rows.py simulator.py    the pipeline: a schedule's table, and its replay
+    repetition.py           rows that repeat many times, of which few are replayed
     simulate.py             one configuration on one cluster
     ideal.py                what a schedule would allow, for comparison
     closed_forms.py         Pipette's and AMP's estimates, for comparison

@@ -10,8 +10,9 @@ import collections
 
 import numpy as np
 
+from planner.cost.repetition import EQUAL
 from planner.cost.rows import Row, Table, numbers, runs
-from planner.cost.simulator import EQUAL, Seconds, spread
+from planner.cost.simulator import Seconds, spread
 
 Array = np.ndarray
 

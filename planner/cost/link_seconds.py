@@ -185,10 +185,17 @@ class Paths:
     scatter: tuple[Array, Array]
     swap: tuple[Array, Array]
 
-    def take(self, batch: slice) -> "Paths":
+    def take(self, batch: slice | Array) -> "Paths":
         """Return the paths of some of the placements."""
         fields = (field.name for field in dataclasses.fields(self))
         return Paths(**{name: tuple(x[batch] for x in getattr(self, name)) for name in fields})
+
+    def join(self, more: "Paths") -> "Paths":
+        """Return the paths of these placements and of others as one batch."""
+        pairs = {
+            field.name: (getattr(self, field.name), getattr(more, field.name)) for field in dataclasses.fields(self)
+        }
+        return Paths(**{name: tuple(np.concatenate(both) for both in zip(a, b)) for name, (a, b) in pairs.items()})
 
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:

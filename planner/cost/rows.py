@@ -35,10 +35,13 @@ Where = slice | Array  # indices of stages or of virtual stages
 
 def _where(indices: Array) -> Where:
     """Return indices, as a slice if they are evenly spaced: a slice of an array is a view, not a copy."""
-    step = int(indices[1] - indices[0]) if len(indices) > 1 else 1
-    if len(indices) == 0 or step < 1 or not (np.diff(indices) == step).all():
+    every = indices.tolist()
+    if not every:
         return indices
-    return slice(int(indices[0]), int(indices[-1]) + 1, step)
+    step = every[1] - every[0] if len(every) > 1 else 1
+    if step < 1 or every != list(range(every[0], every[-1] + 1, step)):
+        return indices
+    return slice(every[0], every[-1] + 1, step)
 
 
 def numbers(where: Where) -> list[int]:
@@ -100,32 +103,57 @@ def _rows(schedule: Schedule, compressed: str) -> list[Row]:
     parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, leaves, masked]
     signatures = np.concatenate(parts, axis=1).astype(np.int32)
 
-    def phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
-        busy = np.full_like(busy, True) if masked and busy.any() else busy
-        return (_where(np.flatnonzero(busy)), _where(virtual[busy])) if busy.any() else None
-
-    def ends(senders: Array, step: int) -> tuple[Where, Where] | None:
-        senders = np.flatnonzero(senders)
-        return (_where(senders), _where((senders + step) % schedule.stages)) if len(senders) else None
-
-    def row(t: int) -> Row:
-        return Row(
-            forward=phase(f[t], f_virtual[t], masked[t]),
-            backward=phase(b[t], b_virtual[t], masked[t]),
-            weights=phase(w[t], w_virtual[t], masked[t]),
-            head=bool(f[t, -1] and f_virtual[t, -1] == last),
-            plain=ends(sends[t] & ~packed[t], -1),
-            packed=ends(packed[t], -1),
-            activations=ends(leaves[t], 1),
-            travel=schedule.travel,
-        )
-
-    kinds: dict[bytes, Row] = {}
     keys = [signature.tobytes() for signature in signatures]
+    first: dict[bytes, int] = {}
     for t, key in enumerate(keys):
-        if key not in kinds:
-            kinds[key] = row(t)
+        first.setdefault(key, t)
+    alike = schedule.stages, schedule.chunks, schedule.travel
+    kinds: dict[bytes, Row] = {}
+    for key, t in first.items():
+        # Tables with other numbers of micro-batches have the same rows.
+        if (alike, key) not in _KNOWN:
+            _KNOWN[alike, key] = Row(
+                forward=_phase(f[t], f_virtual[t], masked[t]),
+                backward=_phase(b[t], b_virtual[t], masked[t]),
+                weights=_phase(w[t], w_virtual[t], masked[t]),
+                head=bool(f[t, -1] and f_virtual[t, -1] == last),
+                plain=_ends(sends[t] & ~packed[t], -1),
+                packed=_ends(packed[t], -1),
+                activations=_ends(leaves[t], 1),
+                travel=schedule.travel,
+            )
+        kinds[key] = _KNOWN[alike, key]
     return [kinds[key] for key in keys]
+
+
+_KNOWN: dict[tuple, Row] = {}  # rows by stages, chunks, travel and signature
+
+
+def _phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
+    """Return the stages and virtual stages that run a phase; None if none does.
+
+    Args:
+        busy: bool [P], stages with an op.
+        virtual: int [P], virtual stage of the op.
+        masked: bool [1], idle stages compute on scrap.
+    """
+    if not busy.any():
+        return None
+    busy = np.full_like(busy, True) if masked else busy
+    return _where(np.flatnonzero(busy)), _where(virtual[busy])
+
+
+def _ends(senders: Array, step: int) -> tuple[Where, Where] | None:
+    """Return senders and receivers of messages; None if there are none.
+
+    Args:
+        senders: bool [P].
+        step: 1 for messages to the next stage, -1 to the previous one.
+    """
+    if not senders.any():
+        return None
+    where = np.flatnonzero(senders)
+    return _where(where), _where((where + step) % len(senders))
 
 
 def _runs(rows: list[Row], longest: int) -> list[Run]:

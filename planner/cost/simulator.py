@@ -13,26 +13,27 @@ receive is posted, and so does gloo's on CPUs. The backends differ in what waits
                       activations behind it, and compressed gradients behind the loss, which follows F.
 
 All of this is maxima and sums, so the result is monotone in every duration, and what is added to the state of all
-stages is added to the result. So once a period of equal rows has moved all stages by the same time, every further one
-will. The steady part costs a few periods, whatever the number of micro-batches.
+stages is added to the result. So the steady part costs a few repetitions of its rows, whatever the number of
+micro-batches (planner.cost.repetition).
 
 References:
     Pipette (Yim et al., DATE 2024) for the transfers that 1F1B exposes. Max-plus linear systems: Baccelli et al.,
     Synchronization and Linearity (1992).
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from paxtrain.schedule.table import ALONG, BETWEEN
+from planner.cost.repetition import repeat
 from planner.cost.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
 
-# Increments of a period that agree this well, relative to the time so far, are equal except for rounding.
-EQUAL = 1e-13
+_FEW = 3  # repetitions of rows that are simply replayed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +107,13 @@ class _Replay:
         self.seconds = spread(table, seconds)
         self.now = self.seconds.start.copy()
         self.overlap, self.record = overlap, record
+
+    def narrow(self, where: Array) -> "_Replay":
+        """Return the stages of some candidates of the batch, bool [batch]."""
+        other = copy.copy(self)
+        parts = {f.name: getattr(self.seconds, f.name)[..., where] for f in dataclasses.fields(Seconds)}
+        other.seconds, other.now = Seconds(**parts), self.now[:, where]
+        return other
 
     def _message(self, ready: Array, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
         """Return the time until which each end of the messages waits, per pair.
@@ -223,31 +231,30 @@ class _Replay:
             self._weights(row)
             self._backward(row)
 
-    def run(self, stretches: list[Run]) -> Array:
-        replay = self._overlapped if self.overlap else self._blocking
+    def replay(self, rows: tuple[Row, ...]) -> None:
+        """Run rows once."""
+        (self._overlapped if self.overlap else self._blocking)(rows)
+
+    def run(self, stretches: list[Run], rough: bool = False) -> Array:
         for rows, repeats in stretches:
-            for done in range(1, repeats + 1):
-                if self.record or done == repeats:
-                    replay(rows)
-                    continue
-                before = self.now.copy()
-                replay(rows)
-                moved = self.now - before
-                if np.all(np.ptp(moved, axis=0) <= EQUAL * self.now.max(axis=0)):
-                    self.now += (repeats - done) * moved
-                    break
+            if self.record or repeats <= _FEW:
+                for _ in range(repeats):
+                    self.replay(rows)
+            else:
+                self.now = repeat(self, rows, repeats, rough)
         return self.now.T
 
 
-def pipeline(table: Table, seconds: Seconds, overlap: bool = True) -> Array:
+def pipeline(table: Table, seconds: Seconds, overlap: bool = True, rough: bool = False) -> Array:
     """Return the seconds [batch, P] at which each stage leaves its last row.
 
     Args:
         table: schedule to replay.
         seconds: durations of a batch of candidates.
         overlap: transfers run beside compute, as on GPUs; False: receivers wait for them, as on the CPU backend.
+        rough: take stages that are not in step after a few repetitions to go on at the pace of the slowest of them.
     """
-    return _Replay(table, seconds, overlap, None).run(runs(table, overlap=overlap))
+    return _Replay(table, seconds, overlap, None).run(runs(table, overlap=overlap), rough)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ On GPUs a stage whose last op is in the last row reduces each layer's gradient u
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -139,9 +140,15 @@ class Step:
 
 
 class Problem:
-    """One candidate on one cluster, to be evaluated on many placements."""
+    """One candidate on one cluster, to be evaluated on many placements.
 
-    def __init__(self, cluster: Cluster, model: ModelConfig, candidate: Candidate) -> None:
+    Arrays [kinds, ...] have a row for each kind of device. With several splits of the layers they have such rows for
+    each split, one split after the other.
+    """
+
+    def __init__(
+        self, cluster: Cluster, model: ModelConfig, candidate: Candidate, splits: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         self.cluster, self.model, self.candidate = cluster, model, candidate
         kinds = sorted(set(cluster.kinds))
         self.kind_of_host = np.array([kinds.index(kind) for kind in cluster.kinds])
@@ -150,38 +157,36 @@ class Problem:
         self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
         self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward)
-        counts = np.array(c.counts, float)
-        first = np.zeros(len(counts))
+        counts = np.repeat(np.array(splits or [c.counts], float), len(self.layer), axis=0)  # [kinds, V]
+        self.layer = self.layer * max(len(splits), 1)
+        first = np.zeros(counts.shape[1])
         first[0] = 0.5  # half of the embedding's time is its look-up, half its gradient
-        self.forward = np.array([x.forward * counts + x.embedding * first for x in self.layer])  # [kinds, V]
-        splits = SPECS[c.schedule].splits and c.pipe > 1
-        backward = [x.backward_input if splits else x.backward for x in self.layer]
-        self.backward = np.array([b * counts + x.embedding * first for b, x in zip(backward, self.layer)])
-        self.weights = np.array([x.backward_weights * counts * splits for x in self.layer])
-        self.head = np.array([x.head for x in self.layer])
-        last = [x.backward_weights if splits else x.backward for x in self.layer]
-        self.hides = np.array([self._hidden(seconds) for seconds in last])  # [kinds, P]
+        names = ("forward", "backward", "embedding", "backward_input", "backward_weights", "head", "optimizer")
+        unit = {name: np.array([getattr(x, name) for x in self.layer]) for name in names}
+        divided = SPECS[c.schedule].splits and c.pipe > 1
+        table, last = unit["embedding"][:, None] * first, unit["backward_weights" if divided else "backward"]
+        self.forward = unit["forward"][:, None] * counts + table
+        self.backward = unit["backward_input" if divided else "backward"][:, None] * counts + table
+        self.weights = unit["backward_weights"][:, None] * counts * divided
+        self.head = unit["head"]
+        self.hides = self._hidden(counts) * last[:, None]  # [kinds, P]
         # The optimizer is passes over memory, so its speed is also that of the other passes.
-        self.pass_per_byte = np.array([x.optimizer for x in self.layer]) / cluster.shares.optimizer_bytes
+        self.pass_per_byte = unit["optimizer"] / cluster.shares.optimizer_bytes
 
-    def _hidden(self, layer: float) -> Array:
-        """Return the seconds [P] of a stage's last op under which the reduction of its layers can run.
+    def _hidden(self, counts: Array) -> Array:
+        """Return on how many layers [kinds, P] a stage's last op runs while the reduction of others can run.
 
         A layer's gradient is reduced under the layers that follow. Other chunks' gradients are final before the op.
 
         Args:
-            layer: seconds of the op on one layer.
+            counts: layers of each virtual stage, [kinds, V].
         """
         c = self.candidate
         if not self.overlap or c.data == 1:
-            return np.zeros(c.pipe)
+            return np.zeros((len(counts), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
-        few = c.micro_batches if SPECS[c.schedule].size else few
-        closing = np.isin(
-            np.arange(c.pipe), build(c.schedule, c.pipe, few, c.chunks, True).closing if c.pipe > 1 else 0
-        )
-        counts = np.array(c.counts[: c.pipe], float)
-        return closing * (counts - (c.chunks == 1)) * layer
+        closing = _closing(c.schedule, c.pipe, c.micro_batches if SPECS[c.schedule].size else few, c.chunks)
+        return closing * (counts[:, : c.pipe] - (c.chunks == 1))
 
     @property
     def work(self) -> Array:
@@ -253,7 +258,12 @@ class Problem:
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:
-        """Return the predicted steps on placements, int [batch, D, P]."""
+        """Return the predicted steps on placements.
+
+        Args:
+            fabric: links of the cluster.
+            hosts: int [batch, D, P].
+        """
         return self.evaluate(self.links(paths(fabric, hosts, self.candidate.tensor)), self.kind_of_host[hosts])
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
@@ -325,8 +335,14 @@ class Problem:
         return dense, factors, work, edge
 
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
-        """Return the steps for link seconds and the device kinds [batch, D, P] (indices) of all groups."""
-        return self.finish(links, kinds, simulator.pipeline(self.table, self.seconds(links, kinds), self.overlap))
+        """Return the steps for link seconds.
+
+        Args:
+            links: seconds of the messages.
+            kinds: device kinds [batch, D, P] (indices) of all groups.
+        """
+        pipelines = simulator.pipeline(self.table, self.seconds(links, kinds), self.overlap)
+        return self.finish(links, kinds, pipelines)
 
     def finish(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
         """Return the steps for the simulator's seconds of all pipelines.
@@ -361,6 +377,14 @@ class Problem:
         return Step(total, self._gather(links), finish, reduce, compressed, optimizer)
 
 
+@functools.lru_cache(maxsize=65536)
+def _closing(schedule: str, stages: int, micro_batches: int, chunks: int) -> Array:
+    """Return whether each stage's gradients become final in the last row, bool [P]; see `Schedule.closing`."""
+    if stages == 1:
+        return np.ones(1, bool)
+    return np.isin(np.arange(stages), build(schedule, stages, micro_batches, chunks, True).closing)
+
+
 def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> list[Step]:
     """Return the steps of many candidates, each on a batch of placements.
 
@@ -382,6 +406,29 @@ def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> lis
         ends = np.cumsum([len(seconds[n].forward) for n in members])
         for n, part in zip(members, np.split(pipelines, ends[:-1])):
             found[n] = problems[n].finish(links[n], placements[n][1], part)
+    return found
+
+
+def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths, kinds: Array) -> Array:
+    """Return the steps [splits, batch] in seconds of a candidate with each of some splits of its layers.
+
+    Args:
+        problem: the candidate.
+        splits: layers of each virtual stage, of each split.
+        where: paths of the placements.
+        kinds: device kinds [batch, D, P] (indices) of their groups.
+    """
+    found, alike = np.empty((len(splits), len(kinds))), {}
+    for n, counts in enumerate(splits):
+        alike.setdefault((max(counts), parallel.scans("auto", min(counts))), []).append(n)
+    for members in alike.values():
+        some = [splits[n] for n in members]
+        candidate = dataclasses.replace(problem.candidate, counts=some[0])
+        one = Problem(problem.cluster, problem.model, candidate, some)
+        first = np.arange(0, len(one.layer), len(one.layer) // len(some))  # kind of each split
+        on = first[:, None, None, None] + kinds
+        links = one.links(where.take(np.tile(np.arange(len(kinds)), len(some))))
+        found[members] = one.evaluate(links, on.reshape(-1, *kinds.shape[1:])).total.reshape(len(some), -1)
     return found
 
 
