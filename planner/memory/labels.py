@@ -19,18 +19,21 @@ import numpy as np
 from absl import flags
 
 from paxtrain import command_line
-from paxtrain.config import Config, from_dict
+from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS
 from planner.memory import closed_form, compiled
-from planner.memory.margin import LABELS as FILE
-from planner.memory.margin import with_margin
+from planner.memory.margin import LABELS as LABEL_FILES
+from planner.memory.margin import margin
 
 _FLAGS = flags.FLAGS
 LABELS, HELD_OUT = 96, 30
-_SETS = ("label", "held out")
+LLAMAS, ALONE = 20, 5  # Llamas of all kinds, and more of them without a pipeline
+_SETS = ("label", "held out", "without a pipeline")
+# Fields of a model that only the labels of Llamas name.
+_LLAMA = ("family", "kv_heads", "intermediate", "tied_head")
 _FIELDS = (
-    ("model", ("vocab_size", "layers", "hidden", "heads", "sequence", "attention")),
+    ("model", ("vocab_size", "layers", "hidden", "heads", "sequence", "attention", *_LLAMA)),
     ("mesh", ("data", "pipe", "tensor", "zero1")),
     ("pipeline", ("schedule", "virtual_stages", "pipe_layers", "save", "scan_layers")),
     ("batch", ("global_batch", "micro_batch")),
@@ -42,7 +45,7 @@ class LabelRow(NamedTuple):
     """A label.
 
     Attributes:
-        set: one of "label" and "held out".
+        set: one of "label" and "held out", for Llamas of "label" and "without a pipeline".
         config: configuration that was compiled.
         memory: answer of the compiler.
     """
@@ -53,6 +56,10 @@ class LabelRow(NamedTuple):
 
 
 # --- Which models ---------------------------------------------------------------------------------------------------
+
+
+_SMALL = {"hidden": (512, 640, 768, 1024), "sequence": (256, 512, 1024), "micro_batch": (1, 2, 4, 8)}
+_PARAMETERS = 3e6, 60e6  # of labels, per device
 
 
 def bytes_of(config: Config) -> float:
@@ -125,12 +132,37 @@ def _draw(rng: np.random.Generator, sizes: dict[str, tuple[int, ...]], lowest: f
             return config
 
 
-def designs() -> list[tuple[str, Config]]:
-    """Return the configurations to compile, each with its set; they are the same every time."""
-    small = {"hidden": (512, 640, 768, 1024), "sequence": (256, 512, 1024), "micro_batch": (1, 2, 4, 8)}
+def _llama(rng: np.random.Generator, alone: bool) -> Config:
+    """Return a random Llama; `alone`: without a pipeline."""
+    while True:
+        config = _draw(rng, _SMALL, *_PARAMETERS)
+        if (config.pipeline.scan_layers == "off" and config.model.layers > 10) or (alone and config.mesh.pipe > 1):
+            continue
+        values, heads, hidden = to_dict(config), config.model.heads, config.model.hidden
+        fewer = [n for n in (heads, heads // 2, heads // 4) if n > 0 and heads % n == 0]
+        values["model"] |= {
+            "family": "llama",
+            "kv_heads": fewer[rng.integers(len(fewer))],
+            "intermediate": int(rng.choice([2, 2.6875, 3.5]) * hidden) // 64 * 64,
+            "tied_head": False,
+            "vocab_size": min(config.model.vocab_size, 32768),
+        }
+        try:
+            return from_dict(values)
+        except UserError:  # such as one head of keys over 2 devices
+            continue
+
+
+def designs(family: str = "gpt2") -> list[tuple[str, Config]]:
+    """Return the configurations of a family to compile, each with its set; they are the same every time."""
+    if family == "llama":
+        some, alone = np.random.default_rng(2), np.random.default_rng(3)
+        drawn = [_llama(some, False) for _ in range(LLAMAS)] + [_llama(alone, True) for _ in range(ALONE)]
+        return [(_SETS[2] if config.mesh.pipe == 1 else _SETS[0], config) for config in drawn]
+    small = _SMALL
     large = {"hidden": (1536, 2048, 3072, 4096), "sequence": (1024, 2048), "micro_batch": (1, 2, 4)}
     labels, held_out = np.random.default_rng(0), np.random.default_rng(1)
-    return [("label", _draw(labels, small, 3e6, 60e6)) for _ in range(LABELS)] + [
+    return [("label", _draw(labels, small, *_PARAMETERS)) for _ in range(LABELS)] + [
         ("held out", _draw(held_out, large, 120e6, 480e6)) for _ in range(HELD_OUT)
     ]
 
@@ -138,7 +170,9 @@ def designs() -> list[tuple[str, Config]]:
 # --- Labels ---------------------------------------------------------------------------------------------------------
 
 
-def make_labels(kind: str, workers: int, seconds: float, known: Sequence[LabelRow] = ()) -> list[LabelRow]:
+def make_labels(
+    kind: str, workers: int, seconds: float, known: Sequence[LabelRow] = (), family: str = "gpt2"
+) -> list[LabelRow]:
     """Compile all designs except those that are known; report and leave out those that fail or take too long.
 
     Args:
@@ -146,9 +180,10 @@ def make_labels(kind: str, workers: int, seconds: float, known: Sequence[LabelRo
         workers: number of processes.
         seconds: limit of each compilation.
         known: labels that were made before.
+        family: family of the models.
     """
     per_host, before = 8, {_fields(row.config): row for row in known}
-    chosen = designs()
+    chosen = designs(family)
     new = [config for _, config in chosen if _fields(config) not in before]
     requests = [
         compiled.CompileRequest(
@@ -199,7 +234,8 @@ def read(path: pathlib.Path) -> list[LabelRow]:
             values: dict[str, dict[str, Any]] = {section: {} for section, _ in _FIELDS}
             for section, names in _FIELDS:
                 for name in names:
-                    text, kind = line[f"{section}.{name}"], type(getattr(getattr(defaults, section), name))
+                    default = getattr(getattr(defaults, section), name)
+                    text, kind = line.get(f"{section}.{name}", str(default)), type(default)
                     values[section][name] = text == "True" if kind is bool else kind(text)
             figures = {name: int(line[name]) for name in ("state", "temporary", "total")}
             answer = compiled.OracleMemory(
@@ -222,7 +258,7 @@ def report(rows: Sequence[LabelRow]) -> str:
             continue
         truth = np.array([row.memory.total for row in some])
         closed = np.array([bytes_of(row.config) for row in some])
-        bound = with_margin(closed)
+        bound = closed * np.exp([margin(r.config.model.family, r.config.mesh.pipe) for r in some])
         sizes = [parameters(row.config) / 1e6 for row in some]
         seconds = [row.memory.compile_seconds for row in some]
         off = np.abs(closed / truth - 1) * 100
@@ -235,7 +271,8 @@ def report(rows: Sequence[LabelRow]) -> str:
 
 
 def _define_flags() -> None:
-    flags.DEFINE_string("out", str(FILE), "file of the labels")
+    flags.DEFINE_enum("family", "gpt2", sorted(LABEL_FILES), "family of the models")
+    flags.DEFINE_string("out", None, "file of the labels; default: the one in the package")
     flags.DEFINE_string("kind", "h100", "GPU to compile for")
     flags.DEFINE_integer("workers", 2, "compilations at a time", lower_bound=1)
     flags.DEFINE_float("seconds", 300, "limit of one compilation", lower_bound=1)
@@ -244,13 +281,13 @@ def _define_flags() -> None:
 
 def main(_: Sequence[str]) -> None:
     """Compile the labels that are missing, and print what they say of the closed form."""
-    labels = pathlib.Path(_FLAGS.out)
+    labels = pathlib.Path(_FLAGS.out or LABEL_FILES[_FLAGS.family])
     if not _FLAGS.evaluate:
         if not compiled.cuda():
             raise UserError("labels need jax's CUDA plugin to compile for GPUs; pip install -r requirements-gpu.txt")
         labels.parent.mkdir(parents=True, exist_ok=True)
         known = read(labels) if labels.exists() else []
-        write(make_labels(_FLAGS.kind, _FLAGS.workers, _FLAGS.seconds, known), labels)
+        write(make_labels(_FLAGS.kind, _FLAGS.workers, _FLAGS.seconds, known, _FLAGS.family), labels)
     print(report(read(labels)))
 
 

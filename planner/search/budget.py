@@ -8,7 +8,7 @@ from paxtrain.config import ModelConfig, scans
 from paxtrain.devices.gpus import GPUS
 from planner.cluster.cluster import Cluster
 from planner.memory import closed_form
-from planner.memory.margin import ORIGIN, with_margin
+from planner.memory.margin import MARGINS, margin, origin
 from planner.search.space import Space
 
 Array = np.ndarray
@@ -74,15 +74,15 @@ class Budget:
         """
         total = closed_form.analytic(self.shape(cluster, model, space)).total
         total = np.broadcast_to(total, (len(space),)).astype(float)
-        return with_margin(total) if self.has_margin(cluster, model) else total
+        return total * np.exp(margin(model.family, space.pipe)) if self.has_margin(cluster, model) else total
 
     def has_margin(self, cluster: Cluster, model: ModelConfig) -> bool:
-        """Return whether the margin applies: it was measured on GPU programs of GPT-2."""
-        return self.margin and cluster.overlaps and model.family == "gpt2"
+        """Return whether the margin applies: it was measured on GPU programs."""
+        return self.margin and cluster.overlaps and model.family in MARGINS
 
     def source(self, cluster: Cluster, model: ModelConfig) -> str:
         """Return the name of the estimate that the figures are."""
-        return ORIGIN if self.has_margin(cluster, model) else "closed form"
+        return origin(model.family) if self.has_margin(cluster, model) else "closed form"
 
 
 def capability(cluster: Cluster) -> tuple[int, int]:

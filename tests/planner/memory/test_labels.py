@@ -14,7 +14,7 @@ from tests.sources import ROOT
 
 @pytest.fixture(scope="module")
 def labels() -> list[maker.LabelRow]:
-    return maker.read(margin.LABELS)
+    return maker.read(margin.LABELS["gpt2"])
 
 
 def row(config, total: float, name: str = "label") -> maker.LabelRow:
@@ -40,25 +40,39 @@ def logs(labels, name):
 
 def test_the_margin_is_the_most_that_the_compiler_exceeded_the_closed_form_by(labels):
     found = logs(labels, "label")
-    assert len(found) == margin.LABEL_COUNT
-    assert pytest.approx(found.max(), abs=1e-4) == margin.LOG_MARGIN
-    assert f"{math.expm1(found.max()):.0%}" in margin.ORIGIN and str(len(found)) in margin.ORIGIN
+    assert len(found) == margin.MARGINS["gpt2"].labels
+    assert pytest.approx(found.max(), abs=1e-4) == margin.MARGINS["gpt2"].log
+    assert f"{math.expm1(found.max()):.0%}" in margin.origin("gpt2") and str(len(found)) in margin.origin("gpt2")
+
+
+@pytest.mark.parametrize(("name", "margins"), [("label", margin.MARGINS), ("without a pipeline", margin.ALONE)])
+def test_llamas_have_margins_of_their_own(name, margins):
+    labels = maker.read(margin.LABELS["llama"])
+    found = logs(labels, name)
+    assert len(found) == margins["llama"].labels
+    assert pytest.approx(found.max(), abs=1e-4) == margins["llama"].log
+    assert f"{math.expm1(found.max()):.0%}" in margin.origin("llama")
+    assert {r.config.mesh.pipe == 1 for r in labels if r.set == name} == {name != "label"}
+    assert all(r.config.model.family == "llama" for r in labels)
 
 
 def test_the_margin_holds_for_programs_that_it_was_not_measured_on(labels):
     found = logs(labels, "held out")
-    assert (found <= margin.LOG_MARGIN).all() and np.abs(np.expm1(-found)).mean() <= 0.12
+    assert (found <= margin.MARGINS["gpt2"].log).all() and np.abs(np.expm1(-found)).mean() <= 0.12
     assert (found > 0).any()  # without the margin some would not fit
 
 
-def test_with_margin_is_that_much_more():
-    np.testing.assert_allclose(margin.with_margin([1.0, 2.0]), np.exp(margin.LOG_MARGIN) * np.array([1.0, 2.0]))
+def test_the_margin_depends_on_the_family_and_on_whether_there_is_a_pipeline():
+    several, alone = (margins["llama"].log for margins in (margin.MARGINS, margin.ALONE))
+    np.testing.assert_array_equal(margin.margin("llama", np.array([1, 2, 8])), [alone, several, several])
+    np.testing.assert_array_equal(margin.margin("gpt2", np.array([1, 2])), [margin.MARGINS["gpt2"].log] * 2)
 
 
 def test_the_memory_estimate_imports_no_jax():
     code = (
         "import sys; from planner.memory import closed_form, margin; from paxtrain.config import Config;"
-        "margin.with_margin(closed_form.analytic(closed_form.of(Config())).total); assert 'jax' not in sys.modules"
+        "print(closed_form.analytic(closed_form.of(Config())).total * margin.margin('gpt2', 1));"
+        "assert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
@@ -66,10 +80,11 @@ def test_the_memory_estimate_imports_no_jax():
 def test_the_table_has_a_line_for_each_set(labels):
     lines = maker.report(labels).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["label", "held out"]
-    assert f"| {margin.LABEL_COUNT} |" in lines[2]
+    assert f"| {margin.MARGINS['gpt2'].labels} |" in lines[2]
 
 
-def test_labels_survive_the_file(tmp_path):
-    rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.designs())]
+@pytest.mark.parametrize("family", sorted(margin.LABELS))
+def test_labels_survive_the_file(tmp_path, family):
+    rows = [row(config, 1000 + i, name) for i, (name, config) in enumerate(maker.designs(family))]
     maker.write(rows, tmp_path / "labels.csv")
     assert maker.read(tmp_path / "labels.csv") == rows
