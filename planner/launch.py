@@ -48,6 +48,7 @@ def _options(argv: Sequence[str]) -> LaunchOptions:
         image=f.image,
         volume=f.volume,
         mount=f.mount,
+        rdma=tuple(f.rdma),
         hosts=f.hosts,
         cpu_devices=f.cpu_devices,
     )
@@ -117,6 +118,11 @@ def define_flags() -> None:
     f.DEFINE_string("image", "", "Container image, such as one built from the Dockerfile.")
     f.DEFINE_string("volume", "paxtrain", "Persistent volume claim that holds --out; all pods write to it.")
     f.DEFINE_string("mount", "/data", "Path of the volume in the pods.")
+    f.DEFINE_multi_string(
+        "rdma",
+        [],
+        "Resource that gives a pod its RDMA devices, such as rdma/hca=8; repeatable. Without, NCCL uses TCP.",
+    )
     # This machine.
     f.DEFINE_integer("hosts", 4, "Number of hosts, each a process of this machine.", 1, 1024)
     f.DEFINE_integer("cpu_devices", 1, "Number of virtual CPU devices of each host.", 1, 1024)

@@ -6,6 +6,7 @@ supervisors end all pods and the JobSet creates them again. Bad input (exit code
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -34,6 +35,7 @@ class JobSetOptions:
         claim: persistent volume claim that holds the job's `out`.
         mount: path of the volume in the pods.
         setup: shell lines before everything else.
+        rdma: number of each resource that gives a pod RDMA devices.
     """
 
     name: str
@@ -41,6 +43,7 @@ class JobSetOptions:
     claim: str
     mount: str = "/data"
     setup: tuple[str, ...] = ()
+    rdma: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -133,6 +136,10 @@ def _container(job: Job, kubernetes: JobSetOptions) -> dict[str, Any]:
         variables += [{"name": name, "value": value} for name, (value, _) in GPU_VARIABLES.items()]
         variables.append({"name": "JAX_COMPILATION_CACHE_DIR", "value": _kept(f"{job.out}/cache")})
         container["resources"] = {"limits": {"nvidia.com/gpu": str(job.gpus_per_node)}}
+        if kubernetes.rdma:
+            container["resources"]["limits"] |= {name: str(count) for name, count in kubernetes.rdma.items()}
+            # RDMA registers memory, which is locked.
+            container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
     else:
         variables.append({"name": "JAX_PLATFORMS", "value": "cpu"})  # also where jax would find GPUs
     return container
@@ -192,5 +199,7 @@ def text(job: Job, kubernetes: JobSetOptions) -> str:
         "# Written by planner.launch; kubectl apply -f takes it where the JobSet controller is installed.\n"
         "# Its first part is the secret by which the job's processes know each other: keep the file to yourself.\n"
     )
+    if job.gpus_per_node and job.nodes > 1 and not kubernetes.rdma:
+        head += "# No RDMA resource was named with --rdma, so NCCL will use TCP between nodes.\n"
     parts = [secret_manifest(kubernetes), manifest(job, kubernetes)]
     return head + yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=1000)

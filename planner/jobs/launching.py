@@ -15,7 +15,7 @@ KINDS = ("slurm", "kubernetes", "local")
 # Options that only some kinds of launch know.
 _ONLY = {
     **dict.fromkeys(("time", "partition", "account", "sbatch"), ("slurm",)),
-    **dict.fromkeys(("image", "volume", "mount"), ("kubernetes",)),
+    **dict.fromkeys(("image", "volume", "mount", "rdma"), ("kubernetes",)),
     **dict.fromkeys(("hosts", "cpu_devices"), ("local",)),
     **dict.fromkeys(("nodes", "gpus_per_node", "signal_ahead", "setup", "name"), ("slurm", "kubernetes")),
     **dict.fromkeys(("min_nodes", "per_gpu"), ("slurm",)),
@@ -55,6 +55,7 @@ class LaunchOptions:
         image: container image.
         volume: persistent volume claim that holds `out`.
         mount: path of the volume in the pods.
+        rdma: resources that give a pod RDMA devices, NAME or NAME=COUNT.
         hosts: number of hosts of a local run, each a process of this machine.
         cpu_devices: number of virtual CPU devices of each local host.
     """
@@ -80,6 +81,7 @@ class LaunchOptions:
     image: str
     volume: str
     mount: str
+    rdma: tuple[str, ...]
     hosts: int
     cpu_devices: int
 
@@ -209,7 +211,15 @@ def jobset_manifest(options: LaunchOptions, job: Job) -> str:
         raise UserError(f"--mount must be an absolute path without ':' and '..', such as /data, got {o.mount!r}")
     if not jobset.is_name(o.name):
         raise UserError(f"--name must be at most 40 of a-z, 0-9 and -, beginning with a letter, got {o.name!r}")
-    return jobset.text(job, jobset.JobSetOptions(o.name, o.image, o.volume, o.mount, o.setup))
+    rdma = {}
+    for resource in o.rdma:
+        name, _, count = resource.partition("=")
+        if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", name, re.ASCII) or not (count or "1").isdecimal() or count == "0":
+            raise UserError(
+                f"--rdma must be a resource of the nodes, DOMAIN/NAME or DOMAIN/NAME=COUNT, got {resource!r}"
+            )
+        rdma[name] = int(count or 1)
+    return jobset.text(job, jobset.JobSetOptions(o.name, o.image, o.volume, o.mount, o.setup, rdma))
 
 
 def text(options: LaunchOptions, job: Job) -> str:

@@ -309,6 +309,18 @@ def test_the_manifest_is_a_jobset():
     assert apart["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "tiny"}}
 
 
+def test_rdma_resources_are_named_or_said_to_be_missing():
+    without = jobset.text(JOB, POD)
+    assert "so NCCL will use TCP between nodes" in without.split("apiVersion")[0]
+    text = jobset.text(JOB, dataclasses.replace(POD, rdma={"rdma/hca": 8}))
+    assert "TCP" not in text.split("apiVersion")[0]
+    assert_valid(yaml.safe_load(text))
+    [container] = _at(yaml.safe_load(text), *_POD)["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "8"}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert "TCP" not in jobset.text(dataclasses.replace(JOB, nodes=1), POD).split("apiVersion")[0]
+
+
 def _at(manifest, *path):
     for key in path:
         manifest = manifest[key]
@@ -423,6 +435,9 @@ def launch(monkeypatch, capsys):
         ((*_SLURM, "--", "--out=elsewhere"), "--out=elsewhere comes before the --"),
         ((*_PODS[:-1],), "--image is missing"),
         ((*_PODS, "--out=run"), "--out=run must lie in the volume"),
+        ((*_PODS, "--rdma=hca"), "--rdma must be a resource of the nodes"),
+        ((*_PODS, "--rdma=rdma/hca=none"), "--rdma must be a resource of the nodes"),
+        ((*_SLURM, "--rdma=rdma/hca=8"), "--rdma is for kubernetes, not for slurm"),
         ((*_PODS, "--min_nodes=2"), "--min_nodes is for slurm, not for kubernetes"),
         ((*_PODS, "--name=My_Job"), "--name must be"),
         ((*_PODS, "--image=a b"), "--image must be REGISTRY/NAME:TAG"),
