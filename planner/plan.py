@@ -4,6 +4,7 @@ This is a dry run, which needs no GPU and no process on the cluster. It prints t
 which paxtrain.train takes with --plan, and report.html.
 """
 
+import json
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,34 @@ from planner.fit.recalibrate import recalibrated
 from planner.planning.planning import PLAN, REPORT, plan_sections, sections
 
 HINT = "overrides are written --model.section.key=value"
+# What the planner decides, and the flags that narrow it.
+_DECIDED = {
+    "mesh.data": "data",
+    "mesh.pipe": "pipe",
+    "mesh.tensor": "tensor",
+    "mesh.zero1": "zero1",
+    "mesh.sequence_parallel": "sequence_parallel",
+    "pipeline.schedule": "schedules",
+    "pipeline.virtual_stages": "virtual_stages",
+    "pipeline.save": "saves",
+    "batch.micro_batch": "micro_batch",
+}
+
+
+def _check_overrides() -> None:
+    """Require that no override sets what the planner decides.
+
+    Raises:
+        UserError: one does.
+    """
+    f = flags.FLAGS
+    for key, flag in _DECIDED.items():
+        name = f"model.{key}"
+        if name in f and f[name].present:
+            value = "yes" if f[name].value is True else "no" if f[name].value is False else f[name].value
+            raise UserError(
+                f"--{name} has no effect, since the planner decides it; --{flag}={value} narrows the choice"
+            )
 
 
 def _cluster() -> Cluster:
@@ -54,6 +83,7 @@ def main(argv: Sequence[str]) -> None:
     """Read the model and the cluster, search, and write the plan and the report."""
     f = flags.FLAGS
     values, out = f.model.to_dict(), pathlib.Path(f.out)
+    _check_overrides()
     sections(values)
     cluster, options = _cluster(), planning_flags.options(oracle=f.oracle)
     _check_writable(out)
@@ -67,6 +97,9 @@ def main(argv: Sequence[str]) -> None:
             say=bar.set_description_str,
         )
     found.save(out)
+    if f.json:
+        print(json.dumps(found.json()))
+        return
     print(found.text())
     for line in found.explain():
         print(f"not     {line}")
@@ -91,6 +124,7 @@ def define_flags() -> None:
         ["auto", "yes", "no"],
         "Whether to compile the best plans to check their memory; auto: if jax has its CUDA plugin.",
     )
+    flags.DEFINE_bool("json", False, "Print the whole ranking as one JSON object instead of the report.")
     flags.DEFINE_bool("explain", False, "Explain why each neighbor of the plan is not the recommended one.")
 
 

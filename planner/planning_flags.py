@@ -6,9 +6,9 @@ from absl import flags
 
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import names
-from planner.planning.options import KINDS, SEQUENCE, PlanOptions
+from planner.planning.options import KINDS, SEQUENCE, ZERO1, PlanOptions
 
-_INTEGERS = ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages")
+_INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
 
 
 def define_flags() -> None:
@@ -23,10 +23,12 @@ def define_flags() -> None:
     define_list("data_ranks", "Ranks allowed for gradients over data.")
     description = "Share of the step that each kind of compression must gain at least."
     flags.DEFINE_float("gain", d.gain, description, lower_bound=0)
-    define_list("tensor", "Sizes of the tensor axis to try; all that divide if empty.")
+    define_list("data", "Sizes of the data axis to try; all that divide if empty.")
+    define_list("tensor", "Sizes of the tensor axis to try; likewise.")
     define_list("pipe", "Sizes of the pipe axis to try; likewise.")
     define_list("micro_batch", "Micro-batches to try; likewise.")
     define_list("virtual_stages", "Chunks per stage of interleaved schedules to try.")
+    flags.DEFINE_enum("zero1", d.zero1, list(ZERO1), "Split the optimizer's state over data.")
     description = "Split the sequence wherever tensor is above 1."
     flags.DEFINE_enum("sequence_parallel", d.sequence_parallel, list(SEQUENCE), description)
     define_list("schedules", f"Schedules to try, of {', '.join(names())}; or CSV files.")
@@ -38,7 +40,8 @@ def define_flags() -> None:
     description = "Quantile of the link samples for which placements are optimized."
     flags.DEFINE_float("quantile", d.quantile, description, 0.0, 1.0)
     flags.DEFINE_integer("top", d.top, "Plans to rank.", lower_bound=1)
-    flags.DEFINE_integer("placed", d.placed, "Plans to place at most.", lower_bound=1)
+    flags.DEFINE_integer("placed", d.placed, "Meshes and schedules to place with care, at most.", lower_bound=1)
+    flags.DEFINE_bool("nearby", d.nearby, "Tell of quicker plans on fewer hosts and for batches near by.")
     flags.DEFINE_integer("seed", d.seed, "Seed of the annealing.", lower_bound=0)
 
 

@@ -1,7 +1,9 @@
 """Placement: the host of each tensor group.
 
-    place.py              the entrance: host order, exact search or annealing
+    place.py              the entrance: host order, exact search, annealing, a climb
     exact.py anneal.py    all placements, if there are few; simulated annealing over the others
+    climb.py              exchanges of hosts, racks and groups, until none makes a placement better
+    surrogate.py          quick times of pipelines, for placements that are only looked at
     bounds.py gain.py     a lower bound over all placements; the gain of one over another
     rules.py              the rules of AMP and Pipette, to compare with
 

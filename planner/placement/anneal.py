@@ -5,7 +5,7 @@ every tensor group on a virtual host, and `order` [H] gives the host behind each
 
 Pipette's five moves change either of the two, read along the pipeline or along the data ring. They reverse a slice,
 migrate one element, swap two elements, move a slice, or move a slice reversed. Each move is a gather by an index row,
-so a batch of moves is one gather.
+so a batch of moves is one gather. If the hosts are in racks, some hosts of two racks may also change places together.
 
 References:
     Pipette (Yim et al., DATE 2024) for the moves. Its temperatures are not used: here they have the objective's unit
@@ -22,10 +22,11 @@ import numpy as np
 Array = np.ndarray
 Objective = Callable[[Array], Array]  # hosts [batch, D, P] -> [batch]
 
-_WARM = 0.5  # first temperature, as a multiple of the median change that a move makes
+_WARM = 0.25  # first temperature, as a multiple of the median change that a move makes
 _COOLED = 1e-2  # last temperature, as a share of the first
-_ROUNDS = 2  # after each round except the last, half of the chains continue from the best states
+_ROUNDS = 8  # after each round except the last, half of the chains continue from the best states
 _REGROUP = 0.3  # share of the moves that change the layout, if it may change
+_RACKS = 0.2  # share of the moves of hosts that exchange hosts of two racks, if there are racks
 _FLAT = 8  # if this many batches of random moves change nothing, all placements count as equal
 
 
@@ -112,7 +113,13 @@ def tour(per_byte: Array, first: int) -> Array:
 
 
 def starts(
-    shape: tuple[int, int, int], per_byte: Array, speed: Array, load: Array, rng: np.random.Generator
+    shape: tuple[int, int, int],
+    per_byte: Array,
+    speed: Array,
+    load: Array,
+    rng: np.random.Generator,
+    most_tours: int = 4,
+    rack: Array | None = None,
 ) -> list[Start]:
     """Return placements to begin with, on all layouts.
 
@@ -124,10 +131,14 @@ def starts(
         speed: [H] seconds that each host takes for the same work.
         load: [P] work of each stage.
         rng: random numbers for the first hosts of the tours and for the random orders.
+        most_tours: most tours that are made.
+        rack: [H] rack of each host, whose hosts then also come together; None: there are no racks.
     """
     hosts = len(per_byte)
-    firsts = rng.choice(hosts, min(hosts, 4), replace=False)
+    firsts = rng.choice(hosts, min(hosts, most_tours), replace=False)
     tours = [tour(per_byte, int(first)) for first in firsts]
+    if rack is not None and rack.max() > 0:
+        tours.append(np.lexsort((rng.permutation(hosts), rng.permutation(rack.max() + 1)[rack])))
     found = []
     for layout, grid in layouts(*shape):
         across = _transposed(grid)
@@ -220,15 +231,19 @@ class _Chains:
         shape: shape of the placements, (-1, D, P).
         regroup: whether the layouts may change.
         rng: random numbers of the moves.
+        racks: hosts of each rack; empty if there is one rack.
     """
 
-    def __init__(self, chosen: list[Start], regroup: bool, rng: np.random.Generator) -> None:
+    def __init__(self, chosen: list[Start], regroup: bool, rng: np.random.Generator, rack: Array | None) -> None:
         data, pipe = chosen[0].layout.shape
         self.layout = np.array([start.layout.ravel() for start in chosen])
         self.order = np.array([start.order for start in chosen])
         self.across = np.array([_transposed(start.grid) for start in chosen])
         self.rings = np.broadcast_to(_transposed((data, pipe)), self.layout.shape)
         self.shape, self.regroup, self.rng = (-1, data, pipe), regroup, rng
+        self.racks: list[Array] = []
+        if rack is not None and rack.max() > 0:
+            self.racks = [np.flatnonzero(rack == i) for i in range(rack.max() + 1)]
 
     def hosts(self, layout: Array, order: Array) -> Array:
         """Return the placements [C, D, P] of some layouts and orders."""
@@ -237,11 +252,23 @@ class _Chains:
     def proposals(self) -> tuple[Array, Array]:
         """Return new layouts and orders; in every chain one of the two has changed."""
         order = _moved(self.rng, self.order, self.across) if self.order.shape[1] > 1 else self.order
+        if self.racks:
+            for chain in np.flatnonzero(self.rng.random(len(order)) < _RACKS):
+                order[chain] = self._exchanged()[self.order[chain]]
         if not self.regroup:
             return self.layout, order
         layout = _moved(self.rng, self.layout, self.rings)
         inner = self.rng.random((len(order), 1)) < _REGROUP
         return np.where(inner, layout, self.layout), np.where(inner, self.order, order)
+
+    def _exchanged(self) -> Array:
+        """Return the new number of each host [H] after some hosts of two racks have changed places."""
+        found = np.arange(self.order.shape[1])
+        a, b = self.rng.choice(len(self.racks), 2, replace=False)
+        count = int(self.rng.integers(1, min(len(self.racks[a]), len(self.racks[b])) + 1))
+        some, other = (self.rng.choice(self.racks[i], count, replace=False) for i in (a, b))
+        found[some], found[other] = other, some
+        return found
 
     def take(self, where: Array, layout: Array, order: Array) -> None:
         """Replace the states of some chains.
@@ -274,6 +301,7 @@ def anneal(
     iterations: int,
     seconds: float = math.inf,
     enough: float = 0.0,
+    rack: Array | None = None,
 ) -> AnnealedPlacement:
     """Anneal placements from the given starts.
 
@@ -288,6 +316,7 @@ def anneal(
         iterations: moves of each chain.
         seconds: limit in wall-clock seconds. The temperature falls with the larger share of time or iterations used.
         enough: value at which the search stops, since no placement can be better.
+        rack: [H] rack of each host, whose hosts also change places together; None: there are no racks.
     """
     clock = time.monotonic()
     values = objective(np.array([start.order[start.layout] for start in begin]))
@@ -297,7 +326,7 @@ def anneal(
     if first.value <= enough:
         return first
     picks = _picks(ranked, chains)
-    state, kept = (_Chains([begin[i] for i in picks], regroup, rng) for _ in range(2))
+    state, kept = (_Chains([begin[i] for i in picks], regroup, rng, rack) for _ in range(2))
     value, kept_value = values[picks], values[picks]
     warm, batches = _temperature(objective, state, value)
     evaluations += batches * chains

@@ -371,7 +371,7 @@ class _Bound:
         if not any(spare.values()):
             return found
         names, free = list(self.sizes), {name: [s for s in range(p) if s != self.wraps[name]] for name in self.sizes}
-        rng = np.random.default_rng(0)
+        rng, points = np.random.default_rng(0), []
         for _ in range(_CUTS):
             # The point is uneven: if two paths took equally long, differences would count the hops of neither.
             at = {}
@@ -379,28 +379,41 @@ class _Bound:
                 weights = rng.dirichlet(np.full(p - 1, 50.0))
                 at[name] = base[name].copy()
                 at[name][0, free[name]] += weights * spare[name]
-            found = np.maximum(found, self._cut(case, at, base, spare, free))
+            points.append(at)
+        around = [self._around(at, free) for at in points]
+        values = self.totals(case, {name: np.concatenate([x[name] for x in around]) for name in names})
+        for at, some in zip(points, np.split(values, _CUTS)):
+            found = np.maximum(found, self._cut(some, at, base, spare, free))
         return found
 
+    def _around(self, at: dict[str, Array], free: dict[str, list]) -> dict[str, Array]:
+        """Return a point [1, P] of hops, by name, and the points with one hop a little longer and a little shorter."""
+        moved = [(name, s) for name in at for s in free[name]]
+        points = {name: np.repeat(x, 2 * len(moved) + 1, axis=0) for name, x in at.items()}
+        for i, (name, s) in enumerate(moved):
+            points[name][2 * i + 1, s] += _STEP * at[name][0, s]
+            points[name][2 * i + 2, s] -= _STEP * at[name][0, s]
+        return points
+
     def _cut(
-        self, case: _Case, at: dict[str, Array], base: dict[str, Array], spare: dict[str, float], free: dict[str, list]
+        self,
+        values: Array,
+        at: dict[str, Array],
+        base: dict[str, Array],
+        spare: dict[str, float],
+        free: dict[str, list],
     ) -> Array:
         """Return the least values [W] of the linear cuts at a point, in seconds; 0 if the point gives no valid cut.
 
         Args:
-            case: class of placements.
+            values: [points, W] steps in seconds at the point and around it.
             at: [1, P] seconds of each message at the point, by name.
             base: [1, P] least seconds of each message, by name.
             spare: seconds that the hops together take beyond `base`, by name.
             free: stages whose entries are hops of the pipeline, by name.
         """
         moved = [(name, s) for name in at for s in free[name]]
-        points = {name: np.repeat(x, 2 * len(moved) + 1, axis=0) for name, x in at.items()}
         steps = np.array([_STEP * at[name][0, s] for name, s in moved])
-        for i, (name, s) in enumerate(moved):
-            points[name][2 * i + 1, s] += steps[i]
-            points[name][2 * i + 2, s] -= steps[i]
-        values = self.totals(case, points)
         up, down = (values[1::2] - values[0]) / steps[:, None], (values[0] - values[2::2]) / steps[:, None]
         counts = np.round(up)
         # A convex function with equal slopes on both sides is straight between them. These are then one path's counts.

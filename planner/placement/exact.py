@@ -79,9 +79,15 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Arra
     return prefix.reshape(-1, data, pipe)
 
 
-def search(objective: Callable[[Array], Array], every: Array) -> tuple[Array, float]:
-    """Return the best of the placements [count, D, P] and its value, or the first best one if several are equal."""
-    size = max(1, _BATCH * 16 // every[0].size)
-    values = np.concatenate([objective(every[i : i + size]) for i in range(0, len(every), size)])
+def search(objective: Callable[[Array], Array], count: int, groups: int) -> tuple[int, float]:
+    """Return the number of the best of some placements, and its value; the first one if several are equal.
+
+    Args:
+        objective: function from numbers of placements [batch] to values [batch].
+        count: how many placements there are.
+        groups: groups of a placement; the more there are, the fewer are evaluated at once.
+    """
+    size = max(1, _BATCH * 16 // groups)
+    values = np.concatenate([objective(np.arange(i, min(i + size, count))) for i in range(0, count, size)])
     best = int(np.argmin(values))
-    return every[best], float(values[best])
+    return best, float(values[best])

@@ -14,6 +14,7 @@ from planner.search.space import BACKWARD, TRIED, Choices
 
 KINDS = ("epilogue", "all", "data")
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
+ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 ORACLE = ("auto", "yes", "no")
 
 
@@ -27,10 +28,12 @@ class PlanOptions:
         backward_ranks: ranks allowed for gradients between stages.
         data_ranks: ranks allowed for gradients over data.
         gain: least share of the step that each kind of compression must gain, since compression changes training.
-        tensor: sizes of the tensor axis to try; empty for all that divide.
-        pipe: sizes of the pipe axis to try; empty for all that divide.
-        micro_batch: sequences per micro-batch to try; empty for all that divide.
+        data: sizes of the data axis to try; empty for all that divide.
+        tensor: sizes of the tensor axis to try; likewise.
+        pipe: sizes of the pipe axis to try; likewise.
+        micro_batch: sequences per micro-batch to try; likewise.
         virtual_stages: chunks per stage to try with interleaved schedules.
+        zero1: whether the optimizer's state is split over data: "no", "yes", or "both" to try both.
         sequence_parallel: whether the sequence is split if tensor is above 1: "no", "yes", or "both" to try both.
         schedules: schedules to try.
         saves: save modes to try, which say what a forward keeps for its backward.
@@ -40,7 +43,8 @@ class PlanOptions:
         memory_margin: whether the closed form's safety margin is added to the memory that plans are predicted to need.
         quantile: quantile of the link samples for which placements are optimized, 0 to 1.
         top: number of plans to rank.
-        placed: largest number of plans to place.
+        placed: largest number of meshes and schedules to place with care.
+        nearby: whether plans on fewer hosts and for batches near by are looked for, to be told.
         seed: seed of the annealing.
         oracle: whether the best plans are compiled to check their memory: "yes", "no", or "auto" to do so if jax has
             its CUDA plugin.
@@ -53,10 +57,12 @@ class PlanOptions:
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
     gain: float = 0.01
+    data: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
     pipe: tuple[int, ...] = ()
     micro_batch: tuple[int, ...] = ()
     virtual_stages: tuple[int, ...] = (2, 4)
+    zero1: str = "both"
     sequence_parallel: str = "no"
     schedules: tuple[str, ...] = tuple(TRIED)
     saves: tuple[str, ...] = SAVE_MODES
@@ -67,6 +73,7 @@ class PlanOptions:
     quantile: float = 0.5
     top: int = 10
     placed: int = 4
+    nearby: bool = True
     seed: int = 0
     oracle: str = "auto"
 
@@ -85,12 +92,12 @@ class PlanOptions:
         if all(SPECS[name].splits for name in self.schedules) and not set(self.saves) & set(SPLIT_SAVES):
             known = " or ".join(SPLIT_SAVES)
             raise UserError(f"--schedules={','.join(self.schedules)} needs --saves={known}, got {','.join(self.saves)}")
-        for name in ("backward_ranks", "data_ranks", "tensor", "pipe", "micro_batch", "virtual_stages"):
+        for name in ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages"):
             values = getattr(self, name)
             if not all(type(value) is int and value > 0 for value in values):
                 given = ",".join(map(str, values))
                 raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
-        for name, choices in (("sequence_parallel", SEQUENCE), ("oracle", ORACLE)):
+        for name, choices in (("zero1", ZERO1), ("sequence_parallel", SEQUENCE), ("oracle", ORACLE)):
             if getattr(self, name) not in choices:
                 raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         bounds = {"gain": (0.0, math.inf), "usable_memory": (0.05, 1.0), "quantile": (0.0, 1.0)}
@@ -112,10 +119,12 @@ class PlanOptions:
             reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
         """
         return Choices(
+            data=self.data,
             tensor=self.tensor,
             pipe=self.pipe,
             micro_batch=self.micro_batch,
             virtual_stages=self.virtual_stages,
+            zero1=ZERO1[self.zero1],
             sequence_parallel=SEQUENCE[self.sequence_parallel],
             reduce_dtype=reduce_dtype,
             schedules=self.schedules,

@@ -30,7 +30,8 @@ from planner.placement.gain import gain
 from planner.planning import to_plan
 from planner.planning.options import PlanOptions
 from planner.report import contents, page, text
-from planner.search import baselines, budget, explain
+from planner.search import baselines, budget, explain, nearby
+from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
 
 PLAN, REPORT = "plan.json", "report.html"
@@ -101,6 +102,26 @@ class Plans:
     def explain(self) -> tuple[str, ...]:
         """Return why each neighbor of the plan is not the recommended one; empty unless `explained` was set."""
         return self.report.explained
+
+    def json(self) -> dict[str, object]:
+        """Return the ranking and the plans near by as JSON values; the recommended plan is `ranked[chosen]`."""
+        made = self.report
+        return {
+            "chosen": made.outcome.ranked.index(made.chosen),
+            "ranked": [figures_of(made, found, made.global_batch) for found in made.outcome.ranked],
+            "nearby": [
+                {**figures_of(made, near.found, near.global_batch), "gain": near.gain, "without": list(near.left_out)}
+                for near in made.nearby
+            ],
+            "bound_seconds": made.outcome.bound,
+            "memory_limit_bytes": made.limit,
+            "candidates": made.outcome.enumerated,
+            "fitting": made.outcome.fitting,
+            "simulated": made.outcome.simulated,
+            "search_seconds": made.outcome.seconds,
+            "sources": made.sources,
+            "command": made.command,
+        }
 
     def save(self, folder: str | pathlib.Path) -> None:
         """Write plan.json, which `paxtrain.train --plan` takes, and report.html.
@@ -179,8 +200,9 @@ def plan_sections(
         chosen, rows = planning.recheck(outcome)
         ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]
         outcome = dataclasses.replace(outcome, ranked=ranked)
+    near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
     say("comparing")
-    made = planning.report(outcome, chosen, rows, explained)
+    made = dataclasses.replace(planning.report(outcome, chosen, rows, explained), nearby=near)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
@@ -314,6 +336,15 @@ class _Planning:
             f"the smallest needs {min(row.bytes for row in rows) / 1e9:.1f} GB; a larger --top would try more"
         )
 
+    def nearby(self, ranked: list[Found]) -> tuple[Nearby, ...]:
+        """Return quicker plans on fewer hosts and plans for batches near by that train more tokens a second.
+
+        Args:
+            ranked: plans, of which the first is the one to compare with.
+        """
+        self.say("looking at fewer hosts and at batches near by")
+        return (*nearby.fewer_hosts(self.search, ranked)[:1], *nearby.batches(self.search, ranked)[:2])
+
     def report(
         self, outcome: Outcome, chosen: Found, rows: tuple[contents.OracleRow, ...], reasons: bool
     ) -> contents.Report:
@@ -372,6 +403,27 @@ class _Planning:
         seed = self.search.options.seed
         found = gain(problem, cluster, chosen.placement.hosts, order, seed=seed, iterations=_HALVES)
         return contents.Noise(found.mean, found.std, found.words)
+
+
+def figures_of(made: contents.Report, found: Found, global_batch: int) -> dict[str, object]:
+    """Return a ranked plan and its prediction as JSON values.
+
+    Args:
+        made: report that has it.
+        found: plan.
+        global_batch: sequences of an optimizer step.
+    """
+    return {
+        **dataclasses.asdict(found.candidate),
+        "global_batch": global_batch,
+        "step_seconds": found.seconds,
+        "tokens_per_second": global_batch * made.model.sequence / found.seconds,
+        "memory_bytes": found.memory,
+        "placement_bound_seconds": found.placement.bound,
+        "host_order_seconds": found.plain,
+        "placed": found.placement.source,
+        "hosts": found.placement.hosts.tolist(),
+    }
 
 
 def figures(made: contents.Report) -> dict[str, object]:

@@ -13,6 +13,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step
 from planner.search.baselines import Comparison
+from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome
 
 
@@ -64,6 +65,7 @@ class Report:
         sources: origin of each kind of figure, by its name.
         noise: noise of the placement's gain; None if the links were measured once.
         oracle: plans that were compiled to check their memory.
+        nearby: quicker plans on fewer hosts, and plans for batches near by that train more tokens a second.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
     """
@@ -81,6 +83,7 @@ class Report:
     sources: dict[str, str]
     noise: Noise | None = None
     oracle: tuple[OracleRow, ...] = ()
+    nearby: tuple[Nearby, ...] = ()
     explained: tuple[str, ...] = ()
     command: str = ""
 
@@ -112,10 +115,9 @@ class Report:
         return self.outcome.ranked[: self.outcome.ranked.index(self.chosen)]
 
 
-def gap(found: Found) -> float:
-    """Return how much longer the step is, at most, than on the best placement, as a share; inf without a bound."""
-    bound = found.placement.bound
-    return max(found.seconds / bound - 1, 0.0) if bound > 0 else np.inf
+def gap(report: Report, found: Found) -> float:
+    """Return how much longer the step is, at most, than that of the best plan of all, as a share."""
+    return max(found.seconds / report.outcome.bound - 1, 0.0)
 
 
 def slower(report: Report, comparison: Comparison) -> float:

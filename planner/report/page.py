@@ -14,6 +14,7 @@ from planner.report.text import (
     compression_words,
     memory_words,
     mesh,
+    nearby_words,
     noise_words,
     oracle_words,
     schedule,
@@ -75,6 +76,7 @@ def page(report: Report) -> str:
     sections = [
         ("What the plan gains", _gains_words(report), drawings.gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
+        ("Near by", " ".join(f"{words[0].upper()}{words[1:]}." for words in nearby_words(report)), ""),
         ("Links before and after placement", links_words, links_chart),
         ("One training step", schedule_words, schedule_chart),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
@@ -86,7 +88,7 @@ def page(report: Report) -> str:
     body = "\n".join(
         f"<section><h2>{name}</h2>{f'<p>{html.escape(words)}</p>' if words else ''}{inner}</section>"
         for name, words, inner in sections
-        if inner
+        if inner or (words and name == "Near by")
     )
     where = (
         f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
@@ -107,7 +109,7 @@ def _head(report: Report) -> str:
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
         (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilization (MFU)"),
         (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g} GB; {report.memory_source}"),
-        (f"≤ {share(gap(found))}" if np.isfinite(gap(found)) else "", "slower than the best possible placement"),
+        (f"≤ {share(gap(report, found))}", "slower than the best possible plan"),
     ]
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure
@@ -129,7 +131,7 @@ def _gains_words(report: Report) -> str:
 def _search_words(report: Report) -> str:
     return (
         f"{statistics(report)}. Plans are ranked by step time; compressed ones get a handicap, since compression "
-        "changes training. gap: distance to a lower bound over all placements of the same plan."
+        "changes training. gap: distance to a lower bound over all plans that fit and all their placements."
     )
 
 

@@ -4,8 +4,6 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-import numpy as np
-
 from planner.cost.step_time import Candidate
 from planner.report.contents import Report, gap, slower
 from planner.report.svg import duration
@@ -113,7 +111,7 @@ def table(report: Report) -> list[list[str]]:
                 f"{found.seconds:.4g}",
                 tokens(report.tokens_per_second(found.seconds)),
                 f"{found.memory / 1e9:.3g}",
-                f"{100 * gap(found):.1f}" if np.isfinite(gap(found)) else "-",
+                f"{100 * gap(report, found):.1f}",
                 found.placement.source,
             ]
         )
@@ -167,12 +165,29 @@ def oracle_words(report: Report) -> str:
 
 
 def statistics(report: Report) -> str:
-    """Return the numbers of candidates that the search saw, and its seconds, in words."""
+    """Return the numbers of candidates that the search saw, its seconds, and what it proved, in words."""
     o = report.outcome
     return (
-        f"{o.enumerated:,} candidates, of which {o.fitting:,} fit in memory, {o.simulated:,} were simulated "
-        f"(the others cannot be faster) and {o.placed} placed on the links; {o.seconds:.1f} s"
+        f"{o.enumerated:,} candidates, of which {o.fitting:,} fit in memory, {o.simulated:,} were simulated (others "
+        f"cannot be as fast, or are like some that are not) and {o.placed} placed on the links; {o.seconds:.1f} s; "
+        f"gap is over {o.bound:.4g} s, which no plan that fits is below, wherever it is placed"
     )
+
+
+def nearby_words(report: Report) -> list[str]:
+    """Return a sentence for each plan near by that trains more tokens a second."""
+    found = []
+    for near in report.nearby:
+        speed = near.global_batch * report.model.sequence / near.found.seconds
+        words = f"{mesh(near.found.candidate)} in {duration(near.found.seconds)}, {tokens(speed)} tokens/s, "
+        words += f"{percent(near.gain)}"
+        if near.left_out:
+            names = ",".join(near.left_out)
+            left = len(report.cluster.hosts) - len(near.left_out)
+            found.append(f"{left} of {len(report.cluster.hosts)} hosts are quicker: {words}; --without={names}")
+        else:
+            found.append(f"a global batch of {near.global_batch} divides better: {words}")
+    return found
 
 
 def text(report: Report) -> str:
@@ -190,6 +205,7 @@ def text(report: Report) -> str:
         *_labelled("noise", noise_words(report)),
         *_labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
         *_labelled("search", f"{statistics(report)}{_HANDICAP}"),
+        *(line for words in nearby_words(report) for line in _labelled("nearby", words)),
     ]
     return "\n".join(lines)
 

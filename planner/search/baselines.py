@@ -10,7 +10,8 @@ from planner.cost import closed_forms
 from planner.cost.step_time import MASTER, Candidate, Problem
 from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import layers, pruning
-from planner.search.search import Found, Search, candidate_of
+from planner.search.search import Search
+from planner.search.trials import Found, candidate_of
 
 
 @dataclasses.dataclass(frozen=True)

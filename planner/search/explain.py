@@ -53,7 +53,7 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
 def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
     """Return a sentence for each neighbor of the chosen plan: what it is, and why it was not chosen.
 
-    Figures of neighbors are those of plain layouts; neighbors are not placed.
+    Figures of neighbors are those of the best of the placements that were found for their mesh.
 
     Args:
         search: search that chose.

@@ -1,4 +1,4 @@
-"""Layers per stage: the split whose slowest stage is the quickest, by dynamic programming."""
+"""Layers per stage: the split whose slowest stage is the quickest, exactly."""
 
 import functools
 
@@ -30,22 +30,23 @@ def _split(layers: int, per_layer: tuple[float, ...], extra: tuple[float, ...]) 
     if stages == 1:
         return (layers,)
     most = layers - stages + 1
-    counts = np.arange(1, most + 1)
-    # best[n]: the least possible maximum with n layers on the stages so far.
-    best = np.full(layers + 1, np.inf)
-    best[0] = 0.0
-    for unit, fixed in zip(per_layer, extra):
-        after = np.full_like(best, np.inf)
-        for n, seconds in enumerate((unit * counts + fixed).tolist(), 1):
-            np.minimum(after[n:], np.maximum(best[:-n], seconds), out=after[n:])
-        best = after
-    limit = best[layers] * (1 + 1e-12)
+    unit, fixed = np.array(per_layer), np.array(extra)
+    seconds = unit[:, None] * np.arange(1, most + 1) + fixed[:, None]  # [stages, layers of a stage]
+    # The least maximum is one of these: the first within which all layers fit.
+    values = np.unique(seconds[seconds >= seconds[:, 0].max()])
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if (seconds <= values[middle]).sum() >= layers:
+            high = middle
+        else:
+            low = middle + 1
+    limit = values[low] * (1 + 1e-12)
     # Of the splits within that limit, those whose fullest stage is least full, then the most even one.
-    fits = [np.searchsorted(unit * counts + fixed, limit, side="right") for unit, fixed in zip(per_layer, extra)]
-    cap = next(c for c in range(-(-layers // stages), most + 1) if sum(min(f, c) for f in fits) >= layers)
-    result = [1] * stages
-    room = [min(f, cap) for f in fits]
-    for _ in range(layers - stages):
-        # The next layer goes where there is room and the fewest layers are.
-        result[min((s for s in range(stages) if result[s] < room[s]), key=lambda s: (result[s], s))] += 1
-    return tuple(result)
+    fits = (seconds <= limit).sum(axis=1)
+    cap = next(c for c in range(-(-layers // stages), most + 1) if np.minimum(fits, c).sum() >= layers)
+    # As in vessels that are filled together: no stage gets a layer more before the others have as many or are full.
+    level = next(c for c in range(cap, 0, -1) if np.minimum(fits, c).sum() <= layers)
+    result = np.minimum(fits, level)
+    result[np.flatnonzero(fits > level)[: layers - result.sum()]] += 1
+    return tuple(result.tolist())

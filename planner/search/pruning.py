@@ -6,14 +6,17 @@ The parts, each below what planner.cost.step_time says of any placement and any 
                 so for P-1 micro-batches more, until the first of them is done; then B goes down from stage to stage.
                 In 1f1b stage s must wait for its first gradient, with at most P-s
                 micro-batches forwarded: the best split of the work over the stages is then a linear program with a
-                closed solution. If transfers block devices, stages wait for those that they receive.
+                closed solution. If all F come before all B (gpipe), a micro-batch goes all the way beside the work of
+                the slowest stage. If transfers block devices, stages wait for those that they receive.
     links       as fast as the fastest that a message or ring can get: inside a host only if several tensor groups share
                 one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
     reduction   compressed if that is quicker; on GPUs under the last op, except for one layer's.
+    devices     as quick as the quickest kind. If there are several kinds, D data ranks on n groups of the quickest ones
+                leave at most n/D stages that lie on these alone; the layers are then split exactly.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,17 +41,18 @@ def parameters(model: ModelConfig, space: Space) -> Array:
     return np.array([per_layer[t] for t in space.tensor.tolist()]) * space.slots * space.chunks
 
 
-def compute(cluster: Cluster, model: ModelConfig, space: Space) -> dict[str, Array]:
+def compute(cluster: Cluster, model: ModelConfig, space: Space, kinds: Sequence[str] = ()) -> dict[str, Array]:
     """Return the columns of the layer costs on the quickest kind of device.
 
     Args:
         cluster: kinds of devices.
         model: model to train.
         space: N candidates.
+        kinds: kinds to choose from; all that the cluster has if empty.
     """
     keys = np.stack([space.tensor, space.micro_batch, space.save, space.sequence_parallel])
     different, where = np.unique(keys, axis=1, return_inverse=True)
-    kinds = sorted(set(cluster.kinds))
+    kinds = kinds or sorted(set(cluster.kinds))
     rows = []
     for tensor, micro_batch, save, sequence in different.T.tolist():
         how = (tensor, micro_batch, SAVE_MODES[save], bool(sequence))
@@ -201,6 +205,16 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
     one = model.layers * layer + c["embedding"] + c["head"]
     first = (m * one + waits) / p
+    # If all F come before all B, a micro-batch goes all the way there and back while the slowest stage runs the others.
+    halves = each(space.schedule, lambda spec: spec.order == "forwards_first") & several
+    through = one + (p - 1) * (message + gradient) + (m - 1) / m * np.maximum(m * one / p, fullest)
+    first = np.maximum(first, np.where(halves, through, 0.0))
+    # Stage s idles until a micro-batch comes through a layer or more of each stage before it, and likewise at the end.
+    groups = each(space.schedule, lambda spec: spec.interleaves and not spec.splits) & several
+    ends = np.maximum(
+        first + (p - 1) / 2 * (layer + message + gradient), one + (p * space.chunks - 1) * (message + gradient)
+    )
+    first = np.maximum(first, np.where(groups, ends, 0.0))
     pipeline = np.maximum(first, fullest)
     masked = np.flatnonzero(each(space.schedule, lambda spec: spec.masks(overlap)))
     if len(masked):
@@ -285,6 +299,38 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     return over, edge
 
 
+def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
+    """Return the least seconds [N] of the slowest stage's ops, if devices differ in kind; 0 if they do not.
+
+    If all stages end within T, stage s has at most T/u_s layers, where u_s are the seconds that all ops on one layer
+    take on the slowest kind under the stage. So T is the least time within which all layers find room.
+    """
+    kinds = sorted(set(cluster.kinds))
+    if len(kinds) == 1:
+        return np.zeros(len(space))
+    masked = each(space.schedule, lambda spec: spec.masks(cluster.overlaps))
+    splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
+    rows = space.micro_batches + np.where(masked, space.pipe - 1, 0)
+    seconds = []
+    for kind in kinds:
+        c = compute(cluster, model, space, (kind,))
+        backward = np.where(splits, c["backward_input"] + c["backward_weights"], c["backward"])
+        seconds.append(rows * c["forward"] + space.micro_batches * backward)
+    hosts = np.array([cluster.kinds.count(kind) for kind in kinds])
+    order = np.argsort(seconds, axis=0)  # [kinds, N], the quickest first
+    unit = np.take_along_axis(np.array(seconds), order, 0)
+    groups = np.cumsum(hosts[order], axis=0) * (cluster.devices_per_host // space.tensor)
+    alone = np.minimum(groups // space.data, space.pipe)  # stages that may lie on the quickest kinds alone
+    stages = np.diff(alone, axis=0, prepend=0)
+    least = np.full(len(space), np.inf)
+    for quickest in unit:
+        for count in range(1, model.layers + 1):
+            limit = quickest * count
+            room = sum(n * np.floor(limit / u * (1 + 1e-9)) for n, u in zip(stages, unit))
+            least = np.where(room >= model.layers, np.minimum(least, limit), least)
+    return least * (1 - 1e-9)
+
+
 def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     """Return the seconds [N] below which no placement and no split of layers brings a candidate's predicted step.
 
@@ -295,6 +341,11 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     """
     facts = _facts(cluster, model, space)
     pipeline, first = _pipeline(model, space, facts, cluster.overlaps)
+    slowest = _kinds(cluster, model, space)
+    pipeline = np.maximum(pipeline, slowest)
+    # Unless W are left, all other stages have run their ops before the last B of the first one.
+    several = each(space.schedule, lambda spec: spec.splits)
+    first = np.where(several, first, np.maximum(first, slowest))
     over, edge = _reduction(cluster, model, space, facts)
     optimizer = (facts.held + facts.table) / np.where(space.zero1, space.data, 1) * facts.costs["optimizer"]
     # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the

@@ -1,11 +1,13 @@
-"""The search bounds all candidates, simulates those that the bound leaves, and places the best of them.
+"""The search bounds all candidates, simulates those that the bound leaves, and chooses plan and placement together.
 
 1. The memory of every candidate is estimated; those that do not fit are out.
 2. Every other candidate is bounded in closed form (planner.search.pruning).
-3. By rising bound, candidates are simulated in two plain layouts and two splits of the layers. If N plans are asked
-   for, this ends when the next bound is above the worst of the best N: no other candidate can be among them.
-4. By rising time, candidates are placed (planner.placement.place), until the bound over all placements of one is
-   above the best placed time.
+3. By rising bound, candidates are simulated on the known placements of their mesh (planner.search.pool), with several
+   splits of the layers (planner.search.splitting). If N plans are asked for, this ends when all other bounds are above
+   the worst of the best N. Also passed over are candidates that would be if they were about as far above their bound
+   as others of the same mesh and schedule.
+4. The best plan of each mesh and schedule is placed quickly, the best of these with care (planner.search.refine), as
+   long as their bound is below the best plan.
 """
 
 import dataclasses
@@ -14,24 +16,28 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
+from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import SPECS, name_of
 from planner.cluster.cluster import Cluster
-from planner.cost import step_time
-from planner.cost.link_seconds import Paths, fabric, paths
-from planner.cost.step_time import Candidate, Problem
-from planner.placement.bounds import lower
-from planner.placement.place import Placement, place
+from planner.cost.link_seconds import fabric
 from planner.search import layers, pruning
 from planner.search.budget import Budget
-from planner.search.space import BACKWARD, Choices, Space, enumerate_candidates
+from planner.search.refine import Refinement
+from planner.search.space import Choices, Space, enumerate_candidates
+from planner.search.trials import Found, Trials, candidate_of
 
 Array = np.ndarray
 
 
-# Candidates that are simulated in one go: those of one table cost hardly more than one alone.
-_TOGETHER = 256
+# Candidates that are simulated in one go, first and later: those of one table cost hardly more than one alone.
+_FIRST, _TOGETHER = 64, 256
+# Candidates that are alike in some columns: how many of them tell of the others, and by which factor these may be
+# nearer to their bound.
+_ALIKE = (
+    (("data", "pipe", "tensor", "schedule", "chunks", "micro_batch"), 3, 0.8),
+    (("data", "pipe", "tensor", "schedule", "chunks"), 8, 0.7),
+)
+_QUICKLY, _LEAST = 2, 8  # most plans that are placed quickly after these, and at the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Options:
 
     Attributes:
         top: number of plans to rank; the rest is bounded away.
-        placed: most meshes and schedules to place.
+        placed: most meshes and schedules to place with care.
         quantile: quantile of the link samples' bandwidths, for which placements are optimized.
         seed: seed of the annealing.
         uneven: also split layers unevenly.
@@ -56,37 +62,6 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """A candidate with its prediction.
-
-    Attributes:
-        index: place of the candidate in the space.
-        candidate: candidate with its split of the layers.
-        placement: hosts of the tensor groups, their step time, and the bound over all placements.
-        plain: seconds on the devices in order, pipeline neighbors side by side, as a run without a plan has them.
-        layout: seconds on the devices in order, in the better of that layout and of data ranks side by side.
-        memory: bytes per device.
-        screened: closed-form bound in seconds.
-    """
-
-    index: int
-    candidate: Candidate
-    placement: Placement
-    plain: float
-    layout: float
-    memory: float
-    screened: float
-
-    @property
-    def seconds(self) -> float:
-        return self.placement.seconds
-
-    def score(self, gain: float) -> float:
-        """Return the seconds with a handicap of `gain` for each kind of compression."""
-        return self.seconds * (1 + gain * ((self.candidate.backward != "none") + (self.candidate.data_rank > 0)))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Outcome:
     """The result of a search.
 
@@ -95,11 +70,12 @@ class Outcome:
         enumerated: number of all candidates.
         fitting: number of those that fit into memory.
         simulated: number of those that were simulated.
-        placed: number of those that were placed.
+        placed: number of times that a plan was placed.
         seconds: wall clock of the search.
         space: all candidates.
         bytes: bytes per device of all candidates.
         bounds: closed-form bounds of all candidates; inf: does not fit.
+        bound: seconds that no plan that fits is below, wherever it is placed.
         points: [simulated, 2] seconds and bytes of those that were simulated, in plain layouts.
     """
 
@@ -112,39 +88,8 @@ class Outcome:
     space: Space
     bytes: Array
     bounds: Array
+    bound: float
     points: Array
-
-
-def candidate_of(space: Space, i: int, counts: tuple[int, ...]) -> Candidate:
-    """Return a candidate of the space with a split of the layers.
-
-    Args:
-        space: candidates.
-        i: place of the candidate.
-        counts: layers of each virtual stage.
-    """
-    return Candidate(
-        data=int(space.data[i]),
-        pipe=int(space.pipe[i]),
-        tensor=int(space.tensor[i]),
-        micro_batch=int(space.micro_batch[i]),
-        micro_batches=int(space.micro_batches[i]),
-        schedule=name_of(space.schedule[i]),
-        chunks=int(space.chunks[i]),
-        save=SAVE_MODES[space.save[i]],
-        zero1=bool(space.zero1[i]),
-        sequence_parallel=bool(space.sequence_parallel[i]),
-        reduce_dtype=REDUCE_DTYPES[space.reduce_dtype[i]],
-        backward=BACKWARD[space.backward[i]],
-        backward_rank=int(space.backward_rank[i]) or 16,
-        data_rank=int(space.data_rank[i]),
-        counts=counts,
-    )
-
-
-def _mesh(c: Candidate) -> tuple:
-    """Return the mesh and schedule: candidates that share them share good placements."""
-    return c.data, c.pipe, c.tensor, c.schedule, c.chunks
 
 
 class Search:
@@ -160,15 +105,18 @@ class Search:
         options: Options,
     ) -> None:
         self.cluster, self.model, self.budget, self.options = cluster, model, budget, options
+        self.global_batch, self.choices = global_batch, choices
         self.fabric = fabric(cluster, options.quantile)
-        self._placed: dict[tuple, Placement] = {}
-        self._layouts: dict[tuple[int, int, int], tuple[Array, Paths]] = {}
         self.space = enumerate_candidates(cluster, model, global_batch, choices)
-        self.bytes = budget.bytes(cluster, model, self.space)
+        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven)
+        self.bytes = self.trials.bytes
         self.limit = budget.limit(cluster)
         self.bounds = np.where(self.bytes <= self.limit, pruning.lower_bound(cluster, model, self.space), np.inf)
+        self.trials.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
+        columns = [np.stack([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
+        self._alike = [np.unique(x, axis=1, return_inverse=True)[1].ravel() for x in columns]
 
     def require_one(self) -> None:
         """Require that a candidate fits into memory.
@@ -187,113 +135,20 @@ class Search:
             "smaller model or a shorter sequence would help"
         )
 
-    # --- One candidate ------------------------------------------------------------------------------------------------
-
-    def splits(self, some: list[int]) -> list[tuple[int, tuple[int, ...], float]]:
-        """Return some candidates with even layers, and with the best split if it differs and fits; and their bytes."""
-        stages = [int(self.space.pipe[i] * self.space.chunks[i]) for i in some]
-        even = [(i, layers.even(self.model.layers, count), float(self.bytes[i])) for i, count in zip(some, stages)]
-        if not self.options.uneven:
-            return even
-        other = []
-        for i, counts, _ in even:
-            problem = Problem(self.cluster, self.model, candidate_of(self.space, i, counts))
-            best = self._split(problem, np.zeros(problem.candidate.pipe, int))
-            if best != counts:
-                other.append((i, best))
-        memory = self._memory([i for i, _ in other], [max(counts) for _, counts in other])
-        return even + [(*split, size) for split, size in zip(other, memory.tolist()) if size <= self.limit]
-
-    def _split(self, problem: Problem, kinds: Array) -> tuple[int, ...]:
-        """Return the best split of the layers over stages of these kinds, int [P]."""
-        c, on = problem.candidate, np.tile(kinds, problem.candidate.chunks)
-        unit = np.array([x.forward + x.backward for x in problem.layer])[on]
-        extra = np.zeros(len(on))
-        extra[0] = problem.layer[on[0]].embedding
-        # The head runs m times; layers run more often in stages that compute while idle.
-        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masks(self.cluster.overlaps) else 0)
-        extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
-        return layers.split(self.model.layers, unit, extra)
-
-    def _memory(self, some: list[int], slots: list[int]) -> Array:
-        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)]."""
-        other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
-        return self.budget.bytes(self.cluster, self.model, other)
-
-    def layouts(self, candidate: Candidate) -> tuple[Array, Paths]:
-        """Return two layouts of devices in order: pipeline neighbors side by side, and data ranks side by side."""
-        key = candidate.data, candidate.pipe, candidate.tensor
-        if key not in self._layouts:
-            hosts = step_time.host_order(candidate, self.cluster.devices_per_host)
-            if self.cluster.devices_per_host > candidate.tensor:
-                groups = np.arange(candidate.groups).reshape(1, candidate.pipe, candidate.data)
-                other = np.swapaxes(groups, 1, 2) // (self.cluster.devices_per_host // candidate.tensor)
-                hosts = np.concatenate([hosts, other])
-            self._layouts[key] = hosts, paths(self.fabric, hosts, candidate.tensor)
-        return self._layouts[key]
-
-    def simulate(self, some: list[int]) -> list[Found]:
-        """Return each of some candidates with the better of its splits and layouts."""
-        tried = [(i, candidate_of(self.space, i, counts), memory) for i, counts, memory in self.splits(some)]
-        problems = [Problem(self.cluster, self.model, candidate) for _, candidate, _ in tried]
-        layouts = [self.layouts(candidate) for _, candidate, _ in tried]
-        steps = step_time.steps(
-            problems, [(where, p.kind_of_host[hosts]) for p, (hosts, where) in zip(problems, layouts)]
-        )
-        found: dict[int, Found] = {}
-        for (i, candidate, memory), (hosts, _), step in zip(tried, layouts, steps):
-            best = int(np.argmin(step.total))
-            seconds = float(step.total[best])
-            if i not in found or seconds < found[i].seconds:
-                placement = Placement(hosts[best], seconds, 0.0, "layout", len(hosts))
-                plain, bound = float(step.total[0]), float(self.bounds[i])
-                found[i] = Found(i, candidate, placement, plain, seconds, memory, bound)
-        return list(found.values())
-
-    def without_compression(self, chosen: Found) -> Found:
-        """Return the quickest candidate that compresses nothing, or the chosen one if it does not compress."""
-        if chosen.candidate.backward == "none" and not chosen.candidate.data_rank:
-            return chosen
-        return self.run((self.space.backward == 0) & (self.space.data_rank == 0), top=1).ranked[0]
-
-    def _known(self, problem: Problem, placement: Placement) -> Placement:
-        """Return the placement, or a better one of a candidate placed before with the same mesh and schedule."""
-        other = self._placed.get(_mesh(problem.candidate))
-        if other is None:
-            return placement
-        seconds = float(problem.step(self.fabric, other.hosts[None]).total[0])
-        if seconds >= placement.seconds:
-            return placement
-        return dataclasses.replace(other, seconds=seconds, bound=min(placement.bound, seconds))
-
-    def _resplit(self, f: Found, problem: Problem, placement: Placement) -> Found:
-        """Return the placed candidate; if devices differ, split layers by the slowest kind that each stage lies on.
+    def simulate(self, some: list[int], limit: float = np.inf) -> list[Found]:
+        """Return each of some candidates with the best of its splits and of the known placements of its mesh.
 
         Args:
-            f: candidate before its placement.
-            problem: the same candidate on the cluster.
-            placement: where it was placed.
+            some: places of the candidates in the space.
+            limit: seconds; see `Trials.simulate`.
         """
-        found = dataclasses.replace(f, placement=placement)
-        if len(problem.layer) == 1 or not self.options.uneven or f.candidate.pipe == 1:
-            return found
-        work = np.array([x.forward + x.backward for x in problem.layer])
-        kinds = problem.kind_of_host[placement.hosts]  # [D, P]
-        slowest = np.take_along_axis(kinds, np.argmax(work[kinds], axis=0)[None], 0)[0]
-        counts = self._split(problem, slowest)
-        memory = float(self._memory([f.index], [max(counts)])[0])
-        if counts == f.candidate.counts or memory > self.limit:
-            return found
-        other = Problem(self.cluster, self.model, dataclasses.replace(f.candidate, counts=counts))
-        again = place(other, self.fabric, seed=self.options.seed, start=placement.hosts)
-        if again.seconds >= placement.seconds:
-            return found
-        hosts, where = self.layouts(other.candidate)
-        [step] = step_time.steps([other], [(where, other.kind_of_host[hosts])])
-        plain, layout = float(step.total[0]), float(step.total.min())
-        return dataclasses.replace(
-            f, candidate=other.candidate, placement=again, plain=plain, layout=layout, memory=memory
-        )
+        return self.trials.simulate(some, limit=limit)
+
+    def without_compression(self, chosen: Found) -> Found:
+        """Return the quickest plan on known placements that compresses nothing, or the chosen one if it does not."""
+        if chosen.candidate.backward == "none" and not chosen.candidate.data_rank:
+            return chosen
+        return self.run((self.space.backward == 0) & (self.space.data_rank == 0), top=1, placed=0).ranked[0]
 
     # --- All of them --------------------------------------------------------------------------------------------------
 
@@ -301,6 +156,8 @@ class Search:
         self,
         among: Array | bool = True,
         top: int | None = None,
+        placed: int | None = None,
+        quick: int | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> Outcome:
         """Rank the candidates, and place the best of them.
@@ -308,6 +165,8 @@ class Search:
         Args:
             among: bool [N], candidates to look at.
             top: number of plans to rank; None: that of the options.
+            placed: most meshes and schedules to place with care; None: that of the options.
+            quick: most of them to place quickly; None: as many as are worth it, or none if none is placed with care.
             progress: called with a sentence now and then.
 
         Raises:
@@ -318,67 +177,82 @@ class Search:
         scores = np.where(among, self.scores, np.inf)
         order = np.argsort(scores, kind="stable")
         order = order[np.isfinite(scores[order])]
-        found, points = self._rank(order, scores, top or self.options.top, progress)
-        ranked, placed = self._place(found, progress)
+        top, placed = top or self.options.top, self.options.placed if placed is None else placed
+        refined = Refinement(self.trials, self.options.gain, self.options.seed, placed, quick)
+        points = self._rank(order, scores, top, refined, progress)
+        refined.carefully(progress)
+        ranked = [self._bounded(f, refined) for f in refined.ranked(top)]
         return Outcome(
             ranked=ranked,
             enumerated=len(self.space),
             fitting=len(order),
             simulated=len(points),
-            placed=placed,
+            placed=refined.placed,
             seconds=time.perf_counter() - began,
             space=self.space,
             bytes=self.bytes,
             bounds=self.bounds,
+            bound=min(float(self.bounds[order].min()), *(f.seconds for f in ranked)),
             points=np.array(points),
         )
 
-    def _key(self, found: Found) -> float:
-        return found.score(self.options.gain)
-
     def _rank(
-        self, order: Array, scores: Array, top: int, progress: Callable[[str], None]
-    ) -> tuple[list[Found], list[tuple[float, float]]]:
-        """Simulate candidates in the order of their bounds until the next bound is above the worst of the best.
+        self, order: Array, scores: Array, top: int, refined: Refinement, progress: Callable[[str], None]
+    ) -> list[tuple[float, float]]:
+        """Simulate candidates in the order of their bounds until no other one can be, or is like, one of the best.
+
+        Now and then the best are placed quickly, so that the others are passed sooner.
 
         Args:
             order: int [n], candidates by rising score.
             scores: bound [N] of each candidate, with the handicap of its compression.
-            top: how many of the best to keep.
+            top: how many of the best are asked for.
+            refined: where the simulated candidates are added.
             progress: called with a sentence now and then.
 
         Returns:
-            The best candidates, and (seconds, bytes) of all that were simulated.
+            (seconds, bytes) of all that were simulated.
         """
-        found: list[Found] = []
         points: list[tuple[float, float]] = []
-        worst, simulated = np.inf, 0
-        while simulated < len(order) and scores[order[simulated]] < worst:
-            some = order[simulated : simulated + _TOGETHER]
-            new = self.simulate(some[scores[some] < worst].tolist())
+        worst, left = np.inf, order
+        while True:
+            open_ = left[self._expected(scores, refined)[left] < worst]
+            some = open_[: min(_TOGETHER, _FIRST + len(points))]
+            new = self.simulate(some.tolist(), worst) if len(some) else []
             points += [(f.seconds, f.memory) for f in new]
-            simulated += len(some)
-            found = sorted(found + new, key=self._key)[:top]
-            if len(found) == top:
-                worst = self._key(found[-1])
-            progress(f"{simulated:,} of {len(order):,} candidates simulated, best {found[0].seconds:.4g} s")
-        return found, points
+            left = left[~np.isin(left, some)]
+            refined.add(new)
+            tried = refined.placed
+            refined.quickly(_QUICKLY if len(some) else _LEAST, progress)
+            if not len(some) and refined.placed == tried:
+                return points
+            best = refined.ranked(top)
+            if len(best) == top:
+                worst = refined.key(best[-1])
+            progress(f"{len(points):,} of {len(order):,} candidates simulated, best {best[0].seconds:.4g} s")
 
-    def _place(self, found: list[Found], progress: Callable[[str], None]) -> tuple[list[Found], int]:
-        """Place those that a placement could make the best; return all in their new order, and how many were placed."""
-        found, best, placed = list(found), np.inf, 0
-        for n, f in enumerate(found):
-            problem = Problem(self.cluster, self.model, f.candidate)
-            bound = lower(problem, self.fabric)
-            known = self._known(problem, dataclasses.replace(f.placement, bound=bound))
-            f = dataclasses.replace(f, placement=known)
-            mesh = _mesh(f.candidate)
-            if bound * self._key(f) / f.seconds < best and placed < self.options.placed and mesh not in self._placed:
-                progress(f"placing candidate {n + 1} of {len(found)}")
-                placement = place(problem, self.fabric, seed=self.options.seed, start=known.hosts)
-                self._placed[mesh] = placement
-                placed += 1
-                f = self._resplit(f, problem, placement)
-            found[n] = f
-            best = min(best, self._key(f))
-        return sorted(found, key=self._key), placed
+    def _expected(self, scores: Array, refined: Refinement) -> Array:
+        """Return what candidates [N] take at least if they are above their bounds as others like them are.
+
+        The bounds of candidates with the same mesh and schedule lack the same transfers.
+
+        Args:
+            scores: bound [N] of each candidate, with the handicap of its compression.
+            refined: the plans found so far.
+        """
+        known = np.fromiter(refined.found, int, len(refined.found))
+        above = np.array([f.seconds / f.screened for f in refined.found.values()])
+        found = scores
+        for alike, (_, several, nearer) in zip(self._alike, _ALIKE):
+            least, count = np.full(len(self.space), np.inf), np.bincount(alike[known], minlength=len(self.space))
+            np.minimum.at(least, alike[known], above)
+            found = np.maximum(found, scores * np.where(count >= several, least * nearer, 1.0)[alike])
+        return found
+
+    def _bounded(self, f: Found, refined: Refinement) -> Found:
+        """Return a plan with its seconds in plain layouts, and with a bound over all placements."""
+        f = self.trials.completed(f)
+        if f.placement.source == "exact":
+            return f
+        bound = min(refined.bound(f), f.seconds)
+        return dataclasses.replace(f, placement=dataclasses.replace(f.placement, bound=bound))

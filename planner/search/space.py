@@ -26,6 +26,7 @@ class Choices:
     """The choices of the search. The kinds and ranks of compression are the budget of quality.
 
     Attributes:
+        data: sizes of the data axis to try; empty: all that divide.
         tensor: sizes of the tensor axis to try; empty: all that divide.
         pipe: sizes of the pipe axis to try; empty: all that divide.
         micro_batch: sizes of a micro-batch to try; empty: all that divide.
@@ -54,6 +55,7 @@ class Choices:
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
     min_ratio: float = 2.0
+    data: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,8 +117,10 @@ def _meshes(cluster: Cluster, model: ModelConfig, choices: Choices) -> Iterator[
     ]
     for tensor in tensors:
         for pipe in divisors(cluster.devices // tensor):
-            if pipe <= model.layers and (not choices.pipe or pipe in choices.pipe):
-                yield cluster.devices // tensor // pipe, pipe, tensor
+            data = cluster.devices // tensor // pipe
+            wanted = (not choices.pipe or pipe in choices.pipe) and (not choices.data or data in choices.data)
+            if pipe <= model.layers and wanted:
+                yield data, pipe, tensor
 
 
 def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int, choices: Choices) -> Space:
@@ -137,7 +141,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         raise UserError(
             f"no mesh fits {cluster.devices} devices, {cluster.devices_per_host} a host: tensor must divide "
             f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
-            f"tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
+            f"data={_listed(choices.data)}, tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
         )
     rows: list[tuple] = []
     for data, pipe, tensor in meshes:

@@ -53,6 +53,22 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     )
 
 
+def test_the_whole_ranking_as_json(cluster_file, tmp_path):
+    flags = ("--json", "--top=4", "--placed=1", "--data=2,4", "--zero1=no", "--compress=none")
+    run = planned(*MODEL, f"--cluster={cluster_file}", f"--out={tmp_path / 'plan'}", *flags)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert len(found["ranked"]) == 4 and found["chosen"] == 0
+    for row in found["ranked"]:
+        assert row["data"] in (2, 4) and not row["zero1"]
+        assert row["tokens_per_second"] == pytest.approx(32 * 1024 / row["step_seconds"])
+        assert (
+            found["bound_seconds"] <= row["placement_bound_seconds"] * (1 + 1e-9) and len(row["hosts"]) == row["data"]
+        )
+    plan = plans.load(tmp_path / "plan" / "plan.json")
+    assert plan.predicted["step_seconds"] == found["ranked"][0]["step_seconds"]
+
+
 def test_a_plan_for_the_hosts_that_are_left(tmp_path):
     file, out = tmp_path / "cluster.json", tmp_path / "plan"
     dataclasses.replace(cluster(3, 4), hosts=("a", "b", "c"), named=True).save(file)
@@ -99,6 +115,12 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
             "--model.model.tied_head=False",
         ],
         "optimizer.name=muon is not planned for": [cluster_flag, "--model.optimizer.name=muon"],
+        "--model.mesh.pipe has no effect, since the planner decides it; --pipe=2 narrows the choice": [
+            cluster_flag,
+            "--model.mesh.pipe=2",
+        ],
+        "--zero1=no narrows the choice": [cluster_flag, "--model.mesh.zero1=False"],
+        "--data must be positive integers": [cluster_flag, "--data=none"],
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],

@@ -5,7 +5,6 @@ import html.parser
 import re
 import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
 
 from paxtrain.devices.gpus import GPUS
@@ -14,7 +13,7 @@ from planner.cost.step_time import Candidate
 from planner.report import contents, page
 from planner.report import text as report
 from planner.report.svg import width_of
-from planner.search.search import Found
+from planner.search.nearby import Nearby
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report, other_choice
 
@@ -89,13 +88,26 @@ def test_mfu_is_the_trainers(made):
     assert dataclasses.replace(made, cluster=cpus).mfu is None
 
 
-def test_the_gap_is_over_the_bound(made):
-    def found(bound: float) -> Found:
-        return dataclasses.replace(made.chosen, placement=dataclasses.replace(made.chosen.placement, bound=bound))
+def test_the_gap_is_over_the_bound_of_all_plans(made):
+    def gap(bound: float) -> float:
+        report = dataclasses.replace(made, outcome=dataclasses.replace(made.outcome, bound=bound))
+        return contents.gap(report, made.chosen)
 
-    assert contents.gap(found(made.chosen.seconds / 1.02)) == pytest.approx(0.02)
-    assert contents.gap(found(made.chosen.seconds * (1 + 1e-12))) == 0
-    assert contents.gap(found(0.0)) == np.inf
+    assert gap(made.chosen.seconds / 1.02) == pytest.approx(0.02)
+    assert gap(made.chosen.seconds * (1 + 1e-12)) == 0
+    assert made.outcome.bound <= made.chosen.seconds
+
+
+def test_plans_near_by_are_told(made):
+    found = dataclasses.replace(
+        made.chosen, placement=dataclasses.replace(made.chosen.placement, seconds=made.chosen.seconds / 2)
+    )
+    fewer = Nearby(found, made.global_batch, ("host1", "host3"), 1.0)
+    other = Nearby(found, made.global_batch - 8, (), 0.5)
+    said = report.text(dataclasses.replace(made, nearby=(fewer, other)))
+    assert "2 of 4 hosts are quicker" in said and "--without=host1,host3" in said
+    assert f"a global batch of {made.global_batch - 8} divides better" in said and "+50.0%" in said
+    assert "nearby" not in report.text(made)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,7 @@ def test_the_page_says_what_the_terminal_says(made):
         assert all(cell in plain for cell in row)
     for words in (report.statistics(made), made.command, "made up", "needs 99.0 GB", "XLA for a GPU", "12.5 s"):
         assert words in plain
-    assert f"≤ {report.share(contents.gap(made.chosen))}" in plain
+    assert f"≤ {report.share(contents.gap(made, made.chosen))}" in plain
 
 
 def test_a_plan_that_was_not_taken_is_named(made):

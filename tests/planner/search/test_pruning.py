@@ -1,6 +1,7 @@
 """The closed-form bound is below every simulated step, and close to it where links are alike."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -61,6 +62,24 @@ def test_no_simulated_step_is_below_the_bound(some):
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             total = problem.step(fabric, hosts).total
             assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+def test_the_bound_knows_how_many_stages_slow_devices_leave():
+    """Two of four hosts are slow. Wherever they lie, and however the layers are split, no step is below the bound."""
+    some = cluster(4, 1, seed=None, device=["a100-80gb", "h100", "a100-80gb", "h100"])
+    choices = Choices(schedules=("eager_1f1b", "1f1b"), saves=("dots",), backward=(), data_ranks=())
+    space = enumerate_candidates(some, MODEL, 64, choices)
+    bounds, fabric = pruning.lower_bound(some, MODEL, space), link_seconds.fabric(some)
+    fast = pruning.lower_bound(cluster(4, 1, seed=None, device="h100"), MODEL, space)
+    hosts = np.array(list(itertools.permutations(range(4))))
+    for i in np.flatnonzero(space.pipe > 1).tolist():
+        p, least = int(space.pipe[i]), np.inf
+        for cuts in itertools.combinations(range(1, MODEL.layers), p - 1):
+            counts = tuple(np.diff([0, *cuts, MODEL.layers]).tolist())
+            problem = Problem(some, MODEL, candidate(space, i, counts))
+            least = min(least, problem.step(fabric, hosts.reshape(-1, 4 // p, p)).total.min())
+        assert fast[i] <= bounds[i] <= least
+    assert np.mean((bounds / fast)[space.pipe > 1]) > 1.05
 
 
 def test_the_bound_is_close_where_layers_are_all_there_is():

@@ -44,6 +44,18 @@ def test_the_best_are_the_best_of_all(nics, looked_at):
         assert found.screened <= found.seconds
 
 
+def test_what_certainly_takes_too_long_is_left_out():
+    """If devices differ, placements on which a stage takes too long are not simulated, but no candidate is lost."""
+    one = search(cluster(4, 2, device=["a100-80gb", "h100"] * 2))
+    some = np.argsort(one.scores)[:60].tolist()
+    every = {found.index: found for found in one.simulate(some)}
+    limit = float(np.median([found.seconds for found in every.values()]))
+    few = {found.index: found for found in one.simulate(some, limit)}
+    assert few.keys() == every.keys()
+    for i, found in every.items():
+        assert few[i].seconds == found.seconds if found.seconds < limit else few[i].seconds >= limit
+
+
 def test_nothing_that_does_not_fit_is_ranked():
     roomy = search()
     tight = search(budget=Budget(usable=float(np.quantile(roomy.bytes, 0.1)) / 85.1e9, margin=False))
@@ -170,7 +182,7 @@ def test_every_neighbour_gets_a_reason():
     text = "\n".join(reasons)
     assert "save=residuals" in text or found.candidate.save == "residuals"
     assert "simulated" in text or "by its lower bound" in text
-    assert len({line.split(":")[0] for line in reasons}) == len(reasons) > 8
+    assert len({line.split(": ")[0] for line in reasons}) == len(reasons) > 8
 
 
 def test_between_1f1b_and_eager_what_fits_is_taken():

@@ -90,7 +90,7 @@ def test_any_number_of_hosts_and_more_stages_than_hosts():
     [
         (7, Choices(tensor=(1,), pipe=(1,)), "a global batch of 7 cannot be split"),
         (16, Choices(tensor=(3,)), "no mesh fits 8 devices"),
-        (16, Choices(pipe=(16,)), "allowed were tensor=any and pipe=16"),
+        (16, Choices(pipe=(16,)), "allowed were data=any, tensor=any and pipe=16"),
     ],
 )
 def test_what_cannot_be_split_is_told(batch, choices, sentence):

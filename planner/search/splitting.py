@@ -1,0 +1,103 @@
+"""Splits of the layers over the stages that the search tries for a candidate."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from paxtrain.schedule.schedules import SPECS
+from planner.cluster.cluster import Cluster
+from planner.cost.step_time import Problem
+from planner.search import layers
+from planner.search.budget import Budget
+from planner.search.space import Space
+
+Array = np.ndarray
+Counts = tuple[int, ...]
+
+_KNOWN = 4  # splits found last that are tried with other candidates
+_MOVES = 120  # most splits that are looked at around one
+
+
+class Splits:
+    """The splits of the candidates of a space.
+
+    Attributes:
+        found: splits that were found good for some candidate, by its pipe size and chunks.
+    """
+
+    def __init__(self, cluster: Cluster, model: ModelConfig, budget: Budget, space: Space) -> None:
+        self.cluster, self.model, self.budget, self.space = cluster, model, budget, space
+        self.limit = budget.limit(cluster)
+        self.found: dict[tuple[int, int], list[Counts]] = {}
+
+    def even(self, i: int) -> Counts:
+        """Return the even split of a candidate."""
+        return layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i]))
+
+    def memory(self, some: list[int], slots: list[int]) -> Array:
+        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)]."""
+        other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
+        return self.budget.bytes(self.cluster, self.model, other)
+
+    def best(self, problem: Problem, kinds: Array) -> Counts:
+        """Return the split whose slowest stage is the quickest on stages of these kinds, int [P]."""
+        c, on = problem.candidate, np.tile(kinds, problem.candidate.chunks)
+        unit = np.array([x.forward + x.backward for x in problem.layer])[on]
+        extra = np.zeros(len(on))
+        extra[0] = problem.layer[on[0]].embedding
+        # The head runs m times; layers run more often in stages that compute while idle.
+        rows = c.micro_batches + (c.pipe - 1 if SPECS[c.schedule].masks(self.cluster.overlaps) else 0)
+        extra[-1] += problem.layer[on[-1]].head * c.micro_batches / rows
+        return layers.split(self.model.layers, unit, extra)
+
+    def others(self, problem: Problem, hosts: Array) -> list[tuple[Counts, Array]]:
+        """Return the splits beside the even one that are worth a try on some placements.
+
+        Args:
+            problem: candidate with the even split.
+            hosts: placements [K, D, P].
+
+        Returns:
+            Each split, and on which of the placements it is: int [n].
+        """
+        c, every = problem.candidate, np.arange(len(hosts))
+        if c.pipe == 1:
+            return []
+        on, which = np.unique(slowest(problem, hosts), axis=0, return_inverse=True)
+        found: dict[Counts, Array] = {}
+        for i, kinds in enumerate(on):
+            counts = self.best(problem, kinds)
+            found[counts] = np.concatenate([found.get(counts, every[:0]), every[which.ravel() == i]])
+        for counts in self.found.get((c.pipe, c.chunks), [])[-_KNOWN:]:
+            found[counts] = every
+        return [(counts, where) for counts, where in found.items() if counts != c.counts]
+
+    def keep(self, problem: Problem) -> None:
+        """Remember a problem's split for other candidates with as many virtual stages."""
+        c = problem.candidate
+        known = self.found.setdefault((c.pipe, c.chunks), [])
+        if c.counts not in known:
+            known.append(c.counts)
+
+    def around(self, counts: Counts) -> list[Counts]:
+        """Return the splits that differ by one layer on two stages; only on close stages if there are many."""
+        stages = range(len(counts))
+        pairs = [(a, b) for a, b in itertools.permutations(stages, 2) if counts[a] > 1]
+        if len(pairs) > _MOVES:
+            ends = (0, len(counts) - 1)
+            pairs = [(a, b) for a, b in pairs if abs(a - b) == 1 or a in ends or b in ends][:_MOVES]
+        found = []
+        for a, b in pairs:
+            new = list(counts)
+            new[a], new[b] = new[a] - 1, new[b] + 1
+            found.append(tuple(new))
+        return found
+
+
+def slowest(problem: Problem, hosts: Array) -> Array:
+    """Return the slowest kind of device of each stage [K, P] on placements [K, D, P]."""
+    work = np.array([x.forward + x.backward for x in problem.layer])
+    kinds = problem.kind_of_host[hosts]
+    return np.take_along_axis(kinds, np.argmax(work[kinds], axis=1)[:, None], 1)[:, 0]

@@ -1,0 +1,70 @@
+"""The search finds the best plan of small instances whose links or devices differ much, by trying all plans.
+
+Regret is the share by which the search's plan takes longer than the best. `brute_force` shares the cost model with the
+search, and nothing else.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from planner.search.refine import Refinement
+from tests.planner.search import brute_force
+
+MOST = 0.01  # regret
+NARROWED = 0.005  # by which a narrowed search may find a better plan
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_plan_is_better(seed):
+    assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30, 1000))
+def test_no_plan_is_better_in_a_thousand(seed):
+    assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
+
+
+def test_a_plan_that_is_not_placed_jointly_is_seen(monkeypatch):
+    """Negative control: without the joint choice some instances have a regret far above the limit."""
+    for name in ("quickly", "carefully"):
+        monkeypatch.setattr(Refinement, name, lambda *_: None)
+    assert max(brute_force.regret(brute_force.instance(seed)) for seed in (13, 23, 30)) > 10 * MOST
+
+
+def narrowed(some: brute_force.Instance, rng: np.random.Generator) -> dict[str, tuple]:
+    """Return a random restriction of the choices, as flags make one."""
+    hosts = len(some.cluster.hosts)
+    sizes = [p for p in range(1, hosts + 1) if hosts % p == 0 and p <= some.model.layers]
+    pipes = rng.choice(sizes, int(rng.integers(1, len(sizes) + 1)), replace=False)
+    found: dict[str, tuple] = {"pipe": tuple(sorted(pipes.tolist()))} if rng.random() < 0.8 else {}
+    for name in ("schedules", "zero1", "saves", "micro_batch"):
+        values = getattr(some.choices, name)
+        if len(values) > 1 and rng.random() < 0.5:
+            found[name] = (values[rng.integers(len(values))],)
+    return found
+
+
+def better_by_narrowing(seed: int) -> float:
+    """Return by which share a search with fewer choices finds a quicker plan than the whole search, or 0."""
+    some = brute_force.instance(seed)
+    choices = dataclasses.replace(some.choices, schedules=("1f1b", "eager_1f1b", "gpipe"), zero1=(True, False))
+    some = dataclasses.replace(some, choices=choices)
+    fewer = narrowed(some, np.random.default_rng([7, seed]))
+    if "micro_batch" in fewer and some.batch // len(some.cluster.hosts) % fewer["micro_batch"][0]:
+        del fewer["micro_batch"]  # not all meshes divide it
+    whole, part = (one.run().ranked[0].seconds for one in (some.search(), some.search(**fewer)))
+    return max(whole / part - 1, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flag_that_narrows_the_space_gives_no_better_plan(seed):
+    assert better_by_narrowing(seed) <= NARROWED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 100))
+def test_none_of_a_hundred_restrictions_gives_a_better_plan(seed):
+    assert better_by_narrowing(seed) <= NARROWED
