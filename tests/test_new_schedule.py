@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost import rows
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
+from planner.gpu.section import FULL
 from planner.memory import closed_form
 from planner.search import layers, pruning
 from planner.search.search import candidate_of
@@ -27,13 +29,12 @@ from tests.sources import ROOT
 
 NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
-# is compiled, and benchmarks and measurements of each schedule.
+# is compiled, and benchmarks.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
     "paxtrain/bench/",
     "planner/bench/",
-    "planner/gpu/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",
@@ -130,6 +131,16 @@ def test_the_planner_plans_it(late):
         c = problem.candidate
         hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
         assert (problem.step(links, hosts).total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+@pytest.mark.parametrize("module", ["correctness", "many", "options"])
+def test_a_gpu_is_measured_with_it(late, module):
+    """The control is the module as it was imported, without the schedule."""
+    assert NAME not in repr(importlib.import_module(f"planner.gpu.{module}").SECTION.parts[FULL])
+    spec = importlib.util.find_spec(f"planner.gpu.{module}")
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert NAME in repr(again.SECTION.parts[FULL])
 
 
 def test_a_spec_that_settles_too_soon_is_refused(late, monkeypatch):

@@ -1,8 +1,8 @@
 """The pipeline schedules: what each one is, in one place that everything else reads.
 
 A new schedule is a function that makes its ops, a `ScheduleSpec` in `SPECS`, and its tests (see
-`tests/test_new_schedule.py`). The planner tries it by default unless it splits the backward. A phase or an order beyond
-these needs changes in the table, the executor and the simulator. The configuration, the
+`tests/test_new_schedule.py`). The planner tries it by default unless it splits the backward, and `make gpu` measures
+it. A phase or an order beyond these needs changes in the table, the executor and the simulator. The configuration, the
 executor, the planner's simulator, its memory model, its search and its bounds read their facts from here.
 
 References:
@@ -66,6 +66,11 @@ class ScheduleSpec:
     def __post_init__(self) -> None:
         assert self.order in ORDERS, f"order is one of {', '.join(ORDERS)}, got {self.order!r}"
         assert not (self.masked and self.splits), "an idle stage that computes on scrap leaves nothing for W"
+
+    @property
+    def least_chunks(self) -> int:
+        """Smallest number of chunks per stage."""
+        return 2 if self.interleaves else 1
 
     def travel(self, overlap: bool) -> str:
         """Return when messages travel, see `paxtrain.schedule.table`.
@@ -232,9 +237,9 @@ class _Specs(dict[str, ScheduleSpec]):
 FILE, FAMILY = ".csv", "1f1b:"
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of the schedules that are described here."""
-    return tuple(name for name in SPECS if not outside(name))
+def names(which: Callable[[ScheduleSpec], Any] = lambda spec: True) -> tuple[str, ...]:
+    """Return the names of the schedules that are described here, of those for whose spec `which` holds."""
+    return tuple(name for name in SPECS if not outside(name) and which(SPECS[name]))
 
 
 def outside(name: str) -> bool:

@@ -23,7 +23,9 @@ from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
 from paxtrain.run.training import train
+from paxtrain.schedule.schedules import names
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
+from planner.gpu.throughput import settings_of
 
 # Largest relative errors: of the loss, and of any parameter's gradient as the norm of the difference over the norm.
 FLOAT32 = {"loss": 1e-5, "gradient": 1e-4}
@@ -176,18 +178,9 @@ _SAVES = [
     for save in ("dots", "residuals", "layer_inputs", "inputs")
 ]
 _EIGHT = {"virtual": True, "mesh.data": 2, "mesh.pipe": 2, "mesh.tensor": 2}
-_SCHEDULES = [
-    _EIGHT | {"name": f"{schedule}, 2x2x2", "pipeline.schedule": schedule, **more}
-    for schedule, more in (
-        ("eager_1f1b", {}),
-        ("1f1b", {}),
-        ("zb_h1", {}),
-        ("gpipe", {}),
-        ("interleaved_1f1b", {"pipeline.virtual_stages": 2}),
-    )
-]
-_TWO = {"name": "zb_h1, 1x2x1", "virtual": True, "pipeline.schedule": "zb_h1"}
-_TWO |= {"mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1}
+_SCHEDULES = [_EIGHT | {"name": f"{name}, 2x2x2"} | settings_of(name) for name in names()]
+_TWO = {"virtual": True, "mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1}
+_SPLIT = [_TWO | {"name": f"{name}, 1x2x1"} | settings_of(name) for name in names(lambda spec: spec.splits)[:1]]
 _DETERMINISTIC = {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}
 _MODEL = {
     "model.layers": 8,
@@ -220,7 +213,7 @@ SECTION = Section(
             ),
         ),
         TOY: (
-            SectionPart("float32", gradients, {"model": _SMALL, "cases": [_SAVES[0], _TWO], "dtype": "float32"}),
+            SectionPart("float32", gradients, {"model": _SMALL, "cases": _SAVES[:1] + _SPLIT, "dtype": "float32"}),
             SectionPart("bfloat16", gradients, {"model": _SMALL, "cases": _SAVES[:1], "dtype": "bfloat16"}),
             SectionPart("resume", resume, {"settings": _SMALL, "steps": 4}, _DETERMINISTIC),
         ),

@@ -19,25 +19,32 @@ from paxtrain.config.load import load_config
 from paxtrain.parallel.compiler_options import GRAPHED
 from paxtrain.profiling.breakdown import LINKS, PARTS, breakdown, by_stage
 from paxtrain.run import plots
+from paxtrain.schedule.schedules import names
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
-from planner.gpu.throughput import SMALL
+from planner.gpu.throughput import SMALL, settings_of
 from planner.measure import profile_cluster
 from planner.measure.machines import find_machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 
-SCHEDULES = ("eager_1f1b", "1f1b", "zb_h1", "interleaved_1f1b", "gpipe")
 # Loops of zero or one trip are parts of CUDA graphs (paxtrain/parallel/compiler_options.py). Instead the host can read
 # their conditions, or collectives can be in graphs as well.
-GRAPHS = {"host reads conditions": GRAPHED, "all in one graph": (*GRAPHED, "WHILE", "COLLECTIVES")}
-_SKIP = ("1f1b", "zb_h1")  # schedules whose idle stages skip
+_ALL = "all in one graph"
+GRAPHS = {"host reads conditions": GRAPHED, _ALL: (*GRAPHED, "WHILE", "COLLECTIVES")}
+_SKIPPING = names(lambda spec: not spec.masks(True))  # those whose stages skip in such loops
 _AXIS = "ring"
 
 
 def schedules(
-    folder: pathlib.Path, model: str, settings: dict[str, Any], micro_batches: int, names: list[str], steps: int
+    folder: pathlib.Path,
+    model: str,
+    settings: dict[str, Any],
+    micro_batches: int,
+    names: list[str],
+    steps: int,
+    tensor: int = 1,
 ) -> Result:
-    """Time and trace a step of each schedule, with as many stages as there are devices.
+    """Time and trace a step of each schedule, on a mesh of all devices without data parallelism.
 
     Args:
         folder: folder of the section.
@@ -46,11 +53,11 @@ def schedules(
         micro_batches: micro-batches of a step.
         names: names of the schedules.
         steps: steps to time; as many are traced.
+        tensor: size of the tensor axis.
     """
-    pipe, rows = jax.device_count(), {}
+    pipe, rows = jax.device_count() // tensor, {}
     for name in names:
-        own = {"mesh.data": 1, "mesh.pipe": pipe, "mesh.tensor": 1, "pipeline.schedule": name}
-        own |= {"pipeline.virtual_stages": 2 if name == "interleaved_1f1b" else 1}
+        own = {"mesh.data": 1, "mesh.pipe": pipe, "mesh.tensor": tensor} | settings_of(name)
         c = load_config(model, settings | own)
         batch = micro_batches * c.batch.micro_batch
         c = load_config(model, settings | own | {"batch.global_batch": batch})
@@ -68,7 +75,7 @@ def schedules(
             "parts": {part: float(np.mean(shares[part])) for part in PARTS if shares[part].any()},
             "hidden": {part: float(np.mean(hidden[part])) for part in LINKS if hidden[part].any()},
         }
-    return {"devices": pipe, "processes": jax.process_count(), "schedules": rows}
+    return {"devices": jax.device_count(), "processes": jax.process_count(), "schedules": rows}
 
 
 def _timed(run: Any, x: jax.Array, repeats: int) -> float:
@@ -160,43 +167,51 @@ def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
+def _flags(kinds: tuple[str, ...]) -> dict[str, str]:
+    """Return the environment in which graphs hold instructions of these kinds."""
+    return {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={','.join(kinds)}"}
+
+
+def _with_tensor(n: int, trained: dict[str, Any]) -> list[SectionPart]:
+    """Return parts with tensor parallelism, whose loops can be in graphs only if collectives are."""
+    arguments = trained | {"tensor": 2}
+    return [
+        SectionPart(f"{n}, tensor=2", schedules, arguments, devices=n),
+        SectionPart(f"{n}, tensor=2, {_ALL}", schedules, arguments, _flags(GRAPHS[_ALL]), devices=n),
+    ]
+
+
 def _parts(counts: tuple[int, ...], trained: dict[str, Any], linked: dict[str, Any]) -> tuple[SectionPart, ...]:
     found = [SectionPart(f"links of {n}", links, linked, devices=n) for n in counts[-1:]]
     for n in reversed(counts):
         found.append(SectionPart(f"{n} in one process", schedules, trained, devices=n))
         found.append(
-            SectionPart(f"{n} processes", schedules, trained | {"names": SCHEDULES[:1]}, devices=n, processes=n)
+            SectionPart(f"{n} processes", schedules, trained | {"names": trained["names"][:1]}, devices=n, processes=n)
         )
-        skipping = trained | {"names": [name for name in trained["names"] if name in _SKIP]}
+        looping = trained | {"names": [name for name in trained["names"] if name in _SKIPPING]}
         for name, kinds in GRAPHS.items():
-            flags = f"--xla_gpu_enable_command_buffer={','.join(kinds)}"
-            found.append(SectionPart(f"{n}, {name}", schedules, skipping, {"XLA_FLAGS": flags}, devices=n))
+            found.append(SectionPart(f"{n}, {name}", schedules, looping, _flags(kinds), devices=n))
+        found += _with_tensor(n, looping) if n > 2 else []
     return tuple(found)
 
 
 _LARGE = {"model.sequence": 2048, "batch.micro_batch": 2, "model.layers": 16}
 _MIB = 1 << 20
+_TRAINED = {"model": "gpt_1_3b", "settings": SMALL | {"model.layers": 2}, "micro_batches": 2, "steps": 1}  # at toy size
 
 SECTION = Section(
     name="many",
     title="Several GPUs of a host",
-    seconds=480,
+    seconds=600,
     parts={
         FULL: _parts(
             (2, 4, 8),
-            {"model": "gpt_1_3b", "settings": _LARGE, "micro_batches": 16, "names": SCHEDULES, "steps": 6},
+            {"model": "gpt_1_3b", "settings": _LARGE, "micro_batches": 16, "names": names(), "steps": 6},
             {"sizes": [_MIB // 4, 4 * _MIB, 64 * _MIB], "turns": 20, "repeats": 5},
         ),
-        TOY: _parts(
-            (2,),
-            {
-                "model": "gpt_1_3b",
-                "settings": SMALL | {"model.layers": 2},
-                "micro_batches": 2,
-                "names": SCHEDULES[:2],
-                "steps": 1,
-            },
-            {"sizes": [1024, 4096], "turns": 2, "repeats": 2},
+        TOY: (
+            *_parts((2,), _TRAINED | {"names": names()[:2]}, {"sizes": [1024, 4096], "turns": 2, "repeats": 2}),
+            *_with_tensor(4, _TRAINED | {"names": _SKIPPING[:1]}),
         ),
     },
     describe=describe,

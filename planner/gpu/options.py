@@ -7,6 +7,7 @@ compiled, and with a host that reads their conditions.
 import pathlib
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +18,13 @@ from paxtrain.config.load import load_config
 from paxtrain.parallel.compiler_options import GRAPHED
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
+from paxtrain.schedule.schedules import names
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
-from planner.gpu.throughput import SMALL, gigabytes, measure
+from planner.gpu.throughput import SMALL, gigabytes, measure, settings_of
 
 DEFAULT = "as it is"
 _GRAPHS = "--xla_gpu_enable_command_buffer"
+_SKIPPING = names(lambda spec: not spec.masks(True))  # those whose stages skip in such loops
 _IN_GRAPHS, _BY_HOST = "pipeline, loops in graphs", "pipeline, host reads conditions"
 
 # Name: (XLA_FLAGS, reason).
@@ -43,7 +46,7 @@ TRIED = {
 }
 
 
-def pipelined(folder: pathlib.Path, settings: dict[str, Any], schedules: list[str], steps: int) -> Result:
+def pipelined(folder: pathlib.Path, settings: dict[str, Any], schedules: Sequence[str], steps: int) -> Result:
     """Time steps of a pipeline of two stages that this device emulates.
 
     Args:
@@ -54,9 +57,8 @@ def pipelined(folder: pathlib.Path, settings: dict[str, Any], schedules: list[st
     """
     seconds, losses = {}, {}
     for name in schedules:
-        c = load_config(
-            "tiny", settings | {"mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1, "pipeline.schedule": name}
-        )
+        mesh = {"mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1}
+        c = load_config("tiny", settings | mesh | settings_of(name))
         trainer = Trainer(c, make_mesh(MeshConfig(), devices=jax.devices()[:1]), virtual=True)
         state, step, times = trainer.init(0), trainer.compile_step(), []
         batch = jax.device_put(tokens(c), trainer.batch_sharding)
@@ -91,7 +93,7 @@ def describe(results: dict[str, Result], folder: pathlib.Path) -> str:
 
 
 def _parts(
-    settings: dict[str, Any], pipeline: dict[str, Any], schedules: list[str], steps: int
+    settings: dict[str, Any], pipeline: dict[str, Any], schedules: Sequence[str], steps: int
 ) -> tuple[SectionPart, ...]:
     arguments = {"model": "gpt_1_3b", "settings": settings, "save": "dots", "steps": steps}
     found = [SectionPart(name, measure, arguments, {"XLA_FLAGS": flags}) for name, (flags, _) in TRIED.items()]
@@ -114,10 +116,10 @@ _PIPELINE |= {"batch.global_batch": 16, "batch.micro_batch": 2}
 SECTION = Section(
     name="options",
     title="Options of XLA, one by one",
-    seconds=200,
+    seconds=240,
     parts={
-        FULL: _parts(_LARGE, _PIPELINE, ["1f1b", "zb_h1"], 8),
-        TOY: _parts(SMALL, SMALL | {"model.layers": 2, "batch.global_batch": 4}, ["1f1b"], 2),
+        FULL: _parts(_LARGE, _PIPELINE, _SKIPPING, 8),
+        TOY: _parts(SMALL, SMALL | {"model.layers": 2, "batch.global_batch": 4}, _SKIPPING[:1], 2),
     },
     describe=describe,
 )

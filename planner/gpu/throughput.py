@@ -17,6 +17,7 @@ from paxtrain.bench.throughput import of_one_device
 from paxtrain.config.load import load_config
 from paxtrain.devices import datasheets
 from paxtrain.run import metrics, plots
+from paxtrain.schedule.schedules import SPECS
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
 
 PLAIN = "plain jit"
@@ -131,6 +132,12 @@ SMALL: dict[str, Any] = {
     "model.sequence": 32,
 }
 SMALL |= {"model.dtype": "float32", "batch.micro_batch": 2}
+
+
+def settings_of(schedule: str) -> dict[str, Any]:
+    """Return the settings of a schedule, by dotted key, with the fewest chunks that it takes."""
+    return {"pipeline.schedule": schedule, "pipeline.virtual_stages": SPECS[schedule].least_chunks}
+
 
 SECTION = Section(
     name="throughput",
