@@ -11,7 +11,7 @@ import jax
 from absl import app, flags
 
 from compress.kernel_times import Matrices, Timing, copy_bandwidth, measure, ratios, table_row, write_csv
-from compress.kernels import MOSAIC_AVAILABLE
+from compress.kernels import on_gpu
 
 
 def define_flags() -> None:
@@ -82,9 +82,7 @@ def main(argv: Sequence[str]) -> int:
     bandwidth = copy_bandwidth(1 << 29, options.repeats, options.iterations)
     print(f"{device.device_kind}, jax {jax.__version__}: a copy moves {bandwidth / 1e12:.2f} TB/s\n{table_row()}")
     rows: list[Timing] = []
-    implementations = ["gram_schmidt", "xla", "triton"]
-    if MOSAIC_AVAILABLE and device.compute_capability == "9.0":
-        implementations.append("mosaic")
+    implementations = ["gram_schmidt", *reversed(on_gpu(float(device.compute_capability)))]
     for row in measure(cases, implementations, bandwidth, options.repeats, options.iterations):
         print(table_row(row), flush=True)
         rows.append(row)

@@ -1,9 +1,9 @@
 """Times of the compression's passes on this machine's GPU, beside the bandwidth of its memory.
 
 Messages are encoded with the lazy error and decoded, as between pipeline stages. Gradients are reduced over one data
-rank and decoded, as in data parallelism, without the collectives. "xla", "triton" and "mosaic" are implementations
-of kernels.py. "gram_schmidt" is PowerSGD as the released Optimus-CC does it: an explicit error, and columns that are
-orthogonalised one after another.
+rank and decoded, as in data parallelism, without the collectives. "xla", "triton", "wgmma" and "tcgen05" are
+implementations of kernels.py. "gram_schmidt" is PowerSGD as the released Optimus-CC does it: an explicit error, and
+columns that are orthogonalised one after another.
 
 The bytes of an operation are those that have to move: each matrix counts once for every read and write of the best
 form, and thin factors do not count. The share is the rate of these bytes over the bandwidth of a copy in the same run.
@@ -71,7 +71,7 @@ class Timing(NamedTuple):
         size: number, rows and columns of the matrices, as in the flags.
         dtype: dtype of the matrices.
         rank: rank of the factors.
-        implementation: "gram_schmidt", "xla", "triton" or "mosaic".
+        implementation: "gram_schmidt", or one of kernels.IMPLEMENTATIONS.
         microseconds: median time of the operation.
         bytes: bytes that have to move.
         share: share of the copy bandwidth at which they moved.
@@ -209,7 +209,7 @@ def measure(
 
     Args:
         cases: matrices to compress.
-        implementations: "gram_schmidt", "xla", "triton" and "mosaic", or some of them.
+        implementations: "gram_schmidt" and kernels.IMPLEMENTATIONS, or some of them.
         bandwidth: bandwidth of a copy, in bytes/s.
         repeats: number of runs of a compiled loop.
         iterations: number of steps of a run.

@@ -11,10 +11,10 @@ precision: float32 factors are multiplied in full float32, bfloat16 ones as tens
 bfloat16.
 
 `implementation` is one of these. "xla" is plain jnp. "triton" are compress/gpu/triton.py's kernels for NVIDIA GPUs, and
-"interpret" the same kernels in Pallas's interpreter, for tests on any device. "mosaic" are compress/gpu/mosaic.py's
-kernels for Hopper; matrices that these do not take go to "triton". Sender and receiver of a message, and a `Lazy`
-error, must use the same implementation: the last bits of p w^T depend on it. `python -m compress.bench` compares their
-speed.
+"interpret" the same kernels in Pallas's interpreter, for tests on any device. "wgmma" and "tcgen05" are
+compress/gpu/mosaic.py's kernels for Hopper and Blackwell; matrices that these do not take go to "triton". Sender and
+receiver of a message, and a `Lazy` error, must use the same implementation: the last bits of p w^T depend on it.
+`python -m compress.bench` compares their speed.
 
 If `active` (a traced scalar) is False, a pass returns the state that it updates as it was, bit for bit. The state is an
 error's first array, or the m of `residual`. "triton" updates it in place if XLA sees no later use of it, and an
@@ -26,12 +26,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from compress.gpu import mosaic, triton
 
-LARGEST_RANK = triton.LARGEST_RANK  # the largest rank that the kernels take
-MOSAIC_AVAILABLE = mosaic.AVAILABLE  # whether this jax can run "mosaic"
-IMPLEMENTATIONS = ("xla", "triton", "mosaic", "interpret")
+LARGEST_RANK, LARGEST_RANK_A100 = triton.LARGEST_RANK, 64  # the largest ranks that the kernels take
+MOSAIC_AVAILABLE = mosaic.AVAILABLE  # whether this jax can run "wgmma" and "tcgen05"
+MOSAIC = tuple(mosaic.UNITS)  # the implementations on the Mosaic GPU backend
+IMPLEMENTATIONS = ("xla", "triton", *MOSAIC, "interpret")
 
 
 class Explicit(NamedTuple):
@@ -72,6 +74,29 @@ def uses_kernels(implementation: str) -> bool:
     return implementation != "xla"
 
 
+def on_gpu(capability: float) -> tuple[str, ...]:
+    """Return the implementations that a GPU of a CUDA compute capability runs, the best first.
+
+    The kernels are laid out for data-centre GPUs. `LARGEST_RANK` is the largest rank that they take; on an A100 it is
+    LARGEST_RANK_A100, because a multiprocessor has less shared memory there.
+    """
+    units = {9: ("wgmma",), 10: ("tcgen05",)}.get(int(capability), ()) if MOSAIC_AVAILABLE else ()
+    return (*units, "triton", "xla") if 8 <= capability < 11 else ("xla",)
+
+
+def _units(implementation: str, size: tuple[int, ...], rank: int, *dtypes: DTypeLike) -> mosaic.Units | None:
+    """Return the Mosaic GPU kernels that an implementation has for matrices, or None.
+
+    Args:
+        implementation: one of IMPLEMENTATIONS.
+        size: rows and columns of the matrices.
+        rank: columns of the factors.
+        dtypes: dtypes of the matrices and of the factors.
+    """
+    units = mosaic.UNITS.get(implementation)
+    return units if units and mosaic.fits(units, (size[0], size[1]), rank, *dtypes) else None
+
+
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Return the batched product of a and b over one of their last two dims each (-1 or -2), in float32."""
     batch = tuple(range(a.ndim - 2))
@@ -95,8 +120,8 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
         dtype: dtype of the result.
         implementation: one of IMPLEMENTATIONS.
     """
-    if implementation == "mosaic" and mosaic.fits(p.shape[-2], w.shape[-2], p.shape[-1], dtype, p.dtype):
-        return mosaic.decode(p, w)
+    if units := _units(implementation, (p.shape[-2], w.shape[-2]), p.shape[-1], dtype, p.dtype):
+        return mosaic.decode(units, p, w)
     if uses_kernels(implementation):
         return triton.decode(p, w, dtype, interpret=implementation == "interpret")
     product = _dot(p, w, (-1, -1))
@@ -118,8 +143,8 @@ def residual(
         active: if it is False, m is returned, bit for bit.
         implementation: one of IMPLEMENTATIONS.
     """
-    if implementation == "mosaic" and mosaic.fits(*m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
-        return mosaic.residual(m, p, w, active)
+    if units := _units(implementation, m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
+        return mosaic.residual(units, m, p, w, active)
     if uses_kernels(implementation):
         return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
@@ -154,8 +179,9 @@ def project(
     """
     if uses_kernels(implementation):
         operands: tuple[jax.Array, ...] = error or ()
-        if implementation == "mosaic" and not keep and mosaic.fits(*x.shape[-2:], q.shape[-1], x.dtype, q.dtype):
-            m, sums = mosaic.project(x, q, *operands, active=active)
+        units = _units(implementation, x.shape[-2:], q.shape[-1], x.dtype, q.dtype)
+        if units and not keep:
+            m, sums = mosaic.project(units, x, q, *operands, active=active)
         else:
             interpret = implementation == "interpret"
             m, sums = triton.project(x, q, *operands, active=active, keep=keep, interpret=interpret)
@@ -181,8 +207,8 @@ def backproject(
         implementation: one of IMPLEMENTATIONS.
     """
     if uses_kernels(implementation):
-        if implementation == "mosaic" and mosaic.fits(*m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
-            s, g = mosaic.backproject(m, p)
+        if units := _units(implementation, m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
+            s, g = mosaic.backproject(units, m, p)
         else:
             s, g = triton.backproject(m, p, interpret=implementation == "interpret")
         return (s, g) if parts else (s.sum(-3), g.sum(-3)[..., : p.shape[-1], :])

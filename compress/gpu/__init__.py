@@ -1,9 +1,12 @@
 """Kernels for NVIDIA GPUs.
 
     triton.py       passes over whole matrices, for Pallas's Triton backend
-    mosaic.py       the same for Pallas's Mosaic GPU backend, on Hopper
+    mosaic.py       the same for Pallas's Mosaic GPU backend
+    wgmma.py        its kernels for Hopper
+    tcgen05.py      its kernels for Blackwell
+    tma.py          the tiles that they take
     thin.py         the algebra between the passes, on thin factors, for the Triton backend
-    tiles.py        what they share: tiles with masked edges, products of tiles, launches, the split of sums
+    tiles.py        what they share: operands, tiles with masked edges, products of tiles, launches, the split of sums
 
 compress/kernels.py and compress/subspace.py are the way to them. This room may import nothing of this project.
 """

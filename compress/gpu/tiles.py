@@ -1,7 +1,7 @@
-"""Tiles with masked edges, products of tiles, and launches, which the kernels on the Triton backend share."""
+"""What kernels share: the operands of the row kernel, tiles with masked edges, products of tiles, and launches."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,35 @@ from jax.typing import DTypeLike
 # A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
 Ref = Any
 Index = int | jax.Array
+
+
+class RowRefs(NamedTuple):
+    """References of the row kernel, which computes out = x + (m - p w^T) and y = out q; None without an operand.
+
+    Attributes:
+        active: flag [1]; an inactive pass leaves out as it is and sets y to zero.
+        x: message [n, k].
+        m: previous message [n, k].
+        p: left factor [n, r].
+        w: right factor [k, r].
+        q: right factor [k, r] of the product y.
+        out: result [n, k].
+        y: this program's part of the product [n, r], float32.
+    """
+
+    active: Ref | None
+    x: Ref | None
+    m: Ref | None
+    p: Ref | None
+    w: Ref | None
+    q: Ref | None
+    out: Ref | None
+    y: Ref | None
+
+    @property
+    def rank(self) -> int:
+        """Columns of the factors."""
+        return next(factor for factor in (self.p, self.q) if factor is not None).shape[-1]
 
 
 def thin_columns(rank: int) -> int:

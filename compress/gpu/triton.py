@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from compress.gpu.tiles import (
     Index,
     Ref,
+    RowRefs,
     add,
     call,
     dot,
@@ -126,40 +127,19 @@ def _sum_tile(
 
 
 def _row_kernel(
-    active: Ref | None,
-    x: Ref | None,
-    m: Ref | None,
-    p: Ref | None,
-    w: Ref | None,
-    q: Ref | None,
-    out: Ref | None,
-    y: Ref | None,
-    *,
-    size: tuple[int, int],
-    blocks: Blocks,
-    chunk: int,
-    dtype: DTypeLike,
-    interpret: bool,
+    *refs: Ref | None, size: tuple[int, int], blocks: Blocks, chunk: int, dtype: DTypeLike, interpret: bool
 ) -> None:
-    """Compute out = x + (m - p w^T), without operands that are None, and y = out q.
-
-    An inactive pass leaves out as it is and sets y to zero.
+    """Compute the program's rows of the row kernel.
 
     Args:
-        active: flag [1].
-        x: message [n, k].
-        m: previous message [n, k].
-        p: left factor [n, r].
-        w: right factor [k, r].
-        q: right factor [k, r] of the product y.
-        out: result [n, k].
-        y: this program's part of the product [n, r], float32.
+        refs: RowRefs.
         size: n and k.
         blocks: tiles of the matrices.
         chunk: number of column tiles of a program.
         dtype: dtype to which p w^T is rounded.
         interpret: whether Pallas's interpreter runs the kernel.
     """
+    active, x, m, p, w, q, out, y = RowRefs(*refs)
     shape, zero = (blocks.rows, blocks.columns), zero_index()
     row, first = pl.program_id(0) * blocks.rows, pl.program_id(1) * chunk
     trips = jnp.minimum(chunk, pl.cdiv(size[1], blocks.columns) - first)

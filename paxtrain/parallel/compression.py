@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from compress import policy
 from compress.codec import Codec, Identity, check_codec, codec_name, wire_bytes
-from compress.kernels import LARGEST_RANK, MOSAIC_AVAILABLE
+from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
 from compress.lowrank import LowRank, restrict
 from compress.powersgd import init_power
 from compress.recorder import Record, RecordableCodec, Recorder
@@ -51,29 +51,28 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     ranks += [c.forward_rank] if c.forward != "none" else []
     ranks += [c.data_rank] if c.data != "none" else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
-    # The kernels are laid out for data-centre GPUs from Hopper on; an A100 has the shared memory for low ranks only.
-    made_for = 9 <= capability < 11
-    largest = LARGEST_RANK if made_for else 64
-    hopper = MOSAIC_AVAILABLE and 9 <= capability < 10
+    here, largest = on_gpu(capability), LARGEST_RANK if capability >= 9 else LARGEST_RANK_A100
     if asked == "auto":
-        best = "mosaic" if hopper else "triton"
-        return best if (made_for or capability == 8) and max(ranks) <= largest else "xla"
-    needs = {
-        "triton": ("NVIDIA A100, H100, H200 or B200 GPUs", made_for or 8 <= capability < 9),
-        "mosaic": ("NVIDIA H100 or H200 GPUs and jax 0.12", hopper),
-    }
-    if asked in needs and not needs[asked][1]:
+        # Other GPUs of the A100's generation have less shared memory than an A100.
+        return here[0] if (capability == 8 or capability >= 9) and max(ranks) <= largest else "xla"
+    if asked == "xla":
+        return asked
+    found = next((name for name in here if name == asked or (asked == "mosaic" and name in MOSAIC)), None)
+    if found is None:
+        needs = {
+            "triton": "NVIDIA A100, H100, H200 or B200 GPUs",
+            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.12",
+        }[asked]
         version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
         raise UserError(
-            f"compress.implementation={asked} needs {needs[asked][0]}, got {device.device_kind}{version}; "
-            "auto or xla would work"
+            f"compress.implementation={asked} needs {needs}, got {device.device_kind}{version}; auto or xla would work"
         )
-    if asked in needs and max(ranks) > largest:
+    if max(ranks) > largest:
         raise UserError(
             f"compress.implementation={asked} takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
             "auto or xla would work"
         )
-    return asked
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Compression:
 
     Attributes:
         layout: layout of the model on the mesh.
-        implementation: implementation of the kernels, "xla", "triton" or "mosaic".
+        implementation: implementation of the kernels, one of compress.kernels.IMPLEMENTATIONS.
         record: number of messages that every link keeps for a study; 0 keeps none.
         codec: codec of the gradients between stages. compress.backward says which gradients it encodes, and "none"
             stands for "all" then; backward_rank, error, factors and form do not apply to it. None: the LowRank codec

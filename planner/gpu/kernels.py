@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from compress import kernel_times
-from compress import kernels as passes
+from compress.kernels import on_gpu
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
 
 _AIM = 0.7  # of a copy's bandwidth, encoding
@@ -24,8 +24,7 @@ def measure(folder: pathlib.Path, cases: list[list[Any]], elements: int, repeats
         iterations: operations of a run.
     """
     bandwidth = kernel_times.copy_bandwidth(elements, repeats, iterations)
-    own = [name for name in passes.IMPLEMENTATIONS if name != "interpret"]
-    here = own if jax.default_backend() == "gpu" else ["xla"]
+    here = on_gpu(float(getattr(jax.devices()[0], "compute_capability", 0)))
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for case in (kernel_times.Matrices(*values) for values in cases):

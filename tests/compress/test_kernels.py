@@ -168,5 +168,7 @@ def test_refuses_what_it_cannot_do():
     p = jnp.zeros((8, 129), jnp.bfloat16)
     with pytest.raises(ValueError, match="ranks up to 128, got 129; implementation='xla'"):
         kernels.decode(p, p, jnp.bfloat16, implementation="interpret")
-    with pytest.raises(ValueError, match="unknown implementation 'cuda'; known are xla, triton, mosaic, interpret"):
+    with pytest.raises(
+        ValueError, match="unknown implementation 'cuda'; known are xla, triton, wgmma, tcgen05, interpret"
+    ):
         kernels.decode(p, p, jnp.bfloat16, implementation="cuda")

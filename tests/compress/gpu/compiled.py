@@ -1,5 +1,8 @@
 """Programs compiled for GPUs that are not there."""
 
+import concurrent.futures
+import multiprocessing
+
 import jax
 import numpy as np
 import pytest
@@ -22,3 +25,12 @@ def compiled(mesh, function, *shapes, donate=()):
     # From jax 0.11 on, the lowering of the kernels asks the mesh in use for the kind of GPU.
     with use_abstract_mesh(mesh.abstract_mesh):
         return aot.compile(jax.jit(function, donate_argnums=donate).lower(*arrays))
+
+
+def alone(function, *args):
+    """Return function(*args), called in a process of its own.
+
+    The compiler of Mosaic GPU kernels stays with the architecture for which it has compiled first (jax 0.12.0).
+    """
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()

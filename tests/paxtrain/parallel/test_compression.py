@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from compress import wire_bytes
+from compress import kernels, wire_bytes
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
 from paxtrain.parallel import compression
@@ -318,7 +318,7 @@ def test_triton_needs_a_gpu():
     ):
         _ = trainer(config(implementation="triton")).compression
     with pytest.raises(
-        UserError, match=r"implementation=mosaic needs NVIDIA H100 or H200 GPUs and jax 0\.12, got cpu and"
+        UserError, match=r"implementation=mosaic needs NVIDIA H100, H200 or B200 GPUs and jax 0\.12, got cpu and"
     ):
         _ = trainer(config(implementation="mosaic")).compression
 
@@ -329,18 +329,21 @@ def test_triton_needs_a_gpu():
         ("8.0", 64, "triton", "triton"),
         ("8.0", 65, "xla", "xla"),
         ("8.6", 16, "xla", "xla"),
-        ("9.0", 16, "mosaic", "triton"),
+        ("9.0", 16, "wgmma", "triton"),
         ("9.0", 200, "xla", "xla"),
-        ("10.0", 16, "triton", "triton"),
+        ("10.0", 16, "tcgen05", "triton"),
         ("12.0", 16, "xla", "xla"),
     ],
 )
 def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank, with_mosaic, without):
     gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
     for available, best in ((True, with_mosaic), (False, without)):
-        monkeypatch.setattr(compression, "MOSAIC_AVAILABLE", available)
+        monkeypatch.setattr(kernels, "MOSAIC_AVAILABLE", available)
         asked = config(backward="all", backward_rank=rank)
         assert compression.settle_implementation(asked, gpu) == best
+        if best in kernels.MOSAIC:
+            asked = config(backward="all", backward_rank=rank, implementation="mosaic")
+            assert compression.settle_implementation(asked, gpu) == best
 
 
 def test_sections_default_to_no_compression():
