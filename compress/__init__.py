@@ -1,8 +1,11 @@
 """compress: codecs for traffic over slow links. It imports neither paxtrain nor planner.
 
     codec.py                                the interface of a codec; codec_error, wire_bytes
+    reducer.py                              the interface of a reduction over data; Scattered: that of any codec
     lowrank.py                              the codec LowRank: messages between pipeline stages
-    powersgd.py                             mean_lowrank: gradients over data (PowerSGD)
+    powersgd.py                             the reducer PowerSGD: gradients over data
+    codecs/                                 codecs by name, and others than low rank
+    testing.py                              properties that every codec has
     collectives.py                          reduce_scatter, right on CPUs, too; many collectives packed into one
     policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py                              passes over whole matrices: public op and jnp reference
@@ -13,8 +16,9 @@
 
     error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors
 
-A codec of one's own is a class with the methods of `Codec`, given to `paxtrain.train(config, codec=...)`; it needs no
-change here. Importing this package does not import jax; each name below does when it is first used.
+A codec of one's own is a class derived from `Codec`, which flags name as package.module:Class; it needs no change here.
+docs/codecs.md has one of 30 lines. Importing this package does not import jax; each name below does when it is first
+used.
 """
 
 import importlib
@@ -23,16 +27,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compress.codec import Codec as Codec
     from compress.codec import Identity as Identity
+    from compress.codec import Passes as Passes
     from compress.codec import codec_error as codec_error
     from compress.codec import wire_bytes as wire_bytes
     from compress.lowrank import LowRank as LowRank
+    from compress.powersgd import PowerSGD as PowerSGD
     from compress.powersgd import init_power as init_power
     from compress.powersgd import mean_lowrank as mean_lowrank
+    from compress.reducer import Reducer as Reducer
+    from compress.reducer import Scattered as Scattered
+    from compress.reducer import Shard as Shard
 
 _EXPORTS = {
     "Codec": "compress.codec",
     "Identity": "compress.codec",
     "LowRank": "compress.lowrank",
+    "Passes": "compress.codec",
+    "PowerSGD": "compress.powersgd",
+    "Reducer": "compress.reducer",
+    "Scattered": "compress.reducer",
+    "Shard": "compress.reducer",
     "codec_error": "compress.codec",
     "init_power": "compress.powersgd",
     "mean_lowrank": "compress.powersgd",

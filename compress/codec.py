@@ -1,37 +1,20 @@
 """The interface of a codec, and the codec that changes nothing.
 
-A codec stands between a value and the link that it crosses. It is three pure functions over explicit state, like an
-optimizer of optax. Each directed link between two pipeline stages has its own state:
+A codec stands between a value and the link that it crosses. It is pure functions over explicit state, like an optimizer
+of optax. Each directed link between two pipeline stages has its own state:
 
     state = codec.init(shape, dtype)                    before the first message
     wire, state = codec.encode(state, x, active)        on the sender
+    wire = codec.exchange(wire, crossing)               over the link
     x = codec.decode(wire, like)                        on the receiver
 
 The wire is a pytree of arrays, and is all that crosses the link. Sender and receiver see the same wire, so both can
-form the same decoded bits. This top-k codec with error feedback is complete; `paxtrain.train(config, codec=TopK(64))`
-trains with it:
-
-    @dataclasses.dataclass(frozen=True)
-    class TopK:
-        k: int
-
-        def init(self, shape, dtype):
-            return jnp.zeros(shape, dtype)  # what earlier messages left out
-
-        def encode(self, state, x, active=True):
-            m = (x + state).reshape(-1)
-            _, where = jax.lax.top_k(jnp.abs(m), self.k)
-            wire = m[where], where.astype(jnp.int32)
-            left = m.at[where].set(0).reshape(x.shape)
-            return wire, jnp.where(active, left, state)
-
-        def decode(self, wire, like):
-            values, where = wire
-            flat = jnp.zeros(math.prod(like.shape), like.dtype)
-            return flat.at[where].set(values).reshape(like.shape)
+form the same decoded bits. docs/codecs.md has a complete codec of 30 lines, top-k with error feedback.
 """
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -39,16 +22,47 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Like = jax.Array | jax.ShapeDtypeStruct
+Pairs = tuple[tuple[int, int], ...]
+
+
+class Crossing(Protocol):
+    """The links that one exchange crosses, as a codec sees them."""
+
+    @property
+    def pairs(self) -> Pairs:
+        """(sender, receiver) stages."""
+
+    def send(self, wire: Any, pairs: Pairs) -> Any:
+        """Return the wire that arrives over some of the pairs, in one message; other receivers get anything."""
+
+    def receives(self, pairs: Pairs) -> jax.Array:
+        """Return whether this stage is one of the receivers of some of the pairs, bool []."""
+
+
+class Passes(NamedTuple):
+    """What a codec costs a device, for predictions.
+
+    Attributes:
+        encode: reads and writes of the whole message on the sender, in multiples of the message's bytes.
+        decode: the same on the receiver.
+        launches: kernels that either of the two launches.
+    """
+
+    encode: float
+    decode: float
+    launches: int = 8
 
 
 @runtime_checkable
 class Codec(Protocol):
-    """Three functions that encode and decode the messages of a link.
+    """Functions that encode, exchange and decode the messages of a link.
 
-    The functions are traced by jax.jit, so shapes and dtypes of the state and the wire must depend on the message's
-    shape and dtype alone. A message is [B, S, H]: micro-batch, sequence (or a device's part of it) and hidden size, in
-    the model's compute dtype. A codec must be hashable, as a frozen dataclass is. Its `repr` identifies it in logs and
-    checkpoints, so it must show every setting.
+    Derive a codec from this class, and write `init`, `encode` and `decode`; a codec with error feedback also has
+    `residual`. The functions are traced by jax.jit, so shapes and dtypes of the state and the wire must depend on the
+    message's shape and dtype alone. Between stages a message is [B, S, H]: micro-batch, sequence (or a device's part of
+    it) and hidden size, in the model's compute dtype. Over data it is part of a kernel's gradient, in float32. A codec
+    must be hashable, as a frozen dataclass is. Its `repr` identifies it in logs and checkpoints, so it must show every
+    setting.
     """
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
@@ -85,8 +99,70 @@ class Codec(Protocol):
             like: array or shape whose shape and dtype the result has.
         """
 
+    def residual(self, state: Any, like: Like) -> jax.Array:
+        """Return what earlier messages left out and the next one brings; zeros without error feedback.
 
-class Identity(NamedTuple):
+        Args:
+            state: state of the link.
+            like: array or shape whose shape and dtype the result has.
+        """
+        return jnp.zeros(like.shape, like.dtype)
+
+    def exchange(self, wire: Any, crossing: Crossing) -> Any:
+        """Return the wire that arrives at this stage, given the one that it sends.
+
+        Args:
+            wire: wire that `encode` returned on this stage.
+            crossing: links to cross.
+        """
+        return crossing.send(wire, crossing.pairs)
+
+    def on_link(self, state: Any, sender: jax.Array | int) -> Any:
+        """Return the first state of one link, given the one that `init` returns for all.
+
+        Args:
+            state: state that `init` returned.
+            sender: stage that sends over the link, int []; it may be traced.
+        """
+        return state
+
+    def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """Return the bytes that one message puts on a link; of links that differ, on the widest.
+
+        Args:
+            shape: shape of the message.
+            dtype: dtype of the message.
+        """
+        _, wire, _ = _first_message(self, jax.ShapeDtypeStruct(shape, dtype))
+        return tree_bytes(wire)
+
+    def passes(self) -> Passes:
+        """Return what encoding and decoding cost a device."""
+        return Passes(encode=2, decode=1)
+
+    def problem(self, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
+        """Return why messages should not go through the codec, as a sentence that begins with an option; "" if nothing.
+
+        Args:
+            shape: shape of the messages.
+            dtype: dtype of the messages.
+            min_ratio: factor by which the configuration asks messages to become smaller.
+        """
+        return ""
+
+    def describe(self, shape: tuple[int, ...], dtype: DTypeLike) -> str:
+        """Return what the codec does to messages, for tables: "TopK(k=64), 512 of 4096 bytes, 8.0 times smaller".
+
+        Args:
+            shape: shape of the messages.
+            dtype: dtype of the messages.
+        """
+        sent, dense = self.wire_bytes(shape, dtype), array_bytes(shape, dtype)
+        return f"{codec_name(self)}, {sent} of {dense} bytes, {times_smaller(dense, [sent])}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(Codec):
     """Codec that sends messages as they are and keeps no state."""
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[()]:
@@ -107,29 +183,59 @@ class Identity(NamedTuple):
         """Return the wire."""
         return wire
 
-    def residual(self, state: tuple[()], like: Like) -> jax.Array:
-        """Return zeros, because no message loses anything."""
-        return jnp.zeros(like.shape, like.dtype)
+    def passes(self) -> Passes:
+        """Return no pass."""
+        return Passes(0, 0, 0)
 
 
-def codec_name(codec: Codec) -> str:
+def codec_name(codec: object) -> str:
     """Return the name of a codec in logs and checkpoints: its repr, or its class if the repr is an address."""
     kind = type(codec)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)
 
 
-def wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Return the bytes that one message puts on a link, counted from the arrays that `encode` returns.
+def missing_methods(codec: object, protocol: type = Codec) -> str:
+    """Return a sentence about the methods of a protocol that an object lacks; "" if it has all.
 
-    Nothing is computed: the codec is traced on shapes.
+    Args:
+        codec: object to look at.
+        protocol: Protocol that it should have, one of this package's.
+    """
+    names = [name for name in vars(protocol) if not name.startswith("_")]
+    lacking = sorted(name for name in names if not hasattr(codec, name))
+    return f"it lacks {', '.join(lacking)}; derive its class from compress.{protocol.__name__}" if lacking else ""
+
+
+def array_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Return the bytes of an array of a shape and dtype."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays of a tree of arrays or of their shapes."""
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
+def times_smaller(dense: int, sent: Sequence[int]) -> str:
+    """Return how many times smaller a message becomes, as text: "7.9 and 3.9 times smaller".
+
+    Args:
+        dense: bytes of the message.
+        sent: bytes on the wire, of one codec or of several.
+    """
+    times = (dense / size if size else math.inf for size in sent)
+    return f"{' and '.join(f'{ratio:.1f}' for ratio in times)} times smaller"
+
+
+def wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Return the bytes that one message puts on a link, as the codec declares them.
 
     Args:
         codec: codec of the link.
         shape: shape of the message.
         dtype: dtype of the message.
     """
-    _, wire, _ = _first_message(codec, jax.ShapeDtypeStruct(shape, dtype))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(wire))
+    return codec.wire_bytes(shape, dtype)
 
 
 def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -141,9 +247,11 @@ def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         dtype: dtype of the messages.
 
     Raises:
-        ValueError: `encode` returns a state of other shapes than `init`, or `decode` another shape or dtype than the
-            message's. An exception that the codec itself raises for this shape passes through.
+        ValueError: a method is missing, `encode` returns a state of other shapes than `init`, or `decode` another shape
+            or dtype than the message's. An exception that the codec itself raises for this shape passes through.
     """
+    if lacking := missing_methods(codec):
+        raise ValueError(f"{codec_name(codec)} is no codec: {lacking}")
     message = jax.ShapeDtypeStruct(shape, dtype)
     before, wire, after = _first_message(codec, message)
     if (_shapes(before), jax.tree.structure(before)) != (_shapes(after), jax.tree.structure(after)):

@@ -4,12 +4,14 @@ All functions run per device, inside shard_map or under vmap with the same axis 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -35,6 +37,20 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
     scatter = functools.partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
     return lax.platform_dependent(x, cpu=exchange, default=scatter)
+
+
+def own_part(x: jax.Array, axis: str | None, dim: int) -> jax.Array:
+    """Return this rank's part, along a dim, of an array that is whole on every rank of an axis.
+
+    Args:
+        x: array of any shape.
+        axis: name of the mesh axis; None: there is one rank, which has all of it.
+        dim: dim of x; its size is a multiple of the axis's.
+    """
+    if axis is None:
+        return x
+    size = x.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=dim)
 
 
 def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -93,3 +109,35 @@ def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -
 def _split(x: jax.Array, sizes: list[int], dim: int) -> list[jax.Array]:
     """Return the parts of x along a dim, given their sizes."""
     return jnp.split(x, np.cumsum(sizes)[:-1], dim)
+
+
+def joined(leaves: list[jax.Array]) -> jax.Array:
+    """Return all arrays in one array [size]; if their dtypes differ, as for codes and scales, an array of bytes."""
+    common = _common(leaves)
+    return lax.concatenate([_cast(leaf, common).reshape(-1) for leaf in leaves], 0)
+
+
+def _common(leaves: list[jax.Array]) -> DTypeLike:
+    """Return the dtype in which the arrays are joined."""
+    return leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else jnp.dtype("uint8")
+
+
+def _cast(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the same bits as an array of another dtype."""
+    if leaf.dtype == dtype:
+        return leaf
+    if jnp.bool_ in (leaf.dtype, dtype):
+        return leaf.astype(dtype)  # a bool is a byte, 0 or 1, and the other dtype is uint8
+    return lax.bitcast_convert_type(leaf, dtype)
+
+
+def parted(flat: jax.Array, like: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Return the arrays that `joined` has joined.
+
+    Args:
+        flat: the joined array [size].
+        like: arrays whose shapes and dtypes the parts have.
+    """
+    shapes = [jax.eval_shape(lambda leaf: _cast(leaf, flat.dtype), leaf).shape for leaf in like]
+    parts = jnp.split(flat, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+    return [_cast(part.reshape(shape), leaf.dtype) for part, shape, leaf in zip(parts, shapes, like)]

@@ -1,15 +1,16 @@
-"""The codec `LowRank`: a message travels as two thin factors, and their error is added to the next message."""
+"""The codecs `LowRank` and `RankByLink`: a message travels as two thin factors, and their error with the next one."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from compress import kernels, subspace
-from compress.codec import Like
+from compress import kernels, policy, subspace
+from compress.codec import Codec, Crossing, Like, Passes, array_bytes, times_smaller
 
 
 class LowRankState(NamedTuple):
@@ -39,7 +40,7 @@ class LowRankWire(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRank:
+class LowRank(Codec):
     """Codec that sends a message [*, k] as two factors of low rank, by one step of subspace iteration per message.
 
     A message is seen as a matrix [n, k], with n the product of its leading dims. On the wire are r (n + k) numbers in
@@ -152,6 +153,43 @@ class LowRank:
                 return e.reshape(like.shape)
         return jnp.zeros(like.shape, like.dtype)
 
+    def passes(self) -> Passes:
+        """Return two passes to encode, project and back-project, and one to decode."""
+        return Passes(encode=2, decode=1, launches=8)
+
+    def problem(self, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
+        """Return that the rank saves too little, if it does; see `Codec.problem`."""
+        return _too_large("rank", self, shape, dtype, min_ratio)
+
+    def describe(self, shape: tuple[int, ...], dtype: DTypeLike) -> str:
+        """Return the rank and what it saves; see `Codec.describe`."""
+        return _in_words([self], shape, dtype)
+
+
+def _too_large(name: str, codec: LowRank, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
+    """Return a sentence about a rank that saves too little; "" if it saves enough.
+
+    Args:
+        name: name of the option.
+        codec: codec with the rank.
+        shape: shape of the messages.
+        dtype: dtype of the messages.
+        min_ratio: factor by which compression must make a message smaller.
+    """
+    n, k = math.prod(shape[:-1]), shape[-1]
+    sizes = jnp.dtype(dtype).itemsize, jnp.dtype(codec.factors).itemsize
+    largest = policy.largest_rank(n, k, max(min_ratio, 1e-9), *sizes)  # 0 asks for no saving at all
+    if codec.rank <= largest:
+        return ""
+    return policy.too_large(f"{name}={codec.rank}", f"messages are {n} x {k}", largest, min_ratio)
+
+
+def _in_words(codecs: Sequence[LowRank], shape: tuple[int, ...], dtype: DTypeLike) -> str:
+    """Return the ranks of codecs and what each saves: "rank 2 and 4 of 512 x 128, 51.2 and 25.6 times smaller"."""
+    smaller = times_smaller(array_bytes(shape, dtype), [codec.wire_bytes(shape, dtype) for codec in codecs])
+    ranks = " and ".join(str(codec.rank) for codec in codecs)
+    return f"rank {ranks} of {math.prod(shape[:-1])} x {shape[-1]}, {smaller}"
+
 
 # Links of different ranks share one program, whose shapes are those of the highest rank r. A link of a lower rank has
 # zero columns in its state. They stay exactly zero, so they need not travel.
@@ -180,3 +218,72 @@ def widen(wire: LowRankWire, rank: int) -> LowRankWire:
         return jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 1) + [(0, rank - leaf.shape[-1])])
 
     return jax.tree.map(pad, wire)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankByLink(Codec):
+    """LowRank with another rank on each link.
+
+    Attributes:
+        codec: codec of the highest rank.
+        ranks: rank of each link, by its sending stage.
+    """
+
+    codec: LowRank
+    ranks: tuple[int, ...]
+
+    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> LowRankState:
+        """Return the state of a link of the highest rank."""
+        return self.codec.init(shape, dtype)
+
+    def on_link(self, state: LowRankState, sender: jax.Array | int) -> LowRankState:
+        """Return the state with the columns that the link's rank allows; see `Codec.on_link`."""
+        return restrict(state, jnp.asarray(self.ranks)[sender])
+
+    def encode(
+        self, state: LowRankState, x: jax.Array, active: jax.Array | bool = True
+    ) -> tuple[LowRankWire, LowRankState]:
+        """Return what LowRank returns; columns beyond the link's rank are zero.
+
+        Args:
+            state: state of the link.
+            x: message [*, k].
+            active: whether the message is sent, bool [].
+        """
+        return self.codec.encode(state, x, active)
+
+    def exchange(self, wire: LowRankWire, crossing: Crossing) -> LowRankWire:
+        """Send each link's columns alone, so that a link of a lower rank carries no padding.
+
+        Args:
+            wire: factors of this stage's message.
+            crossing: links to cross.
+        """
+        arrived = None
+        for rank in sorted({self.ranks[sender] for sender, _ in crossing.pairs}):
+            some = tuple(pair for pair in crossing.pairs if self.ranks[pair[0]] == rank)
+            new = widen(crossing.send(narrow(wire, rank), some), self.codec.rank)
+            mine = crossing.receives(some)
+            arrived = new if arrived is None else jax.tree.map(lambda n, o, m=mine: jnp.where(m, n, o), new, arrived)
+        return wire if arrived is None else arrived
+
+    def decode(self, wire: LowRankWire, like: Like) -> jax.Array:
+        """Return p w^T."""
+        return self.codec.decode(wire, like)
+
+    def residual(self, state: LowRankState, like: Like) -> jax.Array:
+        """Return the error of earlier messages; see `Codec.residual`."""
+        return self.codec.residual(state, like)
+
+    def passes(self) -> Passes:
+        """Return what LowRank costs."""
+        return self.codec.passes()
+
+    def problem(self, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
+        """Return that the highest rank saves too little, if it does; see `Codec.problem`."""
+        return _too_large("ranks", self.codec, shape, dtype, min_ratio)
+
+    def describe(self, shape: tuple[int, ...], dtype: DTypeLike) -> str:
+        """Return the ranks and what each saves; see `Codec.describe`."""
+        ranks = sorted(set(self.ranks))
+        return _in_words([dataclasses.replace(self.codec, rank=rank) for rank in ranks], shape, dtype)

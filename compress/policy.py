@@ -37,6 +37,19 @@ def largest_rank(n: int, k: int, min_ratio: float = 2.0, dense_bytes: float = 4,
     return min(n, k, math.floor(compression_ratio(n, k, 1, dense_bytes, factor_bytes) / min_ratio))
 
 
+def too_large(setting: str, what: str, largest: int, min_ratio: float) -> str:
+    """Return a sentence about a rank that saves too little.
+
+    Args:
+        setting: name and value of the rank, such as "rank=17".
+        what: clause that names the matrix for which the rank is too large.
+        largest: largest useful rank; 0 if no rank is useful.
+        min_ratio: factor by which compression must make a matrix smaller.
+    """
+    would = f"the largest useful rank is {largest}" if largest else "no rank would"
+    return f"{setting} does not make anything {min_ratio:g} times smaller (compress.min_ratio): {what}; {would}"
+
+
 def selective(finish: Sequence[float], dense: Sequence[float], compressed: Sequence[float]) -> tuple[int, ...]:
     """Return the fewest stages to compress so that the last data-parallel reduction ends as early as possible.
 

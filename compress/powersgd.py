@@ -6,47 +6,40 @@ References:
     Vogels et al. 2019, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress import kernels, subspace
-from compress.collectives import packed
+from compress import kernels, policy, subspace
+from compress.codec import Like, Passes
+from compress.collectives import own_part, packed
+from compress.reducer import LeftOut, Reducer, Shard, Shards, squares
 
 Factors = tuple[jax.Array, jax.Array]
 
 
-class PowerState(NamedTuple):
-    """State of PowerSGD between steps, with one array for each matrix [n, k].
+Each = TypeVar("Each", jax.Array, list[jax.Array])
+
+
+class PowerState(NamedTuple, Generic[Each]):
+    """State of PowerSGD between steps: arrays of one matrix [n, k], or lists of those of many.
 
     Attributes:
-        error: [n, k] float32 parts of the gradients that this data rank has not sent yet.
-        q: [k, at most r_max] float32 right factors to start from, the same bits on all data ranks.
+        error: [n, k] float32 part of the gradient that this data rank has not sent yet.
+        q: [k, at most r_max] float32 right factor to start from, the same bits on all data ranks.
     """
 
-    error: list[jax.Array]
-    q: list[jax.Array]
+    error: Each
+    q: Each
 
 
-class PowerStats(NamedTuple):
-    """Squared Frobenius norms over all matrices of a data rank, float32 [].
-
-    The relative residual is sqrt(left / total).
-
-    Attributes:
-        left: squared norm of the errors that this step leaves.
-        total: squared norm of the gradients plus the previous errors, which were to be sent.
-    """
-
-    left: jax.Array
-    total: jax.Array
-
-
-def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> PowerState:
+def init_power(shapes: Sequence[tuple[int, int]], rank: int, seed: int) -> PowerState[list[jax.Array]]:
     """Return the state before the first step: no error, and random right factors.
 
     Matrices of equal shapes start from equal factors.
@@ -78,13 +71,13 @@ def _by_shape(function: Callable[..., jax.Array], *columns: Sequence[jax.Array])
 
 def mean_lowrank(
     matrices: Sequence[jax.Array],
-    state: PowerState,
+    state: PowerState[list[jax.Array]],
     rank: int,
     axis: str | None,
     implementation: str = "xla",
     form: str = "solve",
     keep: bool = False,
-) -> tuple[list[Factors], PowerState, PowerStats]:
+) -> tuple[list[Factors], PowerState[list[jax.Array]], LeftOut]:
     """Return low-rank factors of the mean of many matrices over data ranks, with two all-reduces for all of them.
 
     Data rank w has the gradient g_w and the error e_w. Then
@@ -120,25 +113,176 @@ def mean_lowrank(
         Vogels et al. 2019, PowerSGD, algorithm 1, with the least-squares fit of compress.subspace in place of
         orthogonalisation.
     """
-    mean = functools.partial(_mean, axis=axis)
+    kept = _encode(matrices, state, rank, implementation, keep)
+    arrived = _exchange(kept, axis, implementation, form)
+    state, left_out = _update(arrived, kept, implementation)
+    return list(zip(arrived.p, arrived.w)), state, left_out
+
+
+class Projected(NamedTuple):
+    """What a rank keeps of its matrices during a reduction.
+
+    Attributes:
+        m: [n, k] gradients plus errors.
+        product: [n, r] their products with the right factors, which travel first.
+        q: right factors of the state.
+        shapes: shapes of the gradients, before they were matrices.
+    """
+
+    m: list[jax.Array]
+    product: list[jax.Array]
+    q: list[jax.Array]
+    shapes: list[tuple[int, ...]]
+
+
+class Arrived(NamedTuple):
+    """Factors behind both all-reduces.
+
+    Attributes:
+        p: left factor [n, r] of each matrix.
+        w: right factor [k, r] of the mean.
+        own: right factor [k, r] of this rank's matrix.
+    """
+
+    p: list[jax.Array]
+    w: list[jax.Array]
+    own: list[jax.Array]
+
+
+def _encode(
+    matrices: Sequence[jax.Array], state: PowerState[list[jax.Array]], rank: int, implementation: str, keep: bool
+) -> Projected:
+    """Return the products that travel first, and what is kept; the arguments are those of `mean_lowrank`."""
     projected = [
         kernels.project(g, q[:, :rank], kernels.Explicit(e), keep=keep, implementation=implementation)
         for g, q, e in zip(matrices, state.q, state.error, strict=True)
     ]
-    ms = [m for m, _ in projected]
+    shapes = [x.shape for x in matrices]
+    return Projected([m for m, _ in projected], [product for _, product in projected], state.q, shapes)
+
+
+def _exchange(kept: Projected, axis: str | None, implementation: str, form: str) -> Arrived:
+    """Return the factors behind both all-reduces; the arguments are those of `mean_lowrank`."""
+    mean = functools.partial(_mean, axis=axis)
     basis = (
         subspace.orthonormal
         if form == "qr"
         else functools.partial(subspace.precondition, implementation=implementation)
     )
     solve = functools.partial(subspace.solve, implementation=implementation)
-    ps = _by_shape(basis, packed(mean, [product for _, product in projected]))
-    backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(ms, ps)]
+    ps = _by_shape(basis, packed(mean, kept.product))
+    backprojected = [kernels.backproject(m, p, implementation=implementation) for m, p in zip(kept.m, ps)]
     own = [s for s, _ in backprojected] if form == "qr" else _by_shape(solve, *zip(*backprojected))
-    ws = packed(mean, own)
-    errors = [kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(ms, ps, own)]
-    qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(state.q, _by_shape(_warm_start, ws))]
-    return list(zip(ps, ws)), PowerState(errors, qs), PowerStats(_squares(errors), _squares(ms))
+    return Arrived(ps, packed(mean, own), own)
+
+
+def _update(arrived: Arrived, kept: Projected, implementation: str) -> tuple[PowerState[list[jax.Array]], LeftOut]:
+    """Return the next state and this rank's errors; the arguments are those of `mean_lowrank`."""
+    errors = [
+        kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(kept.m, arrived.p, arrived.own)
+    ]
+    qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(kept.q, _by_shape(_warm_start, arrived.w))]
+    return PowerState(errors, qs), LeftOut(squares(errors), squares(kept.m))
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of an array as a matrix."""
+    return shape[0], math.prod(shape[1:])
+
+
+def largest_rank(shape: tuple[int, ...], min_ratio: float) -> int:
+    """Return the largest rank whose factors are `min_ratio` times smaller than an array; 0 if there is none."""
+    return policy.largest_rank(*_matrix(shape), max(min_ratio, 1e-9))  # 0 asks for no saving at all
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Reducer):
+    """Reducer by two thin factors with error feedback, see `mean_lowrank`; an array is a matrix of its rows.
+
+    Attributes:
+        rank: columns of the factors; the highest rank of a run whose ranks change.
+        form: "solve" or "qr", see `mean_lowrank`.
+        implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
+        highest: columns of the state, if `rank` is one of lower levels; 0: those of `rank`.
+    """
+
+    rank: int
+    form: str = "solve"
+    implementation: str = "xla"
+    highest: int = 0
+
+    @property
+    def level(self) -> int:
+        """The rank."""
+        return self.rank
+
+    def at(self, level: int) -> "PowerSGD":
+        """Return the reducer of another rank, with the same state."""
+        return dataclasses.replace(self, rank=level, highest=self.highest or self.rank)
+
+    def init(self, shape: tuple[int, ...], shard: Shard) -> PowerState[jax.Array]:
+        """Return the state of one array: the same right factor for equal shapes; see `Reducer.init`."""
+        [error], [q] = init_power([_matrix(shape)], self.highest or self.rank, seed=0)
+        return PowerState(error, q)
+
+    def takes(self, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
+        """Return whether the factors are small enough; see `Reducer.takes`."""
+        return self.rank <= largest_rank(shape, min_ratio)
+
+    def encode(
+        self, states: list[PowerState[jax.Array]], arrays: list[jax.Array], shards: Shards
+    ) -> tuple[list[jax.Array], Projected]:
+        """Return the products that travel first, and what the rank keeps; see `Reducer.encode`."""
+        matrices = [x.reshape(_matrix(x.shape)) for x in arrays]
+        together = PowerState([state.error for state in states], [state.q for state in states])
+        kept = _encode(matrices, together, self.rank, self.implementation, keep=True)
+        return kept.product, kept._replace(shapes=[x.shape for x in arrays])
+
+    def exchange(self, wire: list[jax.Array], kept: Projected, shards: Shards) -> Arrived:
+        """Return the factors, behind two all-reduces for all arrays; see `Reducer.exchange`."""
+        return _exchange(kept, shards[0].axis if shards else None, self.implementation, self.form)
+
+    def update(self, arrived: Arrived, kept: Projected, shards: Shards) -> tuple[list[PowerState[jax.Array]], LeftOut]:
+        """Return the next states and this rank's errors; see `Reducer.update`."""
+        state, left_out = _update(arrived, kept, self.implementation)
+        return [PowerState(e, q) for e, q in zip(state.error, state.q)], left_out
+
+    def decode(self, arrived: Arrived, kept: Projected, shards: Shards) -> list[jax.Array]:
+        """Return this rank's parts of the products of the factors; see `Reducer.decode`.
+
+        Of an array whose rows are split only the rank's rows are computed.
+        """
+        means = []
+        for p, w, shape, shard in zip(arrived.p, arrived.w, kept.shapes, shards, strict=True):
+            rows = shape
+            if shard.dim == 0:
+                p, rows = own_part(p, shard.axis, 0), (shape[0] // shard.ranks, *shape[1:])
+            product = kernels.decode(p, w, jnp.float32, implementation=self.implementation).reshape(rows)
+            means.append(product if shard.dim <= 0 else own_part(product, shard.axis, shard.dim))
+        return means
+
+    def residual(self, state: PowerState[jax.Array], like: Like, shard: Shard) -> jax.Array:
+        """Return the error; see `Reducer.residual`."""
+        return state.error.reshape(like.shape)
+
+    def release(
+        self, state: PowerState[jax.Array], x: jax.Array, shard: Shard
+    ) -> tuple[jax.Array, PowerState[jax.Array]]:
+        """Return the array plus its error, and the state without it; see `Reducer.release`."""
+        return x + state.error.reshape(x.shape), state._replace(error=jnp.zeros_like(state.error))
+
+    def traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
+        """Return both all-reduces, one of each factor."""
+        ring = 2 * (shard.ranks - 1) / shard.ranks
+        return tuple(("all-reduce", ring * self.rank * side * 4) for side in _matrix(shape))
+
+    def passes(self) -> Passes:
+        """Return the passes: add the error, project and back-project; keep what is left out, and decode."""
+        return Passes(encode=4, decode=3, launches=6)
+
+    def describe(self) -> str:
+        """Return the rank."""
+        return f"rank {self.rank}"
 
 
 def _mean(x: jax.Array, axis: str | None) -> jax.Array:
@@ -152,8 +296,3 @@ def _warm_start(w: jax.Array) -> jax.Array:
     # orthonormal.
     k, r = w.shape[-2:]
     return subspace.warm_start(w, jax.random.normal(jax.random.key(0), (k, r)) * k**-0.5)
-
-
-def _squares(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return the sum of all squares, float32 []."""
-    return sum((jnp.sum(jnp.square(x)) for x in arrays), jnp.float32(0))

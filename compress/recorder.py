@@ -1,21 +1,13 @@
 """A codec around another one that keeps a record of the last messages, for studies."""
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Like
-
-
-@runtime_checkable
-class RecordableCodec(Codec, Protocol):
-    """Codec that can also return the error that it still has to send."""
-
-    def residual(self, state: Any, like: Like) -> jax.Array:
-        """Return the error of earlier messages, which the next one will bring, in like's shape and dtype."""
+from compress.codec import Codec, Crossing, Like, Passes
 
 
 class Record(NamedTuple):
@@ -37,7 +29,7 @@ class Record(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class Recorder(Codec):
     """Codec that sends what another codec sends, and records the last messages in its state.
 
     Attributes:
@@ -45,7 +37,7 @@ class Recorder:
         capacity: number of messages in the record.
     """
 
-    codec: RecordableCodec
+    codec: Codec
     capacity: int
 
     def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> Record:
@@ -82,3 +74,20 @@ class Recorder:
     def residual(self, state: Record, like: Like) -> jax.Array:
         """Return the inner codec's residual."""
         return self.codec.residual(state.inner, like)
+
+    def exchange(self, wire: Any, crossing: Crossing) -> Any:
+        """Exchange the wire as the inner codec does.
+
+        Args:
+            wire: wire that `encode` returned on this stage.
+            crossing: links to cross.
+        """
+        return self.codec.exchange(wire, crossing)
+
+    def on_link(self, state: Record, sender: jax.Array | int) -> Record:
+        """Return an empty record with the inner codec's state of one link; see `Codec.on_link`."""
+        return state._replace(inner=self.codec.on_link(state.inner, sender))
+
+    def passes(self) -> Passes:
+        """Return what the inner codec costs."""
+        return self.codec.passes()

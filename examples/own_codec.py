@@ -14,7 +14,7 @@ import paxtrain
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockInt8:
+class BlockInt8(compress.Codec):
     """Codec that sends blocks as int8 with one scale each, and adds the rounding error to the next message."""
 
     block: int = 64
@@ -31,6 +31,9 @@ class BlockInt8:
     def decode(self, wire, like):
         values, scale = wire
         return (values * scale).astype(like.dtype).reshape(like.shape)
+
+    def residual(self, state, like):
+        return state
 
 
 # %%

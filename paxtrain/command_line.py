@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
+from paxtrain.config.options import flat_argument
 from paxtrain.errors import PREFIX, UserError
 from paxtrain.process import sealed, setup
 
@@ -72,5 +73,6 @@ def run(
         except UserError as error:
             fail(error)
 
+    sys.argv[1:] = map(flat_argument, sys.argv[1:])
     with setup.quiet_orbax():
         app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags))

@@ -38,7 +38,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     state = trainer.init(config.run.seed)
     if config.compress.data == "selective":
         chosen = stage_choice.choose(trainer, state)[0].chosen()
-        ranks = tuple(config.compress.data_rank if s in chosen else 0 for s in range(config.mesh.pipe))
+        ranks = tuple(trainer.compression.level if s in chosen else 0 for s in range(config.mesh.pipe))
         trainer = dataclasses.replace(trainer, stage_ranks=ranks)
     shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
     draw = functools.partial(jax.random.randint, shape=shape, minval=0, maxval=config.model.vocab_size)

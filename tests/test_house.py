@@ -12,7 +12,7 @@ MOST_MODULES = 12
 SHARED = {f"paxtrain/{name}.py" for name in ("errors", "files", "tables")}  # every room may import them
 # Rooms that each room may import, besides itself and SHARED. A package's own entry is for its mains, which lie
 # directly in it. They read flags and call the rooms, which never import them.
-_STEP = ("compress", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")
+_STEP = ("compress", "compress/codecs", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")
 _RUN = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla", "paxtrain/parallel", "paxtrain/run")
 _TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
 _PREDICTION = ("planner/cluster", "planner/cost", "planner/memory", "planner/placement")
@@ -20,6 +20,7 @@ _PLANNING = (*_PREDICTION, "planner/search", "planner/report", "planner/planning
 MAY_IMPORT = {
     "compress": ("compress/gpu",),
     "compress/gpu": (),
+    "compress/codecs": ("compress",),
     "paxtrain/config": ("paxtrain/schedule",),
     "paxtrain/schedule": ("compress",),
     "paxtrain/devices": (),
@@ -36,8 +37,15 @@ MAY_IMPORT = {
     "paxtrain/bench": _TRAINER,
     "paxtrain": (*_TRAINER, "paxtrain/huggingface", "paxtrain/study", "paxtrain/bench"),
     "planner/cluster": ("paxtrain/config", "paxtrain/devices"),
-    "planner/cost": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster"),
-    "planner/memory": _TRAINER,
+    "planner/cost": (
+        "compress",
+        "compress/codecs",
+        "paxtrain/config",
+        "paxtrain/devices",
+        "paxtrain/schedule",
+        "planner/cluster",
+    ),
+    "planner/memory": (*_TRAINER, "planner/cost"),
     "planner/placement": ("paxtrain/config", "planner/cluster", "planner/cost"),
     "planner/search": (*_STEP, "paxtrain/devices", *_PREDICTION),
     "planner/report": (*_TRAINER, *_PREDICTION, "planner/search"),

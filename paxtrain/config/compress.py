@@ -4,22 +4,32 @@ import dataclasses
 import re
 
 from paxtrain.config.checks import bounded, choice, numbers, positive, require
+from paxtrain.config.options import NO_OPTIONS, PLACES, CodecOptions
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
+LOW_RANK = "lowrank"
+# Settings that are options of low rank, by place.
+_RANKS = {"backward": ("backward_ranks",), "forward": (), "data": ("data_adapt_every",)}
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressConfig:
-    """Low-rank compression of what crosses the links (Optimus-CC, Song et al. 2023).
+    """Compression of what crosses the links; low rank is Optimus-CC's (Song et al. 2023).
 
     Attributes:
         backward: compressed activation gradients between stages: "none", "epilogue" (those of the pipeline's drain,
             which no compute hides) or "all".
         backward_rank: rank of their factors.
+        backward_codec: codec of these gradients (--config.compress.backward.codec): a name of compress.codecs.named or
+            package.module:Class. Empty: lowrank. If one is named, backward=none means all.
+        backward_options: its options, the fields of its class (--config.compress.backward.options.NAME); those of
+            lowrank are `backward_rank`, `backward_ranks`, `error`, `factors` and `form`.
         backward_ranks: rank of each link's factors, such as "16,8,16"; empty: backward_rank for all. The link between
             stages 0 and 1 comes first. With virtual stages the link between the last stage and the first comes last.
         forward: compressed activations between stages, "none" or "all"; beyond the paper.
         forward_rank: rank of their factors.
+        forward_codec: codec of the activations, as backward_codec.
+        forward_options: its options.
         error: form of lazy error propagation, which adds the error of a compressed message to the next one on its link:
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
@@ -29,6 +39,8 @@ class CompressConfig:
             data of each, then their sum), or "auto": fused if there are two copies.
         data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
             "0,1", or "selective": those whose reductions would end the step.
+        data_codec: codec of these gradients, as backward_codec; a class may also be a compress.Reducer.
+        data_options: its options.
         data_rank: rank of their factors; the highest rank if ranks adapt.
         data_start: fraction of the run's steps before data-parallel compression starts.
         data_adapt_every: steps between adaptations of each stage's rank to its residual; 0: ranks stay. The residual is
@@ -47,15 +59,21 @@ class CompressConfig:
     """
 
     backward: str = "none"
+    backward_codec: str = ""
+    backward_options: CodecOptions = NO_OPTIONS
     backward_rank: int = 16
     backward_ranks: str = ""
     forward: str = "none"
+    forward_codec: str = ""
+    forward_options: CodecOptions = NO_OPTIONS
     forward_rank: int = 16
     error: str = "lazy"
     factors: str = "auto"
     form: str = "solve"
     embedding: str = "auto"
     data: str = "none"
+    data_codec: str = ""
+    data_options: CodecOptions = NO_OPTIONS
     data_rank: int = 128
     data_start: float = 0.1
     data_adapt_every: int = 0
@@ -102,6 +120,8 @@ class CompressConfig:
                 re.fullmatch(r"\d+(,\d+)*", self.data) is not None,
                 f"compress.data must be none, all, selective or stages joined by commas such as 0,1, got {self.data!r}",
             )
+        for place in PLACES:
+            self._check_codec(place)
         given = [bool(getattr(self, name)) for name in SECONDS]
         require(
             all(given) or not any(given),
@@ -110,6 +130,37 @@ class CompressConfig:
         for name in SECONDS:
             numbers(f"compress.{name}", getattr(self, name), float)
 
+    def _check_codec(self, place: str) -> None:
+        """Require that a place's codec and its options fit each other, as far as that is known without the codec."""
+        codec, options = getattr(self, f"{place}_codec"), getattr(self, f"{place}_options")
+        if self.low_rank(place):
+            require(
+                not options,
+                f"compress.{place}.options.{next(iter(options), '')} is an option of a codec, but compress.{place} has "
+                f"lowrank, whose options are compress.{place}_rank, error, factors and form; name a codec with "
+                f"--config.compress.{place}.codec",
+            )
+            return
+        for name in _RANKS[place]:
+            value = getattr(self, name)
+            require(
+                not value,
+                f"compress.{name}={value} is of {LOW_RANK}, but compress.{place}.codec is {codec}; leave it out, or "
+                f"choose --config.compress.{place}.codec={LOW_RANK}",
+            )
+
+    def low_rank(self, place: str) -> bool:
+        """Return whether what is compressed at a place, one of PLACES, goes through the low-rank codec."""
+        return getattr(self, f"{place}_codec") in ("", LOW_RANK)
+
+    def chosen(self, place: str) -> str:
+        """Return what goes through the codec of a place: "none", "epilogue", "all", or stages.
+
+        With a codec that is named, "none" means "all".
+        """
+        asked = getattr(self, place)
+        return "all" if asked == "none" and getattr(self, f"{place}_codec") else asked
+
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:
         """Numbers per stage of stage_seconds, reduce_seconds and compressed_seconds; each empty if not given."""
@@ -117,9 +168,10 @@ class CompressConfig:
 
     def data_stages(self, pipe: int) -> tuple[int, ...]:
         """Return which of `pipe` stages compress over data by the configuration alone; "selective" has none yet."""
-        if self.data in ("none", "selective"):
+        chosen = self.chosen("data")
+        if chosen in ("none", "selective"):
             return ()
-        return tuple(range(pipe)) if self.data == "all" else tuple(sorted({int(s) for s in self.data.split(",")}))
+        return tuple(range(pipe)) if chosen == "all" else tuple(sorted({int(s) for s in chosen.split(",")}))
 
     def link_ranks(self, links: int) -> tuple[int, ...]:
         """Return the rank of the gradients on each of `links` links between stages."""

@@ -79,11 +79,12 @@ class Config:
         """Require that the compression fits the mesh and the model."""
         c, pipe = self.compress, self.mesh.pipe
         for direction in ("backward", "forward"):
-            chosen = getattr(c, direction)
+            codec = getattr(c, f"{direction}_codec")
+            setting = f"compress.{direction}.codec={codec}" if codec else f"compress.{direction}={c.chosen(direction)}"
             require(
-                chosen == "none" or pipe > 1,
-                f"compress.{direction}={chosen} needs messages between stages, but mesh.pipe=1; "
-                f"choose mesh.pipe of 2 or more, or compress.{direction}=none",
+                c.chosen(direction) == "none" or pipe > 1,
+                f"{setting} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 or more, or leave "
+                f"--config.compress.{direction} out",
             )
         require(
             c.embedding != "fused" or pipe > 1,

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from paxtrain.config.checks import require
+from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
+from paxtrain.config.options import CodecOptions, flat, flat_section
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 
@@ -32,13 +34,15 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
         raise UserError(f"{path or 'the configuration'} must be a mapping, got {values!r}")
     hints = typing.get_type_hints(cls)
     kwargs: dict[str, object] = {}
-    for key, value in items():
+    for key, value in (flat_section(dict(items())) if cls is CompressConfig else dict(items())).items():
         name = f"{path}.{key}" if path else key
         require(key in hints, f"unknown configuration key {name}; known here: {', '.join(sorted(hints))}")
         hint = hints[key]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             kwargs[key] = read_section(hint, value, name)
             continue
+        if hint is CodecOptions and hasattr(value, "items"):
+            value = CodecOptions(value.items())
         if hint is float and type(value) is int:
             value = float(value)
         require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
@@ -112,7 +116,7 @@ def load_config(name: str, overrides: Mapping[str, Any] | None = None) -> Config
             raise UserError(f"{path} defines no get_config(); write it as configs/tiny.py does")
         values = found["get_config"]().to_dict()
     for key, value in (overrides or {}).items():
-        *sections, last = key.split(".")
+        *sections, last = flat(key).split(".")
         place = values
         for section in sections:
             place = place.setdefault(section, {})

@@ -1,11 +1,11 @@
-"""The compression of one configuration on one mesh: codecs of the links, matrices and ranks of the stages.
+"""The compression of one configuration on one mesh: codecs of the links, the reducer and the levels of the stages.
 
 Two places compress. Between the stages: activation gradients and, if the configuration says so, activations. Each
 directed link and chunk of layers has one codec state. Over data: the gradients of the layers' kernels on chosen stages,
 with one state per stage; norms, biases and the embedding always travel as they are.
 
-Ranks over data are static in a compiled step, since they decide the size of what travels: one rank per stage, 0 for
-dense. A run starts dense and changes the ranks at logged steps.
+Levels over data, PowerSGD's ranks, are static in a compiled step, since they decide the size of what travels: one per
+stage, 0 for dense. A run starts dense and changes the levels at logged steps.
 """
 
 import dataclasses
@@ -18,16 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from compress import policy
-from compress.codec import Codec, Identity, check_codec, codec_name, wire_bytes
+from compress.codec import Codec, Identity, check_codec, codec_name
+from compress.codecs import named
 from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
-from compress.lowrank import LowRank, restrict
-from compress.powersgd import init_power
-from compress.recorder import Record, RecordableCodec, Recorder
+from compress.lowrank import LowRank, RankByLink
+from compress.powersgd import PowerSGD, largest_rank
+from compress.recorder import Recorder
+from compress.reducer import Reducer, Scattered, Shard, stored
 from paxtrain.config import Config
+from paxtrain.config.options import PLACES
 from paxtrain.errors import UserError
 from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
-from paxtrain.pipeline.messages import Link
 from paxtrain.schedule.table import Schedule
 
 State = dict[str, Any]
@@ -47,9 +49,10 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     """
     c, asked = config.compress, config.compress.implementation
     ranks = [0]
-    ranks += c.link_ranks(config.links) if c.backward != "none" and codec is None else ()
-    ranks += [c.forward_rank] if c.forward != "none" else []
-    ranks += [c.data_rank] if c.data != "none" else []
+    low = {place for place in PLACES if c.low_rank(place) and c.chosen(place) != "none"}
+    ranks += c.link_ranks(config.links) if "backward" in low and codec is None else ()
+    ranks += [c.forward_rank] if "forward" in low else []
+    ranks += [c.data_rank] if "data" in low else []
     capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
     here, largest = on_gpu(capability), LARGEST_RANK if capability >= 9 else LARGEST_RANK_A100
     if asked == "auto":
@@ -75,6 +78,11 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     return found
 
 
+@functools.lru_cache(maxsize=1024)
+def _takes(reducer: Any, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
+    return reducer.takes(shape, shard, min_ratio)
+
+
 @dataclasses.dataclass(frozen=True)
 class Compression:
     """The settled compression of a run.
@@ -83,9 +91,9 @@ class Compression:
         layout: layout of the model on the mesh.
         implementation: implementation of the kernels, one of compress.kernels.IMPLEMENTATIONS.
         record: number of messages that every link keeps for a study; 0 keeps none.
-        codec: codec of the gradients between stages. compress.backward says which gradients it encodes, and "none"
-            stands for "all" then; backward_rank, error, factors and form do not apply to it. None: the LowRank codec
-            that the configuration describes.
+        codec: codec of the gradients between stages, given from Python. compress.backward says which gradients it
+            encodes, and "none" stands for "all" then; what else the configuration says about them does not apply. None:
+            the codec that the configuration describes.
     """
 
     layout: Layout
@@ -103,13 +111,18 @@ class Compression:
     @property
     def backward(self) -> str:
         """Choice of the compressed gradients between stages: "none", "epilogue" or "all"."""
-        chosen = self.config.compress.backward
-        return "all" if chosen == "none" and self.codec is not None else chosen
+        asked = self.config.compress.chosen("backward")
+        return "all" if asked == "none" and self.codec is not None else asked
+
+    @property
+    def forward(self) -> str:
+        """Choice of the compressed activations between stages: "none" or "all"."""
+        return self.config.compress.chosen("forward")
 
     @property
     def between_stages(self) -> bool:
         """True if any message between stages is compressed."""
-        return self.backward != "none" or self.config.compress.forward != "none"
+        return self.backward != "none" or self.forward != "none"
 
     @property
     def message(self) -> jax.ShapeDtypeStruct:
@@ -129,38 +142,52 @@ class Compression:
         c = self.config.compress
         return LowRank(rank, error=c.error, factors=self._factors, form=c.form, implementation=self.implementation)
 
-    def _recorded(self, codec: Codec) -> Codec:
-        """Return the codec, within a Recorder if the run records messages.
+    def _named(self, place: str) -> Any:
+        """Return the codec, or the reducer, that the configuration names for a place.
 
         Raises:
-            UserError: the codec has no method `residual`, which returns the error still to be sent.
+            UserError: there is none of that name, or its options do not fit.
         """
-        if not self.record:
-            return codec
-        if not isinstance(codec, RecordableCodec):
-            raise UserError(
-                f"record={self.record} needs a codec with a method residual(state, like), which "
-                f"{codec_name(codec)} lacks; use record=0 or add the method"
-            )
-        return Recorder(codec, self.record)
+        c = self.config.compress
+        name, options = getattr(c, f"{place}_codec"), getattr(c, f"{place}_options")
+        try:
+            return named.build(name, options, (Codec, Reducer) if place == "data" else (Codec,))
+        except ValueError as error:
+            raise UserError(f"compress.{place}.codec={error}") from error
 
     @property
     def _backward_ranks(self) -> tuple[int, ...]:
         """Rank of each link's gradients; empty if they are not compressed by the configuration's LowRank."""
         c = self.config.compress
-        return c.link_ranks(self.config.links) if self.codec is None and c.backward != "none" else ()
+        lowrank = self.codec is None and c.low_rank("backward") and self.backward != "none"
+        return c.link_ranks(self.config.links) if lowrank else ()
+
+    @functools.cached_property
+    def backward_codec(self) -> Codec:
+        """Codec of the gradients between stages; Identity if they travel as they are."""
+        ranks = self._backward_ranks
+        if self.codec is not None or self.backward == "none":
+            return self.codec or Identity()
+        if not ranks:
+            return self._named("backward")
+        codec = self._low_rank(max(ranks))
+        # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
+        by_sender = ranks[-1:] + ranks[: self.layout.stages - 1]
+        return RankByLink(codec, by_sender) if len(set(ranks)) > 1 else codec
+
+    @functools.cached_property
+    def forward_codec(self) -> Codec:
+        """Codec of the activations between stages; Identity if they travel as they are."""
+        c = self.config.compress
+        if self.forward == "none":
+            return Identity()
+        return self._low_rank(c.forward_rank) if c.low_rank("forward") else self._named("forward")
 
     @functools.cached_property
     def links(self) -> Links:
-        """Codecs and ranks of the messages between the stages."""
-        c, ranks = self.config.compress, self._backward_ranks
-        backward: Codec = Identity() if self.codec is None else self.codec
-        if ranks:
-            backward = self._low_rank(max(ranks))
-        forward: Codec = self._low_rank(c.forward_rank) if c.forward != "none" else Identity()
-        # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
-        by_sender = ranks[-1:] + ranks[: self.layout.stages - 1] if len(set(ranks)) > 1 else ()
-        return Links(Link(self._recorded(backward), by_sender), Link(self._recorded(forward)))
+        """Codecs of the messages between the stages, within a Recorder if the run records messages."""
+        codecs = self.backward_codec, self.forward_codec
+        return Links(*(Recorder(codec, self.record) if self.record else codec for codec in codecs))
 
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """Return the gradients that go through the backward codec, as (sending virtual stage, micro-batch)."""
@@ -171,8 +198,24 @@ class Compression:
     # --- Over data ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def matrices(self) -> dict[Path, tuple[int, int]]:
-        """Shapes (rows, columns) of the layers' kernels on one device as matrices, by path."""
+    def reducer(self) -> Reducer | None:
+        """Reducer of the gradients over data, at its highest level; None if they are reduced as they are."""
+        c = self.config.compress
+        if c.chosen("data") == "none":
+            return None
+        if c.low_rank("data"):
+            return PowerSGD(c.data_rank, c.form, self.implementation)
+        made = self._named("data")
+        return made if isinstance(made, Reducer) else Scattered(made)
+
+    @property
+    def level(self) -> int:
+        """Level of the reducer, the rank of PowerSGD; 0 without one."""
+        return self.reducer.level if self.reducer else 0
+
+    @functools.cached_property
+    def kernels(self) -> dict[Path, tuple[int, ...]]:
+        """Shapes of the layers' kernels on one device, by path."""
         mesh = self.config.mesh
         found = {}
         for name, entry in self.layout.shapes["layers"].items():
@@ -182,39 +225,58 @@ class Compression:
                 dim = tensor_dim(path)
                 assert dim is not None, f"{name} is a kernel, which is split over tensor"
                 shape[dim - 1] //= mesh.tensor
-                found[path] = (shape[0], math.prod(shape[1:]))
+                found[path] = tuple(shape)
         return found
 
-    def compressed_kernels(self, rank: int) -> tuple[Path, ...]:
-        """Return the kernels that factors of `rank` make at least min_ratio times smaller."""
-        return tuple(path for path, (n, k) in self.matrices.items() if rank <= self._largest_rank(n, k))
-
-    def _largest_rank(self, n: int, k: int, dense: str = "float32", factors: str = "float32") -> int:
-        """Return the largest rank that makes an [n, k] matrix min_ratio times smaller, 0 if none does.
-
-        Args:
-            n: rows of the matrix.
-            k: columns of the matrix.
-            dense: dtype of the matrix.
-            factors: dtype of the factors on the wire.
-        """
-        least = max(self.config.compress.min_ratio, 1e-9)  # 0 asks for no saving at all
-        return policy.largest_rank(n, k, least, jnp.dtype(dense).itemsize, jnp.dtype(factors).itemsize)
+    @property
+    def matrices(self) -> dict[Path, tuple[int, int]]:
+        """The same shapes as matrices (rows, columns)."""
+        return {path: (shape[0], math.prod(shape[1:])) for path, shape in self.kernels.items()}
 
     @functools.cached_property
-    def power_kernels(self) -> tuple[Path, ...]:
-        """Paths of the kernels with a PowerSGD state: those that the lowest rank of the run compresses."""
+    def shards(self) -> dict[Path, Shard]:
+        """What each data rank keeps of the gradients of the layers' kernels, by path."""
+        dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
+        return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
+
+    def compressed_kernels(self, level: int) -> tuple[Path, ...]:
+        """Return the kernels that the reducer takes at a level."""
+        assert self.reducer
+        reducer: Any = self.reducer.at(level)  # a Protocol is not known to be hashable
+        ratio = self.config.compress.min_ratio
+        return tuple(path for path, shape in self.kernels.items() if _takes(reducer, shape, self.shards[path], ratio))
+
+    @functools.cached_property
+    def data_kernels(self) -> tuple[Path, ...]:
+        """Paths of the kernels with a state of the reducer: those that it takes at the lowest level of the run."""
         c = self.config.compress
-        if c.data == "none":
+        if self.reducer is None:
             return ()
-        return self.compressed_kernels(c.data_rank_min if c.data_adapt_every else c.data_rank)
+        return self.compressed_kernels(c.data_rank_min if c.data_adapt_every else self.level)
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Rank of every stage once compression over data has started, as far as the configuration says."""
-        c, pipe = self.config.compress, self.layout.stages
-        chosen = c.data_stages(pipe)
-        return tuple(c.data_rank if s in chosen else 0 for s in range(pipe))
+        """Level of every stage once compression over data has started, as far as the configuration says."""
+        chosen = self.config.compress.data_stages(self.layout.stages)
+        return tuple(self.level if s in chosen else 0 for s in range(self.layout.stages))
+
+    def levels_text(self, levels: Sequence[int]) -> str:
+        """Return the levels of the stages, as text for the log: their ranks, or which of them compress."""
+        if self.config.compress.low_rank("data"):
+            return f"ranks by stage {', '.join(map(str, levels))}"
+        return f"on stages {', '.join(str(s) for s, level in enumerate(levels) if level)}"
+
+    @functools.cached_property
+    def data_structure(self) -> jax.tree_util.PyTreeDef:
+        """Structure of the reducer's state of one kernel."""
+        assert self.reducer
+        path = self.data_kernels[0]
+        return jax.tree.structure(jax.eval_shape(lambda: self._init_kernel(path)))
+
+    def _init_kernel(self, path: Path) -> Any:
+        """Return the reducer's first state of a kernel."""
+        assert self.reducer
+        return self.reducer.init(self.kernels[path], self.shards[path])
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -222,15 +284,14 @@ class Compression:
         """Return the first state of every codec of the mesh.
 
         Arrays have leading dims [data, pipe, tensor], and then the shape of one device's state. "backward" and
-        "forward" hold a codec's state per chunk; "data" holds a PowerState, or () without compression over data.
+        "forward" hold a codec's state per chunk. "data" holds the reducer's states of all kernels, see
+        `compress.reducer.stored`, or () without compression over data.
         """
         mesh, chunks = self.config.mesh, self.layout.chunks
 
         def stage(index: jax.Array) -> State:
-            data: Any = ()
-            if self.power_kernels:
-                shapes = [self.matrices[path] for _ in range(chunks * self.layout.slots) for path in self.power_kernels]
-                data = init_power(shapes, self.config.compress.data_rank, seed=0)
+            first = {path: self._init_kernel(path) for path in self.data_kernels}
+            data = stored([first[path] for _ in range(chunks * self.layout.slots) for path in first])
             return {
                 "backward": self._init_link(self.links.backward, index),
                 "forward": self._init_link(self.links.forward, index),
@@ -241,20 +302,14 @@ class Compression:
         every = (mesh.data, mesh.pipe, mesh.tensor)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[None, :, None], (*every, *x.shape[1:])), one)
 
-    def _init_link(self, link: Link, sender: jax.Array) -> Any:
+    def _init_link(self, codec: Codec, sender: jax.Array) -> Any:
         """Return the first state of a link's codec, [chunks, *shape].
 
         Args:
-            link: codec and ranks of the direction.
+            codec: codec of the direction.
             sender: the sending stage, int [].
         """
-        state = link.codec.init(self.message.shape, self.message.dtype)
-        if link.ranks:
-            rank = jnp.asarray(link.ranks)[sender]
-            if isinstance(state, Record):
-                state = state._replace(inner=restrict(state.inner, rank))
-            else:
-                state = restrict(state, rank)
+        state = codec.on_link(codec.init(self.message.shape, self.message.dtype), sender)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.layout.chunks, *jnp.shape(x))), state)
 
     def identity(self) -> dict[str, Any]:
@@ -270,10 +325,16 @@ class Compression:
     def link_settings(self) -> dict[str, Any]:
         """Return the settings of the links that the shapes of a saved state do not show, as JSON values.
 
-        They are the ranks of the links, and the name of a codec that is not the configuration's.
+        They are the ranks of the links, and the names of codecs other than low rank.
         """
-        given = {} if self.codec is None else {"codec": codec_name(self.codec)}
-        return {"backward_ranks": list(self._backward_ranks), **given}
+        c, names = self.config.compress, {}
+        if self.codec is not None or not c.low_rank("backward"):
+            names["codec"] = codec_name(self.backward_codec)
+        if not c.low_rank("forward"):
+            names["forward codec"] = codec_name(self.forward_codec)
+        if not c.low_rank("data"):
+            names["data codec"] = codec_name(self.reducer)
+        return {"backward_ranks": list(self._backward_ranks), **names}
 
     def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
         """Return why a checkpoint's state of the compression is not continued, as a line for the log; "" if it is.
@@ -302,7 +363,7 @@ class Compression:
         if self.config.checkpoint.reset_codec:
             return f"compression starts afresh, as asked for: its state in {where} is of another codec, shape or rank"
         different = sorted(path for path in there.keys() | here.keys() if there.get(path) != here.get(path))
-        path = "codec" if "codec" in different else different[0]
+        path = next((path for path in different if path.endswith("codec")), different[0])
         raise UserError(
             f"{where} holds another state of the compression: {path} is {there.get(path, 'absent')} there and "
             f"{here.get(path, 'absent')} here; use the compress settings and the codec that it was saved with, "
@@ -312,103 +373,108 @@ class Compression:
     # --- Checks and report --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a codec that does not fit and ranks that compress nothing, before anything is compiled.
+        """Refuse codecs that do not fit and ranks that compress nothing, before anything is compiled.
 
         Raises:
-            UserError: the codec has nothing to encode or returns wrong shapes, or a rank is above the largest useful
-                one.
+            UserError: a codec has nothing to encode or returns wrong shapes, or saves too little.
         """
-        if self.codec is not None:
-            self._check_codec(self.codec)
-        c, message = self.config.compress, self.message
-        n, k = math.prod(message.shape[:-1]), message.shape[-1]
-        largest = self._largest_rank(n, k, self.config.model.dtype, self._factors)
-        directions = []
-        if self._backward_ranks:
-            name = "backward_ranks" if c.backward_ranks else "backward_rank"
-            directions.append((name, max(self._backward_ranks)))
-        if c.forward != "none":
-            directions.append(("forward_rank", c.forward_rank))
-        for name, rank in directions:
-            if rank > largest:
-                raise UserError(_too_large(f"compress.{name}", rank, f"messages are {n} x {k}", largest, c.min_ratio))
-        if c.data != "none":
-            rank = c.data_rank
-            useful = {path: self._largest_rank(*shape) for path, shape in self.matrices.items()}
-            largest = max(useful.values())
-            if rank > largest:
-                n, k = self.matrices[max(useful, key=useful.__getitem__)]
-                what = f"the largest kernel of a layer on a device is {n} x {k}"
-                raise UserError(_too_large("compress.data_rank", rank, what, largest, c.min_ratio))
-
-    def _check_codec(self, codec: Codec) -> None:
-        """Require that a given codec has messages to encode, no ranks by link, and the right shapes.
-
-        Raises:
-            UserError: one of these does not hold.
-        """
-        if self.config.mesh.pipe == 1:
+        if self.codec is not None and self.config.mesh.pipe == 1:
             raise UserError(
-                f"the codec {codec_name(codec)} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 "
-                "or more, or codec=None"
+                f"the codec {codec_name(self.codec)} needs messages between stages, but mesh.pipe=1; choose mesh.pipe "
+                "of 2 or more, or codec=None"
             )
         ranks = self.config.compress.backward_ranks
-        if ranks:
+        if self.codec is not None and ranks:
             raise UserError(
-                f"compress.backward_ranks={ranks} gives a rank to each link, which the codec {codec_name(codec)} does "
-                "not take; leave backward_ranks empty, or codec=None for the low-rank codec"
+                f"compress.backward_ranks={ranks} gives a rank to each link, which the codec {codec_name(self.codec)} "
+                "does not take; leave backward_ranks empty, or codec=None for the low-rank codec"
             )
-        try:
-            check_codec(codec, self.message.shape, self.message.dtype)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        if self.backward != "none":
+            self._check_link("backward", self.backward_codec)
+        if self.forward != "none":
+            self._check_link("forward", self.forward_codec)
+        if self.reducer is not None:
+            self._check_reducer(self.reducer)
+
+    def _check_link(self, place: str, codec: Codec) -> None:
+        """Require that a codec takes the messages between stages.
+
+        Args:
+            place: "backward" or "forward".
+            codec: its codec.
+
+        Raises:
+            UserError: the codec does not.
+        """
+        c, message = self.config.compress, self.message
+        given = place == "backward" and self.codec is not None
+        if isinstance(codec, Codec) and (problem := codec.problem(message.shape, message.dtype, c.min_ratio)):
+            if c.low_rank(place) and not given:
+                several = place == "backward" and c.backward_ranks
+                name = f"compress.{place}_{problem.replace('rank=', 'ranks=', 1) if several else problem}"
+                raise UserError(name)
+            raise UserError(f"the codec {codec_name(codec)}: {problem}")
+        if given or not c.low_rank(place):
+            _check_shapes(codec, message.shape, message.dtype)
+
+    def _check_reducer(self, reducer: Reducer) -> None:
+        """Require that a reducer takes at least one kernel.
+
+        Raises:
+            UserError: it takes none, or its codec does not fit a kernel's part.
+        """
+        c = self.config.compress
+        if isinstance(reducer, Scattered):
+            for path, shape in self.kernels.items():
+                if (part := reducer.part(shape, self.shards[path])) is not None:
+                    _check_shapes(reducer.codec, part, jnp.float32)
+        if self.compressed_kernels(self.level):
+            return
+        if isinstance(reducer, PowerSGD):
+            useful = {path: largest_rank(shape, c.min_ratio) for path, shape in self.kernels.items()}
+            n, k = self.matrices[max(useful, key=useful.__getitem__)]
+            what = f"the largest kernel of a layer on a device is {n} x {k}"
+            raise UserError(
+                policy.too_large(f"compress.data_rank={c.data_rank}", what, max(useful.values()), c.min_ratio)
+            )
+        raise UserError(
+            f"compress.data.codec={c.data_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
+            f"(compress.min_ratio) in {self.config.mesh.data} equal parts; choose other options or a smaller min_ratio"
+        )
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows (what, how it is compressed) for the run's first table."""
-        c, rows = self.config.compress, []
-        if self.codec is not None:
-            sent = f"{self._message_bytes(self.codec)} of {self._message_bytes(Identity())} bytes"
-            text = f"{self.backward}: {codec_name(self.codec)}, {sent}, {self._times_smaller([self.codec])}"
-            rows.append(("gradients between stages", text))
-        elif self.backward != "none":
-            rows.append(("gradients between stages", f"{self.backward}: {self._rank_text(self._backward_ranks)}"))
-        if c.forward != "none":
-            rows.append(("activations between stages", f"{c.forward}: {self._rank_text([c.forward_rank])}"))
-        if c.data != "none":
-            chosen = self.compressed_kernels(c.data_rank)
-            left = [name for name, _ in self.matrices if (name, "kernel") not in chosen]
+        c, rows, message = self.config.compress, [], self.message
+        if self.backward != "none":
+            text = self.backward_codec.describe(message.shape, message.dtype)
+            rows.append(("gradients between stages", f"{self.backward}: {text}"))
+        if self.forward != "none":
+            text = self.forward_codec.describe(message.shape, message.dtype)
+            rows.append(("activations between stages", f"{self.forward}: {text}"))
+        if self.reducer is not None:
+            chosen = self.compressed_kernels(self.level)
+            left = [name for name, _ in self.kernels if (name, "kernel") not in chosen]
             dense = f"; {', '.join(left)} would not shrink enough" if left else ""
             alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
             names = ", ".join(name for name, _ in chosen)
-            rows.append(("gradients over data", f"{c.data}: rank {c.data_rank} of {names}{dense}{alone}"))
+            what = f"{c.chosen('data')}: {self.reducer.describe()} of {names}{dense}{alone}"
+            rows.append(("gradients over data", what))
         return rows
 
-    def _message_bytes(self, codec: Codec) -> int:
-        """Return the bytes of a message between stages on the wire."""
-        return wire_bytes(codec, self.message.shape, self.message.dtype)
 
-    def _times_smaller(self, codecs: Sequence[Codec]) -> str:
-        """Return how many times smaller each codec makes a message, as text: "7.9 and 3.9 times smaller"."""
-        dense = self._message_bytes(Identity())
-        times = (dense / size if size else math.inf for size in map(self._message_bytes, codecs))
-        return f"{' and '.join(f'{ratio:.1f}' for ratio in times)} times smaller"
-
-    def _rank_text(self, ranks: Sequence[int]) -> str:
-        """Return the ranks of a direction's links and what they save, as text."""
-        used, n, k = sorted(set(ranks)), math.prod(self.message.shape[:-1]), self.message.shape[-1]
-        smaller = self._times_smaller([self._low_rank(rank) for rank in used])
-        return f"rank {' and '.join(map(str, used))} of {n} x {k}, {smaller}"
-
-
-def _too_large(name: str, rank: int, what: str, largest: int, min_ratio: float) -> str:
-    """Return the message of an error about a rank that saves too little.
+def _check_shapes(codec: Codec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
+    """Require that a codec takes messages of a shape.
 
     Args:
-        name: name of the flag.
-        rank: its value.
-        what: clause that names the matrix for which the rank is too large.
-        largest: largest useful rank; 0 if no rank is useful.
-        min_ratio: factor by which compression must make a matrix smaller.
+        codec: the codec.
+        shape: shape of the messages.
+        dtype: dtype of the messages.
+
+    Raises:
+        UserError: it does not.
     """
-    would = f"the largest useful rank is {largest}" if largest else "no rank would"
-    return f"{name}={rank} does not make anything {min_ratio:g} times smaller (compress.min_ratio): {what}; {would}"
+    try:
+        check_codec(codec, shape, dtype)
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the codec {codec_name(codec)} does not take messages of {list(shape)}: {reason}") from error

@@ -1,4 +1,4 @@
-"""The collectives over gradients: means over data, dense or by PowerSGD, sums over tensor, and the global norm.
+"""The collectives over gradients: means over data, dense or compressed, sums over tensor, and the global norm.
 
 reduction.py says which stage calls them when. All functions run inside `shard_map`.
 
@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress import kernels
-from compress.collectives import packed, packed_scatter, reduce_scatter
-from compress.powersgd import PowerState, PowerStats, mean_lowrank
+from compress.collectives import own_part, packed, packed_scatter, reduce_scatter
+from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
 from paxtrain.parallel.weights import on_edges
@@ -64,14 +63,6 @@ def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
         dim: dim that is split over data; -1: none, and the front is all of it.
     """
     return x if dim < 0 else lax.slice_in_dim(x, 0, x.shape[dim] // layout.config.mesh.data, axis=dim)
-
-
-def _shard(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
-    """Return this data rank's shard, along dim, of an array that is whole on every data rank."""
-    if dim < 0:
-        return x
-    size = x.shape[dim] // layout.config.mesh.data
-    return lax.dynamic_slice_in_dim(x, lax.axis_index("data") * size, size, axis=dim)
 
 
 @jax.named_scope("embedding")
@@ -136,7 +127,7 @@ def exchange_tied(layout: Layout, x: jax.Array) -> jax.Array:
     if layout.config.mesh.data == 1 or dim == scattered:
         return total
     if scattered < 0:
-        return _shard(layout, total, dim)
+        return own_part(total, "data", dim)
     run = functools.partial(lax.all_gather, axis_name="data", axis=scattered, tiled=True)
     return on_edges(layout, run, total, _table_shape(layout))
 
@@ -192,41 +183,39 @@ def means(layout: Layout, tree: Any, dims: Any) -> Any:
 
 
 @jax.named_scope("compression")
-def _low_rank_layers(
-    compression: Compression, layers: list[Params], state: PowerState, rank: int
-) -> tuple[list[Params], PowerState, PowerStats]:
-    """Return the layers' mean gradients over data by PowerSGD, with this device's statistics.
+def _compressed_layers(
+    compression: Compression, layers: list[Params], state: Any, level: int
+) -> tuple[list[Params], Any, LeftOut]:
+    """Return the layers' mean gradients over data by the reducer, with this device's statistics.
 
-    Kernels that the rank makes small enough are compressed. All other arrays are packed and reduced densely.
+    Kernels that the reducer takes at this level are compressed. All other arrays are packed and reduced densely.
     """
-    layout, chosen, c = compression.layout, compression.compressed_kernels(rank), compression.config.compress
-    dims = jax.tree.map(lambda dim: max(dim - 1, -1), layout.data_dims()["layers"])
+    layout, chosen = compression.layout, compression.compressed_kernels(level)
+    assert compression.reducer
+    reducer = compression.reducer.at(level)
+    dims = jax.tree.map(without_stage, layout.data_dims()["layers"])
     gradients = {(i, *path): layer[path[0]][path[1]] for i, layer in enumerate(layers) for path in _paths(layer)}
-    places = [(i, *path) for i in range(len(layers)) for path in compression.power_kernels]
+    places = [(i, *path) for i in range(len(layers)) for path in compression.data_kernels]
     used = [n for n, (_, *path) in enumerate(places) if tuple(path) in chosen]
-    error, q = list(state.error), list(state.q)
+    states = each(state, compression.data_structure, len(places))
     for n in set(range(len(places))) - set(used):
-        # This kernel was compressed at a lower rank and is dense now, so its error is added to the gradient.
-        gradients[places[n]] += error[n].reshape(gradients[places[n]].shape)
-        error[n] = jnp.zeros_like(error[n])
-
-    matrices = [gradients[places[n]].reshape(compression.matrices[places[n][1:]]) for n in used]
-    some = PowerState([error[n] for n in used], [q[n] for n in used])
-    factors, some, stats = mean_lowrank(matrices, some, rank, "data", compression.implementation, c.form, keep=True)
-    for n, new_error, new_q in zip(used, *some, strict=True):
-        error[n], q[n] = new_error, new_q
+        # This kernel was compressed at a lower level and is dense now, so its error is added to the gradient.
+        place = places[n]
+        gradients[place], states[n] = reducer.release(states[n], gradients[place], compression.shards[place[1:]])
 
     compressed = [places[n] for n in used]
+    shards = [compression.shards[place[1:]] for place in compressed]
+    wire, kept = reducer.encode([states[n] for n in used], [gradients[place] for place in compressed], shards)
+    arrived = reducer.exchange(wire, kept, shards)
+    some, left_out = reducer.update(arrived, kept, shards)
+    for n, new in zip(used, some, strict=True):
+        states[n] = new
+
     rest = [place for place in gradients if place not in compressed]
     dense = _packed_means(layout, [gradients[p] for p in rest], [dims[name][leaf] for _, name, leaf in rest])
     reduced = dict(zip(rest, dense, strict=True))
-    for place, (p, w) in zip(compressed, factors, strict=True):
-        dim, shape = dims[place[1]][place[2]], gradients[place].shape
-        if dim == 0:  # only this rank's rows of the product are computed
-            p, shape = _shard(layout, p, 0), (shape[0] // layout.config.mesh.data, *shape[1:])
-        whole = kernels.decode(p, w, jnp.float32, implementation=compression.implementation).reshape(shape)
-        reduced[place] = whole if dim == 0 else _shard(layout, whole, dim)
-    return _trees(layers, reduced), PowerState(error, q), stats
+    reduced |= dict(zip(compressed, reducer.decode(arrived, kept, shards), strict=True))
+    return _trees(layers, reduced), stored(states), left_out
 
 
 def sum_over_sequence(tree: Params) -> Params:
@@ -255,25 +244,24 @@ def layer_gradients(grads: Weights) -> list[Params]:
 
 
 def reduce_layers(
-    compression: Compression, rank: int, layers: list[Params], state: PowerState | tuple[()]
-) -> tuple[list[Params], PowerState | tuple[()], PowerStats]:
+    compression: Compression, level: int, layers: list[Params], state: Any
+) -> tuple[list[Params], Any, LeftOut]:
     """Reduce the gradients of layers of one stage over data.
 
     Args:
         compression: Compression of the run.
-        rank: Rank of this stage's factors; 0 for a dense reduction.
+        level: Level of the reducer on this stage, the rank of PowerSGD; 0 for a dense reduction.
         layers: Gradients of each layer, float32 sums over the micro-batches.
-        state: State of the compression of these layers; () without compression.
+        state: State of the compression of these layers, see `compress.reducer.stored`; () without compression.
 
     Returns:
         Mean gradients, new state, and statistics of this device; they are zeros for a dense reduction.
     """
-    if rank:
-        assert isinstance(state, PowerState)
-        return _low_rank_layers(compression, layers, state, rank)
+    if level:
+        return _compressed_layers(compression, layers, state, level)
     dims = jax.tree.map(without_stage, compression.layout.data_dims()["layers"])
     zero = jnp.float32(0)
-    return means(compression.layout, layers, [dims] * len(layers)), state, PowerStats(zero, zero)
+    return means(compression.layout, layers, [dims] * len(layers)), state, LeftOut(zero, zero)
 
 
 def without_stage(dim: int) -> int:

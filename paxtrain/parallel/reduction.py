@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.powersgd import PowerState, PowerStats
+from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params
@@ -33,7 +33,7 @@ class Reduced(NamedTuple):
     """
 
     gradients: Params
-    state: PowerState | tuple[()]
+    state: Any
     left_out: jax.Array
 
 
@@ -41,12 +41,12 @@ class LayerState(NamedTuple):
     """The compression of one layer's gradients.
 
     Attributes:
-        power: State of the layer's matrices.
+        kernels: State of the layer's kernels, see `compress.reducer.stored`.
         stats: Statistics of its compression on this device.
     """
 
-    power: PowerState
-    stats: PowerStats
+    kernels: Any
+    stats: LeftOut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,13 +57,13 @@ class DataReduction:
 
     Attributes:
         compression: Compression of the run.
-        ranks: Rank of each stage's factors; 0 for a stage with a dense reduction.
+        ranks: Level of the reducer on each stage, the rank of PowerSGD; 0 for a stage with a dense reduction.
         state: State of the compression over data; () without compression.
     """
 
     compression: Compression
     ranks: tuple[int, ...]
-    state: PowerState | tuple[()]
+    state: Any
 
     @property
     def layout(self) -> Layout:
@@ -72,16 +72,17 @@ class DataReduction:
 
     def states(self) -> list[Any]:
         """Return the state of each layer slot before the step."""
-        return self._states(self.state, PowerStats(jnp.float32(0), jnp.float32(0)))
+        return self._states(self.state, LeftOut(jnp.float32(0), jnp.float32(0)))
 
-    def _states(self, state: PowerState | tuple[()], stats: PowerStats) -> list[Any]:
+    def _states(self, state: Any, stats: LeftOut) -> list[Any]:
         """Return the state of each layer slot, given that of all; the first one has all statistics."""
-        slots, each = self.layout.chunks * self.layout.slots, len(self.compression.power_kernels)
-        if not isinstance(state, PowerState):
+        slots, count = self.layout.chunks * self.layout.slots, len(self.compression.data_kernels)
+        if not count:
             return [()] * slots
-        own = [PowerState(*(part[i * each : (i + 1) * each] for part in state)) for i in range(slots)]
-        zero = PowerStats(*map(jnp.zeros_like, stats))
-        return [LayerState(power, zero if i else stats) for i, power in enumerate(own)]
+        kernels = each(state, self.compression.data_structure, slots * count)
+        own = [stored(kernels[i * count : (i + 1) * count]) for i in range(slots)]
+        zero = LeftOut(*map(jnp.zeros_like, stats))
+        return [LayerState(kernels, zero if i else stats) for i, kernels in enumerate(own)]
 
     def closes(self, stages: tuple[int, ...]) -> bool:
         """Return whether these stages reduce layer by layer, within their last op.
@@ -95,13 +96,13 @@ class DataReduction:
         """Return the mean gradient of one layer over data, and its new state.
 
         Args:
-            stages: Stages that may make the call; all of them have factors of the same rank.
+            stages: Stages that may make the call; all of them reduce at the same level.
             total: The layer's gradient, float32 sum over the micro-batches.
             state: Its state before the step.
         """
-        before, rank = state.power if state else (), self.ranks[stages[0]]
-        [reduced], power, stats = gradients.reduce_layers(self.compression, rank, [total], before)
-        return reduced, LayerState(power, stats) if isinstance(power, PowerState) else ()
+        before, level = state.kernels if state else (), self.ranks[stages[0]]
+        [reduced], kernels, stats = gradients.reduce_layers(self.compression, level, [total], before)
+        return reduced, LayerState(kernels, stats) if state else ()
 
     @jax.named_scope("reduce_gradients")
     def rest(self, stages: tuple[int, ...], grads: Weights) -> tuple[Params, Params]:
@@ -148,12 +149,13 @@ class DataReduction:
         fronts = write_front((grads.embedding, grads.final_norm), (), (embedding, final_norm))
         return Weights(fronts[0], chunks, fronts[1]), self._states(state, stats)
 
-    def _joined(self, states: list[Any]) -> PowerState | tuple[()]:
+    def _joined(self, states: list[Any]) -> Any:
         """Return the state of all layers, given that of each."""
-        if not isinstance(self.state, PowerState):
+        count = len(self.compression.data_kernels)
+        if not count:
             return ()
-        error, q = ([x for state in states for x in getattr(state.power, name)] for name in ("error", "q"))
-        return PowerState(error, q)
+        structure = self.compression.data_structure
+        return stored([one for state in states for one in each(state.kernels, structure, count)])
 
     @jax.named_scope("reduce_gradients")
     def finish(self, grads: Weights, states: list[Any]) -> Reduced:

@@ -99,26 +99,26 @@ def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
     return jax.jit(trainer.shard_map(backward, (trainer.layout.specs(), BATCH_SPEC, CODEC_SPEC), CODEC_SPEC))
 
 
-def reduction(trainer: Trainer, rank: int) -> jax.stages.Wrapped:
+def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
     """Return the jitted reduction over data of the gradients of one stage.
 
     Args:
         trainer: The trainer of the run.
-        rank: Rank of the factors; 0 for a dense reduction.
+        level: Level of the reducer, the rank of PowerSGD; 0 for a dense reduction.
 
     Returns:
         A function of the stage's number, the unreduced gradients and the state of the compression over data. Its result
         only shows that the stage has reduced its gradients; the other stages do nothing.
     """
 
-    def one(chosen: jax.Array, grads: Any, power: Any) -> jax.Array:
+    def one(chosen: jax.Array, grads: Any, state: Any) -> jax.Array:
         layers = gradients.layer_gradients(_local(grads))
 
         def body(total: jax.Array) -> jax.Array:
             # The barrier binds the inputs to the loop. Without it XLA would move the reduction out of the loop, and all
             # stages would run it.
-            inputs, total = lax.optimization_barrier(((layers, _local(power)), total))
-            outputs = gradients.reduce_layers(trainer.compression, rank, *inputs)
+            inputs, total = lax.optimization_barrier(((layers, _local(state)), total))
+            outputs = gradients.reduce_layers(trainer.compression, level, *inputs)
             # Every output is needed, and only one element of each is read.
             return total + sum(x.reshape(-1)[0] for x in jax.tree.leaves(lax.optimization_barrier(outputs)))
 
@@ -134,7 +134,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
         trainer: Trainer of a configuration that compresses over data; its stage_ranks have no effect.
         state: Training state; it is read and not changed.
     """
-    stages, rank = trainer.layout.stages, trainer.config.compress.data_rank
+    stages, level = trainer.layout.stages, trainer.compression.level
     shape = trainer.abstract_batch().shape
     tokens = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=trainer.batch_sharding)()
     backward = distributed.compiled_together(pipelined(trainer), "the backward without reductions")
@@ -147,7 +147,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
     dense, compressed = (
         tuple(seconds(program, stage) for stage in range(stages))
         for program in (
-            distributed.compiled_together(reduction(trainer, r), f"a reduction of rank {r}") for r in (0, rank)
+            distributed.compiled_together(reduction(trainer, n), f"a reduction of level {n}") for n in (0, level)
         )
     )
     finish = tuple(whole * rows / trainer.schedule.rows for rows in finish_rows(trainer))

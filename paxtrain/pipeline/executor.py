@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import Codec, Identity
 from paxtrain.pipeline.carry import Carry, Cell, Mail
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.collectives import permute
-from paxtrain.pipeline.messages import PLAIN, Link, among, send
+from paxtrain.pipeline.messages import among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import always, behind, only_if, read, write
@@ -37,10 +38,10 @@ from paxtrain.schedule.table import ALONG, BETWEEN, Pair
 
 
 class Links(NamedTuple):
-    """Both directions between the stages: gradients go backward, activations forward."""
+    """Codecs of both directions between the stages: gradients go backward, activations forward."""
 
-    backward: Link = PLAIN
-    forward: Link = PLAIN
+    backward: Codec = Identity()
+    forward: Codec = Identity()
 
 
 class Rows:
@@ -367,7 +368,7 @@ class Rows:
     @jax.named_scope("compression")
     @jax.named_scope("decode")
     def _decode(self, direction: str, wire: Any) -> jax.Array:
-        return getattr(self.links, direction).codec.decode(wire, self.stage.message)
+        return getattr(self.links, direction).decode(wire, self.stage.message)
 
     def run_all(self, carry: Carry) -> Carry:
         """Run all rows; those of equal kind are one scan."""

@@ -68,7 +68,7 @@ class Loop:
                 if run.lock:
                     run.lock.check()
                 if number == run.ranks.start + 1 and number > 1:
-                    self.progress.say(f"step {number}: compression over data starts, ranks by stage {self._ranks()}")
+                    self.progress.say(f"step {number}: compression over data starts, {self._levels()}")
                 with profiler.reading():
                     batch = next(batches)
                 with profiler.step(number):
@@ -82,8 +82,8 @@ class Loop:
         seconds = time.perf_counter() - self._started - self._paused
         return state, (number - self.first) * run.tokens_per_step / seconds
 
-    def _ranks(self) -> str:
-        return ", ".join(map(str, self._run.ranks.current))
+    def _levels(self) -> str:
+        return self._run.trainer.compression.levels_text(self._run.ranks.current)
 
     def _between(self, number: int, state: TrainState, figures: Figures) -> bool:
         """Profile, adapt ranks, evaluate and save, as far as each is due after a step; return whether to stop."""
@@ -100,7 +100,8 @@ class Loop:
             with run.progress.doing("reading the profile"):
                 self.writer.write(number, profiler.finish(run.step_of(number), self.progress.say))
         if adapt and run.ranks.adapt():
-            self.progress.say(f"step {number}: ranks of the stages' gradients over data are now {self._ranks()}")
+            ranks = ", ".join(map(str, run.ranks.current))
+            self.progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
         if validate:
             self.writer.write(number, run.validate(state))
         if save:

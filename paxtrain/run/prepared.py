@@ -187,14 +187,15 @@ class PreparedRun:
         if self._reset:
             self.say(self._reset)
         compression = meta.get("compression", {})
-        if not compression.get("ranks") or self._reset or self.config.compress.data == "none":
+        if not compression.get("ranks") or self._reset or self.trainer.compression.reducer is None:
             return
         if compression["rule"] != self._rank_rule:
             self.say("ranks over data start anew, because the settings that decide them have changed")
             return
         self._ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
         self._ranks.resume(compression["ranks"])
-        self.say(f"ranks over data, by stage: {', '.join(map(str, self._ranks.current))}")
+        if self.config.compress.low_rank("data"):
+            self.say(f"ranks over data, by stage: {', '.join(map(str, self._ranks.current))}")
 
     @property
     def _rank_rule(self) -> Meta:
@@ -203,7 +204,9 @@ class PreparedRun:
             *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every"),
             *("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds"),
         ]
-        return {name: getattr(self.config.compress, name) for name in names}
+        compress = self.config.compress
+        names += [] if compress.low_rank("data") else ["data_codec", "data_options"]
+        return {name: getattr(compress, name) for name in names}
 
     def _wanted(self, abstract: dict[str, Tree]) -> Wanted:
         """Return the function that selects the keys to read: all, or all except the state of the compression."""
@@ -225,7 +228,7 @@ class PreparedRun:
             if self.config.compress.data == "selective":
                 times, source = stage_choice.choose(self.trainer, state)
                 stages = times.chosen()
-                chosen = tuple(self.config.compress.data_rank if s in stages else 0 for s in range(len(chosen)))
+                chosen = tuple(self.trainer.compression.level if s in stages else 0 for s in range(len(chosen)))
                 self.say(table(report.stage_times(times, stages, source)))
             self._ranks = StageRanks.of(self.config, chosen)
 

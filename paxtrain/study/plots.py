@@ -22,6 +22,9 @@ _COLORS = {
     "cb_fe": "#8aa83a",
     "cb_fe_sc": "#d9822b",
     "everything": "#8e5aa8",
+    "codec_backward": "#1b9e9e",
+    "codec_forward": "#b5651d",
+    "codec_data": "#d0568f",
 }
 _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))

@@ -157,8 +157,8 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
     given, decoded, residual = (
         np.asarray(ring)[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
     )
-    keeps = trainer.config.compress.error != "none"
-    return Messages(numbers, given, decoded, residual if keeps else given - decoded)
+    # A codec without error feedback has no residual: its errors are lost.
+    return Messages(numbers, given, decoded, residual if residual.any() else given - decoded)
 
 
 def _norm(x: np.ndarray) -> float:
@@ -230,7 +230,7 @@ def link_errors(trainer: Trainer, codec: Any) -> list[Row]:
     """
     c, rows = trainer.config, []
     for direction in ("backward", "forward"):
-        if getattr(c.compress, direction) == "none":
+        if getattr(trainer.compression, direction) == "none":
             continue
         for link in range(c.mesh.pipe - 1):
             for data in range(c.mesh.data):

@@ -274,7 +274,8 @@ def claims(outcomes: list[VariantResult]) -> list[str]:
     """Return one sentence per question, computed from a study's results; the sentences also say which claims fail."""
     runs = by_run(outcomes)
     label = {name: group[0].label for name, group in runs.items()}
-    asked = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
+    asked: tuple[str, ...] = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
+    asked = (*asked, *(name for name in runs if name.startswith("codec_")))
     found = [_close(label[name], differences(runs, name)) for name in asked]
     found.append(_effect("Lazy error propagation (CB against CB naive)", differences(runs, "cb", "cb_naive")))
     lazy, naive = (
@@ -326,10 +327,21 @@ _WORDS = """\
 - **FE**: fused synchronisation of the tied embedding; runs without it synchronise the two copies one after the other.
 - **SC**: PowerSGD on the gradients over data of stages {stages}.
 - **everything**: gradients and activations between stages, all messages, and gradients over data of all stages.
-
+{codecs}
 Bytes are those that all devices together put on the links in one step, read from the program compiled for the real
 mesh; collectives are taken to run over rings. Where compression over data starts late, they are those after its start.
 {widened}"""
+
+
+def _codecs(config: Config) -> str:
+    """Return a line of `_WORDS` for each codec that the configuration names besides low rank."""
+    places = {"backward": "gradients between stages", "forward": "activations between stages", "data": "over data"}
+    names = {place: getattr(config.compress, f"{place}_codec") for place in places}
+    return "".join(
+        f"- **{name}**: {places[place]} through this codec, with the embedding's synchronisation fused.\n"
+        for place, name in names.items()
+        if not config.compress.low_rank(place)
+    )
 
 
 def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str, str], out: pathlib.Path) -> None:
@@ -351,7 +363,7 @@ def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str,
     parts = [
         "# What compression does to training",
         _setting(config, seeds),
-        _WORDS.format(stages=config.compress.data, widened=widened),
+        _WORDS.format(stages=config.compress.data, widened=widened, codecs=_codecs(config)),
         "## Results",
         _markdown(table(outcomes)),
         *([once] if once else []),

@@ -135,7 +135,9 @@ class Study:
         outcomes = []
         for seed in self.seeds:
             began = time.perf_counter()
-            outcome = VariantResult(variant.name, variant.label, seed, variant.config.compress.backward_rank, sent)
+            compress = variant.config.compress
+            rank = compress.backward_rank if compress.low_rank("backward") else 0
+            outcome = VariantResult(variant.name, variant.label, seed, rank, sent)
             state = trainer.from_params(self._start(jax.random.key(seed)))
             outcome.validation[0] = self._validate(state)
             # Dropout takes the configuration's seed in all runs.

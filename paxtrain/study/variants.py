@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from paxtrain.config import Config
+from paxtrain.config.options import PLACES, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.parallel.stage_choice import StageTimes
+
+# What goes through a codec, in labels.
+_WORDS = {"backward": "gradients", "forward": "activations", "data": "over data"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Variant:
 def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     """Return the variants: dense, those that compress more and more, and one for each further rank of the sweep.
 
+    Codecs other than low rank that the configuration names have a variant for each place.
+
     Args:
         config: configuration that gives ranks, the stages of selective stage compression and when it starts.
         sweep: further ranks of compressed backpropagation.
@@ -34,7 +40,9 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     found: dict[str, Variant] = {}
 
     def add(name: str, label: str, **changes: Any) -> None:
-        off = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused", "error": "lazy"}
+        off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
+        off |= {"error": "lazy"}
+        off |= {f"{place}_codec": "" for place in PLACES} | {f"{place}_options": CodecOptions() for place in PLACES}
         compress = dataclasses.replace(config.compress, **(off | changes))
         found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
 
@@ -45,6 +53,12 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     add("cb_fe", "CB + FE", backward="epilogue", embedding="fused")
     add("cb_fe_sc", "CB + FE + SC", backward="epilogue", embedding="fused", data=config.compress.data)
     add("everything", "everything", backward="all", forward="all", embedding="fused", data="all")
+    own = {place: getattr(config.compress, f"{place}_codec") for place in PLACES}
+    for place in (place for place in PLACES if not config.compress.low_rank(place)):
+        options = {f"{place}_options": getattr(config.compress, f"{place}_options")}
+        label = f"{own[place]} {_WORDS[place]}"
+        chosen = {place: config.compress.chosen(place), f"{place}_codec": own[place]}
+        add(f"codec_{place}", label, embedding="fused", **chosen, **options)
     for rank in sweep:
         if rank != config.compress.backward_rank:
             add(f"cb_rank_{rank}", f"CB rank {rank}", backward="all", backward_rank=rank, backward_ranks="")

@@ -6,9 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from compress import Codec
+
 
 @dataclasses.dataclass(frozen=True)
-class TopK:
+class TopK(Codec):
     k: int
     feedback: bool = True
 
@@ -24,3 +26,6 @@ class TopK:
     def decode(self, wire, like):
         values, where = wire
         return jnp.zeros(math.prod(like.shape), like.dtype).at[where].set(values).reshape(like.shape)
+
+    def residual(self, state, like):
+        return state

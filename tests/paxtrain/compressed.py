@@ -9,6 +9,8 @@ from paxtrain.config import Config, from_dict
 from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
+from paxtrain.study import probe
+from paxtrain.xla import hlo
 
 FAST = {"xla_backend_optimization_level": 0}  # half the time to compile; the HLO is the same
 HIDDEN, SEQUENCE, VOCABULARY = 32, 16, 61
@@ -88,3 +90,27 @@ def assert_close(mine, right, tolerance=1e-5):
 
 
 FULL = {"backward": "all", "backward_rank": 32, "min_ratio": 0.0}
+
+
+def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
+    """Return bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's."""
+    mesh = trained.config.mesh
+    found = hlo.permute_bytes_by_pair(compiled(trained).as_text())
+    stages = {s * mesh.tensor: s for s in range(mesh.pipe)}
+    pairs = {(stages[a], stages[b]): size for (a, b), size in found.items() if a in stages and b in stages}
+    table = trained.config.model.padded_vocab // mesh.tensor * HIDDEN * 4 // mesh.data
+    for pair in ((0, mesh.pipe - 1), (mesh.pipe - 1, 0)):
+        pairs[pair] = pairs.get(pair, 0) - table
+    return {pair: size for pair, size in pairs.items() if size}
+
+
+SCATTER = "all-to-all"  # on CPUs
+
+
+def all_reduced(trained: Trainer, stage: int) -> dict[str, int]:
+    """Return the bytes of a device of a stage in each kind of collective over data."""
+    ops = probe.collectives(trained, compiled(trained).as_text(), stage)
+    return {
+        kind: sum(op.bytes * op.executions for op in ops if op.kind == kind)
+        for kind in ("all-reduce", SCATTER, "all-gather")
+    }

@@ -183,6 +183,39 @@ BAD_CONFIGURATION = {
     "stages": (["compress.data=0,2"], ["compress.data=0,2 names stage 2", "stages 0 to 1"]),
     "stages as words": (["compress.data=early"], ["none, all, selective or stages", "'early'"]),
     "ranks by link": (["compress.backward=all", "compress.backward_ranks=4,4"], ["names 2 links", "there are 1"]),
+    "no codec": (
+        ["compress.backward.codec=int5"],
+        ["compress.backward.codec=int5 is no codec", "int4, int8", "package.module:Class"],
+    ),
+    "codec that cannot be imported": (
+        ["compress.data.codec=no_such.module:Codec"],
+        ["compress.data.codec=no_such.module:Codec cannot be imported", "PYTHONPATH"],
+    ),
+    "option of a codec": (
+        ["compress.backward.codec=int8", "compress.backward.options.blok=3"],
+        ["compress.backward.codec=int8 has no option 'blok'", "block, feedback, rotate"],
+    ),
+    "word for an option": (
+        ["compress.data.codec=topk", "compress.data.options.share=half"],
+        ["compress.data.codec=topk takes share of type float, got 'half'"],
+    ),
+    "option out of bounds": (
+        ["compress.forward.codec=topk", "compress.forward.options.share=2.0"],
+        ["compress.forward.codec=topk: share must be above 0 and at most 1, got 2"],
+    ),
+    "options without a codec": (["compress.data.options.share=0.5"], ["options.share", "lowrank", "data.codec"]),
+    "rank of another codec": (
+        ["compress.backward.codec=int8", "compress.backward_ranks=4"],
+        ["compress.backward_ranks=4 is of lowrank", "compress.backward.codec is int8"],
+    ),
+    "codec without messages": (
+        ["compress.backward.codec=int8", "mesh.pipe=1", "mesh.data=4"],
+        ["compress.backward.codec=int8 needs messages between stages", "mesh.pipe of 2 or more"],
+    ),
+    "codec that saves nothing": (
+        ["compress.data.codec=identity"],
+        ["compress.data.codec=identity makes no kernel", "smaller min_ratio"],
+    ),
     "times": (["compress.stage_seconds=1,2"], ["must be given together"]),
     "kernels": (["compress.implementation=triton"], ["triton needs NVIDIA A100", "cpu", "auto or xla"]),
     "negative": (["run.steps=-5"], ["run.steps must be positive", "-5"]),

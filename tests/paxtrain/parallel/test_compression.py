@@ -18,16 +18,17 @@ from paxtrain.errors import UserError
 from paxtrain.parallel import compression
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
-from paxtrain.study import probe
 from paxtrain.xla import hlo
 from tests.compress.topk import TopK
 from tests.paxtrain.compressed import (
     FAST,
     FULL,
-    HIDDEN,
     MESSAGE,
+    SCATTER,
+    all_reduced,
     assert_close,
     batch,
+    by_pair,
     canonical,
     compiled,
     config,
@@ -103,18 +104,6 @@ def test_only_the_stages_below_a_compressed_link_are_changed():
 # --- Every byte -------------------------------------------------------------------------------------------------------
 
 
-def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
-    """Return bytes from stage to stage on the links of data rank 0, tensor rank 0, without the tied embedding's."""
-    mesh = trained.config.mesh
-    found = hlo.permute_bytes_by_pair(compiled(trained).as_text())
-    stages = {s * mesh.tensor: s for s in range(mesh.pipe)}
-    pairs = {(stages[a], stages[b]): size for (a, b), size in found.items() if a in stages and b in stages}
-    table = trained.config.model.padded_vocab // mesh.tensor * HIDDEN * 4 // mesh.data
-    for pair in ((0, mesh.pipe - 1), (mesh.pipe - 1, 0)):
-        pairs[pair] = pairs.get(pair, 0) - table
-    return {pair: size for pair, size in pairs.items() if size}
-
-
 def wire(rank: int, width: int = 4) -> int:
     return rank * sum(MESSAGE) * width
 
@@ -147,18 +136,6 @@ def test_with_sequence_parallelism_each_device_compresses_its_part():
     part, k = MESSAGE[0] // 2, MESSAGE[1]
     expected = {(s, s + 1): 6 * part * k * 4 for s in range(3)}
     assert found == expected | {(s + 1, s): 6 * 4 * (part + k) * 4 for s in range(3)}
-
-
-SCATTER = "all-to-all"  # on CPUs
-
-
-def all_reduced(trained: Trainer, stage: int) -> dict[str, int]:
-    """Return the bytes of a device of a stage in each kind of collective over data."""
-    ops = probe.collectives(trained, compiled(trained).as_text(), stage)
-    return {
-        kind: sum(op.bytes * op.executions for op in ops if op.kind == kind)
-        for kind in ("all-reduce", SCATTER, "all-gather")
-    }
 
 
 @pytest.mark.parametrize("zero1", [True, False])
@@ -227,7 +204,7 @@ def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
 def test_one_value_that_is_not_finite_in_one_message_is_seen(factors):
     """For every dtype of the factors it must reach a gradient, so that the step is dropped with its state."""
     trained = trainer(config((1, 2, 1), micro_batches=2, backward="all", backward_rank=4, factors=factors))
-    codec = trained.compression.links.backward.codec
+    codec = trained.compression.links.backward
     message = jnp.ones(trained.compression.message.shape).at[0, 0, 0].set(jnp.inf)
     wire, _ = codec.encode(codec.init(message.shape, message.dtype), message)
     assert not np.isfinite(np.asarray(codec.decode(wire, message))).all()
@@ -389,10 +366,10 @@ def test_a_given_codec_needs_no_settings_and_is_named():
     [
         (config((8, 1, 1)), {}, ["TopK", "needs messages between stages", "mesh.pipe=1"]),
         (config(backward="all", backward_ranks="2,2,2"), {}, ["compress.backward_ranks=2,2,2", "TopK", "codec=None"]),
-        (config(), {"record": 2}, ["record=2", "residual(state, like)", "TopK"]),
+        (config(), {"codec": object()}, ["object is no codec", "it lacks decode, describe, encode", "compress.Codec"]),
         (config(), {"codec": Flat(64)}, ["float32[1024]", "float32[2,16,32]", "`like`"]),
     ],
-    ids=["one stage", "ranks", "record", "shape"],
+    ids=["one stage", "ranks", "no codec", "shape"],
 )
 def test_a_given_codec_that_does_not_fit_is_refused(c, given, words):
     trained = dataclasses.replace(trainer(c), **{"codec": TopK(64)} | given)

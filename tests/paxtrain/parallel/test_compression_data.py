@@ -136,7 +136,7 @@ def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
     low = trainer(config((2, 2, 1), data="all", data_rank=10, data_rank_min=4, data_adapt_every=5), stage_ranks=(4, 4))
     high = dataclasses.replace(low, stage_ranks=(10, 10))
     params = jax.device_put(jax.jit(low.layout.from_canonical)(canonical()), low.state_shardings.params)
-    tokens, names = batch(low), [name for name, _ in low.compression.power_kernels]
+    tokens, names = batch(low), [name for name, _ in low.compression.data_kernels]
     gradients = {}
     state = jax.jit(low.compression.init, out_shardings=low.state_shardings.codec)()
     for t in (low, high):
@@ -164,7 +164,7 @@ def test_full_rank_over_data_is_no_compression(mesh):
 def test_the_ratio_gate_leaves_small_kernels_dense():
     """Defect "no minimum-ratio gate": rank 10 halves all kernels but the smallest, which would shrink 1.6 times."""
     c = config(data="all", data_rank=10)
-    assert {name for name, _ in trainer(c).compression.power_kernels} == {"qkv", "up", "down"}
+    assert {name for name, _ in trainer(c).compression.data_kernels} == {"qkv", "up", "down"}
     _, grads, *_ = evaluated(c)
     _, right, *_ = evaluated(config())
     np.testing.assert_array_equal(grads["layers"]["out"]["kernel"], right["layers"]["out"]["kernel"])

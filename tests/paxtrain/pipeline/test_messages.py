@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from compress import LowRank
-from paxtrain.pipeline.messages import Link, send
+from compress import Codec, LowRank
+from paxtrain.pipeline.messages import send
 from paxtrain.xla import hlo
 from tests.compress.topk import TopK
 
@@ -15,7 +15,7 @@ STAGES, SHAPE = 4, (2, 4, 8)
 PAIRS = ((1, 0), (2, 1), (3, 2))
 
 
-class Signs:
+class Signs(Codec):
     """A codec whose wire has a bool, an int8, a bfloat16 and a float32 array; the last has no dims."""
 
     def init(self, shape, dtype):
@@ -47,7 +47,7 @@ def test_sender_and_receiver_have_the_same_bits(codec):
 
     def step(x):
         state = codec.init(SHAPE, "float32")
-        wire, after = send(Link(codec), state, x[0], "pipe", jax.lax.axis_index("pipe"), PAIRS)
+        wire, after = send(codec, state, x[0], "pipe", jax.lax.axis_index("pipe"), PAIRS)
         moved = [jnp.any(new != old) for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state))]
         return codec.decode(wire, x[0])[None], jnp.any(jnp.array(moved))[None]
 

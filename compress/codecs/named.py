@@ -1,0 +1,120 @@
+"""Codecs by name: one of the library's, or any class as package.module:Class, with its options."""
+
+import dataclasses
+import importlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from compress.codec import Codec, missing_methods
+
+
+class LibraryCodec(NamedTuple):
+    """A codec of the library.
+
+    Attributes:
+        path: its class, as package.module:Class.
+        fixed: options that its name stands for.
+    """
+
+    path: str
+    fixed: Mapping[str, Any] = types.MappingProxyType({})
+
+
+# Low rank is here for its options; the trainer makes it from the configuration's ranks.
+LOW_RANK = "lowrank"
+NAMES = {
+    "identity": LibraryCodec("compress.codec:Identity"),
+    "int4": LibraryCodec("compress.codecs.quantised:QuantisedBlocks", {"bits": 4}),
+    "int8": LibraryCodec("compress.codecs.quantised:QuantisedBlocks", {"bits": 8}),
+    "topk": LibraryCodec("compress.codecs.topk:TopK"),
+}
+
+
+def known() -> str:
+    """Return what can be written as the name of a codec, as a phrase."""
+    return f"{', '.join(sorted([*NAMES, LOW_RANK]))} or package.module:Class"
+
+
+def build(name: str, options: Mapping[str, Any], protocols: tuple[type, ...] = (Codec,)) -> Any:
+    """Return the codec of a name, with its options.
+
+    Args:
+        name: one of NAMES, or a class as package.module:Class; a dataclass, whose fields are the options.
+        options: values by option.
+        protocols: Protocols of which the codec must have one; the first one is named in messages.
+
+    Raises:
+        ValueError: there is no such codec, it cannot be imported, or an option is unknown or does not fit; the message
+            begins with the name.
+    """
+    entry = NAMES.get(name) or LibraryCodec(name)
+    kind = _imported(name, entry.path)
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    free = sorted(fields.keys() - entry.fixed.keys())
+    hints = typing.get_type_hints(kind)
+    given = dict(entry.fixed)
+    for key, value in options.items():
+        if key not in free:
+            raise ValueError(f"{name} has no option {key!r}; {_options(free)}")
+        given[key] = _typed(name, key, value, hints[key])
+    missing = [key for key in free if key not in given and _required(fields[key])]
+    if missing:
+        raise ValueError(f"{name} needs the option {missing[0]}; {_options(free)}")
+    try:
+        made = kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not isinstance(made, protocols):
+        raise ValueError(f"{name} is no codec: {missing_methods(made, protocols[0])}")
+    return made
+
+
+def _imported(name: str, path: str) -> type:
+    """Return the class at a path.
+
+    Args:
+        name: name of the codec, for messages.
+        path: package.module:Class.
+    """
+    module, colon, attribute = path.partition(":")
+    if not (module and colon and attribute):
+        raise ValueError(f"{name} is no codec; known are {known()}")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise ValueError(f"{name} cannot be imported ({error}); put its package on PYTHONPATH") from error
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"{name} is no dataclass; write its class with @dataclasses.dataclass(frozen=True)")
+    if kind.__hash__ is None:
+        raise ValueError(f"{name} is not frozen; write its class with @dataclasses.dataclass(frozen=True)")
+    return kind
+
+
+def _options(names: list[str]) -> str:
+    """Return which options there are, as a phrase."""
+    return f"its options are {', '.join(names)}" if names else "it has none"
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _typed(name: str, key: str, value: Any, hint: Any) -> Any:
+    """Return an option's value in its type.
+
+    Args:
+        name: name of the codec, for messages.
+        key: name of the option.
+        value: value given, from a flag or a file.
+        hint: annotation of the field.
+    """
+    if hint is float and type(value) is int:
+        return float(value)
+    if isinstance(value, list):
+        value = tuple(value)
+    origin = typing.get_origin(hint) or hint
+    if isinstance(origin, type) and type(value) is not origin:
+        raise ValueError(f"{name} takes {key} of type {origin.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,161 @@
+"""The codec `QuantisedBlocks`: blocks of numbers as 8 or 4 bits each, with one scale for a block."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from compress.codec import Codec, Like, Passes
+
+BITS = (4, 8)
+
+
+class QuantisedWire(NamedTuple):
+    """Message on the wire, as blocks of n numbers.
+
+    Attributes:
+        codes: int8 [blocks, n]; or two numbers of 4 bits in a byte, uint8 [blocks, n / 2].
+        scale: bfloat16 [blocks].
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+
+def _hadamard(n: int) -> np.ndarray:
+    """Return the orthonormal and symmetric Hadamard matrix [n, n] of a power of two."""
+    h = np.ones((1, 1), np.float32)
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return (h / np.sqrt(n)).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedBlocks(Codec):
+    """Codec that rounds numbers to 4 or 8 bits, with a scale for each block: its largest number over 7 or 127.
+
+    Attributes:
+        bits: 4 or 8.
+        block: numbers of a block; the last block is filled with zeros.
+        feedback: whether the rounding error is added to the next message. It costs the memory of a message, or of the
+            gradients.
+        rotate: whether a block is multiplied with a Hadamard matrix before it is rounded, and again after. That spreads
+            a number that is much larger than the others over its block.
+
+    Raises:
+        ValueError: the bits are neither, the block is not even, or it is rotated and no power of two.
+
+    References:
+        Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization. Wang et al. 2023, ZeRO++. Jia et al. 2024,
+        SDP4Bit: Hadamard rotation of 4-bit gradients. He et al. 2025, TAH-Quant: activations between stages.
+    """
+
+    bits: int = 8
+    block: int = 64
+    feedback: bool = True
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be 4 or 8, got {self.bits}")
+        if self.block < 2 or self.block % 2:
+            raise ValueError(f"block must be even and at least 2, got {self.block}")
+        if self.rotate and self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two to be rotated, got {self.block}")
+
+    @property
+    def _largest(self) -> int:
+        """Largest code."""
+        return 2 ** (self.bits - 1) - 1
+
+    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | tuple[()]:
+        """Return zeros, the error of earlier messages; () without feedback.
+
+        Args:
+            shape: shape of the messages.
+            dtype: dtype of the messages.
+        """
+        return jnp.zeros(shape, dtype) if self.feedback else ()
+
+    def encode(
+        self, state: jax.Array | tuple[()], x: jax.Array, active: jax.Array | bool = True
+    ) -> tuple[QuantisedWire, jax.Array | tuple[()]]:
+        """Return the codes and scales of x plus the error of earlier messages, and the next error.
+
+        Args:
+            state: error of earlier messages.
+            x: message of any shape.
+            active: whether the message is sent, bool [].
+        """
+        whole = x.astype(jnp.float32)
+        if isinstance(state, jax.Array):
+            whole = whole + state.astype(jnp.float32)
+        wire = self._rounded(whole)
+        if not isinstance(state, jax.Array):
+            return wire, state
+        left = (whole - self.decode(wire, x).astype(jnp.float32)).astype(x.dtype)
+        return wire, jnp.where(active, left, state)
+
+    def _rounded(self, x: jax.Array) -> QuantisedWire:
+        """Return the codes and scales of float32 numbers of any shape."""
+        blocks = jnp.pad(x.reshape(-1), (0, -x.size % self.block)).reshape(-1, self.block)
+        if self.rotate:
+            blocks = jnp.matmul(blocks, _hadamard(self.block), precision=lax.Precision.HIGHEST)
+        # In bfloat16, whose product with a code float32 holds exactly: all programs decode to the same bits.
+        scale = (jnp.max(jnp.abs(blocks), axis=1) / self._largest).astype(jnp.bfloat16)
+        # On CPUs the largest of some numbers and nan may be a number, and a code is one in any case.
+        scale = jnp.where(jnp.isfinite(blocks).all(axis=1), scale, jnp.nan)
+        divisor = scale.astype(jnp.float32)[:, None]
+        codes = jnp.round(blocks / jnp.where(divisor == 0, 1, divisor))
+        codes = jnp.clip(codes, -self._largest, self._largest).astype(jnp.int8)
+        return QuantisedWire(codes if self.bits == 8 else _packed(codes), scale)
+
+    def decode(self, wire: QuantisedWire, like: Like) -> jax.Array:
+        """Return codes times scales, rounded to the dtype.
+
+        Args:
+            wire: codes and scales.
+            like: array or shape whose shape and dtype the result has.
+        """
+        codes = wire.codes if self.bits == 8 else _unpacked(wire.codes)
+        blocks = codes.astype(jnp.float32) * wire.scale.astype(jnp.float32)[:, None]
+        if self.rotate:
+            # The barrier keeps the product by itself, so that sender and receiver add up in the same order.
+            blocks = lax.optimization_barrier(blocks)
+            blocks = jnp.matmul(blocks, _hadamard(self.block), precision=lax.Precision.HIGHEST)
+            blocks = lax.optimization_barrier(blocks)
+        flat = blocks.reshape(-1)[: math.prod(like.shape)]
+        if like.dtype == jnp.bfloat16:
+            # XLA may drop a conversion there and back; reduce_precision stays.
+            flat = lax.reduce_precision(flat, exponent_bits=8, mantissa_bits=7)
+        return flat.astype(like.dtype).reshape(like.shape)
+
+    def residual(self, state: jax.Array | tuple[()], like: Like) -> jax.Array:
+        """Return the error of earlier messages.
+
+        Args:
+            state: state of the link.
+            like: array or shape whose shape and dtype the result has.
+        """
+        return state if isinstance(state, jax.Array) else jnp.zeros(like.shape, like.dtype)
+
+    def passes(self) -> Passes:
+        """Return two passes for scales and codes, two more for the error, and one to decode."""
+        return Passes(encode=4 if self.feedback else 2, decode=1, launches=3)
+
+
+def _packed(codes: jax.Array) -> jax.Array:
+    """Return int8 codes [blocks, n] of 4 bits as bytes [blocks, n / 2]: the first half of a block in the low bits."""
+    low, high = jnp.split(lax.bitcast_convert_type(codes, jnp.uint8), 2, axis=1)
+    return (low & 15) | (high << 4)
+
+
+def _unpacked(packed: jax.Array) -> jax.Array:
+    """Return the int8 codes [blocks, n] that `_packed` has put into bytes."""
+    both = jnp.concatenate([packed << 4, packed & 0xF0], axis=1)
+    return lax.bitcast_convert_type(both, jnp.int8) >> 4  # which repeats the sign bit

@@ -1,0 +1,358 @@
+"""Properties that every codec and reducer has: `check` raises if one does not hold.
+
+    compress.testing.check(MyCodec())
+
+The trainer relies on each of them. They are about bits, bytes and sums, not about how well a codec approximates.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
+
+from compress.codec import Codec, Pairs, check_codec, codec_name
+from compress.reducer import Reducer, Scattered, Shard, mean
+
+RANKS = 4  # data ranks that vmap emulates
+_MESSAGES = 6
+_KERNEL = (64, 96)
+
+# Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
+_RING: dict[str, Callable[[int], float]] = {
+    "stablehlo.all_reduce": lambda n: 2 * (n - 1) / n,
+    "stablehlo.reduce_scatter": lambda n: (n - 1) / n,
+    "stablehlo.all_to_all": lambda n: (n - 1) / n,
+    "stablehlo.all_gather": lambda n: n - 1,
+    "stablehlo.collective_permute": lambda n: 1,
+}
+
+
+def check(codec: Codec | Reducer, shape: tuple[int, ...] = (2, 32, 64), dtype: DTypeLike = "float32") -> list[str]:
+    """Check the properties that the trainer needs of a codec, between stages and over data, or of a reducer.
+
+    Args:
+        codec: codec, or reducer of gradients over data, to check.
+        shape: shape of a message between stages; a reducer gets kernels of [64, 96].
+        dtype: dtype of a message between stages.
+
+    Returns:
+        The properties that hold. With one device the bytes of the compiled program are not among them.
+
+    Raises:
+        AssertionError: a property does not hold; the message says which, and what was seen.
+    """
+    if isinstance(codec, Reducer):
+        return [_run(codec, name, function) for name, function in _reducer_properties(codec)]
+    found = [_run(codec, name, function) for name, function in _codec_properties(codec, shape, dtype)]
+    return found + check(Scattered(codec))
+
+
+def _run(codec: object, name: str, function: Callable[[], bool | None]) -> str:
+    """Check one property and return its name; it is marked if it could not be checked here."""
+    try:
+        told = function()
+    except AssertionError as error:
+        raise AssertionError(f"{codec_name(codec)}: {name}: {error}") from error
+    return name if told is not False else f"{name} (not checked: one device)"
+
+
+def _codec_properties(
+    codec: Codec, shape: tuple[int, ...], dtype: DTypeLike
+) -> Iterator[tuple[str, Callable[[], bool | None]]]:
+    """Yield names and checks of a codec's properties; the arguments are those of `check`."""
+    for name, function in {
+        "state, wire and message have the right shapes": _shapes,
+        "a message's declared bytes are those of the program": _wire_bytes,
+        "sender and receiver decode the same bits": _same_bits,
+        "a message that is not sent leaves the state alone": _inactive,
+        "zeros stay finite, and a later message arrives": _zeros,
+        "a message that is not finite arrives as such": _not_finite,
+        "what arrives and what is left add up": _adds_up,
+        "a saved state continues bit for bit": _resumes,
+    }.items():
+        yield name, functools.partial(function, codec, shape, dtype)
+
+
+def _given(shape: tuple[int, ...], dtype: DTypeLike) -> list[jax.Array]:
+    """Return the messages to send: a common part, and one of each."""
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=shape)
+    return [jnp.asarray(common + rng.normal(size=shape), dtype) for _ in range(_MESSAGES)]
+
+
+def _bits(tree: Any) -> list[bytes]:
+    """Return the bytes of all arrays of a tree."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def _sum(arrays: list[Any]) -> np.ndarray:
+    """Return the sum of arrays in float64."""
+    return np.sum([np.asarray(x, np.float64) for x in arrays], axis=0)
+
+
+def _shapes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    try:
+        check_codec(codec, shape, dtype)
+        hash(codec)
+    except (ValueError, TypeError) as error:
+        raise AssertionError(str(error)) from error
+    assert " at 0x" not in codec_name(codec), "its repr shows an address; make it a frozen dataclass"
+
+
+def _wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> bool | None:
+    if len(jax.devices()) < 2:
+        return False
+    declared = codec.wire_bytes(shape, dtype)
+
+    def step(x: jax.Array) -> jax.Array:
+        wire, _ = codec.encode(codec.init(shape, dtype), x[0])
+        return codec.decode(codec.exchange(wire, _Hop(((0, 1),))), x[0])[None]
+
+    sent = _sent(step, jax.ShapeDtypeStruct((2, *shape), dtype), "pipe", 2)
+    assert sent == declared, f"wire_bytes says {declared}, the program sends {sent}"
+    return None
+
+
+class _Hop:
+    """A crossing of one link, for tests."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def send(self, wire: Any, pairs: Pairs) -> Any:
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, "pipe", pairs), wire)
+
+    def receives(self, pairs: Pairs) -> jax.Array:
+        return jnp.isin(lax.axis_index("pipe"), jnp.array([receiver for _, receiver in pairs]))
+
+
+def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> float:
+    """Return the bytes that one rank sends in a function's collectives, if they run over rings, by its StableHLO.
+
+    Args:
+        function: function of one rank's part of x.
+        x: shape, or tree of shapes, with a leading dim of ranks.
+        axis: name of the axis.
+        ranks: number of ranks.
+    """
+    mesh = jax.make_mesh((ranks,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    spec = PartitionSpec(axis)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    module: Any = jax.jit(mapped).lower(x).compiler_ir("stablehlo")
+    sent = 0.0
+    for op in _operations(module.operation):
+        if op.name in _RING:
+            sent += _RING[op.name](ranks) * sum(_size(str(operand.type)) for operand in op.operands)
+    return sent
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    """Yield the operations in an MLIR operation."""
+    for region in op.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from _operations(inner.operation)
+
+
+def _size(text: str) -> float:
+    """Return the bytes of a tensor type as text, such as tensor<2x3xf32>."""
+    *dims, element = text.removeprefix("tensor<").removesuffix(">").split("x")
+    bits = 8 if element == "i1" else int("".join(c for c in element.partition("E")[0] if c.isdigit()))
+    return math.prod(map(int, dims)) * bits / 8
+
+
+def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    @jax.jit
+    def sender(state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+        wire, state = codec.encode(state, x, True)
+        return wire, state, codec.decode(wire, x)
+
+    receiver = jax.jit(lambda wire: codec.decode(wire, jax.ShapeDtypeStruct(shape, dtype)))
+    state = codec.init(shape, dtype)
+    for x in _given(shape, dtype):
+        wire, state, decoded = sender(state, x)
+        assert _bits(decoded) == _bits(receiver(wire)), "decode gives other bits beside encode than by itself"
+
+
+def _inactive(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    encode = jax.jit(codec.encode)
+    state = codec.init(shape, dtype)
+    for i, x in enumerate(_given(shape, dtype)):
+        _, after = encode(state, x, jnp.bool_(False))
+        assert _bits(after) == _bits(state), f"encode with active=False changed the state before message {i}"
+        _, state = encode(state, x, jnp.bool_(True))
+
+
+def _zeros(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    state, zero = codec.init(shape, dtype), jnp.zeros(shape, dtype)
+    for x in (zero, zero, *_given(shape, dtype)[:3]):
+        wire, state = codec.encode(state, x, True)
+        decoded = codec.decode(wire, x)
+        assert np.isfinite(np.asarray(decoded, np.float64)).all(), "a zero message arrives as one that is not finite"
+    assert np.any(np.asarray(decoded)), "after zero messages every message arrives as zeros"
+
+
+def _not_finite(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    run = jax.jit(lambda state, x: codec.decode(codec.encode(state, x, True)[0], x))
+    for value in (np.nan, np.inf, -np.inf):
+        x = np.array(_given(shape, dtype)[0])
+        x.reshape(-1)[x.size // 3] = value
+        arrived = np.asarray(run(codec.init(shape, dtype), jnp.asarray(x)), np.float64)
+        assert not np.isfinite(arrived).all(), f"a message with one {value} arrives as a finite one"
+
+
+def _adds_up(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    encode, state, decoded = jax.jit(codec.encode), codec.init(shape, dtype), []
+    given = _given(shape, dtype)
+    for x in given:
+        wire, state = encode(state, x, True)
+        decoded.append(codec.decode(wire, x))
+    left = _sum([codec.residual(state, given[0])])
+    _require_sum(_sum(given), _sum(decoded), left, dtype)
+
+
+def _require_sum(given: np.ndarray, arrived: np.ndarray, left: np.ndarray, dtype: DTypeLike) -> None:
+    """Require that what arrives and what is left are what was given; nothing, if no error is kept."""
+    if not left.any():
+        return
+    tolerance = 8 * _MESSAGES * float(jnp.finfo(dtype).eps) * np.abs(given).max()
+    missing = np.abs(given - arrived - left).max()
+    assert missing <= tolerance, f"given, arrived and residual differ by {missing:.2g}, more than {tolerance:.2g}"
+
+
+def _resumes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    encode, given = jax.jit(codec.encode), _given(shape, dtype)
+    state = codec.init(shape, dtype)
+    for x in given[:3]:
+        _, state = encode(state, x, True)
+    saved = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), state)
+    for x in given[3:]:
+        (wire, state), (again, saved) = encode(state, x, True), encode(saved, x, True)
+        assert _bits((wire, state)) == _bits((again, saved)), "a state that was saved and read again goes on otherwise"
+
+
+# --- Over data --------------------------------------------------------------------------------------------------------
+
+
+def _reducer_properties(reducer: Reducer) -> Iterator[tuple[str, Callable[[], bool | None]]]:
+    """Yield names and checks of a reducer's properties."""
+    for name, function in {
+        "declared bytes over data are those of the program": _reduced_bytes,
+        "ranks that need the whole mean have the same bits of it": _same_means,
+        "means over data and what ranks have left out add up": _means_add_up,
+        "zero gradients stay finite": _zero_gradients,
+        "a gradient that is not finite makes a mean that is not": _gradient_not_finite,
+        "a saved state over data continues bit for bit": _reducer_resumes,
+    }.items():
+        yield name, functools.partial(function, reducer)
+
+
+def _shards(ranks: int = RANKS) -> list[Shard]:
+    """Return one shard of each kind: rows, columns, and all of the mean."""
+    return [Shard("data", ranks, dim) for dim in (0, 1, -1)]
+
+
+def _gradients(steps: int = _MESSAGES) -> list[jax.Array]:
+    """Return the gradients of each step, [RANKS, *kernel], a part of which is the same on all ranks."""
+    rng = np.random.default_rng(1)
+    common = rng.normal(size=_KERNEL)
+    return [jnp.asarray(common + rng.normal(size=(RANKS, *_KERNEL)), jnp.float32) for _ in range(steps)]
+
+
+def _reduction(reducer: Reducer, shard: Shard) -> Callable[..., Any]:
+    """Return the jitted step (states, gradients) -> (means, states, residuals) of all emulated ranks."""
+    settled: Any = reducer  # a Protocol is not known to be hashable
+    return _jitted(settled, shard)
+
+
+@functools.lru_cache(maxsize=8)
+def _jitted(reducer: Any, shard: Shard) -> Callable[..., Any]:
+    """Return what `_reduction` returns."""
+
+    def one(state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+        means, states, _ = mean(reducer, [state], [x], [shard])
+        return means[0], states[0], reducer.residual(states[0], x, shard)
+
+    return jax.jit(jax.vmap(one, axis_name="data"))
+
+
+def _start(reducer: Reducer, shard: Shard) -> Any:
+    """Return the first state of all emulated ranks."""
+    state = reducer.init(_KERNEL, shard)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (RANKS, *jnp.shape(x))), state)
+
+
+def _assembled(means: jax.Array, shard: Shard) -> np.ndarray:
+    """Return the mean that all ranks have together, in float64."""
+    parts = np.asarray(means, np.float64)
+    return parts[0] if shard.dim < 0 else np.concatenate(list(parts), axis=shard.dim)
+
+
+def _reduced_bytes(reducer: Reducer) -> bool | None:
+    ranks = min(RANKS, len(jax.devices()))
+    if ranks < 2:
+        return False
+    for shard in _shards(ranks):
+
+        def step(x: jax.Array, shard: Shard = shard) -> jax.Array:
+            return mean(reducer, [reducer.init(_KERNEL, shard)], [x[0]], [shard])[0][0][None]
+
+        declared = reducer.wire_bytes(_KERNEL, shard)
+        sent = _sent(step, jax.ShapeDtypeStruct((ranks, *_KERNEL), jnp.float32), "data", ranks)
+        assert math.isclose(sent, declared, rel_tol=1e-9), (
+            f"for dim={shard.dim} of {ranks} ranks wire_bytes says {declared:g}, the program sends {sent:g}"
+        )
+    return None
+
+
+def _same_means(reducer: Reducer) -> None:
+    shard = _shards()[-1]
+    means, _, _ = _reduction(reducer, shard)(_start(reducer, shard), _gradients()[0])
+    assert len(set(map(bytes, (np.asarray(x).tobytes() for x in means)))) == 1, "the ranks' means differ"
+
+
+def _means_add_up(reducer: Reducer) -> None:
+    for shard in _shards():
+        state, means = _start(reducer, shard), []
+        for x in _gradients():
+            found, state, residuals = _reduction(reducer, shard)(state, x)
+            means.append(_assembled(found, shard))
+        given = _sum([np.asarray(x, np.float64).mean(0) for x in _gradients()])
+        _require_sum(given, _sum(means), np.asarray(residuals, np.float64).mean(0), "float32")
+
+
+def _zero_gradients(reducer: Reducer) -> None:
+    for shard in _shards():
+        state = _start(reducer, shard)
+        for x in (jnp.zeros((RANKS, *_KERNEL)), *_gradients(2)):
+            means, state, _ = _reduction(reducer, shard)(state, x)
+            assert np.isfinite(np.asarray(means)).all(), "zero gradients make a mean that is not finite"
+        assert np.any(np.asarray(means)), "after zero gradients every mean is zero"
+
+
+def _gradient_not_finite(reducer: Reducer) -> None:
+    for shard in _shards():
+        for value in (np.nan, np.inf):
+            x = np.array(_gradients(1)[0])
+            x[RANKS - 1, 5, 7] = value
+            means, _, _ = _reduction(reducer, shard)(_start(reducer, shard), jnp.asarray(x))
+            assert not np.isfinite(np.asarray(means)).all(), f"a gradient with one {value} makes a finite mean"
+
+
+def _reducer_resumes(reducer: Reducer) -> None:
+    for shard in _shards():
+        step, state = _reduction(reducer, shard), _start(reducer, shard)
+        first, *rest = _gradients(3)
+        _, state, _ = step(state, first)
+        saved = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), state)
+        for x in rest:
+            (means, state, _), (again, saved, _) = step(state, x), step(saved, x)
+            assert _bits((means, state)) == _bits((again, saved)), "a state that was read again goes on otherwise"

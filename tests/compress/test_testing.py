@@ -1,0 +1,123 @@
+"""Every codec of the library has the properties that `check` asks for, and codecs without one of them are caught."""
+
+import jax.numpy as jnp
+import pytest
+
+import compress
+from compress.codecs.quantised import QuantisedBlocks
+from compress.codecs.topk import TopK
+from compress.testing import check
+
+pytestmark = pytest.mark.once
+LOW = [
+    compress.LowRank(4, error, factors)
+    for error, factors in (("lazy", "float32"), ("explicit", "bfloat16"), ("none", "float32"), ("lazy", "int8"))
+]
+BLOCKS = [
+    QuantisedBlocks(8),
+    QuantisedBlocks(4),
+    QuantisedBlocks(4, 32, rotate=True),
+    QuantisedBlocks(8, 30, feedback=False),
+]
+
+
+@pytest.mark.parametrize("codec", [compress.Identity(), TopK(0.1), TopK(0.1, feedback=False), *BLOCKS, *LOW], ids=repr)
+def test_codecs_of_the_library_have_all_properties(codec):
+    found = check(codec)
+    assert len(found) == 14
+    assert not any("not checked" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    "codec", [TopK(0.1), QuantisedBlocks(8), QuantisedBlocks(4, rotate=True), compress.LowRank(4)], ids=repr
+)
+def test_codecs_have_them_in_bfloat16(codec):
+    check(codec, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("reducer", [compress.PowerSGD(4), compress.PowerSGD(4, form="qr"), compress.Scattered(TopK())])
+def test_reducers_have_them(reducer):
+    assert len(check(reducer)) == 6
+
+
+class WrongBytes(TopK):
+    def wire_bytes(self, shape, dtype):
+        return super().wire_bytes(shape, dtype) - 4
+
+
+class AlwaysActive(TopK):
+    def encode(self, state, x, active=True):
+        return super().encode(state, x, True)
+
+
+class Finite(TopK):
+    def encode(self, state, x, active=True):
+        return super().encode(state, jnp.nan_to_num(x, posinf=1, neginf=1), active)
+
+
+class Forgetful(TopK):
+    def residual(self, state, like):
+        return 0.9 * state
+
+
+class ZeroForGood(TopK):
+    """A codec that remembers the largest number so far, and divides by it."""
+
+    def init(self, shape, dtype):
+        return jnp.float32(-1)
+
+    def encode(self, state, x, active=True):
+        scale = jnp.where(state < 0, jnp.max(jnp.abs(x)), state)
+        wire = jnp.where(scale > 0, x, 0)
+        return wire, jnp.where(active, scale, state)
+
+    def decode(self, wire, like):
+        return wire
+
+    def residual(self, state, like):
+        return jnp.zeros(like.shape, like.dtype)
+
+
+class OtherShape(TopK):
+    def decode(self, wire, like):
+        return super().decode(wire, like).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WrongBytes, "declared bytes are those of the program: wire_bytes says"),
+        (AlwaysActive, "leaves the state alone: encode with active=False changed"),
+        (Finite, "arrives as such: a message with one"),
+        (Forgetful, "add up: given, arrived and residual differ by"),
+        (ZeroForGood, "after zero messages every message arrives as zeros"),
+        (OtherShape, "decode returns float32"),
+    ],
+)
+def test_a_codec_without_a_property_is_caught(kind, words):
+    with pytest.raises(AssertionError) as error:
+        check(kind(0.1))
+    assert words in str(error.value)
+    assert str(error.value).startswith(kind.__name__)
+
+
+class Unsummed(compress.Scattered):
+    """A reducer that forgets one of the ranks."""
+
+    def _mean(self, wires, cut):
+        return self._decoded(wires, cut)[0]
+
+
+class FewBytes(compress.PowerSGD):
+    def traffic(self, shape, shard):
+        return super().traffic(shape, shard)[:1]
+
+
+@pytest.mark.parametrize(
+    ("reducer", "words"),
+    [(Unsummed(TopK(0.1)), "add up: given, arrived and residual"), (FewBytes(4), "wire_bytes says")],
+)
+def test_a_reducer_without_a_property_is_caught(reducer, words):
+    with pytest.raises(AssertionError) as error:
+        check(reducer)
+    assert words in str(error.value)

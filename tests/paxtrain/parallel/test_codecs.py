@@ -1,0 +1,184 @@
+"""Codecs by name inside the training step: what they send, what they keep, and that Identity changes no bit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import compress
+from paxtrain.errors import UserError
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.study import probe
+from tests.paxtrain.compressed import (
+    FAST,
+    MESSAGE,
+    SCATTER,
+    all_reduced,
+    assert_close,
+    batch,
+    by_pair,
+    canonical,
+    compiled,
+    config,
+    evaluated,
+    trained_steps,
+    trainer,
+)
+
+pytestmark = pytest.mark.once
+TOPK = "tests.compress.topk:TopK"
+BOTH = {
+    "backward_codec": "int8",
+    "backward_options": {"block": 32},
+    "forward_codec": "int8",
+    "data_codec": "int8",
+    "data_options": {"block": 32},
+}
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_identity_gives_the_bits_of_no_compression(zero1):
+    names = {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}
+    for mesh in ((2, 4, 1), (2, 2, 2)):
+        loss, grads, *_ = evaluated(config(mesh, zero1=zero1, min_ratio=0.0, **names))
+        right_loss, right, *_ = evaluated(config(mesh, zero1=zero1))
+        assert loss == right_loss
+        for mine, dense in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+            np.testing.assert_array_equal(mine, dense)
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_codecs_send_the_declared_bytes(zero1):
+    """Between stages codes and scales of each message; over data those of each rank's part of each kernel."""
+    coded, dense = trainer(config(zero1=zero1, **BOTH)), trainer(config(zero1=zero1))
+    message = MESSAGE[0] * MESSAGE[1]
+    backward, forward = (message + 2 * message // block for block in (32, 64))
+    found = by_pair(coded)
+    assert found == {(k, k + 1): 6 * forward for k in range(3)} | {(k + 1, k): 6 * backward for k in range(3)}
+    kernels = sum(n * k for n, k in coded.compression.matrices.values())
+    wire = kernels + 2 * kernels // 32  # of both parts
+    for stage in (0, 1, 3):
+        before, after = all_reduced(dense, stage), all_reduced(coded, stage)
+        two_norms = 2 * 4
+        if zero1:
+            assert after[SCATTER] == before[SCATTER] - 4 * kernels + wire
+            assert after["all-reduce"] == before["all-reduce"] + two_norms
+            assert after["all-gather"] == before["all-gather"] + 4
+        else:
+            assert after["all-reduce"] == before["all-reduce"] - 4 * kernels + two_norms
+            assert after[SCATTER] == before[SCATTER] + wire
+            assert after["all-gather"] == before["all-gather"] + 4 + wire // 2
+    declared = sum(
+        coded.compression.reducer.wire_bytes(shape, coded.compression.shards[path])
+        for path, shape in coded.compression.kernels.items()
+    )
+    assert declared == wire / 2 * (1 if zero1 else 2)
+
+
+def test_a_users_class_trains_on_both_axes_of_eight_devices():
+    names = {"backward_codec": TOPK, "backward_options": {"k": 128}, "data_codec": TOPK, "data_options": {"k": 64}}
+    losses, state = trained_steps(config(**names, data_start=0.0), 12)
+    dense, _ = trained_steps(config(), 12)
+    assert losses[-1] < losses[0] - 0.5
+    assert losses[0] == pytest.approx(dense[0], rel=1e-6)
+    assert max(abs(np.subtract(losses, dense))) > 1e-3
+    sent = state.codec["data"].sent
+    assert [x.shape[:3] for x in sent] == [(2, 4, 1)] * 4
+    assert all(np.any(x) for x in sent)
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_the_virtual_mesh_does_what_the_real_one_does(zero1):
+    c = config((2, 2, 1), zero1=zero1, micro_batches=3, **BOTH)
+    one = dataclasses.replace(c.mesh, data=1, pipe=1)
+    emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
+    params = jax.jit(emulated.layout.from_canonical)(canonical())
+    tokens = batch(emulated)
+    run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, *_ = jax.device_get(run(params, tokens))
+    right_loss, _, right, _ = evaluated(c)
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    # A sum in another order may move a number to the next code.
+    assert_close(grads, right, 0.02)
+
+
+def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
+    trained = trainer(config((2, 2, 1), **BOTH))
+    good, tokens = trained.from_params(canonical()), batch(trained)
+    good, _ = compiled(trained)(good, tokens)
+    before = jax.device_get(good)
+    broken = jax.tree.map(jax.numpy.copy, good.params)
+    broken["final_norm"]["scale"] = broken["final_norm"]["scale"].at[-1, 0].set(jax.numpy.nan)
+    after, metrics = compiled(trained)(good.replace(params=broken), tokens)
+    assert not metrics["finite"]
+    old, new = (jax.tree.leaves(codec) for codec in (before.codec, jax.device_get(after.codec)))
+    assert old
+    for a, b in zip(old, new, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stages_that_are_not_chosen_are_bit_equal_to_dense():
+    _, _, grads, _ = evaluated(config(data="1,2", data_codec="int8", data_options={"block": 32}))
+    _, _, right, _ = evaluated(config())
+    mine, dense = grads["layers"]["up"]["kernel"], right["layers"]["up"]["kernel"]
+    np.testing.assert_array_equal(mine[[0, 3]], dense[[0, 3]])
+    assert np.abs(mine[1:3] - dense[1:3]).max() > 1e-3 * np.abs(dense).max()
+    np.testing.assert_array_equal(grads["embedding"]["token"], right["embedding"]["token"])
+
+
+def test_the_study_counts_the_bytes_of_codecs():
+    coded = probe.wire_bytes(trainer(config((2, 2, 1), **BOTH)))
+    dense = probe.wire_bytes(trainer(config((2, 2, 1))))
+    assert coded["backward"] < dense["backward"] / 3.5
+    assert coded["reduce-scatter"] < dense["reduce-scatter"] / 2  # beside the embedding's
+
+
+def test_the_table_and_the_identity_name_codecs_and_no_rank():
+    trained = trainer(config(**BOTH, backward_rank=999))
+    trained.compression.check()
+    rows = dict(trained.compression.describe())
+    assert rows["gradients between stages"].startswith(
+        "all: QuantisedBlocks(bits=8, block=32, feedback=True, rotate=False), 1088"
+    )
+    assert "of 4096 bytes, 3.8 times smaller" in rows["gradients between stages"]
+    assert rows["gradients over data"].startswith("all: QuantisedBlocks(bits=8, block=32")
+    assert "of down, out, qkv, up" in rows["gradients over data"]
+    assert not any("rank" in text for text in rows.values())
+    settings = trained.compression.link_settings()
+    assert settings["codec"] == settings["data codec"] == repr(trained.compression.backward_codec)
+    assert trained.compression.levels_text((1, 0, 1, 0)) == "on stages 0, 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backward_codec": "no.module:Codec"}, ["compress.backward.codec=no.module:Codec cannot be imported"]),
+        ({"data_codec": "int8", "data_options": {"blok": 1}}, ["compress.data.codec=int8 has no option 'blok'"]),
+        ({"data_codec": "identity"}, ["compress.data.codec=identity makes no kernel", "2 times smaller"]),
+        ({"forward_codec": "compress:Scattered"}, ["needs the option codec"]),
+        (
+            {"backward_codec": f"{__name__}:Thirds"},
+            ["Thirds()", "does not take messages of [2, 16, 32]", "cannot reshape"],
+        ),
+        ({"data_codec": f"{__name__}:Thirds"}, ["Thirds()", "does not take messages of"]),
+        ({"backward_codec": f"{__name__}:Thirds", "forward_codec": "identity"}, ["Thirds()"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(changes, words):
+    with pytest.raises(UserError) as error:
+        trainer(config(**changes)).compression.check()
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Thirds(compress.Identity):
+    """A codec for messages that can be cut into blocks of three."""
+
+    def encode(self, state, x, active=True):
+        return x.reshape(-1, 3), state
+
+    def decode(self, wire, like):
+        return wire.reshape(like.shape)

@@ -1,0 +1,85 @@
+"""The codec of docs/codecs.md: checked, trained on both axes of eight devices, and resumed, by flags alone."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import compress
+from compress.codecs import named
+from paxtrain.data.preparation import prepare
+from paxtrain.run import metrics
+from tests.sources import ROOT
+from tests.test_docs import snippets
+
+PAGE = ROOT / "docs" / "codecs.md"
+pytestmark = pytest.mark.once
+FLAGS = [
+    *("model.layers=4", "model.hidden=32", "model.heads=2", "model.sequence=32", "mesh.tensor=1", "mesh.pipe=4"),
+    *("batch.global_batch=8", "batch.micro_batch=1", "run.eval_batches=1", "run.sample_tokens=0", "checkpoint.every=4"),
+    *("optimizer.warmup_steps=2", "optimizer.schedule=constant", "compress.data_start=0.0"),
+    *("compress.backward.codec=sparse:TopK", "compress.backward.options.share=0.2", "compress.data.codec=sparse:TopK"),
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> pathlib.Path:
+    """Return a folder with the page's module and with data."""
+    folder = tmp_path_factory.mktemp("codecs")
+    module, _ = snippets(PAGE)
+    (folder / "sparse.py").write_text(module)
+    (folder / "corpus.txt").write_text(" ".join(map(str, range(20_000))))
+    prepare([str(folder / "corpus.txt")], folder / "runs" / "data")
+    return folder
+
+
+def train(home: pathlib.Path, out: str, steps: int, *flags: str) -> subprocess.CompletedProcess:
+    given = [f"--config.{flag}" for flag in (*FLAGS, f"run.steps={steps}", f"run.out=runs/{out}", *flags)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{home}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "paxtrain.train", *given]
+    return subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+
+
+def losses(home: pathlib.Path, out: str) -> list[float]:
+    return [record["loss"] for record in metrics.read(home / "runs" / out / metrics.FILE) if "loss" in record]
+
+
+def test_the_page_s_codec_is_short_and_has_all_properties(home):
+    module, check = snippets(PAGE)
+    assert len(module.splitlines()) <= 32
+    names: dict = {"__name__": "sparse"}
+    exec(compile(module, "sparse.py", "exec"), names)
+    exec(compile(check, PAGE.name, "exec"), names)
+    assert compress.wire_bytes(names["TopK"](0.1), (4, 10, 10), "float32") == 40 * (4 + 4)
+
+
+def test_the_page_s_codec_trains_on_both_axes_and_continues_by_flags_alone(home):
+    whole = train(home, "whole", 8)
+    assert whole.returncode == 0, whole.stderr
+    assert "gradients between stages  all: TopK(share=0.2)," in whole.stdout
+    assert "gradients over data       all: TopK(share=0.1) of down, out, qkv, up" in whole.stdout
+    assert "rank" not in whole.stdout.partition("gradients between")[2].partition("per device")[0].replace("ranks", "")
+    found = losses(home, "whole")
+    assert len(found) == 8
+    assert found[-1] < found[0] - 0.2
+    assert train(home, "parts", 4).returncode == 0
+    again = train(home, "parts", 8)
+    assert "resumed from step 4" in again.stdout, again.stderr
+    assert losses(home, "parts") == found
+    other = train(home, "parts", 9, "compress.backward.options.share=0.3")
+    assert other.returncode == 2
+    assert "codec is TopK(share=0.2) there and TopK(share=0.3) here" in other.stderr
+
+
+def test_the_page_names_every_codec_of_the_library():
+    text = PAGE.read_text()
+    assert all(f"| `{name}` |" in text for name in (*named.NAMES, named.LOW_RANK))
+
+
+def test_the_page_names_every_method():
+    text = PAGE.read_text()
+    for protocol in (compress.Codec, compress.Reducer):
+        for name in (name for name in vars(protocol) if not name.startswith("_")):
+            assert f"`{name}" in text, f"{protocol.__name__}.{name}"
