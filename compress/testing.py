@@ -17,12 +17,13 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Pairs, check_codec, codec_name
+from compress.codec import Codec, Pairs, array_bytes, check_codec, codec_name
 from compress.reducer import Reducer, Scattered, Shard, mean
 
 RANKS = 4  # data ranks that vmap emulates
 _MESSAGES = 6
 _KERNEL = (64, 96)
+_FEWER_PASSES = 6  # how many times fewer passes than XLA's program for CPUs a kernel may make
 
 # Bytes that each of n ranks of a collective sends over a ring, in multiples of its operand's bytes.
 _RING: dict[str, Callable[[int], float]] = {
@@ -70,6 +71,7 @@ def _codec_properties(
     for name, function in {
         "state, wire and message have the right shapes": _shapes,
         "a message's declared bytes are those of the program": _wire_bytes,
+        "declared passes are not far below those of the program": _passes,
         "sender and receiver decode the same bits": _same_bits,
         "a message that is not sent leaves the state alone": _inactive,
         "zeros stay finite, and a later message arrives": _zeros,
@@ -167,6 +169,20 @@ def _size(text: str) -> float:
     *dims, element = text.removeprefix("tensor<").removesuffix(">").split("x")
     bits = 8 if element == "i1" else int("".join(c for c in element.partition("E")[0] if c.isdigit()))
     return math.prod(map(int, dims)) * bits / 8
+
+
+def _passes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    """Compare with the bytes that XLA counts in the programs compiled for this device, which fuse less than kernels."""
+    message = jax.ShapeDtypeStruct(shape, "float32")
+    state = jax.eval_shape(lambda: codec.init(shape, "float32"))
+    wire, _ = jax.eval_shape(codec.encode, state, message)
+    encode = jax.jit(lambda state, x: codec.encode(state, x, True)).lower(state, message)
+    decode = jax.jit(lambda wire: codec.decode(wire, message)).lower(wire)
+    moved = sum((lowered.compile().cost_analysis() or {}).get("bytes accessed", 0.0) for lowered in (encode, decode))
+    # By itself each of the two programs reads its argument and writes its result; in a step that is others' work.
+    found = moved / array_bytes(shape, "float32") - 4
+    declared = codec.passes().encode + codec.passes().decode
+    assert found <= _FEWER_PASSES * declared, f"passes() says {declared:g}, the program makes {found:.3g}"
 
 
 def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:

@@ -41,6 +41,9 @@ class CompressConfig:
             "0,1", or "selective": those whose reductions would end the step.
         data_codec: codec of these gradients, as backward_codec; a class may also be a compress.Reducer.
         data_options: its options.
+        weights_codec: codec of the layers' kernels as they are gathered over data before a step, with mesh.zero1; as
+            backward_codec, but never lowrank. Empty: they are gathered as they are.
+        weights_options: its options.
         data_rank: rank of their factors; the highest rank if ranks adapt.
         data_start: fraction of the run's steps before data-parallel compression starts.
         data_adapt_every: steps between adaptations of each stage's rank to its residual; 0: ranks stay. The residual is
@@ -74,6 +77,8 @@ class CompressConfig:
     data: str = "none"
     data_codec: str = ""
     data_options: CodecOptions = NO_OPTIONS
+    weights_codec: str = ""
+    weights_options: CodecOptions = NO_OPTIONS
     data_rank: int = 128
     data_start: float = 0.1
     data_adapt_every: int = 0
@@ -122,6 +127,15 @@ class CompressConfig:
             )
         for place in PLACES:
             self._check_codec(place)
+        require(
+            self.weights_codec != LOW_RANK,
+            f"compress.weights.codec={LOW_RANK} is not offered: weights are not close to any low rank; choose int8",
+        )
+        require(
+            not self.weights_options or self.weights_codec != "",
+            f"compress.weights.options.{next(iter(self.weights_options), '')} is an option of a codec; name one with "
+            "--config.compress.weights.codec",
+        )
         given = [bool(getattr(self, name)) for name in SECONDS]
         require(
             all(given) or not any(given),

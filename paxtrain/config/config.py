@@ -87,6 +87,11 @@ class Config:
                 f"--config.compress.{direction} out",
             )
         require(
+            not c.weights_codec or (self.mesh.zero1 and self.mesh.data > 1),
+            f"compress.weights.codec={c.weights_codec} needs weights that are gathered over data; choose "
+            "mesh.zero1=True and mesh.data of 2 or more",
+        )
+        require(
             c.embedding != "fused" or pipe > 1,
             "compress.embedding=fused needs tied copies of the embedding on the first and the last stage, "
             "but mesh.pipe=1 holds it once; choose auto",

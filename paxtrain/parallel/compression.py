@@ -184,6 +184,11 @@ class Compression:
         return self._low_rank(c.forward_rank) if c.low_rank("forward") else self._named("forward")
 
     @functools.cached_property
+    def weights_codec(self) -> Codec | None:
+        """Codec of the layers' kernels as a training step gathers them over data; None: they travel as they are."""
+        return self._named("weights") if self.config.compress.weights_codec else None
+
+    @functools.cached_property
     def links(self) -> Links:
         """Codecs of the messages between the stages, within a Recorder if the run records messages."""
         codecs = self.backward_codec, self.forward_codec
@@ -332,8 +337,8 @@ class Compression:
             names["codec"] = codec_name(self.backward_codec)
         if not c.low_rank("forward"):
             names["forward codec"] = codec_name(self.forward_codec)
-        if not c.low_rank("data"):
-            names["data codec"] = codec_name(self.reducer)
+        if self.reducer is not None and not c.low_rank("data"):
+            names["data codec"] = self.reducer.describe()
         return {"backward_ranks": list(self._backward_ranks), **names}
 
     def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
@@ -395,6 +400,11 @@ class Compression:
             self._check_link("forward", self.forward_codec)
         if self.reducer is not None:
             self._check_reducer(self.reducer)
+        if self.weights_codec is not None:
+            for path, shape in self.kernels.items():
+                shard = self.shards[path]
+                part = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(shape))
+                _check_shapes(self.weights_codec, part, self.config.model.dtype)
 
     def _check_link(self, place: str, codec: Codec) -> None:
         """Require that a codec takes the messages between stages.
@@ -459,6 +469,8 @@ class Compression:
             names = ", ".join(name for name, _ in chosen)
             what = f"{c.chosen('data')}: {self.reducer.describe()} of {names}{dense}{alone}"
             rows.append(("gradients over data", what))
+        if self.weights_codec is not None:
+            rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
         return rows
 
 

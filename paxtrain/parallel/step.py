@@ -303,7 +303,9 @@ class Trainer:
             return virtual.shard_map(function, sizes, in_specs, out_specs)
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def stage(self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False) -> Stage:
+    def stage(
+        self, params: Params, tokens: jax.Array, key: jax.Array | None, splits: bool = False, exact: bool = False
+    ) -> Stage:
         """Return the pipeline stage of one device. Call it inside `shard_map`.
 
         Args:
@@ -311,12 +313,13 @@ class Trainer:
             tokens: The data rank's part of the batch, int32 [global_batch / data, sequence + 1].
             key: Key of dropout, uint32 [2]; None without dropout.
             splits: Whether the backward can run in two parts even if the schedule does not split it.
+            exact: Whether weights are gathered as they are, although the configuration has a codec for them.
         """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
         first_sample = lax.axis_index("data") * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
-        weights = gather_weights(self.layout, params)
+        weights = gather_weights(self.layout, params, None if exact else self.compression.weights_codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
         return Stage(program, weights, tokens, key, first_sample)
 
@@ -454,7 +457,7 @@ class Trainer:
         return compiler_options.of(self.config, self.platform, self.schedule.masked, between)
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
-        stage = self.stage(params, tokens, None)
+        stage = self.stage(params, tokens, None, exact=True)
         table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
         table = dataclasses.replace(table, masked=self._masked(table.masked))
         return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))

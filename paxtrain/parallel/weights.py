@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import Codec
 from compress.collectives import packed_gather
+from compress.reducer import Shard, gather
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.program import Segment, Weights
@@ -78,8 +80,37 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     return on_edges(layout, run, shard, shape)
 
 
+def _is_kernel(path: tuple) -> bool:
+    """Return whether an array of Weights, given by jax's path, is a layer's kernel."""
+    return path[-1] == jax.tree_util.DictKey("kernel")
+
+
+def _gather_coded(layout: Layout, codec: Codec, shards: Weights, dims: Weights) -> Weights:
+    """Return the shards with the layers' kernels gathered over data through a codec; other arrays stay as they are.
+
+    Args:
+        layout: Layout of the parameters.
+        codec: Codec of the kernels.
+        shards: Shards in compute dtype.
+        dims: Dim of each array that is split over data, or -1.
+    """
+    named, structure = jax.tree_util.tree_flatten_with_path(shards)
+    leaves, places = [x for _, x in named], jax.tree.leaves(dims)
+    some = [i for i, (path, _) in enumerate(named) if _is_kernel(path) and places[i] >= 0]
+    where = [Shard("data", layout.config.mesh.data, places[i]) for i in some]
+    with jax.named_scope("compression"):
+        for i, x in zip(some, gather(codec, [leaves[i] for i in some], where), strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _without_kernels(dims: Weights) -> Weights:
+    """Return dims with -1 for the layers' kernels, which are gathered."""
+    return jax.tree_util.tree_map_with_path(lambda path, dim: -1 if _is_kernel(path) else dim, dims)
+
+
 @jax.named_scope("gather_weights")
-def gather_weights(layout: Layout, shards: Params) -> Weights:
+def gather_weights(layout: Layout, shards: Params, codec: Codec | None = None) -> Weights:
     """Gather a device's weights, in compute dtype, from the shards of the master weights.
 
     Layers are separated here, once per step and outside of any vjp, so that the vjps recognise weights by identity.
@@ -87,6 +118,7 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     Args:
         layout: Layout of the parameters.
         shards: The device's shards of the parameters in mesh layout, float32.
+        codec: Codec of the layers' kernels; None: they are gathered as they are.
     """
 
     def weights(tree: Params, take: Callable[[Params, int | slice], Params]) -> Weights:
@@ -114,6 +146,9 @@ def gather_weights(layout: Layout, shards: Params) -> Weights:
     if layout.config.model.tied_head:  # an untied table keeps dim 0: a single stage holds both tables
         table, dim = table[0], max(dim - 1, -1)
     table = _gather_table(layout, table.astype(layout.config.model.dtype), dim)
+    if codec is not None:
+        found = _gather_coded(layout, codec, found, dims)
+        dims = _without_kernels(dims)
     leaves, structure = jax.tree.flatten(found)
     gathered = jax.tree.unflatten(structure, _gather(leaves, jax.tree.leaves(dims)))
     return gathered._replace(embedding={**gathered.embedding, "token": table})

@@ -336,11 +336,14 @@ mesh; collectives are taken to run over rings. Where compression over data start
 def _codecs(config: Config) -> str:
     """Return a line of `_WORDS` for each codec that the configuration names besides low rank."""
     places = {"backward": "gradients between stages", "forward": "activations between stages", "data": "over data"}
-    names = {place: getattr(config.compress, f"{place}_codec") for place in places}
+    names = {
+        place: getattr(config.compress, f"{place}_codec") for place in places if not config.compress.low_rank(place)
+    }
+    places, names = places | {"weights": "weights over data"}, names | {"weights": config.compress.weights_codec}
     return "".join(
         f"- **{name}**: {places[place]} through this codec, with the embedding's synchronisation fused.\n"
         for place, name in names.items()
-        if not config.compress.low_rank(place)
+        if name
     )
 
 

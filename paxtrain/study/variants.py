@@ -42,6 +42,7 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     def add(name: str, label: str, **changes: Any) -> None:
         off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
         off |= {"error": "lazy"}
+        off |= {"weights_codec": "", "weights_options": CodecOptions()}
         off |= {f"{place}_codec": "" for place in PLACES} | {f"{place}_options": CodecOptions() for place in PLACES}
         compress = dataclasses.replace(config.compress, **(off | changes))
         found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
@@ -59,6 +60,10 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
         label = f"{own[place]} {_WORDS[place]}"
         chosen = {place: config.compress.chosen(place), f"{place}_codec": own[place]}
         add(f"codec_{place}", label, embedding="fused", **chosen, **options)
+    if config.compress.weights_codec:
+        label = f"{config.compress.weights_codec} weights"
+        weights = {name: getattr(config.compress, name) for name in ("weights_codec", "weights_options")}
+        add("codec_weights", label, embedding="fused", **weights)
     for rank in sweep:
         if rank != config.compress.backward_rank:
             add(f"cb_rank_{rank}", f"CB rank {rank}", backward="all", backward_rank=rank, backward_ranks="")

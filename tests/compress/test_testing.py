@@ -24,7 +24,7 @@ BLOCKS = [
 @pytest.mark.parametrize("codec", [compress.Identity(), TopK(0.1), TopK(0.1, feedback=False), *BLOCKS, *LOW], ids=repr)
 def test_codecs_of_the_library_have_all_properties(codec):
     found = check(codec)
-    assert len(found) == 14
+    assert len(found) == 15
     assert not any("not checked" in name for name in found)
 
 
@@ -43,6 +43,11 @@ def test_reducers_have_them(reducer):
 class WrongBytes(TopK):
     def wire_bytes(self, shape, dtype):
         return super().wire_bytes(shape, dtype) - 4
+
+
+class NoPasses(TopK):
+    def passes(self):
+        return compress.Passes(0, 0)
 
 
 class AlwaysActive(TopK):
@@ -87,6 +92,7 @@ class OtherShape(TopK):
     ("kind", "words"),
     [
         (WrongBytes, "declared bytes are those of the program: wire_bytes says"),
+        (NoPasses, "those of the program: passes() says 0, the program makes"),
         (AlwaysActive, "leaves the state alone: encode with active=False changed"),
         (Finite, "arrives as such: a message with one"),
         (Forgetful, "add up: given, arrived and residual differ by"),

@@ -212,6 +212,11 @@ BAD_CONFIGURATION = {
         ["compress.backward.codec=int8", "mesh.pipe=1", "mesh.data=4"],
         ["compress.backward.codec=int8 needs messages between stages", "mesh.pipe of 2 or more"],
     ),
+    "codec of weights that are not gathered": (
+        ["compress.weights.codec=int8", "mesh.zero1=False"],
+        ["compress.weights.codec=int8 needs weights that are gathered", "mesh.zero1=True"],
+    ),
+    "low rank of weights": (["compress.weights.codec=lowrank"], ["compress.weights.codec=lowrank is not offered"]),
     "codec that saves nothing": (
         ["compress.data.codec=identity"],
         ["compress.data.codec=identity makes no kernel", "smaller min_ratio"],

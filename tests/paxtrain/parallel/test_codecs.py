@@ -173,6 +173,30 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(changes, words
     assert "\n" not in str(error.value)
 
 
+def test_weights_gathered_through_identity_are_the_weights():
+    for mesh in ((2, 4, 1), (2, 2, 2)):
+        loss, grads, *_ = evaluated(config(mesh, weights_codec="identity"))
+        right_loss, right, *_ = evaluated(config(mesh))
+        assert loss == right_loss
+        for mine, dense in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
+            np.testing.assert_array_equal(mine, dense)
+
+
+def test_weights_travel_as_codes_and_evaluation_takes_them_as_they_are():
+    """A device sends codes and scales of its shard of each kernel; norms, biases and embeddings are as they were."""
+    coded, dense = trainer(config(weights_codec="int8")), trainer(config())
+    kernels = sum(n * k for n, k in coded.compression.matrices.values()) // 2  # of one shard
+    for stage in (0, 1, 3):
+        before, after = (all_reduced(trained, stage)["all-gather"] for trained in (dense, coded))
+        assert after == before - 4 * kernels + kernels + 2 * kernels // 64
+    params = jax.device_put(jax.jit(dense.layout.from_canonical)(canonical()), dense.state_shardings.params)
+    assert float(coded.evaluate(params, batch(dense))) == float(dense.evaluate(params, batch(dense)))
+    loss, right = evaluated(config(weights_codec="int8"))[0], evaluated(config())[0]
+    assert 1e-6 < abs(loss / right - 1) < 0.02
+    rows = dict(coded.compression.describe())
+    assert rows["weights over data"].startswith("kernels: QuantisedBlocks(bits=8")
+
+
 @dataclasses.dataclass(frozen=True)
 class Thirds(compress.Identity):
     """A codec for messages that can be cut into blocks of three."""

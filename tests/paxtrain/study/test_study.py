@@ -255,6 +255,52 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
     assert {row["step"] for row in rows} == {"1", "2", "3", "4"}
 
 
+CODECS = {
+    "backward_codec": "int8",
+    "backward_options": {"block": 16},
+    "data_codec": "topk",
+    "data_options": {"share": 0.2},
+    "weights_codec": "int8",
+}
+
+
+def test_codecs_of_the_configuration_have_a_variant_each(tmp_path):
+    config = configuration(compress=CODECS)
+    found = {variant.name: variant for variant in variants.variants(config, [2])}
+    own = {name: variant.config.compress for name, variant in found.items() if name.startswith("codec_")}
+    assert {name: variant.label for name, variant in found.items() if name in own} == {
+        "codec_backward": "int8 gradients",
+        "codec_data": "topk over data",
+        "codec_weights": "int8 weights",
+    }
+    assert own["codec_backward"].backward_options == {"block": 16} and own["codec_backward"].data_codec == ""
+    assert (own["codec_data"].chosen("data"), own["codec_data"].chosen("backward")) == ("0", "none")
+    assert own["codec_weights"].weights_codec == "int8" and own["codec_weights"].chosen("data") == "none"
+    others = [variant.config.compress for name, variant in found.items() if name not in own]
+    assert all(c.low_rank("backward") and c.low_rank("data") and not c.weights_codec for c in others)
+    outcomes = made_up(codec_backward=(2.0, 2.02), codec_data=(2.5, 2.5))
+    figures = plots.draw(config, outcomes, tmp_path)
+    report.write_page(config, outcomes, figures, tmp_path)
+    page = (tmp_path / report.PAGE).read_text()
+    assert "- **int8**: gradients between stages through this codec" in page
+    assert "- codec_data does not end within 1 % of dense" in page
+
+
+@pytest.mark.once
+def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    config = configuration(home, compress=CODECS, batch={"global_batch": 8})
+    small = runs.Study(config, str(tmp_path), 1, [2], real_mesh=False, only=["dense", "codec_backward", "codec_data"])
+    dense, between, over = small.run(workers=2)
+    assert between.losses[0] == pytest.approx(dense.losses[0], rel=1e-6)
+    assert 1e-7 < abs(between.final / dense.final - 1) < 0.02 and between.rank == 0
+    assert over.final != dense.final
+    assert between.bytes["backward"] < dense.bytes["backward"] / 3
+    assert over.bytes["reduce-scatter"] < dense.bytes["reduce-scatter"]
+    errors = [row["relative_error"] for row in between.errors]
+    assert errors and 0 < max(errors) < 0.02  # of 8 bits
+
+
 # --- Words and pictures -----------------------------------------------------------------------------------------------
 
 LOSSES = {
