@@ -11,17 +11,18 @@ from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 
 
-def define_config(name: str, default: str | None, description: str, unknown_keys: bool = True) -> None:
+def define_config(name: str, default: str | None, description: str) -> None:
     """Define a flag for a configuration file, given by its path or by the name of a shipped one.
+
+    Overrides of unknown keys are accepted, so that `from_dict` can name the valid ones.
 
     Args:
         name: name of the flag; `--name.section.key=value` overrides a value.
         default: name of a shipped file; None if the flag may be left out.
         description: help text of the flag.
-        unknown_keys: whether to accept overrides of unknown keys, so that `from_dict` can name the valid ones.
     """
     config_flags.DEFINE_config_file(
-        name, default and find(default), description, lock_config=not unknown_keys, accept_new_attributes=unknown_keys
+        name, default and find(default), description, lock_config=False, accept_new_attributes=True
     )
     parser = flags.FLAGS[name].parser
     load: Callable[[Any], Any] = parser.parse

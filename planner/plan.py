@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
 
 def define_flags() -> None:
     """Define the flags of this main."""
-    define_config("model", "gpt_8b", "The configuration whose model is planned for.", unknown_keys=False)
+    define_config("model", "gpt_8b", "The configuration whose model is planned for.")
     flags.DEFINE_string("cluster", None, "The cluster: a file, or the name of one in configs/clusters.")
     flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
     flags.DEFINE_string(

@@ -9,8 +9,10 @@ import pytest
 
 import compress
 from compress.codecs import named
+from paxtrain.config import plan
 from paxtrain.data.preparation import prepare
 from paxtrain.run import metrics
+from tests.planner.examples import cluster
 from tests.sources import ROOT
 from tests.test_docs import snippets
 
@@ -71,6 +73,20 @@ def test_the_page_s_codec_trains_on_both_axes_and_continues_by_flags_alone(home)
     other = train(home, "parts", 9, "compress.backward.options.share=0.3")
     assert other.returncode == 2
     assert "codec is TopK(share=0.2) there and TopK(share=0.3) here" in other.stderr
+
+
+def test_the_page_s_codec_is_planned_by_flags_alone(home):
+    cluster(2, 4).save(home / "cluster.json")
+    given = ["--model=gpt2_125m", "--cluster=cluster.json", "--out=runs/plan", "--nomemory_margin", "--oracle=no"]
+    given += ["--global_batch=32", "--top=1", "--placed=1", "--gain=0", "--pipe=4", "--tensor=1"]
+    codecs = [flag for flag in FLAGS if ".codec" in flag or ".options" in flag]
+    command = [sys.executable, "-m", "planner.plan", *given, *(f"--model.{flag}" for flag in codecs)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{home}", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = plan.load(home / "runs" / "plan" / "plan.json").compress
+    assert (found.backward, found.backward_codec, found.backward_options) == ("epilogue", "sparse:TopK", {"share": 0.2})
+    assert "episparse:TopK" in run.stdout
 
 
 def test_the_page_names_every_codec_of_the_library():

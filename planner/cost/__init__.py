@@ -3,11 +3,12 @@
     link_seconds.py         bandwidths to seconds per byte, for messages and rings of a placement
     compute.py              a layer on a device kind, with its all-reduces over tensor
     step_time.py            bytes to seconds: the whole step
+    coded.py                what codecs other than low rank declare
     rows.py simulator.py    the pipeline: a schedule's table, and its replay
     repetition.py           rows that repeat many times, of which few are replayed
     simulate.py             one configuration on one cluster
     ideal.py                what a schedule would allow, for comparison
     closed_forms.py         Pipette's and AMP's estimates, for comparison
 
-May import `planner.cluster`.
+May import `planner.cluster`, and `compress` within functions: it imports jax.
 """

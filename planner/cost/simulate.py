@@ -6,6 +6,7 @@ import numpy as np
 
 from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
+from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem, host_order
 
@@ -36,7 +37,7 @@ class SimulatedStep:
 def candidate_of_config(config: Config) -> Candidate:
     """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them."""
     mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
-    over_data = compress.data != "none" and mesh.data > 1
+    over_data = compress.chosen("data") != "none" and mesh.data > 1
     return Candidate(
         data=mesh.data,
         pipe=mesh.pipe,
@@ -50,9 +51,10 @@ def candidate_of_config(config: Config) -> Candidate:
         zero1=mesh.zero1,
         sequence_parallel=mesh.sequence_parallel,
         reduce_dtype=mesh.reduce_dtype,
-        backward=compress.backward if mesh.pipe > 1 else "none",
+        backward=compress.chosen("backward") if mesh.pipe > 1 else "none",
         backward_rank=compress.backward_rank,
         data_rank=compress.data_rank if over_data else 0,
+        coded=coded(compress),
     )
 
 

@@ -11,7 +11,7 @@ On GPUs a stage whose last op is in the last row reduces each layer's gradient u
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from paxtrain.schedule.schedules import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost import simulator
+from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths, paths
 from planner.cost.rows import Table
 
@@ -27,7 +28,7 @@ Array = np.ndarray
 
 MASTER = 4  # bytes of a float32 gradient or master weight
 # Reads and writes of the whole matrix: to encode (project and back-project), and to decode.
-ENCODE_PASSES, DECODE_PASSES = 2, 1
+MESSAGE_PASSES = 2, 1, 8  # and the kernels of either
 # PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
 POWER_PASSES = 7
 POWER_LAUNCHES = 12  # kernels per matrix
@@ -58,6 +59,7 @@ class Candidate:
         backward_rank: rank of their factors.
         reduce_dtype: MeshConfig.reduce_dtype.
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
+        coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
     """
 
     data: int
@@ -75,6 +77,7 @@ class Candidate:
     backward_rank: int = 16
     data_rank: int = 0
     reduce_dtype: str = "float32"
+    coded: Coded = LOW_RANK
 
     @property
     def groups(self) -> int:
@@ -203,8 +206,11 @@ class Problem:
     @functools.cached_property
     def packed(self) -> int:
         """Bytes of a compressed message between stages."""
-        c = self.candidate
-        return costs.packed_bytes(self.model, c.micro_batch, c.backward_rank, c.parts)
+        c, model = self.candidate, self.model
+        if c.coded.backward is not None:
+            shape = (c.micro_batch, model.sequence // c.parts, model.hidden)
+            return c.coded.message_bytes(shape, model.dtype)
+        return costs.packed_bytes(model, c.micro_batch, c.backward_rank, c.parts)
 
     @functools.cached_property
     def layer_parameters(self) -> int:
@@ -279,11 +285,11 @@ class Problem:
         compute = {}
         if c.backward != "none":
             passes = self.message * self.pass_per_byte[flat(kinds)]
-            launches = 8 * costs.LAUNCH
+            encode, decode, launches = MESSAGE_PASSES if c.coded.backward is None else c.coded.message_passes
             compute = {
                 "packed": flat(links.packed),
-                "encode": ENCODE_PASSES * passes + launches,
-                "decode": DECODE_PASSES * passes + launches,
+                "encode": encode * passes + launches * costs.LAUNCH,
+                "decode": decode * passes + launches * costs.LAUNCH,
             }
         return simulator.Seconds(
             forward=self.forward[on, stage],
@@ -301,10 +307,20 @@ class Problem:
         c = self.candidate
         if not c.zero1 or c.data == 1:
             return np.zeros(links.ring_latency.shape)
-        weights = np.full(c.pipe, self.layer_parameters * costs.ITEM[self.model.dtype])
+        weights = np.full(c.pipe, self._layer_weights())
         weights[self.meets] += self.embedding_parameters * costs.ITEM[self.model.dtype]
         seconds = links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
         return seconds * (EXCHANGE if c.data == 2 and not self.overlap else 1.0)
+
+    def _layer_weights(self) -> int:
+        """Return the bytes of a stage's layers as they are gathered, those of all ranks together."""
+        c, dtype = self.candidate, self.model.dtype
+        whole = self.layer_parameters * costs.ITEM[dtype]
+        if c.coded.weights is None:
+            return whole
+        kernels = costs.kernels(self.model, c.tensor)
+        sent = sum(c.data * c.coded.weight_bytes(shape, c.data, dtype) for shape in kernels)
+        return whole - c.slots * (sum(n * k for n, k in kernels) * costs.ITEM[dtype] - sent)
 
     def _reductions(self, links: LinkSeconds, kinds: Array) -> tuple[Array, Array, Array, Array]:
         """Return seconds [batch, P]: to reduce a stage's layers, or their factors; to make these; for the embedding."""
@@ -329,10 +345,43 @@ class Problem:
         if not c.data_rank:
             return dense, np.full(shape, np.inf), none, edge
         slowest = self.pass_per_byte[kinds].max(axis=1)
+        if c.coded.data is not None:
+            return dense, *self._coded_reductions(links, slowest, reduced), edge
         matrices = c.slots * len(costs.kernels(self.model, c.tensor))
         work = POWER_PASSES * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
         factors = 2 * (2 * links.ring_latency + self.factor_bytes * turn)  # two all-reduces, one for either factor
         return dense, factors, work, edge
+
+    def _coded_reductions(
+        self, links: LinkSeconds, slowest: Array, reduced: Callable[[int], Array]
+    ) -> tuple[Array, Array]:
+        """Return the seconds [batch, P] of a stage's exchanges by its codec, and of the codec's work.
+
+        Args:
+            links: seconds of the messages.
+            slowest: seconds [batch, P] of a pass over a byte.
+            reduced: seconds of a reduction of parameters as they are.
+        """
+        c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
+        rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
+        sent: dict[str, float] = {}
+        count: dict[str, int] = {}
+        for shape in kernels:
+            for kind, size, number in c.coded.exchanges(shape, c.data, c.zero1):
+                sent[kind] = sent.get(kind, 0.0) + size * c.slots
+                count[kind] = max(count.get(kind, 0), number)  # arrays share collectives
+        seconds = reduced(rest * c.slots)
+        for kind, size in sent.items():
+            if kind == "all-to-all":
+                whole = size * c.data / (c.data - 1)  # with the rank's part for itself
+                seconds = seconds + count[kind] * links.scatter_latency + whole * links.scatter_per_byte
+            else:
+                turns = 2 if kind == "all-reduce" else 1
+                seconds = seconds + count[kind] * turns * links.ring_latency + size * links.ring_per_byte
+        passes, launches = c.coded.reduction_passes
+        matrices = c.slots * len(kernels)
+        work = passes * self.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
+        return seconds, work
 
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
         """Return the steps for link seconds.

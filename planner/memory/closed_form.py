@@ -19,6 +19,7 @@ import numpy as np
 
 from paxtrain.config import SAVE_MODES, Config, ModelConfig
 from paxtrain.schedule.schedules import code, each
+from planner.cost.coded import LOW_RANK, Coded, coded
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
@@ -54,6 +55,7 @@ class Shape:
         error: error feedback of messages, as a place in ("none", "explicit", "lazy").
         sequence_parallel: activations between the split matrices are sharded over tensor.
         overlap: transfers run beside compute, as on GPUs.
+        coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
     """
 
     model: ModelConfig
@@ -75,6 +77,7 @@ class Shape:
     error: Column = 2
     sequence_parallel: Column = 0
     overlap: Column = 1
+    coded: Coded = LOW_RANK
 
     @property
     def parts(self) -> Column:
@@ -111,7 +114,7 @@ class Memory:
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """Return one configuration as a Shape of scalars, on GPUs of a compute capability; (0, 0) stands for CPUs."""
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
-    ranks = compress.link_ranks(config.links) if compress.backward != "none" else ()
+    ranks = compress.link_ranks(config.links) if compress.chosen("backward") != "none" else ()
     return Shape(
         model=config.model.with_attention(capability),
         data=mesh.data,
@@ -128,10 +131,11 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         scan=int(pipeline.scans(min(counts))),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward_rank if compress.forward != "none" else 0,
-        data_rank=compress.data_rank if compress.data != "none" else 0,
+        data_rank=compress.data_rank if compress.chosen("data") != "none" else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
+        coded=coded(compress),
     )
 
 
@@ -247,15 +251,49 @@ def _codec_state(shape: Shape) -> Column:
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
     total: Column = 0
-    for rank in (np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)):
+    ranks = [np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)]
+    if shape.coded.backward is not None:
+        total = total + (ranks.pop(0) > 0) * chunks * _link_states(shape)
+    for rank in ranks:
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
     rank = np.asarray(shape.data_rank)
+    if shape.coded.data is not None:
+        return total + (rank > 0) * shape.slots * chunks * _reducer_states(shape)
     for dims in _matrices(shape):
         rows = dims[0]
         columns = functools.reduce(np.multiply, dims[1:])
         useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
+    return total
+
+
+def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
+    """Return columns of whole numbers, broadcast against each other."""
+    return np.broadcast_arrays(*(np.asarray(x, int) for x in columns))
+
+
+def _link_states(shape: Shape) -> Column:
+    """Return the bytes of the state of a link whose codec is not low rank."""
+    batch, parts = _columns(shape.micro_batch, shape.parts)
+    sequence, hidden, dtype = shape.model.sequence, shape.model.hidden, shape.model.dtype
+    one = np.vectorize(
+        lambda b, t: shape.coded.state_bytes((int(b), sequence // int(t), hidden), dtype), otypes=[float]
+    )
+    return one(batch, parts)
+
+
+def _reducer_states(shape: Shape) -> Column:
+    """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD."""
+    data, zero1 = _columns(shape.data, shape.zero1)
+    total: Column = 0
+    for dims in _matrices(shape):
+        rows, columns = _columns(dims[0], functools.reduce(np.multiply, dims[1:]))
+        sizes = np.broadcast_arrays(rows, columns, data, zero1)
+        one = np.vectorize(
+            lambda n, k, d, z: shape.coded.reducer_bytes((int(n), int(k)), int(d), bool(z)), otypes=[float]
+        )
+        total = total + one(*sizes)
     return total
 
 

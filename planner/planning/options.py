@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, SPECS, names
+from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.search.budget import Budget
 from planner.search.search import Options
@@ -111,12 +112,13 @@ class PlanOptions:
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
-    def choices(self, min_ratio: float, reduce_dtype: str) -> Choices:
+    def choices(self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK) -> Choices:
         """Return the choices that the search may make.
 
         Args:
             min_ratio: least ratio of compression; see CompressConfig.
             reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
+            coded: codecs other than low rank, which have no ranks.
         """
         return Choices(
             data=self.data,
@@ -133,6 +135,7 @@ class PlanOptions:
             backward_ranks=self.backward_ranks,
             data_ranks=self.data_ranks if "data" in self.compress else (),
             min_ratio=min_ratio,
+            coded=coded,
         )
 
     def search(self) -> Options:
@@ -146,14 +149,15 @@ class PlanOptions:
             gain=self.gain,
         )
 
-    def budget(self, error: str, scan_layers: str) -> Budget:
+    def budget(self, error: str, scan_layers: str, coded: Coded = LOW_RANK) -> Budget:
         """Return the memory that a plan may use.
 
         Args:
             error: treatment of the errors of compressed messages; see CompressConfig.
             scan_layers: whether layers run in a loop; see PipelineConfig.
+            coded: codecs other than low rank.
         """
-        return Budget(self.usable_memory, error, scan_layers, margin=self.memory_margin)
+        return Budget(self.usable_memory, error, scan_layers, margin=self.memory_margin, coded=coded)
 
 
 def _check_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
+from planner.cost.coded import coded
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.memory import closed_form
 from planner.placement.gain import gain
@@ -189,8 +190,9 @@ def plan_sections(
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
     batch_size = global_batch or batch.global_batch
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values))
-    limits = options.budget(compress.error, pipeline.scan_layers)
+    codecs = coded(compress)
+    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs)
+    limits = options.budget(compress.error, pipeline.scan_layers, codecs)
     search = Search(cluster, model, batch_size, choices, limits, options.search())
     planning = _Planning(search, compress, values, batch_size, say)
     outcome = search.run(progress=say)
@@ -249,6 +251,9 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     Raises:
         UserError: a section is missing or wrong, or the planner does not support its compression or optimizer.
     """
+    every = [field.name for field in dataclasses.fields(Config)]
+    if unknown := [name for name in values if name not in every]:
+        raise UserError(f"unknown configuration key {unknown[0]}; known here: {', '.join(sorted(every))}")
     for name in _SECTIONS:
         if name not in values:
             raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
@@ -258,7 +263,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
     compress = read_section(CompressConfig, values["compress"], "compress")
     _reduce_dtype(values)
     for name, value, known in (
-        ("forward", compress.forward, ("none",)),
+        ("forward", compress.chosen("forward"), ("none",)),
         ("embedding", compress.embedding, ("auto", "fused")),
         ("factors", compress.factors, ("auto",)),
     ):

@@ -1,11 +1,12 @@
 """Conversion of a candidate that the search found to a paxtrain.config.plan.Plan, which the trainer takes."""
 
 import dataclasses
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.config.options import NO_OPTIONS
 from paxtrain.config.plan import Plan
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
@@ -70,6 +71,7 @@ def sections(
     c, (schedule, in_flight) = candidate, parts(candidate.schedule)
     even = c.counts == layers.even(layer_count, c.pipe * c.chunks)
     stages = ",".join(map(str, np.flatnonzero(compressed).tolist()))
+    ranked = stages and compress.low_rank("data")
     return {
         "mesh": MeshConfig(c.data, c.pipe, c.tensor, c.zero1, c.sequence_parallel, c.reduce_dtype),
         "pipeline": PipelineConfig(
@@ -83,19 +85,32 @@ def sections(
         "batch": BatchConfig(global_batch, c.micro_batch),
         "compress": dataclasses.replace(
             compress,
+            **_codecs(c, bool(stages)),
             backward=c.backward,
-            backward_rank=c.backward_rank,
+            backward_rank=c.backward_rank if compress.low_rank("backward") else compress.backward_rank,
             backward_ranks="",
             # One stage has no tied copies to synchronize.
             embedding="auto" if c.pipe == 1 else compress.embedding,
             data=stages or "none",
-            data_rank=c.data_rank if stages else compress.data_rank,
-            data_rank_min=min(compress.data_rank_min, c.data_rank) if stages else compress.data_rank_min,
+            data_rank=c.data_rank if ranked else compress.data_rank,
+            data_rank_min=min(compress.data_rank_min, c.data_rank) if ranked else compress.data_rank_min,
             stage_seconds="",
             reduce_seconds="",
             compressed_seconds="",
         ),
     }
+
+
+def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
+    """Return the settings of codecs where nothing is compressed: a codec that is named would compress everything.
+
+    Args:
+        c: the plan.
+        data: whether gradients over data are compressed.
+    """
+    used = {"backward": c.backward != "none", "data": data, "weights": c.zero1 and c.data > 1}
+    off = [place for place, needed in used.items() if not needed]
+    return {f"{place}_codec": "" for place in off} | {f"{place}_options": NO_OPTIONS for place in off}
 
 
 def decide(

@@ -56,9 +56,15 @@ def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
 def compression(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in short: "epi16+data128"."""
     c = candidate
-    between = f"{c.backward[:3]}{c.backward_rank}" if c.backward != "none" else ""
-    over = f"data{c.data_rank}" if c.data_rank else ""
+    codecs = {place: c.coded.name(place) for place in ("backward", "data")}
+    between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
+    over = f"data{codecs['data'] or c.data_rank}" if c.data_rank else ""
     return "+".join(filter(None, (between, over))) or "none"
+
+
+def _how(codec: str, rank: int) -> str:
+    """Return how messages are compressed, by a codec's name, or "" for low rank, and a rank."""
+    return f"by {codec}" if codec else f"to rank {rank}"
 
 
 def compression_words(candidate: Candidate) -> str:
@@ -66,9 +72,11 @@ def compression_words(candidate: Candidate) -> str:
     c, parts = candidate, []
     if c.backward != "none":
         which = "in the epilogue" if c.backward == "epilogue" else "all"
-        parts.append(f"activation gradients between stages ({which}) compressed to rank {c.backward_rank}")
+        how = _how(c.coded.name("backward"), c.backward_rank)
+        parts.append(f"activation gradients between stages ({which}) compressed {how}")
     if c.data_rank:
-        parts.append(f"data-parallel gradients on the critical path compressed to rank {c.data_rank}")
+        how = _how(c.coded.name("data"), c.data_rank)
+        parts.append(f"data-parallel gradients on the critical path compressed {how}")
     return " and ".join(parts) or "no compression"
 
 

@@ -79,7 +79,7 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
         if i < 0:
             continue
         even = layers.even(search.model.layers, int(search.space.pipe[i]))
-        problem = Problem(search.cluster, search.model, candidate_of(search.space, i, even))
+        problem = Problem(search.cluster, search.model, search.candidate(i, even))
         hosts = placed(problem, seed=search.options.seed)
         seconds = float(problem.step(search.fabric, hosts[None]).total[0])
         found.append(Comparison(name, _shape(problem.candidate), seconds))

@@ -7,6 +7,7 @@ import numpy as np
 from paxtrain.config import ModelConfig, scans
 from paxtrain.devices.gpus import GPUS
 from planner.cluster.cluster import Cluster
+from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.memory.margin import MARGINS, margin, origin
 from planner.search.space import Space
@@ -22,6 +23,7 @@ class Budget:
         usable: share of a device's memory.
         error: CompressConfig.error.
         scan_layers: PipelineConfig.scan_layers.
+        coded: codecs other than low rank.
         margin: add the safety margin of the closed form, for programs like those that it was measured on.
     """
 
@@ -29,6 +31,7 @@ class Budget:
     error: str = "lazy"
     scan_layers: str = "auto"
     margin: bool = True
+    coded: Coded = LOW_RANK
 
     def limit(self, cluster: Cluster) -> float:
         """Return the bytes that a plan may use on the cluster's smallest device: all stages run one program."""
@@ -62,6 +65,7 @@ class Budget:
             data_rank=space.data_rank,
             error=("none", "explicit", "lazy").index(self.error),
             overlap=int(cluster.overlaps),
+            coded=self.coded,
         )
 
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:

@@ -24,6 +24,7 @@ from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
+from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.step_time import MASTER, POWER_PASSES
 from planner.search.space import BACKWARD, Space
 
@@ -161,6 +162,7 @@ class _Facts:
         ring_latency, ring_byte: those of the fastest slowest link of a ring over data.
         held: parameters of a stage's layer slots on one device.
         table: parameters of the embedding on one device.
+        coded: codecs other than low rank.
     """
 
     costs: dict[str, Array]
@@ -170,6 +172,7 @@ class _Facts:
     ring_byte: Array
     held: Array
     table: Array
+    coded: Coded = LOW_RANK
 
 
 def _facts(cluster: Cluster, model: ModelConfig, space: Space) -> _Facts:
@@ -199,7 +202,8 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
 
     tokens = space.micro_batch * model.sequence // space.parts
     message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
-    packed = facts.hop_latency + space.backward_rank * (tokens + model.hidden) * item(model) * facts.hop_byte
+    factors = space.backward_rank * (facts.coded.backward is None)  # another codec's message has some bytes or none
+    packed = facts.hop_latency + factors * (tokens + model.hidden) * item(model) * facts.hop_byte
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
     bare = each(space.schedule, lambda spec: spec.order == "forwards_first" and not overlap) & several
     waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
@@ -283,6 +287,8 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     factors = space.slots * space.chunks * (rest * size + space.data_rank * sides * MASTER)
     passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
     small = 4 * latency + 2 * factors * share
+    if facts.coded.data is not None:  # of another codec nothing is known here
+        small, passes = np.zeros_like(small), np.zeros_like(passes)
     splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
     last = np.where(splits, facts.costs["backward_weights"], facts.costs["backward"])
     hidden = cluster.overlaps * (space.slots - (space.chunks == 1)) * last
@@ -292,6 +298,8 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
 
     reduce = np.where(space.data_rank > 0, np.minimum(exposed(dense), exposed(small) + passes), exposed(dense))
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)
+    if facts.coded.weights is not None:
+        gather = np.zeros_like(gather)
     over = np.where(d > 1, reduce + gather, 0.0)
     edge = np.where(d > 1, reduced(table), 0.0)
     tied = model.tied_head & (space.pipe > 1)
@@ -331,15 +339,16 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     return least * (1 - 1e-9)
 
 
-def lower_bound(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
+def lower_bound(cluster: Cluster, model: ModelConfig, space: Space, coded: Coded = LOW_RANK) -> Array:
     """Return the seconds [N] below which no placement and no split of layers brings a candidate's predicted step.
 
     Args:
         cluster: devices and links.
         model: model to train.
         space: N candidates.
+        coded: codecs other than low rank.
     """
-    facts = _facts(cluster, model, space)
+    facts = dataclasses.replace(_facts(cluster, model, space), coded=coded)
     pipeline, first = _pipeline(model, space, facts, cluster.overlaps)
     slowest = _kinds(cluster, model, space)
     pipeline = np.maximum(pipeline, slowest)

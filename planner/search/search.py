@@ -20,6 +20,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import fabric
+from planner.cost.step_time import Candidate
 from planner.search import layers, pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement
@@ -108,15 +109,20 @@ class Search:
         self.global_batch, self.choices = global_batch, choices
         self.fabric = fabric(cluster, options.quantile)
         self.space = enumerate_candidates(cluster, model, global_batch, choices)
-        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven)
+        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven, choices.coded)
         self.bytes = self.trials.bytes
-        self.limit = budget.limit(cluster)
-        self.bounds = np.where(self.bytes <= self.limit, pruning.lower_bound(cluster, model, self.space), np.inf)
+        self.limit, self.coded = budget.limit(cluster), choices.coded
+        bounds = pruning.lower_bound(cluster, model, self.space, self.coded)
+        self.bounds = np.where(self.bytes <= self.limit, bounds, np.inf)
         self.trials.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
         columns = [np.stack([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
         self._alike = [np.unique(x, axis=1, return_inverse=True)[1].ravel() for x in columns]
+
+    def candidate(self, i: int, counts: tuple[int, ...]) -> Candidate:
+        """Return candidate i with a split of the layers."""
+        return candidate_of(self.space, i, counts, self.coded)
 
     def require_one(self) -> None:
         """Require that a candidate fits into memory.
@@ -127,7 +133,7 @@ class Search:
         if np.isfinite(self.bounds).any():
             return
         i = int(np.argmin(self.bytes))
-        c = candidate_of(self.space, i, layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i])))
+        c = self.candidate(i, layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i])))
         raise UserError(
             f"no configuration fits into {self.limit / 1e9:.1f} GB per device: the closest, data={c.data} "
             f"pipe={c.pipe} tensor={c.tensor} micro_batch={c.micro_batch} {c.schedule} save={c.save}, needs "

@@ -12,9 +12,11 @@ from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
+from planner.cost.coded import LOW_RANK, Coded
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
+CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = tuple(name for name in names() if not SPECS[name].splits)
 # How many schedules between 1f1b and eager_1f1b are tried.
@@ -40,6 +42,7 @@ class Choices:
         backward_ranks: ranks at which they are allowed.
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
         min_ratio: factor by which a message must shrink at least to be compressed.
+        coded: codecs other than low rank; with one, the ranks of its place are one number above 0.
     """
 
     tensor: tuple[int, ...] = ()
@@ -56,6 +59,7 @@ class Choices:
     data_ranks: tuple[int, ...] = (128,)
     min_ratio: float = 2.0
     data: tuple[int, ...] = ()
+    coded: Coded = LOW_RANK
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,11 +210,17 @@ def _compressions(
     """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply."""
     n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
     between = [(0, 0)]
-    if pipe > 1:
+    if pipe > 1 and choices.coded.backward is not None:
+        between += [(BACKWARD.index(kind), CODED) for kind in choices.backward if kind != "none"]
+    elif pipe > 1:
         ranks = [r for r in choices.backward_ranks if compression_ratio(n, k, r) >= choices.min_ratio]
         between += [(BACKWARD.index(kind), r) for kind in choices.backward if kind != "none" for r in ranks]
     over = [0]
-    if data > 1:
-        kernels = compute.kernels(model, tensor)
+    kernels = compute.kernels(model, tensor)
+    if data > 1 and choices.coded.data is not None:
+        # ZeRO-1 or not, the parts are the same.
+        takes = all(choices.coded.takes(shape, data, True, choices.min_ratio) for shape in kernels)
+        over += [CODED] if choices.data_ranks and takes else []
+    elif data > 1:
         over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in kernels)]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]

@@ -9,6 +9,7 @@ from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.schedule.schedules import name_of
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
+from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths, paths
 from planner.cost.step_time import Candidate, Problem
 from planner.placement.place import Placement
@@ -60,13 +61,14 @@ def handicap(candidate: Candidate, gain: float) -> float:
     return 1 + gain * ((candidate.backward != "none") + (candidate.data_rank > 0))
 
 
-def candidate_of(space: Space, i: int, counts: Counts) -> Candidate:
+def candidate_of(space: Space, i: int, counts: Counts, coded: Coded = LOW_RANK) -> Candidate:
     """Return a candidate of the space with a split of the layers.
 
     Args:
         space: candidates.
         i: place of the candidate.
         counts: layers of each virtual stage.
+        coded: codecs other than low rank.
     """
     return Candidate(
         data=int(space.data[i]),
@@ -83,6 +85,7 @@ def candidate_of(space: Space, i: int, counts: Counts) -> Candidate:
         backward=BACKWARD[space.backward[i]],
         backward_rank=int(space.backward_rank[i]) or 16,
         data_rank=int(space.data_rank[i]),
+        coded=coded,
         counts=counts,
     )
 
@@ -123,8 +126,16 @@ class Trials:
     """
 
     def __init__(
-        self, cluster: Cluster, model: ModelConfig, fabric: Fabric, space: Space, budget: Budget, uneven: bool
+        self,
+        cluster: Cluster,
+        model: ModelConfig,
+        fabric: Fabric,
+        space: Space,
+        budget: Budget,
+        uneven: bool,
+        coded: Coded = LOW_RANK,
     ) -> None:
+        self.coded = coded
         self.cluster, self.model, self.fabric, self.space = cluster, model, fabric, space
         self.pools, self.uneven = Pools(fabric), uneven
         self.splits = Splits(cluster, model, budget, space)
@@ -133,7 +144,7 @@ class Trials:
 
     def problem(self, i: int, counts: Counts) -> Problem:
         """Return a candidate with a split of the layers on the cluster."""
-        return Problem(self.cluster, self.model, candidate_of(self.space, i, counts))
+        return Problem(self.cluster, self.model, candidate_of(self.space, i, counts, self.coded))
 
     def simulate(self, some: list[int], only: Array | None = None, limit: float = np.inf) -> list[Found]:
         """Return each of some candidates with the best of its splits and of the known placements of its mesh.

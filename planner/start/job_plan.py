@@ -263,9 +263,15 @@ def describe(decision: Decision, machines: Machines) -> str:
             f"save={pipeline.save}",
         )
     )
-    between = f"{compress.backward} gradients between stages at rank {compress.backward_rank}"
-    over = f"gradients over data of stages {compress.data} at rank {compress.data_rank}"
-    parts = [between] * (compress.backward != "none") + [over] * (compress.data != "none")
+    backward, data = compress.chosen("backward"), compress.chosen("data")
+    ranks = {"backward": compress.backward_rank, "data": compress.data_rank}
+    words = {
+        place: f"at rank {rank}" if compress.low_rank(place) else f"by {getattr(compress, f'{place}_codec')}"
+        for place, rank in ranks.items()
+    }
+    between = f"{backward} gradients between stages {words['backward']}"
+    over = f"gradients over data of stages {data} {words['data']}"
+    parts = [between] * (backward != "none") + [over] * (data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))
     if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:
         used, limit = (tables.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))

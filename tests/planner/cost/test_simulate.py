@@ -5,18 +5,21 @@ import dataclasses
 import numpy as np
 import pytest
 
+import compress
 import paxtrain
 import planner
-from planner.cost.link_seconds import fabric
+from compress.codecs.quantised import QuantisedBlocks
+from planner.cost.link_seconds import fabric, paths
+from planner.cost.simulate import candidate_of_config
 from planner.cost.step_time import Problem, host_order
 from tests.planner.examples import cluster
 
 SMALL = {"model.layers": 8, "model.hidden": 64, "model.heads": 4, "mesh.pipe": 4, "mesh.tensor": 1, "mesh.data": 2}
 
 
-@pytest.mark.parametrize("compress", [{}, {"compress.backward": "epilogue", "compress.data": "all"}])
-def test_it_is_the_problems_step(compress):
-    config, some = paxtrain.load_config("tiny", SMALL | compress), cluster(2, 4)
+@pytest.mark.parametrize("changes", [{}, {"compress.backward": "epilogue", "compress.data": "all"}])
+def test_it_is_the_problems_step(changes):
+    config, some = paxtrain.load_config("tiny", SMALL | changes), cluster(2, 4)
     step = planner.simulate(config, some)
     candidate = planner.Candidate(
         2,
@@ -28,13 +31,60 @@ def test_it_is_the_problems_step(compress):
         (2, 2, 2, 2),
         backward=config.compress.backward,
         backward_rank=config.compress.backward_rank,
-        data_rank=config.compress.data_rank if compress else 0,
+        data_rank=config.compress.data_rank if changes else 0,
     )
     expected = Problem(some, config.model, candidate).step(fabric(some), host_order(candidate, 4))
     assert step.seconds == expected.total[0] > 0
     np.testing.assert_array_equal(step.finish, expected.finish[0])
     np.testing.assert_array_equal(step.hosts, host_order(candidate, 4)[0])
     assert step.gather.shape == step.reduce.shape == step.compressed.shape == (4,)
+
+
+CODECS = {"compress.backward.codec": "int8", "compress.data.codec": "int4"}
+
+
+def test_codecs_are_simulated_by_what_they_declare():
+    """The bytes of a message are those that the trainer's codec sends; slow links gain as much as they shrink."""
+    some = cluster(2, 4, seed=None)
+    slow = dataclasses.replace(some, samples=some.samples / 1e5)
+    config = paxtrain.load_config("tiny", SMALL | CODECS)
+    candidate = candidate_of_config(config)
+    sent = compress.wire_bytes(QuantisedBlocks(8), (4, 128, 64), "float32")
+    assert Problem(slow, config.model, candidate).packed == sent == 4 * 128 * 64 + 2 * 4 * 128
+    apart = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
+    dense, coded = (planner.simulate(paxtrain.load_config("tiny", SMALL | c), slow, apart) for c in ({}, CODECS))
+    assert coded.compressed.any() and not dense.compressed.any()
+    assert coded.seconds < 0.75 * dense.seconds
+    only = {"compress.backward.codec": "int8"}
+    assert coded.seconds < planner.simulate(paxtrain.load_config("tiny", SMALL | only), slow, apart).seconds
+
+
+def test_weights_are_gathered_in_the_bytes_of_their_codec():
+    some = cluster(2, 4, seed=None)
+    slow = dataclasses.replace(some, samples=some.samples / 1e5)
+    apart = np.array([[0, 0, 0, 0], [1, 1, 1, 1]])
+    dense, coded, same = (
+        planner.simulate(paxtrain.load_config("tiny", SMALL | c), slow, apart)
+        for c in ({}, {"compress.weights.codec": "int8"}, {"compress.weights.codec": "identity"})
+    )
+    np.testing.assert_allclose(same.gather, dense.gather, rtol=1e-12)
+    assert (coded.gather[1:-1] < 0.3 * dense.gather[1:-1]).all()  # float32 in 8 bits, beside norms and biases
+    assert coded.seconds < dense.seconds
+
+
+def test_an_identity_codec_over_data_takes_no_less_than_the_reduction():
+    """Its bytes are those of the reduce-scatter; norms and biases are a message of their own, and the codec works."""
+    some = cluster(2, 4, seed=None)
+    identity = SMALL | {"compress.data.codec": "identity", "compress.min_ratio": 0.0}
+    problems = [
+        Problem(some, c.model, candidate_of_config(c))
+        for c in (paxtrain.load_config("tiny", SMALL), paxtrain.load_config("tiny", identity))
+    ]
+    hosts = host_order(problems[0].candidate, 4)
+    links = problems[1].links(paths(fabric(some), hosts, 1))
+    dense, coded, work, _ = problems[1]._reductions(links, problems[1].kind_of_host[hosts])
+    np.testing.assert_allclose(coded, dense + links.scatter_latency, rtol=1e-9)
+    assert (work > 0).all()
 
 
 def test_slow_links_between_the_stages_show():

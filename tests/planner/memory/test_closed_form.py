@@ -141,6 +141,12 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         {"compress": {"backward": "all", "backward_rank": 4, "error": "explicit", "forward": "all", "forward_rank": 8}},
         {"compress": {"data": "all", "data_rank": 16}},
         {"mesh": {"sequence_parallel": True}, "compress": {"backward": "all", "backward_rank": 4, "error": "explicit"}},
+        {"compress": {"backward_codec": "int8", "data_codec": "int4"}},
+        {
+            "mesh": {"zero1": False},
+            "compress": {"backward": "epilogue", "backward_codec": "topk", "data_codec": "int8"},
+        },
+        {"compress": {"backward_codec": "int8", "backward_options": {"feedback": False}}},
         {"model": {"tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
         {"model": {**LLAMA, "tied_head": False}},
         {"model": {**LLAMA, "tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},

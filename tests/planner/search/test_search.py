@@ -11,8 +11,10 @@ from paxtrain.errors import UserError
 from paxtrain.schedule import table_file
 from paxtrain.schedule.schedules import build, code, name_of
 from planner.cluster.cluster import merged
+from planner.cost.coded import coded
 from planner.cost.step_time import Problem
 from planner.planning import to_plan
+from planner.report import text
 from planner.search import explain, space
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
@@ -216,3 +218,37 @@ def test_a_schedule_from_a_file_is_tried_where_its_numbers_fit(tmp_path):
     assert set(mine.pipe) == {4} and set(mine.micro_batches) == {16}
     found = {f.candidate.schedule: f for f in one.simulate(np.flatnonzero(one.space.pipe == 4).tolist())}
     assert found[str(path)].seconds == pytest.approx(found["1f1b"].seconds)
+
+
+CODECS = CompressConfig(backward_codec="int8", data_codec="int4")
+SLOW = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-6, "bandwidth": 1e9}}
+
+
+def test_plans_with_codecs_are_searched_bounded_and_made():
+    """Codecs have one candidate for each kind; no bound is above what the simulator finds; plans keep their names."""
+    choices = Choices(tensor=(1,), pipe=(4,), schedules=("eager_1f1b",), coded=coded(CODECS))
+    one = search(cluster(8, 1, links=SLOW), choices=choices, gain=0.0)
+    assert set(one.space.backward_rank.tolist()) == set(one.space.data_rank.tolist()) == {0, 1}
+    every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
+    assert all(found.screened <= found.seconds * (1 + 1e-9) for found in every)
+    found = min(every, key=lambda f: f.seconds)
+    c = found.candidate
+    assert c.backward != "none" and c.data_rank
+    assert one.without_compression(found).seconds > found.seconds
+    problem = Problem(one.cluster, MODEL, c)
+    step = problem.step(one.fabric, found.placement.hosts[None])
+    plan = to_plan.decide(one.cluster, c, found.placement.hosts, step, MODEL.layers, 32, CODECS, {})
+    assert (plan.compress.backward_codec, plan.compress.data_codec) == ("int8", "int4")
+    assert plan.compress.data_stages(c.pipe) == tuple(np.flatnonzero(step.compressed[0]).tolist())
+    assert plan.compress.data_rank == CODECS.data_rank
+    assert text.compression(c) == f"{c.backward[:3]}int8+dataint4"
+    assert "compressed by int8 and data-parallel gradients on the critical path compressed by int4" in (
+        text.compression_words(c)
+    )
+
+
+def test_a_plan_without_compression_names_no_codec():
+    """A codec that is named would compress everything."""
+    plain = search(choices=Choices(tensor=(1,), pipe=(4,), backward=(), data_ranks=())).run().ranked[0].candidate
+    made = to_plan.sections(plain, MODEL.layers, 32, CODECS, np.zeros(4, bool))["compress"]
+    assert (made.chosen("backward"), made.chosen("data")) == ("none", "none")

@@ -1,0 +1,165 @@
+"""What the codecs of a configuration declare, if they are others than low rank, for predictions.
+
+Low rank's bytes and passes are closed forms over ranks (compute.py, step_time.py), since the search tries many ranks.
+Of any other codec the configuration names one, with its options, and the planner asks it.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from paxtrain.config import CompressConfig
+from paxtrain.errors import UserError
+
+
+class CodecExchange(NamedTuple):
+    """Collectives of one kind that a reduction over data runs.
+
+    Attributes:
+        kind: "all-reduce", "all-to-all" or "all-gather".
+        bytes: bytes that a rank sends in all of them.
+        count: their number.
+    """
+
+    kind: str
+    bytes: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """The codecs of a configuration; None stands for low rank.
+
+    Attributes:
+        backward: compress.Codec of the gradients between stages.
+        data: compress.Reducer of the gradients over data.
+        weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
+        names: what the configuration calls them, by place, for reports.
+    """
+
+    backward: Any = None
+    data: Any = None
+    weights: Any = None
+    names: tuple[tuple[str, str], ...] = ()
+
+    def name(self, place: str) -> str:
+        """Return what the configuration calls the codec of a place; "" for low rank."""
+        return dict(self.names).get(place, "")
+
+    @property
+    def message_passes(self) -> tuple[float, float, int]:
+        """Passes over a message to encode and to decode it, and the kernels of either."""
+        encode, decode, launches = self.backward.passes()
+        return encode, decode, launches
+
+    @property
+    def reduction_passes(self) -> tuple[float, int]:
+        """Passes over the gradients of a reduction over data, and kernels for each array."""
+        encode, decode, launches = self.data.passes()
+        return encode + decode, 2 * launches
+
+    def message_bytes(self, shape: tuple[int, ...], dtype: str) -> int:
+        """Return the bytes of a message between stages on the wire."""
+        return _message(self.backward, shape, dtype)[0]
+
+    def state_bytes(self, shape: tuple[int, ...], dtype: str) -> int:
+        """Return the bytes of a link's state."""
+        return _message(self.backward, shape, dtype)[1]
+
+    def weight_bytes(self, shape: tuple[int, int], ranks: int, dtype: str) -> int:
+        """Return the bytes on the wire of a rank's part of a matrix of weights.
+
+        Args:
+            shape: rows and columns of the matrix on one device.
+            ranks: number of data ranks.
+            dtype: dtype in which weights are gathered.
+        """
+        dim = _shard(shape, ranks, zero1=True).dim
+        part = tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
+        return _message(self.weights, part, dtype)[0]
+
+    def takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+        """Return whether a matrix is compressed over data.
+
+        Args:
+            shape: rows and columns of the matrix on one device.
+            ranks: number of data ranks.
+            zero1: whether a rank keeps a part of the mean only.
+            min_ratio: factor by which the matrix must become smaller.
+        """
+        return bool(self.data.takes(shape, _shard(shape, ranks, zero1), min_ratio))
+
+    def exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+        """Return the collectives that reduce a matrix over data; the arguments are those of `takes`."""
+        return _exchanges(self.data, shape, ranks, zero1)
+
+    def reducer_bytes(self, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
+        """Return the bytes of the reducer's state of a matrix; the arguments are those of `takes`."""
+        return _reducer_state(self.data, shape, ranks, zero1)
+
+
+LOW_RANK = Coded()
+
+
+def coded(compress: CompressConfig) -> Coded:
+    """Return the codecs of a configuration.
+
+    Raises:
+        UserError: there is no such codec, or its options do not fit.
+    """
+    others = [place for place in ("backward", "data") if not compress.low_rank(place)]
+    others += ["weights"] if compress.weights_codec else []
+    if not others:
+        return LOW_RANK
+    from compress.codec import Codec  # here, since it imports jax, which takes long
+    from compress.codecs import named
+    from compress.reducer import Reducer, Scattered
+
+    made: dict[str, Any] = {}
+    for place in others:
+        name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+        try:
+            found = named.build(name, options, (Codec, Reducer) if place == "data" else (Codec,))
+        except ValueError as error:
+            raise UserError(f"compress.{place}.codec={error}") from error
+        made[place] = Scattered(found) if place == "data" and not isinstance(found, Reducer) else found
+    names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
+    return Coded(**made, names=names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _message(codec: Any, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    """Return the bytes of a message of a shape and dtype on the wire, and those of its link's state."""
+    import jax
+
+    from compress.codec import tree_bytes
+
+    return codec.wire_bytes(shape, dtype), tree_bytes(jax.eval_shape(lambda: codec.init(shape, dtype)))
+
+
+def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> Any:
+    """Return what a rank keeps of a matrix: its rows, if they can be split, or its columns."""
+    from compress.reducer import Shard
+
+    dim = next((d for d, n in enumerate(shape) if n % ranks == 0), -1)
+    return Shard("data", ranks, dim if zero1 else -1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exchanges(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+    """Return the collectives of a matrix by kind."""
+    found: dict[str, CodecExchange] = {}
+    for kind, sent in reducer.traffic(shape, _shard(shape, ranks, zero1)):
+        before = found.get(kind, CodecExchange(kind, 0.0, 0))
+        found[kind] = CodecExchange(kind, before.bytes + sent, before.count + 1)
+    return tuple(found.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _reducer_state(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
+    """Return the bytes of a reducer's state of a matrix."""
+    import jax
+
+    from compress.codec import tree_bytes
+
+    return tree_bytes(jax.eval_shape(lambda: reducer.init(shape, _shard(shape, ranks, zero1))))
