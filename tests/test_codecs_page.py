@@ -76,7 +76,8 @@ def test_the_page_s_codec_trains_on_both_axes_and_continues_by_flags_alone(home)
 
 
 def test_the_page_s_codec_is_planned_by_flags_alone(home):
-    cluster(2, 4).save(home / "cluster.json")
+    links = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-6, "bandwidth": 1e9}}
+    cluster(8, 1, links=links).save(home / "cluster.json")
     given = ["--model=gpt2_125m", "--cluster=cluster.json", "--out=runs/plan", "--nomemory_margin", "--oracle=no"]
     given += ["--global_batch=32", "--top=1", "--placed=1", "--gain=0", "--pipe=4", "--tensor=1"]
     codecs = [flag for flag in FLAGS if ".codec" in flag or ".options" in flag]
@@ -86,7 +87,8 @@ def test_the_page_s_codec_is_planned_by_flags_alone(home):
     assert run.returncode == 0, run.stderr
     found = plan.load(home / "runs" / "plan" / "plan.json").compress
     assert (found.backward, found.backward_codec, found.backward_options) == ("epilogue", "sparse:TopK", {"share": 0.2})
-    assert "episparse:TopK" in run.stdout
+    assert found.data_codec == "sparse:TopK" and found.data_stages(4)
+    assert "episparse:TopK+datasparse:TopK" in run.stdout
 
 
 def test_the_page_names_every_codec_of_the_library():

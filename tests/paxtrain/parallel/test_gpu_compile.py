@@ -276,6 +276,24 @@ def test_every_byte_of_a_compressed_step_on_gpus():
     assert {p, w} <= reduced
 
 
+def test_codecs_send_their_bytes_under_compute():
+    """A message of int8 lies under compute, and so do the parts of all layers of the first stage except the last."""
+    trained = compressed(backward_codec="int8", data_codec="int8", data_start=0.0)
+    text = compiled(trained).as_text()
+    message = 2 * 1024 * 1024
+    sizes = {transfer.bytes: transfer for transfer in steady(text)}
+    assert sizes.keys() == {message + 2 * message // 64, 2 * message}
+    assert all(transfer.matmuls >= 1 for transfer in sizes.values())
+    assert hlo.conditionals(text) == 0
+    weight = trained.config.model.hidden**2 // trained.config.mesh.tensor
+    assert not [copy for copy in hlo.copies(text) if copy.bytes > 2 * max(weight, message) and copy.executions > 1]
+    kernels = sum(n * k for n, k in trained.compression.matrices.values())
+    layers = trained.config.stage_layers[0]
+    sent = [op for op in hlo.overlap(text, kind="all-to-all") if op.bytes == kernels + 2 * kernels // 64]
+    assert len(sent) == layers
+    assert sum(op.matmuls > 0 for op in sent) == layers - 1
+
+
 def test_flash_attention_stays_within_documents():
     config = small()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))

@@ -296,7 +296,7 @@ def test_a_study_trains_with_codecs(home, tmp_path, monkeypatch):
     assert 1e-7 < abs(between.final / dense.final - 1) < 0.02 and between.rank == 0
     assert over.final != dense.final
     assert between.bytes["backward"] < dense.bytes["backward"] / 3
-    assert over.bytes["reduce-scatter"] < dense.bytes["reduce-scatter"]
+    assert over.bytes["reduce-scatter"] < between.bytes["reduce-scatter"]  # with the embedding's in both
     errors = [row["relative_error"] for row in between.errors]
     assert errors and 0 < max(errors) < 0.02  # of 8 bits
 
