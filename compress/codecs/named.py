@@ -66,6 +66,8 @@ def build(name: str, options: Mapping[str, Any], protocols: tuple[type, ...] = (
         made = kind(**given)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    except Exception as error:  # the class is a user's
+        raise ValueError(f"{name} raises {type(error).__name__}: {error}") from error
     if not isinstance(made, protocols):
         raise ValueError(f"{name} is no codec: {missing_methods(made, protocols[0])}")
     return made
@@ -83,8 +85,10 @@ def _imported(name: str, path: str) -> type:
         raise ValueError(f"{name} is no codec; known are {known()}")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} cannot be imported ({error}); put its package on PYTHONPATH") from error
+    except (Exception, SystemExit) as error:  # the module is a user's
+        raise ValueError(f"{name} cannot be imported: its module raises {type(error).__name__}: {error}") from error
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise ValueError(f"{name} is no dataclass; write its class with @dataclasses.dataclass(frozen=True)")
     if kind.__hash__ is None:

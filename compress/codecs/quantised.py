@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from compress.codec import Codec, Like, Passes
 
 BITS = (4, 8)
+_LARGEST_BLOCK = 65536
 
 
 class QuantisedWire(NamedTuple):
@@ -48,7 +49,7 @@ class QuantisedBlocks(Codec):
             a number that is much larger than the others over its block.
 
     Raises:
-        ValueError: the bits are neither, the block is not even, or it is rotated and no power of two.
+        ValueError: the bits are neither, the block is odd or out of bounds, or it is rotated and no power of two.
 
     References:
         Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization. Wang et al. 2023, ZeRO++. Jia et al. 2024,
@@ -63,8 +64,8 @@ class QuantisedBlocks(Codec):
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
-        if self.block < 2 or self.block % 2:
-            raise ValueError(f"block must be even and at least 2, got {self.block}")
+        if not 2 <= self.block <= _LARGEST_BLOCK or self.block % 2:
+            raise ValueError(f"block must be even, at least 2 and at most {_LARGEST_BLOCK}, got {self.block}")
         if self.rotate and self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two to be rotated, got {self.block}")
 

@@ -487,6 +487,6 @@ def _check_shapes(codec: Codec, shape: tuple[int, ...], dtype: jax.typing.DTypeL
     """
     try:
         check_codec(codec, shape, dtype)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # a codec may be a user's
         reason = " ".join(str(error).split())
         raise UserError(f"the codec {codec_name(codec)} does not take messages of {list(shape)}: {reason}") from error

@@ -38,6 +38,12 @@ class NoCodec:
     pass
 
 
+@dataclasses.dataclass(frozen=True)
+class Raising(compress.Identity):
+    def __post_init__(self):
+        raise KeyError("nothing")
+
+
 def test_names_and_paths():
     assert named.build("identity", {}) == compress.Identity()
     assert named.build("int8", {"block": 32}) == QuantisedBlocks(8, 32)
@@ -63,7 +69,9 @@ def test_names_and_paths():
         ("int8", {"bits": 4}, "int8 has no option 'bits'"),
         ("int8", {"block": "a"}, "int8 takes block of type int, got 'a'"),
         ("int8", {"block": True}, "int8 takes block of type int, got True"),
-        ("int8", {"block": 7}, "int8: block must be even and at least 2, got 7"),
+        ("int8", {"block": 7}, "int8: block must be even, at least 2 and at most 65536, got 7"),
+        (f"{HERE}:Raising", {}, "Raising raises KeyError: 'nothing'"),
+        ("tests.compress.codecs.raising:Codec", {}, "cannot be imported: its module raises SystemExit: 3"),
         ("identity", {"a": 1}, "identity has no option 'a'; it has none"),
         (f"{HERE}:Halves", {}, "needs the option count; its options are count, name, on, share, sizes"),
         (f"{HERE}:Halves", {"count": -1}, "count must not be negative, got -1"),

@@ -91,7 +91,7 @@ def test_hadamard_matrices_are_orthonormal_and_symmetric():
     ("options", "words"),
     [
         ({"bits": 3}, "bits must be 4 or 8, got 3"),
-        ({"block": 7}, "block must be even and at least 2, got 7"),
+        ({"block": 7}, "block must be even, at least 2 and at most 65536, got 7"),
         ({"block": 24, "rotate": True}, "power of two to be rotated, got 24"),
     ],
 )
