@@ -11,7 +11,7 @@ from planner.cost.step_time import MASTER, Candidate, Problem
 from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import layers, pruning
 from planner.search.search import Search
-from planner.search.trials import Found, candidate_of
+from planner.search.trials import Found
 
 
 @dataclasses.dataclass(frozen=True)
