@@ -166,7 +166,7 @@ def compiled_together(function: jax.stages.Wrapped, what: str) -> Callable[..., 
 
     def call(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        key = (structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves))
+        key = (structure, tuple((leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves))
         if key not in programs:
             programs[key] = function.lower(*arguments).compile()
             if _is_shared(programs[key]):
