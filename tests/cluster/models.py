@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import Config, from_dict, to_dict
+from planner.cost.coded import coded
 from planner.cost.step_time import Candidate
 from planner.search import layers
 
@@ -77,7 +78,7 @@ class Split:
         """Return the split as a candidate of the planner."""
         c = self.config
         stages = c.mesh.pipe * self.chunks
-        data = c.compress.data
+        data = c.compress.chosen("data")
         return Candidate(
             data=c.mesh.data,
             pipe=c.mesh.pipe,
@@ -89,9 +90,10 @@ class Split:
             chunks=self.chunks,
             save=SAVE,
             zero1=c.mesh.zero1,
-            backward=c.compress.backward,
+            backward=c.compress.chosen("backward"),
             backward_rank=c.compress.backward_rank,
             data_rank=0 if data == "none" else c.compress.data_rank,
+            coded=coded(c.compress),
         )
 
 
