@@ -59,6 +59,7 @@ def of(config: Config, platform: str, masked: bool, compressed: bool) -> dict[st
     if platform != "gpu":
         return CPU_OPTIONS if mesh.pipe > 1 else {}
     estimate = GPU_ESTIMATE if compressed or (masked and not mesh.sequence_parallel) else {}
-    # What the user's XLA_FLAGS say about graphs stands. With tensor parallelism all loops have collectives.
-    loops = mesh.pipe > 1 and mesh.tensor == 1 and _GRAPHS not in os.environ.get("XLA_FLAGS", "")
+    # What the user's XLA_FLAGS say about graphs stands. With tensor parallelism all loops but W's have collectives.
+    graphs = mesh.tensor == 1 or config.pipeline.spec.splits
+    loops = mesh.pipe > 1 and graphs and _GRAPHS not in os.environ.get("XLA_FLAGS", "")
     return GPU_OPTIONS | estimate | (GPU_LOOPS if loops else {})
