@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from paxtrain.config.options import flat_argument
 from paxtrain.errors import PREFIX, UserError
 from paxtrain.process import sealed, setup
 
@@ -73,6 +72,9 @@ def run(
         except UserError as error:
             fail(error)
 
-    sys.argv[1:] = map(flat_argument, sys.argv[1:])
+    if any(".compress." in argument for argument in sys.argv):
+        from paxtrain.config.options import flat_argument  # it needs numpy, and supervisors start without
+
+        sys.argv[1:] = map(flat_argument, sys.argv[1:])
     with setup.quiet_orbax():
         app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags))

@@ -4,6 +4,8 @@ It fits the constants of planner/fit/constants.py to some of the measured rows o
 predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead. --seeds=S repeats either
 with the seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp)
 cells. --method=pipette or amp uses their closed form in place of the simulator, with everything else equal.
+--executor says whose runs these are: ideal, of systems whose transfers hold no stage, such as Megatron-LM, or paxtrain,
+of this trainer, whose stages exchange messages row by row.
 
 The last line of output is JSON about the rows not fitted, errors and regrets as fractions:
     {"n", "n_fit", "mape", "median_ape", "spearman", "kendall", "regret_mean", "regret_max", "groups"}
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     """Fit, predict, score and write."""
     f = flags.FLAGS
     options = ValidateOptions(
-        fit=f.fit, folds=f.folds or 0, seed=f.seed, seeds=f.seeds, hold_out=f.hold_out, method=f.method
+        fit=f.fit, folds=f.folds or 0, seed=f.seed, seeds=f.seeds, hold_out=f.hold_out, method=_method()
     )
     if f.trials is None:
         raise UserError("no trials were given; name a table of measured runs with --trials=trials.csv")
@@ -46,6 +48,22 @@ def main(argv: Sequence[str]) -> None:
     print(found.text(f.trials))
     print(f"wrote predictions.csv, predicted_vs_measured.png and constants.json to {out}")
     print(json.dumps(found.scores["all"].json()))
+
+
+def _method() -> str:
+    """Return how stages compose an iteration, as --method and --executor say.
+
+    Raises:
+        UserError: both were given, but a closed form has no executor.
+    """
+    f = flags.FLAGS
+    if f.method == "simulate":
+        return trial_model.EXECUTORS[f.executor]
+    if f["executor"].present:
+        raise UserError(
+            f"--executor={f.executor} says how to simulate, but --method={f.method} does not; leave one out"
+        )
+    return f.method
 
 
 def define_flags() -> None:
@@ -60,7 +78,9 @@ def define_flags() -> None:
     flags.DEFINE_enum(
         "hold_out", "rows", accuracy.HOLD_OUT, "What is held out: rows, or whole (hidden, micro_batch, tp) cells."
     )
-    flags.DEFINE_enum("method", "simulate", trial_model.METHODS, "How stages compose an iteration.")
+    methods = [method for method in trial_model.METHODS if method not in trial_model.EXECUTORS.values()]
+    flags.DEFINE_enum("method", "simulate", ["simulate", *methods], "How stages compose an iteration.")
+    flags.DEFINE_enum("executor", "ideal", list(trial_model.EXECUTORS), "Whose runs are simulated.")
     flags.DEFINE_string("out", "runs/validate", "The folder to write to.")
 
 

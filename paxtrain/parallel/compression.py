@@ -167,7 +167,7 @@ class Compression:
         """Codec of the gradients between stages; Identity if they travel as they are."""
         ranks = self._backward_ranks
         if self.codec is not None or self.backward == "none":
-            return self.codec or Identity()
+            return Identity() if self.codec is None else self.codec  # a codec may be an empty tuple
         if not ranks:
             return self._named("backward")
         codec = self._low_rank(max(ranks))

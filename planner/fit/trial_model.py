@@ -29,7 +29,8 @@ from planner.fit.pipelines import PipelineBatch, kinds, pipeline_batches
 from planner.fit.trials import Trial
 
 Array = np.ndarray
-METHODS = ("simulate", "pipette", "amp")
+METHODS = ("simulate", "rows", "pipette", "amp")
+EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
 
 # Some kernels of a layer wait for their launch and others for memory: the time is the p-norm of the two sums.
 _SHARPNESS = 4
@@ -50,7 +51,8 @@ class TrialModel:
 
         Args:
             trials: the runs.
-            method: how stages compose an iteration: "simulate", or the closed form "pipette" or "amp".
+            method: how stages compose an iteration: "simulate" with ops that begin as soon as their messages are
+                there, "rows" in this trainer's rows, or the closed form "pipette" or "amp".
         """
         self.trials, self.method = trials, method
         self.slots = max(len(kinds(trial)) for trial in trials)
@@ -113,7 +115,7 @@ class TrialModel:
 
     def _pipeline(self, forward: Array, backward: Array, hop: Array, data: Array, stages: int, m: int) -> Array:
         """Return [B, N, P] the times when each stage's gradients are reduced; hop [B, N, P - 1] seconds."""
-        if self.method != "simulate":
+        if self.method in ("pipette", "amp"):
             both = 2 * hop
             if self.method == "pipette":
                 seconds = closed_forms.pipette(forward, backward, both, data.max(axis=2), m, stages)
@@ -131,5 +133,6 @@ class TrialModel:
             activation=flat(np.concatenate([hop, none], axis=2)),
             gradient=flat(np.concatenate([none, hop], axis=2)),
         )
-        finish = ideal.pipeline(Table("1f1b", stages, m), durations)
+        simulated = simulator.pipeline if self.method == "rows" else ideal.pipeline
+        finish = simulated(Table("1f1b", stages, m), durations)
         return finish.reshape(forward.shape) + data

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import compress
 from paxtrain.config import SPLIT_SAVES, PipelineConfig, from_dict
 from paxtrain.model import tensor_parallel as tp
 from paxtrain.model import transformer
@@ -263,7 +264,8 @@ def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
     assert errors(trainer(c), reference(16, 0.2, LAYERS, "llama"))["loss"] > 10 * TOLERANCE
 
 
-class Lossy(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Lossy(compress.Codec):
     """A codec that loses everything: decode returns zeros."""
 
     def init(self, shape, dtype):
@@ -276,7 +278,8 @@ class Lossy(NamedTuple):
         return jnp.zeros(like.shape, like.dtype)
 
 
-class Doubling(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Doubling(compress.Codec):
     """A codec whose wire is a pytree and whose decode undoes its encode exactly."""
 
     def init(self, shape, dtype):

@@ -82,8 +82,10 @@ def test_methods_agree_on_one_stage_and_order_as_they_should_with_transfers():
     single = [trial(pp=1, dp=16)]
     assert np.ptp([seconds(single, method)[0] for method in trial_model.METHODS]) < 1e-12
     deep = [trial(pp=16, global_batch=256)]
-    amp, pipette, simulated = (seconds(deep, method, hop_ratio=10.0)[0] for method in ("amp", "pipette", "simulate"))
+    names = ("amp", "pipette", "simulate", "rows")
+    amp, pipette, simulated, rows = (seconds(deep, method, hop_ratio=10.0)[0] for method in names)
     assert amp < min(pipette, simulated)  # only AMP's form counts transfers once
+    assert simulated <= rows < 1.5 * simulated  # what a schedule allows, and what stages that wait for each other take
 
 
 def test_messages_share_a_hosts_network():

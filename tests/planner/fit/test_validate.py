@@ -215,6 +215,10 @@ def test_all_rows_may_be_fitted_and_then_nothing_is_scored(table, tmp_path, run)
         (["--fit=70"], "--fit=70 is more than the 59 measured rows"),
         (["--fit=20", "--folds=5"], "--folds fits all rows except those of a fold"),
         (["--method=guess"], "method"),
+        (
+            ["--method=amp", "--executor=paxtrain"],
+            "--executor=paxtrain says how to simulate, but --method=amp does not",
+        ),
         (["--fit=0"], "fit"),
         (["more.csv"], "unexpected argument 'more.csv'"),
         (["--trials=absent.csv"], "cannot read the trials absent.csv"),

@@ -314,8 +314,9 @@ def test_rdma_resources_are_named_or_said_to_be_missing():
     assert "so NCCL will use TCP between nodes" in without.split("apiVersion")[0]
     text = jobset.text(JOB, dataclasses.replace(POD, rdma={"rdma/hca": 8}))
     assert "TCP" not in text.split("apiVersion")[0]
-    assert_valid(yaml.safe_load(text))
-    [container] = _at(yaml.safe_load(text), *_POD)["containers"]
+    _, manifest = yaml.safe_load_all(text)
+    assert_valid(manifest)
+    [container] = _at(manifest, *_POD)["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "8"}
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert "TCP" not in jobset.text(dataclasses.replace(JOB, nodes=1), POD).split("apiVersion")[0]

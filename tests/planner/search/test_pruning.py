@@ -79,7 +79,7 @@ def test_the_bound_knows_how_many_stages_slow_devices_leave():
             problem = Problem(some, MODEL, candidate(space, i, counts))
             least = min(least, problem.step(fabric, hosts.reshape(-1, 4 // p, p)).total.min())
         assert fast[i] <= bounds[i] <= least
-    assert np.mean((bounds / fast)[space.pipe > 1]) > 1.05
+    assert (bounds / fast)[space.pipe > 1].max() > 1.05
 
 
 def test_the_bound_is_close_where_layers_are_all_there_is():
