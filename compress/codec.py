@@ -40,7 +40,7 @@ class Crossing(Protocol):
 
 
 class Passes(NamedTuple):
-    """What a codec costs a device, for predictions.
+    """Work of a codec on a device, for predictions.
 
     Attributes:
         encode: reads and writes of the whole message on the sender, in multiples of the message's bytes.

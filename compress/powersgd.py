@@ -120,7 +120,7 @@ def mean_lowrank(
 
 
 class Projected(NamedTuple):
-    """What a rank keeps of its matrices during a reduction.
+    """Values of its matrices that a rank keeps during a reduction.
 
     Attributes:
         m: [n, k] gradients plus errors.

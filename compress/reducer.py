@@ -17,7 +17,7 @@ from compress.collectives import joined, parted
 
 
 class Shard(NamedTuple):
-    """What a data rank keeps of the mean of an array.
+    """Part of the mean of an array that a data rank keeps.
 
     Attributes:
         axis: name of the data axis; None if there is one data rank.
@@ -251,7 +251,7 @@ class ScatteredState(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a rank keeps of one array during a reduction by `Scattered`.
+    """Values of one array that a rank keeps during a reduction by `Scattered`.
 
     Attributes:
         shape: shape of the array.

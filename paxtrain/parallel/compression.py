@@ -240,7 +240,7 @@ class Compression:
 
     @functools.cached_property
     def shards(self) -> dict[Path, Shard]:
-        """What each data rank keeps of the gradients of the layers' kernels, by path."""
+        """Parts of the mean that each data rank keeps of the gradients of the layers' kernels, by path."""
         dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
         return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 

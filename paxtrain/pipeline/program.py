@@ -114,7 +114,7 @@ Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
 
 
 class Close(NamedTuple):
-    """What the last op of a chunk does with the layers' gradients, see paxtrain.pipeline.closing.
+    """Treatment of the layers' gradients by the last op of a chunk, see paxtrain.pipeline.closing.
 
     Attributes:
         run: runs a step of each layer and reduces its gradient.

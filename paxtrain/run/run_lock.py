@@ -81,13 +81,13 @@ class LockOwner:
 
     @property
     def me(self) -> bool:
-        """Whether it is this process."""
+        """True if it is this process."""
         here = LockOwner.here()
         return (self.process, self.born, self.boot) == (here.process, here.born, here.boot)
 
     @property
     def known_dead(self) -> bool:
-        """Whether this host knows that the process has ended."""
+        """True if this host knows that the process has ended."""
         here = LockOwner.here()
         if self.boot == here.boot:
             return _born(self.process) != self.born

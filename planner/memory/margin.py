@@ -28,7 +28,7 @@ class Margin(NamedTuple):
 
     @property
     def words(self) -> str:
-        """What is added, and what it was measured on."""
+        """The addend, and the programs that it was measured on."""
         return f"{np.expm1(self.log):.0%}, the most that the compiler exceeded it by on {self.labels} programs"
 
 
