@@ -92,6 +92,8 @@ def _options(f: flags.FlagValues) -> ProfileOptions:
         raise UserError("--sizes and --micro_batches must name at least one size, got none; give one, such as 1")
     if f.time_limit is not None and not math.isfinite(f.time_limit):
         raise UserError(f"--time_limit must be finite, got {f.time_limit}; leave it out for no limit")
+    if not math.isfinite(f.answer_timeout):
+        raise UserError(f"--answer_timeout must be a number of seconds, got {f.answer_timeout}")
     return options
 
 

@@ -41,6 +41,8 @@ def find(name: str, kind: str = "", suffix: str = ".py") -> str:
         UserError: no shipped file has this name.
     """
     path = pathlib.Path(name)
+    if len(name) > 4096 or any(len(part) > 255 for part in path.parts):
+        raise UserError(f"there is no file of a name of {len(name)} characters, {name[:40]!r}...; name a shorter path")
     if not name or path.suffix or len(path.parts) > 1 or path.exists():
         return name
     known = names(kind, suffix)

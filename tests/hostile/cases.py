@@ -283,7 +283,8 @@ def case(number: int, home: pathlib.Path) -> Case:
     """Return the case of a number."""
     rng = random.Random(number)
     main = rng.choices(MAINS, [3 if main.overrides else 1 for main in MAINS])[0]
-    arguments, files, nonsense = dict(main.arguments), {}, ""
+    arguments, files = dict(main.arguments), {}
+    nonsense: dict[str, str] = {}
     for _ in range(rng.choice([1, 1, 1, 2])):
         kinds = ["integers"] * bool(main.integers) + ["numbers"] * bool(main.numbers) + ["texts"] * bool(main.texts)
         kinds += (
@@ -296,12 +297,12 @@ def case(number: int, home: pathlib.Path) -> Case:
             name = rng.choice(main.integers)
             value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, "1.5", ""])
             if value in (*NO_NUMBERS, "1.5", "") and value != "0x10":  # which absl takes as 16
-                nonsense = f"{name}={value}"
+                nonsense[name] = f"{name}={value}"
         elif kind == "numbers":
             name = rng.choice(main.numbers)
             value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, ""])
             if value in (*NO_NUMBERS, ""):
-                nonsense = f"{name}={value}"
+                nonsense[name] = f"{name}={value}"
         elif kind == "texts":
             name, value = rng.choice(main.texts), rng.choice(TEXTS)
         elif kind == "passed":
@@ -317,21 +318,24 @@ def case(number: int, home: pathlib.Path) -> Case:
                 ]
             )
             arguments["--" if "--" in arguments else "-- "] = more
-            nonsense = more if main.positional[0] != "kubernetes" or "config" not in more else ""
+            if main.positional[0] != "kubernetes" or "config" not in more:
+                nonsense[more] = more
             continue
         elif kind == "overrides":
             key, default = rng.choice(sorted(keys().items(), key=lambda item: item[0]))
             name = f"{main.overrides}.{key}"
             value = rng.choice([*HUGE, *NO_NUMBERS, *LOOKALIKES, *NEGATIVE, *TEXTS])
             if isinstance(default, int | float) and value in NO_NUMBERS and value != "0x10":
-                nonsense = f"{name}={value}"
+                nonsense[name] = f"{name}={value}"
         else:
             name = rng.choice(main.files)
             files[name] = damaged(rng, name, (home / name).read_bytes())
             continue
         arguments[name] = value
+    # A second change may have put something else in its place.
+    left = [text for name, text in nonsense.items() if text == f"{name}={arguments.get(name)}" or name == text]
     passed = [value for name, value in arguments.items() if name.startswith("--")]
     line = [f"--{name}={value}" for name, value in arguments.items() if not name.startswith("--")]
     tail = ["--", *passed] if passed else []
     first = main.positional if main.positional[:1] != ("--",) else ()
-    return Case(main, [*first, *line, *tail, *(main.positional if not first else ())], files, nonsense)
+    return Case(main, [*first, *line, *tail, *(main.positional if not first else ())], files, "; ".join(left))
