@@ -24,6 +24,8 @@ def _is_left(folder: pathlib.Path) -> bool:
         found = folder.stat()
         if found.st_uid != os.getuid():
             return False
+        if folder.name.startswith("."):  # it is being made, or whoever made it was killed then
+            return time.time() - found.st_mtime > _MOMENT
         owner = os.open(folder / _OWNER, os.O_RDWR)
     except FileNotFoundError:
         return folder.exists() and time.time() - found.st_mtime > _MOMENT
@@ -52,13 +54,15 @@ class MemoryFolder:
             memory: folder of a file system in memory.
         """
         home = memory if os.access(memory, os.W_OK) else pathlib.Path(tempfile.gettempdir())
-        for folder in home.glob(f"{_PREFIX}*"):
+        for folder in (*home.glob(f"{_PREFIX}*"), *home.glob(f".{_PREFIX}*")):
             if _is_left(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-        self.path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=home))
-        self._owner = os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # It gets the name by which others find it when it is locked: supervisors of one host start at the same time.
+        made = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=home))
+        self._owner = os.open(made / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: the folder stays if the supervisor is killed
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = made.rename(made.with_name(made.name[1:]))
 
     def remove(self) -> None:
         """Remove the folder."""

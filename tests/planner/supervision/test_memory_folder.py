@@ -42,6 +42,14 @@ def test_what_a_killed_supervisor_leaves_is_removed_and_a_living_ones_is_not(tmp
         living.stdin.close()
 
 
+def test_supervisors_that_start_at_the_same_time_leave_each_other_alone(tmp_path):
+    started = [hold(tmp_path) for _ in range(12)]
+    folders = [pathlib.Path(each.stdout.readline().strip()) for each in started]
+    assert len(set(folders)) == 12 and all((folder / "progress").read_text() == "step 7" for folder in folders)
+    for each in started:
+        each.communicate()
+
+
 def test_without_a_file_system_in_memory_the_folder_is_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = MemoryFolder(tmp_path / "absent")
