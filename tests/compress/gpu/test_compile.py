@@ -4,14 +4,12 @@ import re
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from compress import kernel_times, kernels
 from compress.lowrank import LowRank
-from paxtrain.xla.module import HloModule
-from tests.compress.gpu.compiled import alone, compiled, gpu
+from tests.compress.gpu.compiled import compiled, encode, gpu, kernel_calls, launches
 
 
 @pytest.fixture(scope="module")
@@ -19,29 +17,10 @@ def mesh():
     return gpu("h200")
 
 
-def kernel_calls(program) -> int:
-    return program.as_text().count('custom_call_target="__gpu$xla.gpu.triton"')
-
-
 def copies(program) -> list[int]:
     """Return the number of elements of all copied arrays."""
     found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", program.as_text())
     return [int(np.prod([int(n) for n in shape.split(",")])) for shape in found]
-
-
-def launches(program) -> int:
-    """Return the number of kernels, library calls and copies that one execution launches."""
-    module = HloModule(program.as_text(), 1)
-    free = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
-    return sum(n for name, n, op in module.executed() if name not in module.fused and op.opcode not in free)
-
-
-def encode(mesh, codec, n=4096, k=3072):
-    """Return the compiled program in which a message [n, k] is encoded."""
-    state = jax.eval_shape(lambda: codec.init((n, k), jnp.bfloat16))
-    message, active = jax.ShapeDtypeStruct((n, k), jnp.bfloat16), jax.ShapeDtypeStruct((), bool)
-    # jax gives donated memory to results in their order, and the state's should become the state's.
-    return compiled(mesh, lambda *a: codec.encode(*a)[::-1], state, message, active, donate=(0,))
 
 
 def passes(x, m, p, w, q, active):
@@ -100,20 +79,6 @@ def test_encoding_is_six_launches(kind):
     text = encode(mesh, LowRank(16)).as_text()
     assert launches(encode(mesh, LowRank(16))) > 18
     assert "cusolver" in text and "triangularSolve" in text
-
-
-def counts(kind, rank, error, implementation):
-    program = encode(gpu(kind), LowRank(rank, error=error, implementation=implementation))
-    return launches(program), kernel_calls(program)
-
-
-@pytest.mark.skipif(not kernels.MOSAIC_AVAILABLE, reason="the kernels need jax 0.12")
-@pytest.mark.parametrize(("kind", "units"), [("h100", "wgmma"), ("b200", "tcgen05")])
-def test_so_it_is_with_mosaic_kernels(kind, units):
-    """The passes are theirs, and the thin algebra's four kernels are on the Triton backend."""
-    gpu(kind)
-    for rank, error in ((4, "lazy"), (16, "lazy"), (128, "none")):
-        assert alone(counts, kind, rank, error, units) == (6, 6 if rank == 4 else 4)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

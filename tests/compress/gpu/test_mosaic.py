@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as mg
 from compress import kernels
 from compress.gpu import mosaic
 from compress.kernels import Explicit, Lazy
-from tests.compress.gpu.compiled import alone, compiled, gpu
+from compress.lowrank import LowRank
+from tests.compress.gpu.compiled import alone, compiled, encode, gpu, kernel_calls, launches
 from tests.compress.test_kernels import EPS, assert_close, assert_product, bits, exact, operands, passes
 
 pytestmark = pytest.mark.skipif(not mosaic.AVAILABLE, reason="the kernels need jax 0.12")
@@ -150,3 +151,16 @@ def test_all_passes_compile_for_their_units_with_tma_and_spill_nothing(monkeypat
         ptx = (tmp_path / f"{name}.ptx").read_text()
         assert product in ptx and "cp.async.bulk.tensor" in ptx
         assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+def counts(kind, rank, error, implementation):
+    program = encode(gpu(kind), LowRank(rank, error=error, implementation=implementation))
+    return launches(program), kernel_calls(program)
+
+
+@pytest.mark.parametrize(("kind", "units"), [("h100", "wgmma"), ("b200", "tcgen05")])
+def test_encoding_is_six_launches(kind, units):
+    """The passes are theirs, and the thin algebra's four kernels are on the Triton backend."""
+    gpu(kind)
+    for rank, error in ((4, "lazy"), (16, "lazy"), (128, "none")):
+        assert alone(counts, kind, rank, error, units) == (6, 6 if rank == 4 else 4)
