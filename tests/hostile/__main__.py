@@ -2,8 +2,8 @@
 
 Each case is a command line that works, with one or two values replaced by absurd, damaged or misleading ones: in flags,
 in overrides, or inside a file that the command reads. A case is good if the main ends with exit code 2 and one sentence
-on stderr, or gets as far as the work itself (which is left out here) without a traceback; within five seconds and one
-gigabyte, and with all files as they were. Values that can mean nothing ("nonsense") must be refused.
+on stderr, or gets as far as the work itself (which is left out here) without a traceback; within five seconds of the
+processor and one gigabyte, and with all files as they were. Values that can mean nothing ("nonsense") must be refused.
 
 Cases are numbered, and a number always makes the same case. The last line of output is JSON: the bad ones, by kind.
 """
@@ -58,7 +58,8 @@ def _child(made: Case, arguments: list[str], out: pathlib.Path) -> int:
     sys.stdout, sys.stderr = os.fdopen(1, "w", errors="backslashreplace"), os.fdopen(2, "w", errors="backslashreplace")
     size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (12 << 30),) * 2)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor, since the machine may have other work
+    signal.setitimer(signal.ITIMER_REAL, 12 * SECONDS)
     _skip(made.main.skip)
     sys.argv = [made.main.module, *arguments]
     try:
@@ -91,7 +92,7 @@ def problem(made: Case, status: int, taken: int, out: pathlib.Path, touched: boo
     """Return what is wrong with the end of a case, or ""."""
     said = (out / "stderr").read_text(errors="replace") if (out / "stderr").exists() else ""
     if os.WIFSIGNALED(status):
-        return "hang" if os.WTERMSIG(status) == signal.SIGALRM else f"signal {os.WTERMSIG(status)}"
+        return "hang" if os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGPROF) else f"signal {os.WTERMSIG(status)}"
     code = os.WEXITSTATUS(status)
     if "Traceback (most recent call last)" in said or code == 1:
         return "traceback"
