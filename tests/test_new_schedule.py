@@ -19,6 +19,7 @@ from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
 from planner.cost import rows
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
+from planner.gpu import correctness, many, options
 from planner.gpu.section import FULL
 from planner.memory import closed_form
 from planner.search import layers, pruning
@@ -133,11 +134,11 @@ def test_the_planner_plans_it(late):
         assert (problem.step(links, hosts).total >= bounds[i] * (1 - 1e-12)).all(), c
 
 
-@pytest.mark.parametrize("module", ["correctness", "many", "options"])
+@pytest.mark.parametrize("module", [correctness, many, options], ids=lambda module: module.__name__)
 def test_a_gpu_is_measured_with_it(late, module):
     """The control is the module as it was imported, without the schedule."""
-    assert NAME not in repr(importlib.import_module(f"planner.gpu.{module}").SECTION.parts[FULL])
-    spec = importlib.util.find_spec(f"planner.gpu.{module}")
+    assert NAME not in repr(module.SECTION.parts[FULL])
+    spec = importlib.util.find_spec(module.__name__)
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
     assert NAME in repr(again.SECTION.parts[FULL])
