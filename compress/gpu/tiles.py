@@ -1,4 +1,4 @@
-"""What kernels share: the operands of the row kernel, tiles with masked edges, products of tiles, and launches."""
+"""Parts that kernels share: the operands of the row kernel, tiles with masked edges, products of tiles, and launches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What the codecs of a configuration declare, if they are others than low rank, for predictions.
+"""Declarations of a configuration's codecs other than low rank, for predictions.
 
 Low rank's bytes and passes are closed forms over ranks (compute.py, step_time.py), since the search tries many ranks.
 Of any other codec the configuration names one, with its options, and the planner asks it.
