@@ -1,4 +1,4 @@
-"""Parts that kernels share: the operands of the row kernel, tiles with masked edges, products of tiles, and launches."""
+"""Parts that kernels share: the row kernel's operands, tiles with masked edges, products of tiles, and launches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
