@@ -34,7 +34,7 @@ from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
 from planner.planning.options import PlanOptions
 from planner.planning.planning import sections
-from planner.start import allocation, environment, job_plan, rendezvous
+from planner.start import allocation, environment, job_plan, rendezvous, run_record
 from planner.start.job_plan import Decision, PlanRequest
 
 HINT = OVERRIDES
@@ -169,8 +169,12 @@ def main(argv: Sequence[str]) -> None:
         if group.process == 0:
             finished.unlink(missing_ok=True)
         names = [machines.hosts[host] for host in machines.of_process]
-        if training.train_together(config, decision.plan, names, progress).finished and group.process == 0:
-            files.write(finished, json.dumps({"steps": config.run.steps}) + "\n")
+        result = training.train_together(config, decision.plan, names, progress)
+        if group.process == 0:
+            if result.comparison:
+                run_record.record(out, config, machines, result.comparison, decision.plan.predicted.get("correction"))
+            if result.finished:
+                files.write(finished, json.dumps({"steps": config.run.steps}) + "\n")
 
 
 def define_flags() -> None:

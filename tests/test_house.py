@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "planner/planning": (*_TRAINER, *_PLANNING),
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
     "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster", "planner/cost"),
-    "planner/start": (*_TRAINER, *_PLANNING, "planner/measure"),
+    "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),
     "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory", "planner/supervision"),
     "planner/supervision": ("paxtrain/process",),
 }

@@ -17,6 +17,10 @@ from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
 
 VERSION = 1
+# Terms of a step that `predicted["terms"]` may have, seconds by stage that add up to the step. Compute has the
+# collectives inside of layers and what idle stages compute on scrap; transfer is what messages between stages expose,
+# and the bubble; data the gathering of weights and the reduction of gradients; sync the wait for the slowest stage.
+COMPUTE, TRANSFER, DATA, SYNC, OPTIMIZER = TERMS = ("compute", "transfer", "data", "sync", "optimizer")
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 
@@ -34,7 +38,8 @@ class Plan:
         devices_per_host: devices of each host.
         device_order: index into all hosts' devices, host after host, for every mesh position (row-major over data,
             pipe, tensor); empty: 0, 1, 2, ...
-        predicted: the planner's figures with their sources, for people to read; the trainer does not use them.
+        predicted: the planner's figures with their sources. A run prints `step_seconds` and `terms` beside what it
+            measured; nothing depends on them.
     """
 
     mesh: MeshConfig

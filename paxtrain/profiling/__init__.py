@@ -3,6 +3,7 @@
     profiler.py      the profile of some steps of a run
     trace.py         the reader of traces
     breakdown.py     a step's seconds, shared out to parts
+    terms.py         predicted beside measured terms of a step
     timeline.py      timelines for Perfetto and as a picture
 
 May import `paxtrain.config`, `process`, `run` and `xla`.

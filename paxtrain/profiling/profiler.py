@@ -44,6 +44,7 @@ class Profiler:
         folder: folder of this process's trace.
         steps: numbers of the traced steps.
         last: number of the last traced step, 0 if none is traced.
+        parts: seconds [P] of each part of a traced step, by stage; empty before the trace is complete.
     """
 
     def __init__(self, config: Config, mesh: Mesh, first: int) -> None:
@@ -72,6 +73,7 @@ class Profiler:
             steps = range(0)
         self.last = steps.stop - 1 if steps else 0
         self._mesh, self.steps = mesh, steps
+        self.parts: dict[str, np.ndarray] = {}
         self._traces = False
         self._shared: contextlib.AbstractContextManager | None = None
 
@@ -131,6 +133,7 @@ class Profiler:
         seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
         table = breakdown.table(seconds, hidden)
         (self.folder / TABLE).write_text(table + "\n")
+        self.parts = seconds
         say(f"steps {self.steps.start} to {self.last} are profiled in {self.folder}\n{table}")
         mean = {name: float(np.mean(values)) for name, values in seconds.items()}
         groups = {name: sum(mean[part] for part in parts) for name, parts in GROUPS.items()}

@@ -23,6 +23,7 @@ class Loop:
         writer: Open metrics of the run.
         profiler: Profiler of some of the steps.
         progress: Progress line or bar.
+        seconds: Seconds of each step that is done.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Loop:
         """
         self._run, self.first, self.checkpoints, self.writer, self.profiler = run, first, checkpoints, writer, profiler
         self.progress = metrics.ProgressLine(run.config.run.steps, first, run.talks)
+        self.seconds: list[float] = []
         self._pending: tuple[int, Figures] | None = None
         self._last = self._started = time.perf_counter()
         self._paused = 0.0  # seconds outside of steps
@@ -123,6 +125,7 @@ class Loop:
         run.progress.finished(number)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
+        self.seconds.append(seconds)
         speed = run.tokens_per_step / seconds
         record = {
             "loss": values["loss"],

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paxtrain.errors import UserError
 from paxtrain.parallel.step import TrainState
+from paxtrain.profiling import terms
 from paxtrain.profiling.profiler import Profiler
 from paxtrain.run import checkpoint, metrics, plots, report, sampling
 from paxtrain.run.loop import Loop
@@ -34,6 +36,7 @@ class TrainingResult:
         validation: Validation loss after the last step, by name; empty if the run has not finished.
         tokens_per_second: Speed of this start, without evaluation and checkpoints; 0 if all steps were done before.
         mfu: Model FLOPs utilisation, 0 to 1; None if the devices' peak is not known.
+        comparison: The plan's prediction beside what this start measured; None without a plan that predicts.
     """
 
     folder: pathlib.Path
@@ -46,6 +49,7 @@ class TrainingResult:
     validation: dict[str, float]
     tokens_per_second: float
     mfu: float | None
+    comparison: terms.StepComparison | None = None
 
 
 def _temporary_bytes(memory: Any) -> int:
@@ -55,8 +59,12 @@ def _temporary_bytes(memory: Any) -> int:
 class Run(PreparedRun):
     """A training run: preparation, steps, report."""
 
-    def train(self) -> TrainingResult:
-        """Train, print the report, and write a checkpoint, the metrics and the loss curve."""
+    def train(self, predicted: Mapping[str, Any] | None = None) -> TrainingResult:
+        """Train, print the report, and write a checkpoint, the metrics and the loss curve.
+
+        Args:
+            predicted: The plan's figures, to be compared with what is measured.
+        """
         home = self.out / sampling.CHECKPOINTS
         # The lock and `stop` are left last, so that SIGTERM is caught until the last checkpoint is on disk. `progress`
         # is left first, so that the supervisor learns of an exception before the checkpoints are waited for.
@@ -80,16 +88,21 @@ class Run(PreparedRun):
             self.say(table(described + self.data.describe()))
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
                 untrained = self._untrained(state, writer)
-                state, speed = Loop(self, first, checkpoints, writer, profiler).run(state)
+                loop = Loop(self, first, checkpoints, writer, profiler)
+                state, speed = loop.run(state)
                 self.progress.now("finishing")
                 done = int(state.step)
+                # The first step of a start waits for its batch, and for processes that were late.
+                comparison = terms.compare(predicted or {}, loop.seconds[1:], profiler.parts)
+                if comparison:
+                    writer.write(done, comparison.figures())
                 validation = self.validate(state) if done == self.config.run.steps else None
                 if validation is not None:
                     self._record(writer, done, validation)
             self.save(checkpoints, state, done)
             if self.primary:
                 plots.plot_losses(self.out / metrics.FILE, self.out / LOSSES)
-        result = self._result(state, untrained, validation, speed)
+        result = dataclasses.replace(self._result(state, untrained, validation, speed), comparison=comparison)
         if result.finished:
             self._summary(result)
         else:
@@ -147,6 +160,8 @@ class Run(PreparedRun):
         ]
         if result.mfu is not None:
             rows.append(("MFU", f"{result.mfu:.1%} of {self.peak:.3g} FLOP/s per device"))
+        if result.comparison:
+            rows += result.comparison.rows()
         if result.skipped:
             rows.append(("skipped steps", f"{result.skipped}, their gradients were not finite"))
         self.say(table(rows))

@@ -52,7 +52,7 @@ def train_together(
         problem = error
     distributed.agree(problem)
     assert run is not None
-    return run.train()
+    return run.train(chosen.predicted if chosen else None)
 
 
 def train(

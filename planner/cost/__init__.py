@@ -3,6 +3,7 @@
     link_seconds.py         bandwidths to seconds per byte, for messages and rings of a placement
     compute.py              a layer on a device kind, with its all-reduces over tensor
     step_time.py            bytes to seconds: the whole step
+    terms.py                a step's terms by stage, to be compared with a run's breakdown
     coded.py                what codecs other than low rank declare
     rows.py simulator.py    the pipeline: a schedule's table, and its replay
     repetition.py           rows that repeat many times, of which few are replayed

@@ -66,8 +66,9 @@ class Local:
         mine = f"--hosts={hosts}", f"--host={host}", f"--name=host{host}", f"--logs={job.logs}"
         among = f"--coordinator=127.0.0.1:{coordinator}", f"--num_processes={count}", f"--process_id={host}"
         own = f"--host_name=host{host}", f"--cpu_devices={self._devices}", f"--profile_seconds={_PROFILE}"
-        # Hosts share this machine's cores. Compute is measured on one, because all at once would be slower. The one
-        # that compiles and measures for all may take minutes; a lost process is reported sooner by its supervisor.
+        # Hosts share this machine's cores. Compute is measured on one, whose processor time tells how long it takes on
+        # all at once; compiling the measurement on all of them would take as long as some training. The one that
+        # measures for all may take minutes; a lost process is reported sooner by its supervisor.
         shared = "--compute_hosts=1", "--answer_timeout=600"
         run = [sys.executable, *job.run(*among, *own, *shared)]
         return [sys.executable, *job.supervise(*mine), "--", *run]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +118,31 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
     return Trainer(config, make_mesh(config.mesh, devices=devices))
 
 
-def _timed(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+class Took(NamedTuple):
+    """The time that work took.
+
+    Attributes:
+        wall: seconds from its start to its end.
+        processor: seconds of all cores that this process used.
+    """
+
+    wall: float
+    processor: float
+
+    def crowded(self, processes_per_core: float) -> float:
+        """Return the seconds that the work takes if so many processes that share cores do it at the same time."""
+        return max(self.wall, self.processor * processes_per_core)
+
+
+def _timed(run: Callable[[], object]) -> Took:
+    began, used = time.perf_counter(), time.process_time()
     jax.block_until_ready(run())
-    return time.perf_counter() - began
+    return Took(time.perf_counter() - began, time.process_time() - used)
+
+
+def _quickest(run: Callable[[], Took]) -> Took:
+    """Return the least times of a few measurements in a row."""
+    return Took(*map(min, zip(*(run() for _ in range(CALLS)))))
 
 
 class LoopTimer:
@@ -153,7 +175,7 @@ class LoopTimer:
 
         params = jax.jit(make, out_shardings=trainer.state_shardings.params)(jax.random.key(0))
         self._run = functools.partial(jax.jit(mapped), params, _tokens(trainer))
-        self._seconds("forward", 1)
+        self._time("forward", 1)
         self.counts: dict[str, int] = {}
 
     def settle(self, agree: Agree) -> None:
@@ -166,28 +188,34 @@ class LoopTimer:
         """
         self.counts = {kind: self._count(kind, agree) for kind in self.kinds}
 
-    def _seconds(self, kind: str, count: int) -> float:
+    def _time(self, kind: str, count: int) -> Took:
         counts = np.array([count if kind == k else 0 for k in self.kinds], np.int32)
         return _timed(lambda: self._run(counts))
 
     def _count(self, kind: str, agree: Agree) -> int:
         count = 1
         while True:
-            one, some = (min(self._seconds(kind, n) for _ in range(2)) for n in (1, 1 + count))
+            one, some = (min(self._time(kind, n).wall for _ in range(2)) for n in (1, 1 + count))
             spent = agree(some - one)
             if spent >= _LEAST or count >= 4096:
                 return count
             count *= max(2, min(8, round(_LEAST / max(spent, 1e-9))))
 
-    def sample(self) -> dict[str, float]:
-        """Measure once, and return the seconds of one turn of every kind; those of F, B and its parts are per layer."""
+    def sample(self, processes_per_core: float = 0.0) -> dict[str, float]:
+        """Measure once, and return the seconds of one turn of every kind; those of F, B and its parts are per layer.
+
+        Args:
+            processes_per_core: number of processes that will compute on each core at the same time; 0: the process has
+                its cores to itself.
+        """
         seconds = {}
         for kind, count in self.counts.items():
             # The first turn also brings its buffers into memory. The quickest of a few measurements counts, as for
             # links; a slow first turn on a busy host would make all others look short.
-            one, some = (min(self._seconds(kind, n) for _ in range(CALLS)) for n in (1, 1 + count))
+            one, some = (_quickest(functools.partial(self._time, kind, n)) for n in (1, 1 + count))
+            more = Took(max(some.wall - one.wall, 0.0), max(some.processor - one.processor, 0.0))
             layers = self.layers if kind in _OF_LAYERS else 1
-            seconds[kind] = max(some - one, 0.0) / count / layers
+            seconds[kind] = more.crowded(processes_per_core) / count / layers
         return seconds
 
 
@@ -197,8 +225,8 @@ class Bystander(LoopTimer):
     def __init__(self, config: Config) -> None:
         self.kinds, self.layers, self.counts = kinds(config), 1, {}
 
-    def _seconds(self, kind: str, count: int) -> float:
-        return 0.0
+    def _time(self, kind: str, count: int) -> Took:
+        return Took(0.0, 0.0)
 
 
 class OptimizerTimer:
@@ -225,11 +253,15 @@ class OptimizerTimer:
         self._update = jax.jit(update, donate_argnums=0)
         self.parameters = report.parameters_per_device(trainer)
 
-    def sample(self) -> float:
-        """Measure once, and return the seconds per parameter that a device holds."""
+    def sample(self, processes_per_core: float = 0.0) -> float:
+        """Measure once, and return the seconds per parameter that a device holds.
+
+        Args:
+            processes_per_core: see `LoopTimer.sample`.
+        """
 
         def run() -> object:
             self._state, metrics = self._update(self._state, self._grads)
             return self._state, metrics
 
-        return _timed(run) / self.parameters
+        return _timed(run).crowded(processes_per_core) / self.parameters

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import socket
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ class Machines:
         kinds: device kind of each host: a key of GPUS, or "cpu".
         memory: bytes of one device, per host.
         racks: rack of each host, as the launcher or --rack says.
+        crowded: the largest number of processes that compute on the same cores, and the number of these cores, if
+            there are fewer of them; else None.
     """
 
     hosts: tuple[str, ...]
@@ -34,6 +37,7 @@ class Machines:
     kinds: tuple[str, ...]
     memory: tuple[float, ...]
     racks: tuple[str, ...]
+    crowded: tuple[int, int] | None = None
 
 
 class _Entry(NamedTuple):
@@ -46,6 +50,8 @@ class _Entry(NamedTuple):
         memory: bytes of one device.
         rack: rack of its host.
         problem: reason why its devices cannot be used; empty: none.
+        computer: name of the computer, which hosts may share.
+        cores: number of its cores that the process may use; 0: it computes on a GPU.
     """
 
     host: str
@@ -54,6 +60,28 @@ class _Entry(NamedTuple):
     memory: float
     rack: str
     problem: str
+    computer: str
+    cores: int
+
+
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")  # which containers of a computer share
+
+
+def _computer() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _crowded(roster: list[_Entry]) -> tuple[int, int] | None:
+    """Return Machines.crowded."""
+    on: dict[str, list[int]] = {}
+    for entry in roster:
+        if entry.cores:
+            on.setdefault(entry.computer, []).append(entry.cores)
+    most = max(((len(cores), max(cores)) for cores in on.values()), key=lambda x: x[0] / x[1], default=(0, 1))
+    return most if most[0] > most[1] else None
 
 
 def _local_kind() -> tuple[str, float]:
@@ -99,7 +127,8 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
             raise UserError(problem)
         return entries
 
-    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, problem)
+    cores = len(os.sched_getaffinity(0)) if kind == "cpu" else 0
+    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, problem, _computer(), cores)
     roster = [_Entry(*value) for value in group.gather(mine, verdict)]
     hosts = tuple(dict.fromkeys(entry.host for entry in roster))
     alone = len(hosts) == len(roster)
@@ -121,4 +150,5 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
         kinds=tuple(entry.kind for entry in first),
         memory=tuple(entry.memory for entry in first),
         racks=tuple(entry.rack for entry in first),
+        crowded=_crowded(roster),
     )

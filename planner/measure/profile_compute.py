@@ -75,6 +75,8 @@ class _ComputeProfile:
         self._group, self._machines, self._config, self._options = group, machines, config, options
         self._devices = machines.devices[mine * machines.per_host : (mine + 1) * machines.per_host]
         self._optimizer: dict[int, float] = {}  # seconds per parameter, by tensor-parallel size
+        processes, cores = machines.crowded or (0, 1)
+        self._processes_per_core = processes / cores
         self.measures = mine in alike[: options.compute_hosts or None]
 
     def _prepare(self, tensor: int, micro_batch: int) -> compute_timing.LoopTimer:
@@ -83,7 +85,8 @@ class _ComputeProfile:
         if tensor not in self._optimizer:
             steps = compute_timing.OptimizerTimer(self._config, tensor, self._devices)
             steps.sample()
-            self._optimizer[tensor] = statistics.median(steps.sample() for _ in range(self._options.repeats))
+            samples = [steps.sample(self._processes_per_core) for _ in range(self._options.repeats)]
+            self._optimizer[tensor] = statistics.median(samples)
         return compute_timing.LoopTimer(self._config, tensor, micro_batch, self._devices)
 
     def measure(self, tensor: int, micro_batch: int) -> tuple[list[Row], str]:
@@ -97,7 +100,7 @@ class _ComputeProfile:
         if timer is None or problem:
             return [], problem
         timer.settle(self._group.agree)
-        samples = [timer.sample() for _ in range(self._options.repeats)]
+        samples = [timer.sample(self._processes_per_core) for _ in range(self._options.repeats)]
         value = {kind: statistics.median(s[kind] for s in samples) for kind in timer.kinds}
         values = self._group.gather(value | {"optimizer": self._optimizer[tensor]} if self.measures else None)
         return compute_rows(self._machines, self._config, tensor, micro_batch, values), ""

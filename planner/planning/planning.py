@@ -26,6 +26,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.cost.coded import coded
 from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.terms import terms
 from planner.memory import closed_form
 from planner.placement.gain import gain
 from planner.planning import to_plan
@@ -452,5 +453,6 @@ def figures(made: contents.Report) -> dict[str, object]:
             "reduce_seconds": row(step.reduce),
         },
         "optimizer_seconds": float(step.optimizer[0]),
+        "terms": {name: x.tolist() for name, x in terms(made.problem, made.fabric, chosen.placement.hosts).items()},
         "command": made.command,
     }

@@ -4,6 +4,7 @@
     rendezvous.py      a roll call, before the processes join
     job_plan.py        the plan for these nodes, old or new
     environment.py     the record of each start
+    run_record.py      the record of what a run measured beside its plan's prediction
 
-May import `measure` and `planning`.
+May import `measure`, `fit` and `planning`.
 """

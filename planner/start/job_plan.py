@@ -29,7 +29,7 @@ from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, plan_sections
-from planner.start import allocation
+from planner.start import allocation, run_record
 
 PROFILES = "profile"
 # Measured at a job's start: two sizes, chosen by how slow the links are, and as much compute as there is time for.
@@ -223,7 +223,8 @@ def _search(cluster: Cluster, request: PlanRequest, links: dict[str, Any]) -> An
         cluster: measured cluster.
         links: origin of the links' figures.
     """
-    more = {"links": links | _ends(cluster), "asked": request.asked()}
+    cluster, correction = run_record.corrected(cluster, request.out)
+    more = {"links": links | _ends(cluster), "asked": request.asked(), **correction}
     found = plan_sections(request.values, cluster, request.options, predicted=more)
     found.save(request.out)
     return plans.to_json(found.plan)
@@ -281,4 +282,9 @@ def describe(decision: Decision, machines: Machines) -> str:
         step, order = told["step_seconds"], told["host_order_seconds"]
         took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
     rows.append(("step", took))
+    if machines.crowded:
+        processes, cores = machines.crowded
+        rows.append(
+            ("", f"{processes} processes share {cores} cores; their waits for each other's turns are not predicted")
+        )
     return tables.table(rows)

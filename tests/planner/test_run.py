@@ -17,6 +17,8 @@ from paxtrain.errors import UserError
 from paxtrain.process import job_secret
 from paxtrain.run import metrics
 from planner import run
+from planner.fit import trials
+from planner.start import run_record
 from planner.start.environment import FILE
 from tests import mains
 from tests.planner.ports import free_ports
@@ -44,15 +46,17 @@ command_line.run(run.main, run.define_flags)
 # The same, except that it does not train: it prints each host's place in the mesh, and ends after two steps at most.
 MESH = """
 import types
+from paxtrain.profiling import terms
 from paxtrain.run import training
 from planner import run
 
 class Run:
     def __init__(self, config, mesh, *_):
         self.mesh, self.done = mesh, config.run.steps <= 2
-    def train(self):
+    def train(self, predicted):
         print("mesh", [d.process_index for d in self.mesh.devices.flat], flush=True)
-        return types.SimpleNamespace(finished=self.done)
+        seconds = [predicted["step_seconds"]] * 5 if predicted else []
+        return types.SimpleNamespace(finished=self.done, comparison=terms.compare(predicted or {}, seconds, {}))
 
 training.Run = Run
 """
@@ -134,12 +138,19 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
     assert first["plan"]["mesh"] == second["plan"]["mesh"] and second["config"]["run"]["steps"] == 3
     assert first["packages"]["jax"] and first["flags"]["micro_batch"] == ["1"]
     # One of them is gone. The profile of both still covers the other, which trains.
-    done = job("b", *arguments, "--config.run.steps=2")
+    done = job("b", *arguments, "--config.run.steps=4", "--config.profile=2:4")
     assert codes(done) == [0], done[0][2]
+    # Its prediction is told beside what it measured, in the log, the metrics and the record.
+    assert "s predicted, " in done[0][1] and "most off" in done[0][1]
+    [told] = [record for record in metrics.read(out / metrics.FILE) if "predicted_step" in record]
+    assert told["measured_compute"] > 0 and told["predicted_compute"] > 0
+    rows = trials.read(out / run_record.TRIALS)
+    assert [row.devices for row in rows] == [2, 2, 1]
+    assert float(rows[2].columns["measured_step"]) == pytest.approx(told["measured_step"], rel=1e-5)
     assert "made anew: the former one is for other nodes: a of it is not here" in done[0][1]
     assert "which is of 2 hosts" in done[0][1]
     steps = [record["step"] for record in metrics.read(out / metrics.FILE) if "loss" in record]
-    assert steps == [1, 2] and json.loads((out / run.FINISHED).read_text()) == {"steps": 2}
+    assert steps == [1, 2, 3, 4] and json.loads((out / run.FINISHED).read_text()) == {"steps": 4}
     assert not list(out.glob(".shared*"))
 
 

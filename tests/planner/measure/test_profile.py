@@ -158,7 +158,13 @@ def test_a_bystander_takes_part_in_the_decisions(config):
 
 def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
     turns = compute_timing.LoopTimer(config, 1, 1, jax.devices()[:1])
-    monkeypatch.setattr(turns, "_seconds", lambda kind, count: 0.3 + {"forward": 2.0, "head": 0.5}.get(kind, 4) * count)
+    seconds = {"forward": 2.0, "head": 0.5}
+
+    def took(kind: str, count: int) -> compute_timing.Took:
+        wall = 0.3 + seconds.get(kind, 4) * count
+        return compute_timing.Took(wall, 1.5 * wall)
+
+    monkeypatch.setattr(turns, "_time", took)
     turns.settle(lambda x: x)
     turns.counts = dict.fromkeys(compute_timing.KINDS, 5)
     sample = turns.sample()
@@ -166,6 +172,8 @@ def test_turns_are_timed_apart_from_everything_else(monkeypatch, config):
     assert sample["backward"] == pytest.approx(4.0 / turns.layers)
     assert sample["head"] == pytest.approx(0.5)
     assert sample["embedding"] == pytest.approx(4.0)
+    crowded = turns.sample(processes_per_core=2.0)
+    assert {kind: crowded[kind] / sample[kind] for kind in sample} == pytest.approx(dict.fromkeys(sample, 3.0))
 
 
 def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monkeypatch, config):
@@ -174,7 +182,7 @@ def test_both_parts_of_the_backward_are_timed_where_a_schedule_can_split_it(monk
     assert turns.kinds == compute_timing.Bystander(dots).kinds == (*compute_timing.KINDS, *compute.PARTS)
     assert compute_timing.kinds(config) == compute_timing.KINDS
     asked = dict(zip(turns.kinds, (2.0, 6.0, 1.0, 1.0, 5.0, 3.0)))
-    monkeypatch.setattr(turns, "_seconds", lambda kind, count: asked[kind] * count)
+    monkeypatch.setattr(turns, "_time", lambda kind, count: compute_timing.Took(asked[kind] * count, 0.0))
     turns.counts = dict.fromkeys(turns.kinds, 2)
     sample = turns.sample()
     assert [sample[part] for part in compute.PARTS] == [5.0 / turns.layers, 3.0 / turns.layers]
@@ -191,14 +199,14 @@ def test_every_kind_takes_longer_with_more_turns():
     config = from_dict({"model": MODEL | {"hidden": 64, "sequence": 64, "vocab_size": 1000}})
     turns = compute_timing.LoopTimer(config, 1, 4, jax.devices()[:1])
     for kind in turns.kinds:
-        few, many = (min(turns._seconds(kind, n) for _ in range(5)) for n in (8, 88))
-        none = min(turns._seconds(kind, 0) for _ in range(5))
+        few, many = (min(turns._time(kind, n).wall for _ in range(5)) for n in (8, 88))
+        none = min(turns._time(kind, 0).wall for _ in range(5))
         assert many - none > 3 * (few - none), kind
 
 
 def test_a_large_enough_number_of_turns_is_agreed_upon(monkeypatch, config):
     turns = compute_timing.LoopTimer(config, 1, 1, jax.devices()[:1])
-    monkeypatch.setattr(turns, "_seconds", lambda kind, count: 1e-3 * count)
+    monkeypatch.setattr(turns, "_time", lambda kind, count: compute_timing.Took(1e-3 * count, 0.0))
     asked = []
     turns.settle(lambda x: asked.append(x) or x)
     assert all(4 <= count <= 40 for count in turns.counts.values())
@@ -267,3 +275,10 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
     assert done.stderr.startswith("error: process 1, process 2 did not come within 2 s, those on ")
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - began < 60
+
+
+def test_work_on_shared_cores_takes_its_share_of_their_time():
+    """Alone, two threads need 1 s of wall time. Four processes on two cores need 2 x 1.8 s."""
+    took = compute_timing.Took(wall=1.0, processor=1.8)
+    assert took.crowded(4 / 2) == pytest.approx(3.6)
+    assert took.crowded(0.0) == took.crowded(2 / 4) == 1.0

@@ -1,0 +1,111 @@
+"""Terms of a step as a plan predicted them beside those that a run measured."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
+
+HOST = "host"  # what no plan predicts
+# Parts of the breakdown (breakdown.py) that belong to each term.
+PARTS = {
+    COMPUTE: ("forward", "backward", "head", "compression", "tensor"),
+    TRANSFER: ("pipeline",),
+    DATA: ("data", "embedding"),
+    SYNC: ("sync",),
+    OPTIMIZER: ("optimizer",),
+    HOST: ("other", "input", "idle"),
+}
+_MENDS = {
+    COMPUTE: "kernels take another time than where they were profiled; profile again with all processes of the job",
+    TRANSFER: "messages between stages take another time than planned; profile the links again",
+    DATA: "collectives over data take another time than planned; profile the links again",
+    SYNC: "stages wait for one that is slow; look for it in the breakdown",
+    OPTIMIZER: "memory is slower or faster than where it was profiled; profile compute again",
+    HOST: "the host, casts and copies are not in the plan; larger micro-batches make them a smaller share",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepComparison:
+    """A step as it was predicted and as it was measured.
+
+    Attributes:
+        predicted: predicted seconds of a step.
+        measured: median seconds of the steps of this start.
+        steps: number of these steps.
+        spread: standard error of the median of these steps, as a share of it.
+        terms: for each term, predicted and measured seconds of a traced step by stage; empty if no step was traced or
+            the plan has no terms.
+    """
+
+    predicted: float
+    measured: float
+    steps: int
+    spread: float
+    terms: Mapping[str, tuple[np.ndarray, np.ndarray]]
+
+    def worst(self) -> str:
+        """Return the term whose mean is off by most seconds; empty without terms."""
+        off = {name: abs(float(np.mean(b) - np.mean(a))) for name, (a, b) in self.terms.items()}
+        return max(off, key=off.__getitem__, default="")
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics: the step and the mean of each term, predicted and measured, in seconds."""
+        found = {"predicted_step": self.predicted, "measured_step": self.measured}
+        for name, (a, b) in self.terms.items():
+            found |= {f"predicted_{name}": float(np.mean(a)), f"measured_{name}": float(np.mean(b))}
+        return found
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the table as rows of (label, figures)."""
+        error = f"{self.predicted / self.measured - 1:+.0%}"
+        step = f"{self.predicted:.4g} s predicted, {self.measured:.4g} s measured ({error}), median of {self.steps}"
+        rows = [("step", step)]
+        for name, (a, b) in self.terms.items():
+            between = f"; by stage {_each(a)} and {_each(b)}" if len(a) > 1 and name == COMPUTE else ""
+            rows.append((name, f"{np.mean(a):.4f} s predicted, {np.mean(b):.4f} s measured{between}"))
+        if worst := self.worst():
+            rows.append(("most off", f"{worst}: {_MENDS[worst]}"))
+        else:
+            rows.append(("terms", "not traced; --config.profile=10:13 traces three steps and tells which is off"))
+        return rows
+
+
+def _each(seconds: np.ndarray) -> str:
+    return " ".join(f"{value:.4f}" for value in seconds)
+
+
+def _planned(told: object) -> np.ndarray:
+    """Return a term of a plan's file, which may hold anything; an empty array if it holds no numbers."""
+    numbers = isinstance(told, list) and all(isinstance(value, int | float) for value in told)
+    return np.array(told if numbers else [], float)
+
+
+def compare(
+    predicted: Mapping[str, Any], steps: Sequence[float], parts: Mapping[str, np.ndarray]
+) -> StepComparison | None:
+    """Compare a plan's prediction with a run; return None if the plan has none, or no step was timed.
+
+    Args:
+        predicted: the plan's `predicted`.
+        steps: seconds of the steps of this start.
+        parts: seconds [P] of each part of a traced step; empty if none was traced.
+    """
+    seconds = predicted.get("step_seconds")
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf or not steps:
+        return None
+    told, terms = predicted.get("terms"), {}
+    if parts and isinstance(told, dict):
+        for name, of in PARTS.items():
+            measured = np.sum([parts[part] for part in of], axis=0)
+            planned = _planned(told.get(name, [0.0] * len(measured)))
+            if planned.shape == measured.shape:
+                terms[name] = (planned, measured)
+    median = float(np.median(steps))
+    # 1.2533 sigma / sqrt(n), with sigma from the quartiles, which single slow steps do not move.
+    sigma = float(np.subtract(*np.percentile(steps, [75, 25]))) / 1.349
+    return StepComparison(float(seconds), median, len(steps), 1.2533 * sigma / math.sqrt(len(steps)) / median, terms)

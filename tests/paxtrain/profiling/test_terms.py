@@ -1,0 +1,59 @@
+"""A plan's prediction beside what a run measured."""
+
+import math
+
+import numpy as np
+import pytest
+
+from paxtrain.profiling import breakdown
+from paxtrain.profiling.terms import PARTS, compare
+
+PLANNED = {"compute": [2.0, 3.0], "transfer": [1.0, 0.0], "data": [0.5, 0.5], "sync": [0.0, 0.0]}
+PLANNED["optimizer"] = [0.5, 0.5]
+
+
+def measured(**changes: list[float]) -> dict[str, np.ndarray]:
+    """Return a breakdown that agrees with PLANNED, except for the changes."""
+    parts = {name: np.zeros(2) for name in breakdown.PARTS}
+    parts |= {"forward": np.array([0.5, 1.0]), "backward": np.array([1.5, 1.0]), "head": np.array([0.0, 1.0])}
+    parts |= {"pipeline": np.array([1.0, 0.0]), "data": np.array([0.5, 0.5]), "optimizer": np.array([0.5, 0.5])}
+    return parts | {name: np.array(value) for name, value in changes.items()}
+
+
+def test_every_part_of_a_breakdown_belongs_to_one_term():
+    assert sorted(part for parts in PARTS.values() for part in parts) == sorted(breakdown.PARTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "worst"),
+    [({"backward": [3.0, 3.0]}, "compute"), ({"pipeline": [0.2, 0.0]}, "transfer"), ({"idle": [0.0, 0.4]}, "host")],
+)
+def test_the_term_that_is_off_by_most_is_named(changes, worst):
+    found = compare({"step_seconds": 4.0, "terms": PLANNED}, [5.0, 4.5, 9.0], measured(**changes))
+    assert found.worst() == worst
+    assert (found.predicted, found.measured, found.steps) == (4.0, 5.0, 3)
+    rows = dict(found.rows())
+    assert rows["step"] == "4 s predicted, 5 s measured (-20%), median of 3"
+    assert rows["most off"].startswith(f"{worst}: ")
+    assert "by stage 2.0000 3.0000 and " in rows["compute"]
+    figures = found.figures()
+    assert figures["predicted_compute"] == 2.5
+    assert figures["measured_data"] == 0.5
+
+
+def test_without_a_trace_the_step_alone_is_told():
+    found = compare({"step_seconds": 4.0, "terms": PLANNED}, [5.0], {})
+    assert list(dict(found.rows())) == ["step", "terms"]
+    assert found.figures() == {"predicted_step": 4.0, "measured_step": 5.0}
+
+
+@pytest.mark.parametrize("predicted", [{}, {"step_seconds": "fast"}, {"step_seconds": math.nan}, {"step_seconds": 0}])
+def test_plans_that_predict_nothing_are_not_compared(predicted):
+    assert compare(predicted, [5.0], measured()) is None
+    assert compare({"step_seconds": 4.0}, [], measured()) is None
+
+
+@pytest.mark.parametrize("terms", [[], {"compute": "much"}, {"compute": [1.0]}, {"compute": [[1.0, 2.0], [1.0]]}])
+def test_terms_of_another_form_are_left_out(terms):
+    found = compare({"step_seconds": 4.0, "terms": terms}, [5.0], measured())
+    assert "compute" not in found.terms

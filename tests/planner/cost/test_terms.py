@@ -1,0 +1,66 @@
+"""A predicted step's terms add up, and compute is what the replay's events take."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TERMS, TRANSFER
+from planner.cost import compute as costs
+from planner.cost import link_seconds, simulator
+from planner.cost.step_time import Candidate, Problem
+from planner.cost.terms import terms
+from tests.planner.examples import MODEL, cluster, placements
+
+CANDIDATES = [
+    Candidate(2, 4, 2, 2, 6, "eager_1f1b", (3, 3, 3, 3)),
+    Candidate(2, 4, 2, 2, 40, "1f1b", (3, 3, 4, 2), backward="epilogue", data_rank=32),
+    Candidate(4, 2, 2, 1, 4, "interleaved_1f1b", (3, 3, 3, 3), chunks=2, zero1=False),
+    Candidate(1, 4, 4, 4, 3, "zb_h1", (3, 3, 3, 3), save="dots"),
+    Candidate(16, 1, 1, 1, 2, "eager_1f1b", (12,), save="residuals"),
+]
+
+
+def found(candidate: Candidate, some=None):
+    some = some or cluster(4, 4)
+    problem = Problem(some, MODEL, candidate)
+    hosts = placements(1, candidate.data, candidate.pipe, 4 // candidate.tensor)[0]
+    return problem, link_seconds.fabric(some), hosts
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: f"{c.schedule}-{c.data}x{c.pipe}x{c.tensor}")
+def test_terms_add_up_to_the_step_and_compute_is_that_of_the_events(candidate):
+    problem, fabric, hosts = found(candidate)
+    parts = terms(problem, fabric, hosts)
+    assert tuple(sorted(parts)) == tuple(sorted(TERMS))
+    total = problem.step(fabric, hosts[None]).total[0]
+    np.testing.assert_allclose(sum(parts.values()), np.full(candidate.pipe, total))
+    assert all((x >= -1e-12).all() for x in parts.values())
+
+    links = problem.links(link_seconds.paths(fabric, hosts[None], candidate.tensor))
+    seconds = problem.seconds(links, problem.kind_of_host[hosts][None])
+    busy = np.zeros(candidate.pipe)
+    for d in range(candidate.data):
+        fields = {f.name: np.asarray(getattr(seconds, f.name)) for f in dataclasses.fields(seconds)}
+        one = simulator.Seconds(**{name: x[d : d + 1] if x.ndim else x for name, x in fields.items()})
+        for event in simulator.timeline(problem.table, one, problem.overlap):
+            busy[event.stage] += (event.end - event.begin) * (event.what in "FBWH") / candidate.data
+    coding = parts[COMPUTE] - busy
+    if candidate.backward == "none":
+        np.testing.assert_allclose(coding, 0, atol=1e-12)
+    else:  # the last gradients are compressed by the stages behind the first, and decoded by those before the last
+        assert (coding > 0).all()
+
+
+def test_each_term_by_hand():
+    """Equal links and two stages: what one stage computes longer, the other one waits for."""
+    some = cluster(1, 4, seed=None)
+    problem, fabric, hosts = found(Candidate(2, 2, 1, 2, 4, "gpipe", (6, 6)), some)
+    parts = terms(problem, fabric, hosts)
+    layer = costs.layer(some, "a100-80gb", MODEL, 1, 2, "dots")
+    ops = 4 * 6 * (layer.forward + layer.backward)
+    np.testing.assert_allclose(parts[COMPUTE], [ops + 4 * layer.embedding, ops + 4 * layer.head])
+    assert parts[SYNC].min() == 0
+    assert (parts[TRANSFER] > 0).all() and (parts[DATA] > 0).all()
+    held = 6 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 2)
+    np.testing.assert_allclose(parts[OPTIMIZER], held / 2 * layer.optimizer)
