@@ -105,7 +105,7 @@ def record(out: pathlib.Path, config: Config, machines: Machines, found: StepCom
         found: its prediction and measurement.
         correction: the correction that its plan was made with, as `corrected` told it; None: it had none.
     """
-    rows = [*_former(out / TRIALS), _row(config, machines, found)]
+    rows: list[dict[str, Any]] = [*_former(out / TRIALS), _row(config, machines, found)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [{name: row.get(name, "") for name in columns} for row in rows]
     trials.write(out / TRIALS, table)
