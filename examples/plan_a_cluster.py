@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Plan a cluster, and look at the plan
 #
-# The cluster has sixteen hosts of eight A100s, with measured links. The planner ranks meshes, schedules and compression
+# The cluster has sixteen hosts of eight A100s, with measured links. The planner ranks meshes and schedules
 # by the simulated step time, and places the best plan on the hosts.
 
 # %%

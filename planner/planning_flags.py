@@ -6,7 +6,7 @@ from absl import flags
 
 from paxtrain.errors import UserError, whole
 from paxtrain.schedule.schedules import names
-from planner.planning.options import KINDS, SEQUENCE, ZERO1, PlanOptions
+from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, ZERO1, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
 
@@ -18,7 +18,9 @@ def define_flags() -> None:
     def define_list(name: str, description: str) -> None:
         flags.DEFINE_list(name, [str(value) for value in getattr(d, name)], description)
 
-    define_list("compress", f"Messages that may be compressed: none, or some of {', '.join(KINDS)}.")
+    known = f"none, {AUTO} ({' and '.join(AUTOMATIC)}), or some of {', '.join(KINDS)}"
+    description = f"Messages that may be compressed, which changes training: {known}."
+    flags.DEFINE_list("compress", list(d.compress) or ["none"], description)
     define_list("backward_ranks", "Ranks allowed for gradients between stages.")
     define_list("data_ranks", "Ranks allowed for gradients over data.")
     description = "Share of the step that each kind of compression must gain at least."

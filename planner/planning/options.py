@@ -14,6 +14,7 @@ from planner.search.search import Options
 from planner.search.space import BACKWARD, TRIED, Choices
 
 KINDS = ("epilogue", "all", "data")
+AUTO, AUTOMATIC = "auto", ("epilogue", "data")  # the kinds that "auto" stands for
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
 ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 ORACLE = ("auto", "yes", "no")
@@ -24,8 +25,9 @@ class PlanOptions:
     """Options of `planner.plan`; the flags of the mains have the same names.
 
     Attributes:
-        compress: kinds of messages that may be compressed: some of "epilogue", "all" (gradients between stages) and
-            "data" (gradients over data).
+        compress: kinds of messages that may be compressed, since compression changes training: none, "auto"
+            ("epilogue" and "data"), or some of "epilogue", "all" (gradients between stages) and "data" (gradients over
+            data). What the configuration names a codec for may be compressed in any case.
         backward_ranks: ranks allowed for gradients between stages.
         data_ranks: ranks allowed for gradients over data.
         gain: least share of the step that each kind of compression must gain, since compression changes training.
@@ -54,7 +56,7 @@ class PlanOptions:
         UserError: a value is none of those above.
     """
 
-    compress: tuple[str, ...] = ("epilogue", "data")
+    compress: tuple[str, ...] = ()
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
     gain: float = 0.01
@@ -80,8 +82,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for kind in self.compress:
-            if kind not in KINDS:
-                raise UserError(f"--compress must be none or some of {', '.join(KINDS)}, got {kind!r}")
+            if kind not in KINDS and self.compress != (AUTO,):
+                raise UserError(f"--compress must be none, auto or some of {', '.join(KINDS)}, got {kind!r}")
         files = tuple(name for name in self.schedules if name.endswith(FILE))
         _check_known("schedules", self.schedules, names() + files)
         for name in self.schedules:
@@ -112,6 +114,16 @@ class PlanOptions:
             if getattr(self, name) < least:
                 raise UserError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
+    def kinds(self, coded: Coded = LOW_RANK) -> tuple[str, ...]:
+        """Return the kinds of messages that may be compressed.
+
+        Args:
+            coded: codecs that the configuration names.
+        """
+        named = (("epilogue", coded.backward), ("data", coded.data))
+        asked = AUTOMATIC if self.compress == (AUTO,) else self.compress
+        return asked or tuple(kind for kind, codec in named if codec is not None)
+
     def choices(self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK) -> Choices:
         """Return the choices that the search may make.
 
@@ -120,6 +132,7 @@ class PlanOptions:
             reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
             coded: codecs other than low rank, which have no ranks.
         """
+        kinds = self.kinds(coded)
         return Choices(
             data=self.data,
             tensor=self.tensor,
@@ -131,9 +144,9 @@ class PlanOptions:
             reduce_dtype=reduce_dtype,
             schedules=self.schedules,
             saves=self.saves,
-            backward=tuple(kind for kind in self.compress if kind in BACKWARD),
+            backward=tuple(kind for kind in kinds if kind in BACKWARD),
             backward_ranks=self.backward_ranks,
-            data_ranks=self.data_ranks if "data" in self.compress else (),
+            data_ranks=self.data_ranks if "data" in kinds else (),
             min_ratio=min_ratio,
             coded=coded,
         )

@@ -30,8 +30,9 @@ from planner.cost.terms import terms
 from planner.memory import closed_form
 from planner.placement.gain import gain
 from planner.planning import to_plan
+from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
-from planner.report import contents, page, text
+from planner.report import contents, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
@@ -114,6 +115,15 @@ class Plans:
             "nearby": [
                 {**figures_of(made, near.found, near.global_batch), "gain": near.gain, "without": list(near.left_out)}
                 for near in made.nearby
+            ],
+            "offers": [
+                {
+                    "compress": offer.compress,
+                    **figures_of(made, offer.found, made.global_batch),
+                    "gain": contents.quicker(made, offer),
+                    "loss": losses.words(offer.found.candidate),
+                }
+                for offer in made.offers
             ],
             "bound_seconds": made.outcome.bound,
             "memory_limit_bytes": made.limit,
@@ -205,7 +215,8 @@ def plan_sections(
         outcome = dataclasses.replace(outcome, ranked=ranked)
     near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
     say("comparing")
-    made = dataclasses.replace(planning.report(outcome, chosen, rows, explained), nearby=near)
+    offered = () if options.kinds(codecs) else offers(search, options.data_ranks)
+    made = dataclasses.replace(planning.report(outcome, chosen, rows, explained), nearby=near, offers=offered)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
@@ -444,6 +455,7 @@ def figures(made: contents.Report) -> dict[str, object]:
         "step_seconds_source": f"{made.sources['step times']}; compute: {made.sources['compute']}",
         "lower_bound_seconds": chosen.placement.bound,
         "host_order_seconds": chosen.plain,
+        "loss": losses.words(chosen.candidate) or "nothing is compressed",
         "memory_bytes": chosen.memory,
         "memory_limit_bytes": made.limit,
         "memory_source": made.memory_source,

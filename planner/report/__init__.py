@@ -2,6 +2,7 @@
 
     contents.py                     what the report says
     text.py page.py                 for a terminal; as an HTML page
+    losses.py                       losses that the study saw for kinds of compression
     drawings.py gantt.py svg.py     the page's figures
 
 May import `cluster`, `cost` and `search`.

@@ -47,6 +47,18 @@ class OracleRow(NamedTuple):
     source: str
 
 
+class Offer(NamedTuple):
+    """A plan with a kind of compression that was not asked for.
+
+    Attributes:
+        compress: value of --compress that allows it.
+        found: the quickest plan that compresses so.
+    """
+
+    compress: str
+    found: Found
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
     """The contents of a report.
@@ -66,6 +78,7 @@ class Report:
         noise: noise of the placement's gain; None if the links were measured once.
         oracle: plans that were compiled to check their memory.
         nearby: quicker plans on fewer hosts, and plans for batches near by that train more tokens a second.
+        offers: plans with each kind of compression, if none was asked for.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
     """
@@ -84,6 +97,7 @@ class Report:
     noise: Noise | None = None
     oracle: tuple[OracleRow, ...] = ()
     nearby: tuple[Nearby, ...] = ()
+    offers: tuple[Offer, ...] = ()
     explained: tuple[str, ...] = ()
     command: str = ""
 
@@ -118,6 +132,11 @@ class Report:
 def gap(report: Report, found: Found) -> float:
     """Return how much longer the step is, at most, than that of the best plan of all, as a share."""
     return max(found.seconds / report.outcome.bound - 1, 0.0)
+
+
+def quicker(report: Report, offer: Offer) -> float:
+    """Return by which share of the chosen plan's step an offer's step is shorter."""
+    return 1 - offer.found.seconds / report.chosen.seconds
 
 
 def slower(report: Report, comparison: Comparison) -> float:

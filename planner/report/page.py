@@ -11,7 +11,9 @@ from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
     WORDS,
+    compresses,
     compression_words,
+    lossy_words,
     memory_words,
     mesh,
     nearby_words,
@@ -76,7 +78,8 @@ def page(report: Report) -> str:
     sections = [
         ("What the plan gains", _gains_words(report), drawings.gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
-        ("Near by", " ".join(f"{words[0].upper()}{words[1:]}." for words in nearby_words(report)), ""),
+        ("Near by", _sentences(nearby_words(report)), ""),
+        ("Compression", _sentences(lossy_words(report)), ""),
         ("Links before and after placement", links_words, links_chart),
         ("One training step", schedule_words, schedule_chart),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
@@ -88,7 +91,7 @@ def page(report: Report) -> str:
     body = "\n".join(
         f"<section><h2>{name}</h2>{f'<p>{html.escape(words)}</p>' if words else ''}{inner}</section>"
         for name, words, inner in sections
-        if inner or (words and name == "Near by")
+        if inner or (words and name in ("Near by", "Compression"))
     )
     where = (
         f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
@@ -128,10 +131,15 @@ def _gains_words(report: Report) -> str:
     return f"Longer step time with other ways to plan, simulated on the same links. {noise[0].upper()}{noise[1:]}."
 
 
+def _sentences(words: list[str]) -> str:
+    return " ".join(f"{some[0].upper()}{some[1:]}." for some in words)
+
+
 def _search_words(report: Report) -> str:
+    handicap = "; compressed ones get a handicap, since compression changes training" * compresses(report)
     return (
-        f"{statistics(report)}. Plans are ranked by step time; compressed ones get a handicap, since compression "
-        "changes training. gap: distance to a lower bound over all plans that fit and all their placements."
+        f"{statistics(report)}. Plans are ranked by step time{handicap}. "
+        "gap: distance to a lower bound over all plans that fit and all their placements."
     )
 
 

@@ -5,7 +5,8 @@ import textwrap
 from collections.abc import Sequence
 
 from planner.cost.step_time import Candidate
-from planner.report.contents import Report, gap, slower
+from planner.report import losses
+from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration
 
 WIDTH = 120  # columns of a terminal
@@ -136,6 +137,11 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     return [line.rstrip()[:WIDTH] for line in lines]
 
 
+def compresses(report: Report) -> bool:
+    """Return whether one of the ranked plans compresses something."""
+    return any(compression(found.candidate) != "none" for found in report.outcome.ranked)
+
+
 def headline(report: Report) -> str:
     """Return the chosen plan and its prediction in one sentence."""
     c, found = report.chosen.candidate, report.chosen
@@ -198,6 +204,25 @@ def nearby_words(report: Report) -> list[str]:
     return found
 
 
+_LEAST = 5e-4  # share of the step that an offer must gain to be told
+
+
+def lossy_words(report: Report) -> list[str]:
+    """Return what the chosen plan's compression loses; or, if none was asked for, what each kind would gain and lose.
+
+    They are sentences, without capitals and stops.
+    """
+    if lost := losses.words(report.chosen.candidate):
+        return [f"{compression_words(report.chosen.candidate)}: {lost}"]
+    found = []
+    for offer in sorted(report.offers, key=lambda offer: offer.found.seconds):
+        if (gain := quicker(report, offer)) >= _LEAST:
+            plan, c = duration(offer.found.seconds), offer.found.candidate
+            words = f"with --compress={offer.compress} ({compression(c)}) it would be {plan}, {share(gain)} quicker"
+            found.append(f"{words}; {losses.words(c)}")
+    return found or ["no kind of compression would make the step quicker"] * bool(report.offers)
+
+
 def text(report: Report) -> str:
     """Return the report for a terminal of 120 columns."""
     model, cluster = report.model, report.cluster
@@ -210,9 +235,10 @@ def text(report: Report) -> str:
         "",
         *_labelled("chosen", headline(report)),
         *_labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
+        *(line for words in lossy_words(report) for line in _labelled("lossy", words)),
         *_labelled("noise", noise_words(report)),
         *_labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
-        *_labelled("search", f"{statistics(report)}{_HANDICAP}"),
+        *_labelled("search", statistics(report) + _HANDICAP * compresses(report)),
         *(line for words in nearby_words(report) for line in _labelled("nearby", words)),
     ]
     return "\n".join(lines)

@@ -84,5 +84,6 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
         seconds = float(problem.step(search.fabric, hosts[None]).total[0])
         found.append(Comparison(name, _shape(problem.candidate), seconds))
     dense = search.without_compression(chosen)
-    found.append(Comparison("no compression", _shape(dense.candidate), dense.seconds))
+    if dense is not chosen:
+        found.append(Comparison("no compression", _shape(dense.candidate), dense.seconds))
     return found

@@ -124,6 +124,12 @@ class Search:
         """Return candidate i with a split of the layers."""
         return candidate_of(self.space, i, counts, self.coded)
 
+    def among(self, choices: Choices) -> "Search":
+        """Return a search among other choices that knows the placements that this one has found."""
+        other = Search(self.cluster, self.model, self.global_batch, choices, self.budget, self.options)
+        other.trials.pools = self.trials.pools
+        return other
+
     def require_one(self) -> None:
         """Require that a candidate fits into memory.
 

@@ -12,13 +12,13 @@ from paxtrain.config import plan as plans
 from planner.planning.planning import PLAN, REPORT
 from tests.planner.examples import cluster
 
+SMALL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
 OPTIONS = planner.PlanOptions(memory_margin=False, top=3, placed=1, oracle="no")
 
 
 @pytest.fixture(scope="module")
 def config():
-    small = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
-    return paxtrain.load_config("tiny", {f"model.{name}": value for name, value in small.items()})
+    return paxtrain.load_config("tiny", {f"model.{name}": value for name, value in SMALL.items()})
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,58 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
         found.save(tmp_path / "file")
 
 
+def compressed(ranked):
+    return ranked.candidate.backward != "none" or ranked.candidate.data_rank > 0
+
+
+SLOW = dataclasses.replace(OPTIONS, pipe=(4,), micro_batch=(1,), backward_ranks=(4,), data_ranks=(8,))
+
+
+@pytest.fixture(scope="module")
+def lossless(config):
+    return planner.plan(config, slow_cluster(), SLOW)
+
+
+def slow_cluster():
+    made = cluster(4, 2)
+    return dataclasses.replace(made, samples=made.samples / 1e3)
+
+
+def test_nothing_is_compressed_unless_it_is_asked_for(config, lossless):
+    assert not any(map(compressed, lossless.ranked))
+    assert lossless.plan.compress.backward == lossless.plan.compress.data == "none"
+    assert lossless.plan.predicted["loss"] == "nothing is compressed"
+    asked = planner.plan(config, slow_cluster(), dataclasses.replace(SLOW, compress=("auto",)))
+    assert compressed(asked.ranked[0]) and asked.ranked[0].seconds < lossless.ranked[0].seconds
+    assert "docs/study.md" in asked.plan.predicted["loss"] and asked.plan.predicted["loss"] in " ".join(
+        asked.text().split()
+    )
+    assert "--compress=" not in asked.text()
+
+
+def test_the_report_offers_what_compression_would_gain(config, lossless):
+    offers = {offer["compress"]: offer for offer in lossless.json()["offers"]}
+    assert set(offers) == {"epilogue", "all", "data", "auto"}
+    best, text = lossless.ranked[0].seconds, " ".join(lossless.text().split())
+    for flag, offer in offers.items():
+        assert offer["gain"] == pytest.approx(1 - offer["step_seconds"] / best)
+        assert (f"--compress={flag} " in text) == (offer["gain"] > 5e-4)
+        assert offer["loss"] and "docs/study.md" in offer["loss"]
+    assert max(offer["gain"] for offer in offers.values()) > 0.05
+    # Whoever follows an offer gets at least that: the search then looks at these plans among others.
+    asked = planner.plan(config, slow_cluster(), dataclasses.replace(SLOW, compress=("data",), gain=0.0))
+    assert asked.ranked[0].seconds <= offers["data"]["step_seconds"] * (1 + 1e-9)
+    assert "--compress=data" in lossless.html() and "Compression" in lossless.html()
+
+
+def test_a_codec_that_the_configuration_names_is_asked_for(config):
+    values = {"compress.data.codec": "int8"}
+    named = paxtrain.load_config("tiny", {**{f"model.{k}": v for k, v in SMALL.items()}, **values})
+    found = planner.plan(named, slow_cluster(), dataclasses.replace(SLOW, gain=0.0))
+    assert found.plan.compress.data_codec == "int8" and found.plan.compress.backward == "none"
+    assert "int8" in found.plan.predicted["loss"] and not found.json()["offers"]
+
+
 def test_options_narrow_the_choice(config, found):
     pipe = found.plan.mesh.pipe
     other = next(size for size in (1, 2, 4) if size != pipe)
@@ -60,7 +112,8 @@ def test_options_narrow_the_choice(config, found):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"compress": ("everything",)}, "--compress must be none or some of epilogue"),
+        ({"compress": ("everything",)}, "--compress must be none, auto or some of epilogue"),
+        ({"compress": ("auto", "all")}, "--compress must be none, auto or some of epilogue.*got 'auto'"),
         ({"schedules": ()}, "--schedules must be some of .*, got none"),
         ({"schedules": ("zb_h1",), "saves": ("inputs",)}, "--schedules=zb_h1 needs --saves=dots or residuals"),
         ({"pipe": (0,)}, "--pipe must be positive integers"),
