@@ -16,9 +16,9 @@ from paxtrain import training_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config
 from paxtrain.errors import UserError
+from paxtrain.outer.trainer import trainer_of
 from paxtrain.parallel import stage_choice
 from paxtrain.parallel.mesh import host_major, make_mesh
-from paxtrain.parallel.step import Trainer
 from paxtrain.process import distributed
 from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
 
@@ -33,7 +33,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
         mesh: mesh with the sizes of config.mesh.
         steps: number of steps to trace.
     """
-    trainer = Trainer(config, mesh)
+    trainer = trainer_of(config, mesh)
     trainer.compression.check()
     state = trainer.init(config.run.seed)
     if config.compress.data == "selective":

@@ -13,7 +13,8 @@ SHARED = {f"paxtrain/{name}.py" for name in ("errors", "files", "tables")}  # ev
 # Rooms that each room may import, besides itself and SHARED. A package's own entry is for its mains, which lie
 # directly in it. They read flags and call the rooms, which never import them.
 _STEP = ("compress", "compress/codecs", "paxtrain/config", "paxtrain/model", "paxtrain/schedule", "paxtrain/pipeline")
-_RUN = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla", "paxtrain/parallel", "paxtrain/run")
+_DEVICES = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla")
+_RUN = (*_DEVICES, "paxtrain/parallel", "paxtrain/outer", "paxtrain/run")
 _TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
 _PREDICTION = ("planner/cluster", "planner/cost", "planner/memory", "planner/placement")
 _PLANNING = (*_PREDICTION, "planner/search", "planner/report", "planner/planning")
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "paxtrain/model": ("compress", "paxtrain/config"),
     "paxtrain/pipeline": _STEP[:-1],
     "paxtrain/parallel": (*_STEP, "paxtrain/process"),
+    "paxtrain/outer": (*_STEP, "paxtrain/process", "paxtrain/parallel"),
     "paxtrain/data": ("paxtrain/config",),
     "paxtrain/run": (*_STEP, *_RUN, "paxtrain/profiling"),
     "paxtrain/profiling": ("paxtrain/config", "paxtrain/process", "paxtrain/run", "paxtrain/xla"),

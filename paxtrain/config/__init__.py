@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses that validate themselves, and plans that override parts of them.
 
     config.py                                    all sections together, and the checks that involve several of them
-    model.py parallel.py optimizer.py            the sections: model; mesh, pipeline and batch; optimizer
+    model.py parallel.py optimizer.py            the sections: model; mesh, pipeline and batch; optimizers
     data.py compress.py run.py                   data; compression; run and checkpoints
     options.py                                   options of codecs, and their dotted flags
     load.py shipped.py                           configurations from mappings and files; shipped files by name
@@ -16,7 +16,7 @@ from paxtrain.config.config import Config
 from paxtrain.config.data import DataConfig
 from paxtrain.config.load import from_dict, read_section, to_dict
 from paxtrain.config.model import ModelConfig
-from paxtrain.config.optimizer import OptimizerConfig
+from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.parallel import (
     REDUCE_DTYPES,
     SAVE_MODES,
@@ -40,6 +40,7 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OuterConfig",
     "PipelineConfig",
     "RunConfig",
     "from_dict",

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from paxtrain.config.checks import bounded, choice, numbers, positive, require
-from paxtrain.config.options import NO_OPTIONS, PLACES, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
 LOW_RANK = "lowrank"
@@ -44,6 +44,9 @@ class CompressConfig:
         weights_codec: codec of the layers' kernels as they are gathered over data before a step, with mesh.zero1; as
             backward_codec, but never lowrank. Empty: they are gathered as they are.
         weights_options: its options.
+        outer_codec: codec of the differences that groups exchange (outer.every), as data_codec, but never lowrank.
+            Empty: they travel as they are.
+        outer_options: its options.
         data_rank: rank of their factors; the highest rank if ranks adapt.
         data_start: fraction of the run's steps before data-parallel compression starts.
         data_adapt_every: steps between adaptations of each stage's rank to its residual; 0: ranks stay. The residual is
@@ -79,6 +82,8 @@ class CompressConfig:
     data_options: CodecOptions = NO_OPTIONS
     weights_codec: str = ""
     weights_options: CodecOptions = NO_OPTIONS
+    outer_codec: str = ""
+    outer_options: CodecOptions = NO_OPTIONS
     data_rank: int = 128
     data_start: float = 0.1
     data_adapt_every: int = 0
@@ -127,15 +132,8 @@ class CompressConfig:
             )
         for place in PLACES:
             self._check_codec(place)
-        require(
-            self.weights_codec != LOW_RANK,
-            f"compress.weights.codec={LOW_RANK} is not offered: weights are not close to any low rank; choose int8",
-        )
-        require(
-            not self.weights_options or self.weights_codec != "",
-            f"compress.weights.options.{next(iter(self.weights_options), '')} is an option of a codec; name one with "
-            "--config.compress.weights.codec",
-        )
+        for place in OTHERS:
+            self._check_other(place)
         given = [bool(getattr(self, name)) for name in SECONDS]
         require(
             all(given) or not any(given),
@@ -143,6 +141,17 @@ class CompressConfig:
         )
         for name in SECONDS:
             numbers(f"compress.{name}", getattr(self, name), float)
+
+    def _check_other(self, place: str) -> None:
+        """Require that a place of OTHERS has a codec besides low rank if it has options."""
+        codec, options = getattr(self, f"{place}_codec"), getattr(self, f"{place}_options")
+        why = {"weights": "weights are not close to any low rank", "outer": "its ranks are those of gradients"}[place]
+        require(codec != LOW_RANK, f"compress.{place}.codec={LOW_RANK} is not offered: {why}; choose int8")
+        require(
+            not options or codec != "",
+            f"compress.{place}.options.{next(iter(options), '')} is an option of a codec; name one with "
+            f"--config.compress.{place}.codec",
+        )
 
     def _check_codec(self, place: str) -> None:
         """Require that a place's codec and its options fit each other, as far as that is known without the codec."""

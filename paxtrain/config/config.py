@@ -10,7 +10,7 @@ from paxtrain.config.checks import divisors_near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
-from paxtrain.config.optimizer import OptimizerConfig
+from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.config.run import CheckpointConfig, RunConfig
 
@@ -26,6 +26,7 @@ class Config:
         batch: sequences per step and micro-batch.
         compress: compression of messages and gradients.
         optimizer: optimizer and learning-rate schedule.
+        outer: groups of data ranks that train apart, and the outer optimizer that joins them.
         data: token files.
         checkpoint: interval of checkpoints, and which are kept.
         run: length, folder and reports of the run.
@@ -39,6 +40,7 @@ class Config:
     batch: BatchConfig = BatchConfig()
     compress: CompressConfig = CompressConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    outer: OuterConfig = OuterConfig()
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
@@ -74,6 +76,7 @@ class Config:
         )
         steps("profile", self.profile, self.run.steps)
         self._check_compression()
+        self._check_outer()
 
     def _check_compression(self) -> None:
         """Require that the compression fits the mesh and the model."""
@@ -118,6 +121,50 @@ class Config:
                 not values or len(values) == pipe,
                 f"compress.{name} names {len(values)} stages, but mesh.pipe={pipe}",
             )
+
+    def _check_outer(self) -> None:
+        """Require that groups and their exchanges fit the mesh and the length of the run."""
+        outer, c, data = self.outer, self.compress, self.mesh.data
+        if not outer.every:
+            require(
+                not c.outer_codec,
+                f"compress.outer.codec={c.outer_codec} needs groups that train apart; choose --config.outer.every",
+            )
+            return
+        require(
+            data % self.groups == 0,
+            f"outer.groups={outer.groups} does not divide mesh.data={data}; {divisors_near(data, self.groups)} would "
+            "fit",
+        )
+        require(
+            self.run.steps % outer.every == 0,
+            f"outer.every={outer.every} does not divide run.steps={self.run.steps}, so the last steps would not be "
+            f"exchanged; {divisors_near(self.run.steps, outer.every)} would fit",
+        )
+        for name, value, known in (
+            ("data", c.data, "a list of stages"),
+            ("data_adapt_every", "" if not c.data_adapt_every else "selective", "0"),
+        ):
+            require(
+                value != "selective",
+                f"compress.{name}={getattr(c, name)} is decided by all data ranks together, but with outer.every="
+                f"{outer.every} groups train apart; choose {known}",
+            )
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of data ranks that train apart; 1 without an outer optimizer."""
+        return (self.outer.groups or self.mesh.data) if self.outer.every else 1
+
+    def of_group(self) -> "Config":
+        """Return the configuration of one group: its data ranks and its part of the batch."""
+        groups = self.groups
+        return dataclasses.replace(
+            self,
+            mesh=dataclasses.replace(self.mesh, data=self.mesh.data // groups),
+            batch=dataclasses.replace(self.batch, global_batch=self.batch.global_batch // groups),
+            outer=dataclasses.replace(self.outer, groups=1) if self.outer.every else self.outer,
+        )
 
     @property
     def links(self) -> int:

@@ -1,4 +1,4 @@
-"""The optimizer section of the configuration."""
+"""The sections about updates: the optimizer, and the outer optimizer of groups that train apart."""
 
 import dataclasses
 
@@ -10,7 +10,8 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule; steps are optimizer steps.
 
     Attributes:
-        name: "adamw", or "muon": Muon on the layers' matrices (paxtrain/parallel/muon.py) and AdamW on all else.
+        name: "adamw", "muon" (Muon on the layers' matrices, paxtrain/parallel/muon.py, and AdamW on all else), or "sgd"
+            (the gradient times the learning rate, with weight decay).
         learning_rate: largest learning rate, reached after the warm-up.
         schedule: "cosine" (to learning_rate * final_fraction at the last step), "wsd" (warm-up, stable, linear decay
             over the last decay_steps) or "constant".
@@ -45,7 +46,7 @@ class OptimizerConfig:
     muon_rms: float = 0.2
 
     def __post_init__(self) -> None:
-        choice("optimizer.name", self.name, ("adamw", "muon"))
+        choice("optimizer.name", self.name, ("adamw", "muon", "sgd"))
         choice("optimizer.schedule", self.schedule, ("cosine", "wsd", "constant"))
         positive("optimizer", self, "learning_rate", "epsilon", "muon_steps")
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm", "muon_rms"):
@@ -59,4 +60,36 @@ class OptimizerConfig:
         require(
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.schedule=wsd needs optimizer.decay_steps above 0, or choose constant",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterConfig:
+    """Groups of data ranks that train apart, and the outer optimizer that joins them (DiLoCo, Douillard et al. 2023).
+
+    Every H steps the groups exchange the differences that they have made to the weights which they share. The mean of
+    the differences is the gradient of an outer Nesterov step on the shared weights, from which all groups go on.
+
+    Attributes:
+        every: steps H between exchanges; 0: no groups, all data ranks train together.
+        groups: number of groups of data ranks, each of neighbors in the mesh; 0: each data rank is a group.
+        lr: learning rate of the outer step.
+        momentum: decay of the outer step's momentum (Nesterov's); 0: none.
+    """
+
+    every: int = 0
+    groups: int = 0
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        bounded("outer", self)
+        positive("outer", self, "lr")
+        for name in ("every", "groups"):
+            value = getattr(self, name)
+            require(value >= 0, f"outer.{name} must not be negative, got {value}")
+        require(0 <= self.momentum < 1, f"outer.momentum must be in [0, 1), got {self.momentum}")
+        require(
+            self.every > 0 or not self.groups,
+            f"outer.groups={self.groups} needs outer.every, the steps between exchanges; outer.every=50 would work",
         )

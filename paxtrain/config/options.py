@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 PLACES = ("backward", "forward", "data")  # what can go through a codec, low rank's or another
-WEIGHTS = "weights"  # which can go through another only
-_DOTTED = re.compile(rf"compress\.({'|'.join((*PLACES, WEIGHTS))})\.(messages|stages|codec|options)\b")
+OTHERS = ("weights", "outer")  # what can go through another only
+_DOTTED = re.compile(rf"compress\.({'|'.join((*PLACES, *OTHERS))})\.(messages|stages|codec|options)\b")
 
 
 class CodecOptions(dict):
@@ -42,7 +42,7 @@ def flat_section(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the compress section with its subsections flat: {"backward": {"codec": "int8"}} as backward_codec."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        if key in (*PLACES, WEIGHTS) and hasattr(value, "items"):
+        if key in (*PLACES, *OTHERS) and hasattr(value, "items"):
             for part, inner in value.items():
                 found[flat(f"compress.{key}.{part}").removeprefix("compress.")] = inner
         else:

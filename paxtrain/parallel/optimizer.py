@@ -1,4 +1,4 @@
-"""The optimizer of a configuration: optax's AdamW with a decay mask, Muon, and the learning-rate schedules."""
+"""The optimizer of a configuration: optax's AdamW with a decay mask, Muon, SGD, and the learning-rate schedules."""
 
 import jax
 import optax
@@ -34,7 +34,7 @@ def decay_mask(params: Params) -> Params:
 
 
 def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransformation:
-    """Return AdamW, or Muon for the layers' matrices with AdamW for all other parameters.
+    """Return AdamW, SGD, or Muon for the layers' matrices with AdamW for all other parameters.
 
     Clipping is not included, because the global norm must count the tied embedding once (see step.py).
 
@@ -46,6 +46,9 @@ def make_optimizer(config: Config, route: Route = ()) -> optax.GradientTransform
     adamw = optax.adamw(rate, opt.beta1, opt.beta2, opt.epsilon, weight_decay=opt.weight_decay, mask=decay_mask)
     if opt.name == "adamw":
         return adamw
+    if opt.name == "sgd":
+        decay = optax.add_decayed_weights(opt.weight_decay, decay_mask)
+        return optax.chain(decay, optax.scale_by_learning_rate(rate))
 
     def labels(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if is_matrix(path) else "adamw", params)

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from compress import Codec
 from paxtrain.config import Config
+from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression import Compression, State, settle_implementation
@@ -95,9 +96,13 @@ class Trainer:
     virtual: bool = False
     codec: Codec | None = None
     overlap: bool | None = None
+    _metrics_spec = PartitionSpec()
 
     def __post_init__(self) -> None:
-        """Settle what the mesh's platform asks of the process."""
+        """Settle what the mesh's platform asks of the process, and refuse groups (see paxtrain/outer/)."""
+        if self.config.groups > 1:
+            every = self.config.outer.every
+            raise UserError(f"outer.every={every} trains in groups, which this program does not; leave outer.every out")
         if self.platform == "cpu" and self.mesh.size > 1:
             compilation_cache.leave_unused()
 
@@ -317,11 +322,15 @@ class Trainer:
         """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
-        first_sample = lax.axis_index("data") * tokens.shape[0]
+        first_sample = self._data_rank() * tokens.shape[0]
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
         weights = gather_weights(self.layout, params, None if exact else self.compression.weights_codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
         return Stage(program, weights, tokens, key, first_sample)
+
+    def _data_rank(self) -> jax.Array:
+        """Return the data rank of a device in the whole batch."""
+        return lax.axis_index("data")
 
     @jax.named_scope("sync")
     def _sum_loss(self, loss: jax.Array) -> jax.Array:
@@ -389,12 +398,17 @@ class Trainer:
         Returns:
             The state after the step, and the metrics loss, grad_norm (before clipping), learning_rate and finite.
         """
-        c = self.config
         if self.mesh.size > 1:
             # The barrier materializes the gradients, so that each parameter's update is one fusion in place. Without it
             # XLA copies the optimizer state first. On one device the layers' gradients are read where they are.
             grads = lax.optimization_barrier(grads)
-        norm = self.norm(grads)
+        return self._apply(state, loss, grads, self.norm(grads), codec)
+
+    def _apply(
+        self, state: TrainState, loss: jax.Array, grads: Params, norm: jax.Array, codec: State
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Return what `update` returns, given the norm of the gradients. No collective is in here."""
+        c = self.config
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         if c.optimizer.clip_norm:
             scale = jnp.minimum(1.0, c.optimizer.clip_norm / jnp.maximum(norm, 1e-12))
@@ -417,12 +431,15 @@ class Trainer:
         )
         return state, metrics
 
-    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _key(self, step: jax.Array) -> jax.Array | None:
+        """Return the key of a step's dropout; None without dropout."""
         c = self.config
-        key = None
-        if c.model.embedding_dropout or c.model.residual_dropout:
-            key = jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), state.step))
-        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, key, state.codec)
+        if not (c.model.embedding_dropout or c.model.residual_dropout):
+            return None
+        return jax.random.key_data(jax.random.fold_in(jax.random.key(c.run.seed), step))
+
+    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss, grads, codec, left_out = self.loss_and_gradients(state.params, tokens, self._key(state.step), state.codec)
         state, metrics = self.update(state, loss, grads, codec)
         return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
 
@@ -443,7 +460,7 @@ class Trainer:
             self._step,
             donate_argnums=0,
             in_shardings=(self.state_shardings, self.batch_sharding),
-            out_shardings=(self.state_shardings, NamedSharding(self.mesh, PartitionSpec())),
+            out_shardings=(self.state_shardings, NamedSharding(self.mesh, self._metrics_spec)),
         )
 
     def compile_step(self) -> jax.stages.Compiled:

@@ -4,6 +4,7 @@ import time
 
 import jax
 
+from paxtrain.outer.trainer import on_host
 from paxtrain.parallel.step import TrainState
 from paxtrain.profiling.profiler import Profiler
 from paxtrain.run import checkpoint, metrics
@@ -74,7 +75,7 @@ class Loop:
                 with profiler.reading():
                     batch = next(batches)
                 with profiler.step(number):
-                    state, figures = run.step_of(number)(state, batch)
+                    state, figures = run.step(number, state, batch)
                 run.samples += run.config.batch.global_batch
                 self._report_pending()
                 self._pending = (number, figures)
@@ -121,7 +122,7 @@ class Loop:
     def _report(self, number: int, figures: Figures) -> None:
         """Write a finished step's metrics to the files, the supervisor and the progress line."""
         run, c = self._run, self._run.config
-        values = jax.device_get(figures)
+        values = on_host(figures)
         run.progress.finished(number)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now

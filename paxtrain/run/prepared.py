@@ -16,10 +16,11 @@ from paxtrain.data import tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
+from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import stage_choice
 from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
 from paxtrain.parallel.ranks import Ranks, StageRanks
-from paxtrain.parallel.step import Trainer, TrainState
+from paxtrain.parallel.step import TrainState
 from paxtrain.process import distributed, supervised
 from paxtrain.process.stopping import Stop
 from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
@@ -39,6 +40,7 @@ class PreparedRun:
         out: Folder of the run.
         primary: Whether this process writes files; it is process 0.
         talks: Whether this process prints.
+        mesh: Device mesh with the axes (data, pipe, tensor).
         trainer: Trainer of the run.
         data: Training and validation data.
         progress: Progress file of the process, for a supervisor.
@@ -74,10 +76,12 @@ class PreparedRun:
         self.out = pathlib.Path(config.run.out)
         self.primary = jax.process_index() == 0
         self.talks = self.primary and not quiet
-        self.trainer = Trainer(config, mesh, codec=codec)
+        self.mesh, self.trainer = mesh, trainer_of(config, mesh, codec)
         self.progress.placed(mesh_position(mesh))
         self.data = DataSets(config)
         self.trainer.compression.check()  # also decides which attention and which kernels run
+        if isinstance(self.trainer, GroupedTrainer):
+            self.trainer.exchange.check()
         self._check_tokenizer()
         checkpoint.ensure_writable(self.out)
         self._ranks: StageRanks | None = None
@@ -215,11 +219,27 @@ class PreparedRun:
         def wanted(meta: Meta, arrays: dict[str, str], where: str) -> set[str]:
             if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
                 return {"params"}
+            self._check_groups({path.split("/")[0] for path in arrays}, where)
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
             self._reset = self.trainer.compression.why_reset(meta.get("compression", {}), saved, mine, where)
             return set(abstract) - {"codec"} if self._reset else set(abstract)
 
         return wanted
+
+    def _check_groups(self, keys: set[str], where: str) -> None:
+        """Require that a checkpoint has the state of groups if this run has groups, and none if it has none.
+
+        Args:
+            keys: Parts of the checkpoint's state.
+            where: Name of the checkpoint, for messages.
+        """
+        here, every = isinstance(self.trainer, GroupedTrainer), self.config.outer.every
+        if here == ("outer" in keys):
+            return
+        how = "without groups, and this run has groups" if here else "in groups, and this run has none"
+        raise UserError(
+            f"{where} was trained {how} (outer.every={every}); continue it as it was trained, or name another run.out"
+        )
 
     def choose_ranks(self, state: TrainState) -> None:
         """Choose the stages that compress over data, unless the checkpoint has chosen them."""
@@ -253,6 +273,20 @@ class PreparedRun:
                 self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
                 distributed.wait_for_all(f"step {number} is compiled")
         return self._steps[ranks]
+
+    def step(self, number: int, state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Run the step of a number, and the exchange that follows it if there are groups.
+
+        Args:
+            number: Number of the step, counted from 1.
+            state: State before the step. It is donated.
+            batch: Its global batch.
+        """
+        state, figures = self.step_of(number)(state, batch)
+        if isinstance(self.trainer, GroupedTrainer) and self.trainer.exchanges(number):
+            with self.progress.doing("exchanging"):
+                state = self.trainer.exchanged(state)
+        return state, figures
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
         """Start writing a checkpoint.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.stage_choice import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
@@ -57,6 +58,7 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
         ("schedule", f"{config.pipeline.schedule}, {rows}, save={config.pipeline.save}"),
         ("layers per stage", stages + padding),
         *trainer.compression.describe(),
+        *(trainer.describe() if isinstance(trainer, GroupedTrainer) else ()),
         ("per device", f"{size(parameters_per_device(trainer))} parameters"),
         ("memory per device", f"{size(held, 'B')} state and batch, {temporary}"),
         ("compiled in", f"{compile_seconds:.1f} s"),

@@ -77,7 +77,7 @@ class Run(PreparedRun):
             state = self.start(checkpoints)
             self._keep_tokenizer()
             first = int(state.step)
-            profiler = Profiler(self.config, self.trainer.mesh, first)
+            profiler = Profiler(self.config, self.mesh, first)
             self.choose_ranks(state)
             self._check_profile(profiler.steps)
             began = time.perf_counter()

@@ -5,6 +5,7 @@
     step_time.py            bytes to seconds: the whole step
     terms.py                a step's terms by stage, to be compared with a run's breakdown
     coded.py                what codecs other than low rank declare
+    outer.py                the exchange of groups that train apart
     rows.py simulator.py    the pipeline: a schedule's table, and its replay
     repetition.py           rows that repeat many times, of which few are replayed
     simulate.py             one configuration on one cluster

@@ -9,6 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 from paxtrain.config import CompressConfig
+from paxtrain.config.options import OTHERS
 from paxtrain.errors import UserError
 
 
@@ -34,12 +35,14 @@ class Coded:
         backward: compress.Codec of the gradients between stages.
         data: compress.Reducer of the gradients over data.
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
+        outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
         names: what the configuration calls them, by place, for reports.
     """
 
     backward: Any = None
     data: Any = None
     weights: Any = None
+    outer: Any = None
     names: tuple[tuple[str, str], ...] = ()
 
     def name(self, place: str) -> str:
@@ -55,7 +58,11 @@ class Coded:
     @property
     def reduction_passes(self) -> tuple[float, int]:
         """Passes over the gradients of a reduction over data, and kernels for each array."""
-        encode, decode, launches = self.data.passes()
+        return self.passes_of(self.data)
+
+    def passes_of(self, reducer: Any) -> tuple[float, int]:
+        """Return the passes over the gradients of a reducer, and its kernels for each array."""
+        encode, decode, launches = reducer.passes()
         return encode + decode, 2 * launches
 
     def message_bytes(self, shape: tuple[int, ...], dtype: str) -> int:
@@ -93,6 +100,24 @@ class Coded:
         """Return the collectives that reduce a matrix over data; the arguments are those of `takes`."""
         return _exchanges(self.data, shape, ranks, zero1)
 
+    def outer_exchanges(self, shape: tuple[int, int], groups: int) -> tuple[CodecExchange, ...]:
+        """Return the collectives that average a device's part of a matrix over groups."""
+        return _exchanges(self.outer, shape, groups, False)
+
+    def outer_takes(self, shape: tuple[int, int], groups: int, min_ratio: float) -> bool:
+        """Return whether a device's part of a matrix is compressed between groups.
+
+        Args:
+            shape: rows and columns of the part.
+            groups: number of groups.
+            min_ratio: factor by which the part must become smaller.
+        """
+        return bool(self.outer.takes(shape, _shard(shape, groups, False), min_ratio))
+
+    def outer_bytes(self, shape: tuple[int, int], groups: int) -> int:
+        """Return the bytes of the state of a device's part of a matrix that is compressed between groups."""
+        return _reducer_state(self.outer, shape, groups, False)
+
     def reducer_bytes(self, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
         """Return the bytes of the reducer's state of a matrix; the arguments are those of `takes`."""
         return _reducer_state(self.data, shape, ranks, zero1)
@@ -108,7 +133,7 @@ def coded(compress: CompressConfig) -> Coded:
         UserError: there is no such codec, or its options do not fit.
     """
     others = [place for place in ("backward", "data") if not compress.low_rank(place)]
-    others += ["weights"] if compress.weights_codec else []
+    others += [place for place in OTHERS if getattr(compress, f"{place}_codec")]
     if not others:
         return LOW_RANK
     from compress.codec import Codec  # here, since it imports jax, which takes long
@@ -119,10 +144,11 @@ def coded(compress: CompressConfig) -> Coded:
     for place in others:
         name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
         try:
-            found = named.build(name, options, (Codec, Reducer) if place == "data" else (Codec,))
+            reduces = place in ("data", "outer")
+            found = named.build(name, options, (Codec, Reducer) if reduces else (Codec,))
         except ValueError as error:
             raise UserError(f"compress.{place}.codec={error}") from error
-        made[place] = Scattered(found) if place == "data" and not isinstance(found, Reducer) else found
+        made[place] = Scattered(found) if reduces and not isinstance(found, Reducer) else found
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
     return Coded(**made, names=names)
 

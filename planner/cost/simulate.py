@@ -8,6 +8,7 @@ from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
 from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
+from planner.cost.outer import exchange_seconds
 from planner.cost.step_time import Candidate, Problem, host_order
 
 
@@ -23,6 +24,7 @@ class SimulatedStep:
         compressed: bool [stages], whether the stage's gradients over data are compressed.
         optimizer: update of the weights.
         hosts: int [data, stages], host of each tensor group.
+        exchange: exchange of the groups (outer.every), of which a step has a share; 0 without groups.
     """
 
     seconds: float
@@ -32,10 +34,12 @@ class SimulatedStep:
     compressed: np.ndarray
     optimizer: float
     hosts: np.ndarray
+    exchange: float = 0.0
 
 
 def candidate_of_config(config: Config) -> Candidate:
-    """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them."""
+    """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them; of one group."""
+    config = config.of_group()
     mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
     over_data = compress.chosen("data") != "none" and mesh.data > 1
     return Candidate(
@@ -75,17 +79,26 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
         raise ValueError(f"mesh.tensor={candidate.tensor} does not divide the {per_host} devices of a host")
     if config.mesh.devices > cluster.devices:
         raise ValueError(f"the mesh has {config.mesh.devices} devices, but the cluster {cluster.devices}")
-    shape = (candidate.data, candidate.pipe)
-    placed = host_order(candidate, cluster.devices_per_host)[0] if hosts is None else np.asarray(hosts, int)
+    groups, shape = config.groups, (config.groups * candidate.data, candidate.pipe)
+    if hosts is None:
+        whole = dataclasses.replace(candidate, data=shape[0])
+        placed = host_order(whole, cluster.devices_per_host)[0]
+    else:
+        placed = np.asarray(hosts, int)
     if placed.shape != shape or placed.min() < 0 or placed.max() >= len(cluster.hosts):
         raise ValueError(f"hosts must be an array {shape} of numbers below {len(cluster.hosts)}, got {placed.shape}")
-    step = Problem(cluster, config.model, candidate).step(fabric(cluster), placed[None])
+    problem, links = Problem(cluster, config.model, candidate), fabric(cluster)
+    each = placed.reshape(groups, candidate.data, candidate.pipe)
+    step = problem.step(links, each)
+    slowest = int(np.argmax(step.total))  # the group for which the others wait at the exchange
+    exchange = exchange_seconds(config, problem, links, each) if config.outer.every else 0.0
     return SimulatedStep(
-        seconds=float(step.total[0]),
-        gather=step.gather[0],
-        finish=step.finish[0],
-        reduce=step.reduce[0],
-        compressed=step.compressed[0],
-        optimizer=float(step.optimizer[0]),
+        seconds=float(step.total[slowest]) + exchange / max(config.outer.every, 1),
+        gather=step.gather[slowest],
+        finish=step.finish[slowest],
+        reduce=step.reduce[slowest],
+        compressed=step.compressed[slowest],
+        optimizer=float(step.optimizer[slowest]),
         hosts=placed,
+        exchange=exchange,
     )

@@ -5,7 +5,7 @@ slots for the largest virtual stage, and the tied embedding everywhere (zeros be
 allocated; `per_stage` says which part of it a stage has in use, for drawings.
 
     weights       float32 master shards, and their copy in the compute dtype that a step gathers
-    optimizer     Adam's two moments, sharded like the weights
+    optimizer     Adam's two moments, sharded like the weights; in groups also the shared weights and their momentum
     gradients     float32 accumulators, whole
     activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
     buffers       messages and their rings, and the largest workspace: of the head or of a backward
@@ -20,6 +20,7 @@ import numpy as np
 from paxtrain.config import SAVE_MODES, Config, ModelConfig
 from paxtrain.schedule.schedules import code, each
 from planner.cost.coded import LOW_RANK, Coded, coded
+from planner.cost.outer import part
 
 # The share of a device's memory that a plan may use. The driver and CUDA take 0.5 to 1 GB before XLA starts. cuBLAS,
 # cuDNN and NCCL take workspaces besides what XLA counts, and the pool loses some to fragmentation. XLA's default
@@ -56,6 +57,9 @@ class Shape:
         sequence_parallel: activations between the split matrices are sharded over tensor.
         overlap: transfers run beside compute, as on GPUs.
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
+        copies: float32 copies of a device's weights that training in groups keeps: the shared ones, and the momentum.
+        groups: number of groups that train apart; data is that of one.
+        min_ratio: factor by which a matrix must shrink to be compressed between groups.
     """
 
     model: ModelConfig
@@ -78,6 +82,9 @@ class Shape:
     sequence_parallel: Column = 0
     overlap: Column = 1
     coded: Coded = LOW_RANK
+    copies: Column = 0
+    groups: int = 1
+    min_ratio: float = 2.0
 
     @property
     def parts(self) -> Column:
@@ -113,6 +120,7 @@ class Memory:
 
 def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     """Return one configuration as a Shape of scalars, on GPUs of a compute capability; (0, 0) stands for CPUs."""
+    groups, outer, config = config.groups, config.outer, config.of_group()
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.chosen("backward") != "none" else ()
     return Shape(
@@ -136,6 +144,9 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
         coded=coded(compress),
+        copies=1 + (outer.momentum > 0) if outer.every else 0,
+        groups=groups,
+        min_ratio=compress.min_ratio,
     )
 
 
@@ -250,7 +261,7 @@ def _codec_state(shape: Shape) -> Column:
     """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
-    total: Column = 0
+    total: Column = _outer_states(shape) if shape.coded.outer is not None else 0
     ranks = [np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)]
     if shape.coded.backward is not None:
         total = total + (ranks.pop(0) > 0) * chunks * _link_states(shape)
@@ -266,6 +277,17 @@ def _codec_state(shape: Shape) -> Column:
         useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total
+
+
+def _outer_states(shape: Shape) -> float:
+    """Return the bytes of a device's states of the reducer between groups, of a single candidate."""
+    total = 0.0
+    for dims in _matrices(shape):
+        n, k = int(np.asarray(dims[0])), int(functools.reduce(np.multiply, dims[1:]))
+        own = part((n, k), int(np.asarray(shape.data)), bool(np.asarray(shape.zero1)))
+        if shape.coded.outer_takes(own, shape.groups, shape.min_ratio):
+            total += shape.coded.outer_bytes(own, shape.groups)
+    return total * float(np.asarray(shape.slots * shape.virtual_stages))
 
 
 def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
@@ -370,7 +392,7 @@ def analytic(shape: Shape) -> Memory:
     of_stage = np.select(modes, [shape.slots * x for x in layer.values()], _message(shape))
     return Memory(
         weights=_ACCUMULATOR * (sharded + whole - cast) + shape.compute * cast,
-        optimizer=2 * _ACCUMULATOR * sharded,
+        optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
         gradients=_ACCUMULATOR * whole * adds,
         activations=ring_slots(shape) * of_stage,
         buffers=_messages(shape) + np.maximum(_head(shape), _backward(shape)),

@@ -170,13 +170,13 @@ def _devices(request: CompileRequest) -> tuple[list["jax.Device"], str]:
 def _compile(request: CompileRequest) -> OracleMemory:
     import jax
 
+    from paxtrain.outer.trainer import trainer_of
     from paxtrain.parallel.mesh import make_mesh
-    from paxtrain.parallel.step import Trainer
     from paxtrain.xla import aot
 
     devices, by = _devices(request)
     start = time.perf_counter()
-    trainer = Trainer(request.config, make_mesh(request.config.mesh, devices=devices))
+    trainer = trainer_of(request.config, make_mesh(request.config.mesh, devices=devices))
     lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
     gpu = trainer.platform == "gpu"
     compiled = aot.compile(lowered, trainer.compiler_options) if gpu else lowered.compile(trainer.compiler_options)

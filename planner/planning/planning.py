@@ -15,6 +15,7 @@ from paxtrain.config import (
     Config,
     MeshConfig,
     ModelConfig,
+    OuterConfig,
     PipelineConfig,
     read_section,
     to_dict,
@@ -283,6 +284,11 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
+    if (outer := read_section(OuterConfig, values.get("outer", {}), "outer")).every:
+        raise UserError(
+            f"outer.every={outer.every} is not planned for: plan one group on its hosts (--without, --global_batch), "
+            "and train with that plan's mesh times the groups; planner.simulate predicts the whole"
+        )
     if compress.embedding == "fused" and not model.tied_head:
         raise UserError(
             "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"

@@ -82,7 +82,7 @@ class Decision:
 def measurable(values: dict[str, Any]) -> Config:
     """Return the configuration without what a plan decides, as it is measured whatever its mesh is."""
     save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
-    return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}})
+    return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}, "outer": {}})
 
 
 def decide(

@@ -87,6 +87,33 @@ def test_an_identity_codec_over_data_takes_no_less_than_the_reduction():
     assert (work > 0).all()
 
 
+GROUPS = {"mesh.data": 4, "mesh.pipe": 2, "outer.groups": 2, "outer.every": 10}
+
+
+def test_an_exchange_of_groups_counts_with_its_share_of_a_step():
+    """Two sites of two hosts: inside of a site links are quick, between sites a thousandth of that."""
+    some = cluster(4, 2, seed=None)
+    apart = np.abs(np.subtract.outer(np.arange(4) // 2, np.arange(4) // 2)) == 1
+    slow = dataclasses.replace(some, samples=np.where(apart, some.samples / 1e3, some.samples))
+    config = paxtrain.load_config("tiny", SMALL | GROUPS)
+    steps = {
+        every: planner.simulate(paxtrain.load_config("tiny", SMALL | GROUPS | {"outer.every": every}), slow)
+        for every in (1, 10, 500)
+    }
+    group = planner.simulate(config.of_group(), slow)
+    assert steps[10].exchange == steps[1].exchange > 5 * group.seconds
+    for every, step in steps.items():
+        assert step.seconds == pytest.approx(group.seconds + step.exchange / every)
+    # All devices send their part of the weights over the one slow link of their ring, half of it and back.
+    held = 12.0 * 64 * 64 * 4  # kernels of the four layers of a stage, of which ZeRO-1 leaves a half
+    least = 2 * 0.5 * (held / 2) * 4 / slow.samples[0].min()
+    assert least < steps[1].exchange < 2.5 * least
+    dense = planner.simulate(paxtrain.load_config("tiny", SMALL | {"mesh.data": 4, "mesh.pipe": 2}), slow)
+    assert steps[500].seconds < 0.2 * dense.seconds
+    coded = paxtrain.load_config("tiny", SMALL | GROUPS | {"compress.outer.codec": "int8"})
+    assert 0.2 < planner.simulate(coded, slow).exchange / steps[10].exchange < 0.6  # the embedding goes as it is
+
+
 def test_slow_links_between_the_stages_show():
     config, some = paxtrain.load_config("tiny", SMALL), cluster(2, 4, seed=None)
     apart = np.array([[0, 1, 0, 1], [0, 1, 0, 1]])

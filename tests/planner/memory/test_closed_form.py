@@ -13,6 +13,7 @@ from paxtrain.config import SAVE_MODES, SPLIT_SAVES, Config, from_dict
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
 from paxtrain.model.transformer import Dropout
+from paxtrain.outer.trainer import trainer_of
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import BATCH_SPEC, Trainer
 from paxtrain.pipeline.residuals import SplitVjp, save_policy
@@ -151,19 +152,27 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         {"model": {**LLAMA, "tied_head": False}},
         {"model": {**LLAMA, "tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
         {"model": LLAMA, "compress": {"data": "all", "data_rank": 16}},
+        {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "outer": {"every": 10, "groups": 2}},
+        {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "outer": {"every": 10, "momentum": 0.0}},
+        {
+            "mesh": {"data": 4, "pipe": 1, "tensor": 2},
+            "outer": {"every": 10, "groups": 2},
+            "compress": {"outer_codec": "int8"},
+        },
     ],
 )
 def test_state_is_the_trainers_to_the_byte(sections):
     c = config(**sections)
-    trainer = Trainer(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
+    trainer = trainer_of(c, make_mesh(c.mesh, devices=jax.devices()[: c.mesh.devices]))
     exact = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(trainer.abstract_state())
     )
     shape = closed_form.of(c, CPU)
-    scalars = 4 * 3  # step, skipped and Adam's count
+    scalars = 4 * (3 + bool(c.outer.every))  # step, skipped and Adam's count; what a group has skipped
     schedule_count = 4  # of the learning rate
-    found = 12 * float(closed_form.parameters(shape)[1]) + float(closed_form.analytic(shape).compression)
+    found = (12 + 4 * shape.copies) * float(closed_form.parameters(shape)[1])
+    found += float(closed_form.analytic(shape).compression)
     assert found + scalars + schedule_count == exact
 
 

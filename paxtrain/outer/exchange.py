@@ -1,0 +1,172 @@
+"""The mean over groups of the differences that they have made to their weights, as they are or through a reducer.
+
+A difference is what the shared weights are more than a group's own. So it points where a gradient would. The layers'
+kernels go through the reducer, each layer's as a separate array; norms, biases and the embedding travel as they are.
+All functions run per device.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from compress.codec import Codec
+from compress.codecs import named
+from compress.collectives import packed
+from compress.reducer import Reducer, Scattered, Shard, mean, stored
+from compress.reducer import each as each_state
+from paxtrain.errors import UserError
+from paxtrain.parallel.layout import Layout, Params, names
+from paxtrain.pipeline.collectives import permute
+
+GROUP = "group"  # axis of the mesh over groups
+_FLOAT32 = 4  # bytes
+Path = tuple[str, ...]
+Place = tuple[Path, int]  # path of a stack of layers' kernels, and the layer's slot
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupExchange:
+    """What the groups of a run exchange.
+
+    Attributes:
+        layout: layout of the parameters of one group.
+        groups: number of groups.
+    """
+
+    layout: Layout
+    groups: int
+
+    @functools.cached_property
+    def reducer(self) -> Reducer | None:
+        """Reducer of the layers' kernels; None: they travel as they are.
+
+        Raises:
+            UserError: there is none of the configured name, or its options do not fit.
+        """
+        c = self.layout.config.compress
+        if not c.outer_codec:
+            return None
+        try:
+            made = named.build(c.outer_codec, c.outer_options, (Codec, Reducer))
+        except ValueError as error:
+            raise UserError(f"compress.outer.codec={error}") from error
+        return made if isinstance(made, Reducer) else Scattered(made)
+
+    @property
+    def shard(self) -> Shard:
+        """Part of the mean that a group keeps: all of it."""
+        return Shard(GROUP if self.groups > 1 else None, self.groups, -1)
+
+    @functools.cached_property
+    def shapes(self) -> dict[Path, tuple[int, ...]]:
+        """Shapes of a device's part of the parameters in mesh layout, by path."""
+        mesh, specs = self.layout.config.mesh, jax.tree.leaves(self.layout.specs())
+        sizes, found = {"data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}, {}
+        for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(self.layout.shapes), specs, strict=True):
+            axes = [(entry,) if isinstance(entry, str) else entry or () for entry in (*spec, *[None] * x.ndim)]
+            found[names(path)] = tuple(n // math.prod(sizes[a] for a in some) for n, some in zip(x.shape, axes))
+        return found
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The kernels that go through the reducer."""
+        if self.reducer is None:
+            return ()
+        ratio, found = self.layout.config.compress.min_ratio, []
+        for path, shape in self.shapes.items():
+            if path[-1] == "kernel" and self.reducer.takes(shape[1:], self.shard, ratio):
+                found += [(path, slot) for slot in range(shape[0])]
+        return tuple(found)
+
+    def check(self) -> None:
+        """Require that the reducer takes at least one kernel.
+
+        Raises:
+            UserError: it takes none.
+        """
+        c = self.layout.config.compress
+        if self.reducer is not None and not self.places:
+            raise UserError(
+                f"compress.outer.codec={c.outer_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
+                f"(compress.min_ratio) in {self.groups} equal parts; choose other options or a smaller min_ratio"
+            )
+
+    def init(self) -> Any:
+        """Return the reducer's first states of a device; () without a reducer."""
+        if self.reducer is None:
+            return ()
+        return stored([self.reducer.init(self.shapes[path][1:], self.shard) for path, _ in self.places])
+
+    def sent(self) -> float:
+        """Return the bytes that a device sends in an exchange, if collectives run over rings."""
+        coded = [self.shapes[path][1:] for path, _ in self.places]
+        dense = sum(map(math.prod, self.shapes.values())) - sum(map(math.prod, coded))
+        through = sum(self.reducer.wire_bytes(shape, self.shard) for shape in coded) if self.reducer else 0.0
+        return 2 * (self.groups - 1) / self.groups * _FLOAT32 * dense + through
+
+    @jax.named_scope("outer")
+    def mean_difference(self, shared: Params, own: Params, state: Any) -> tuple[Params, Any]:
+        """Return the mean over groups of shared - own, and the reducer's next states.
+
+        Args:
+            shared: a device's part of the shared weights.
+            own: its part of its group's weights.
+            state: the reducer's states on this device.
+        """
+        difference = jax.tree.map(jnp.subtract, shared, own)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(difference)
+        arrays = {names(path): x for path, x in leaves}
+        if self.reducer is not None:
+            state = self._through_reducer(arrays, state)
+        coded = dict.fromkeys(path for path, _ in self.places)
+        dense = [path for path in arrays if path not in coded]
+        for path, x in zip(dense, self._dense([arrays[path] for path in dense]), strict=True):
+            arrays[path] = x
+        tree = jax.tree.unflatten(structure, list(arrays.values()))
+        return self._one_table(tree), state
+
+    def _dense(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return the means of arrays over groups, in one collective if XLA does not bucket them (see weights.py)."""
+        if self.groups == 1:
+            return arrays
+
+        def over(x: jax.Array) -> jax.Array:
+            return lax.psum(x, GROUP) / self.groups
+
+        return lax.platform_dependent(
+            arrays, cpu=lambda some: packed(over, some), default=lambda some: [over(x) for x in some]
+        )
+
+    def _through_reducer(self, arrays: dict[Path, jax.Array], state: Any) -> Any:
+        """Replace stacks of kernels by their means over groups, and return the reducer's next states.
+
+        Args:
+            arrays: differences of a device by path; those that the reducer takes are changed.
+            state: the reducer's states.
+        """
+        assert self.reducer is not None
+        reducer, first = self.reducer, self.shapes[self.places[0][0]]
+        structure = jax.tree.structure(jax.eval_shape(lambda: reducer.init(first[1:], self.shard)))
+        states = each_state(state, structure, len(self.places))
+        some = [arrays[path][slot] for path, slot in self.places]
+        means, states, _ = mean(reducer, states, some, [self.shard] * len(some))
+        by_path: dict[Path, list[jax.Array]] = {}
+        for (path, _), x in zip(self.places, means, strict=True):
+            by_path.setdefault(path, []).append(x)
+        arrays |= {path: jnp.stack(rows) for path, rows in by_path.items()}
+        return stored(states)
+
+    def _one_table(self, tree: Params) -> Params:
+        """Return differences whose last stage has the first one's of a tied table, since sums may differ in a bit."""
+        stages = self.layout.stages
+        if stages == 1 or self.groups == 1 or not self.layout.config.model.tied_head:
+            return tree
+        table = tree["embedding"]["token"]
+        moved = permute(table, "pipe", ((0, stages - 1),))
+        table = jnp.where(lax.axis_index("pipe") == stages - 1, moved, table)
+        return {**tree, "embedding": {**tree["embedding"], "token": table}}

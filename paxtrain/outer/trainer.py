@@ -1,0 +1,323 @@
+"""The trainer of groups: every group takes its own steps, and every H steps an exchange joins them.
+
+The mesh has a fourth axis, `group`, before data. A group is a trainer's mesh (data, pipe, tensor), and everything
+inside of a step belongs to one group: the step has no collective over `group`. What groups have apart (weights, the
+optimizer's state, codecs' states) has a leading dim of groups, split over `group`. What they share (the shared
+weights, which are the model of evaluations and checkpoints, and the outer momentum) is the same on all groups.
+
+References:
+    Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from compress import Codec
+from compress.codec import codec_name
+from paxtrain.config import Config
+from paxtrain.outer.exchange import GROUP, GroupExchange
+from paxtrain.parallel.compression import State
+from paxtrain.parallel.layout import Params
+from paxtrain.parallel.mesh import AXES
+from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState
+from paxtrain.pipeline import virtual
+from paxtrain.process import distributed
+from paxtrain.tables import size
+
+# The sequences of a global batch: group after group, and data rank after data rank in each.
+BATCH_SPEC = PartitionSpec((GROUP, "data"))
+
+
+@flax.struct.dataclass
+class OuterState:
+    """What groups keep besides a training state.
+
+    Attributes:
+        params: Weights of each group in mesh layout, [groups, ...].
+        skipped: Steps that each group has skipped, because its gradients were not finite, int32 [groups].
+        momentum: State of the outer optimizer.
+    """
+
+    params: Params
+    skipped: jax.Array
+    momentum: optax.OptState
+
+
+@flax.struct.dataclass
+class GroupedState(TrainState):
+    """The state of groups. Its params are the shared weights, and its skipped is the most that a group has skipped.
+
+    Attributes:
+        outer: What the groups keep besides.
+    """
+
+    outer: OuterState
+
+
+def trainer_of(config: Config, mesh: Mesh, codec: Codec | None = None) -> Trainer:
+    """Return the trainer of a configuration, with groups or without.
+
+    Args:
+        config: Configuration of the run.
+        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        codec: Codec of the gradients between stages, instead of the configuration's (see Trainer).
+    """
+    return grouped(config, mesh, codec=codec) if config.outer.every else Trainer(config, mesh, codec=codec)
+
+
+def grouped(config: Config, mesh: Mesh, **more: Any) -> "GroupedTrainer":
+    """Return the trainer of a configuration with groups.
+
+    Args:
+        config: Configuration of the run; its outer.every is above 0.
+        mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
+        more: Attributes of Trainer, by name.
+    """
+    groups = config.groups if mesh.size > 1 else 1  # a single device emulates all, or there is only one
+    data, *rest = mesh.devices.shape
+    devices = mesh.devices.reshape(groups, data // groups, *rest)
+    axes = Mesh(devices, (GROUP, *AXES), axis_types=(mesh.axis_types[0],) * (1 + len(AXES)))
+    return GroupedTrainer(config.of_group(), axes, groups=config.groups, **more)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _apart(specs: Any) -> Any:
+    """Return the specs of arrays that have a leading dim of groups besides."""
+    return jax.tree.map(lambda spec: PartitionSpec(GROUP, *spec), specs, is_leaf=_is_spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTrainer(Trainer):
+    """The compiled functions of groups that train apart. Its configuration is that of one group.
+
+    Attributes:
+        groups: Number of groups.
+    """
+
+    groups: int = 1
+    _metrics_spec = PartitionSpec(GROUP)
+
+    @functools.cached_property
+    def exchange(self) -> GroupExchange:
+        """What the groups exchange."""
+        return GroupExchange(self.layout, self.groups)
+
+    @functools.cached_property
+    def outer(self) -> optax.GradientTransformation:
+        """Outer optimizer: Nesterov's momentum on the mean of the differences."""
+        outer = self.config.outer
+        return optax.sgd(outer.lr, outer.momentum or None, nesterov=True)
+
+    def exchanges(self, number: int) -> bool:
+        """Return whether an exchange follows the step of a number, counted from 1."""
+        return number % self.config.outer.every == 0
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return rows for the run's first table, whose mesh and batch are those of one group."""
+        outer, data = self.config.outer, self.config.mesh.data
+        what = f"{self.groups} of {data} data rank{'s' if data > 1 else ''} each train apart (mesh and batch: of one)"
+        reducer = self.exchange.reducer
+        how = f" through {codec_name(getattr(reducer, 'codec', reducer))}" if reducer else ""
+        sent = f"{size(self.exchange.sent(), 'B')} from a device{how}"
+        step = f"learning rate {outer.lr:g}, momentum {outer.momentum:g}"
+        return [("groups", what), ("exchange", f"every {outer.every} steps, {sent}; {step}")]
+
+    # --- State --------------------------------------------------------------------------------------------------------
+
+    def _each(self, tree: Any) -> Any:
+        """Return a tree with a leading dim of groups, which are all equal."""
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.groups, *jnp.shape(x))), tree)
+
+    def _first_codec(self) -> State:
+        mesh = self.config.mesh
+        every = (self.groups, mesh.data, mesh.pipe, mesh.tensor)
+        outer = jax.tree.map(lambda x: jnp.broadcast_to(x, (*every, *jnp.shape(x))), self.exchange.init())
+        return {**self._each(self.compression.init()), "outer": outer}
+
+    def _from_params(self, canonical: Params) -> GroupedState:
+        one = super()._from_params(canonical)
+        outer = OuterState(self._each(one.params), self._each(one.skipped), self.outer.init(one.params))
+        return GroupedState(one.step, one.skipped, one.params, self._each(one.optimizer), self._first_codec(), outer)
+
+    def _state_specs(self) -> GroupedState:
+        one: Any = super()._state_specs()
+        momentum = optax.tree_utils.tree_map_params(
+            self.outer, lambda _, spec: spec, one.outer.momentum, one.params, is_leaf=_is_spec
+        )
+        outer: Any = OuterState(_apart(one.params), _apart(one.skipped), momentum)
+        return one.replace(optimizer=_apart(one.optimizer), codec=_apart(one.codec), outer=outer)
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a global batch: its sequences are split over groups and their data ranks."""
+        return NamedSharding(self.mesh, BATCH_SPEC)
+
+    def abstract_batch(self) -> jax.ShapeDtypeStruct:
+        """Return the shape of the global batch of all groups."""
+        one = super().abstract_batch()
+        shape = (self.groups * one.shape[0], *one.shape[1:])
+        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=self.batch_sharding)
+
+    # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
+
+    def _map_state(self, function: Callable[[Params], Params], each: Callable[[Params], Params], tree: Any) -> Any:
+        """Apply functions to the subtrees of a state that mirror the parameters.
+
+        Args:
+            function: Function of shared parameters.
+            each: Function of those that groups have apart.
+            tree: State as nested dicts.
+        """
+        outer, momentum = tree["outer"], self._map_params_like(function, tree["outer"]["momentum"])
+        return {
+            **tree,
+            "params": function(tree["params"]),
+            "optimizer": self._map_params_like(each, tree["optimizer"]),
+            "outer": {**outer, "params": each(outer["params"]), "momentum": momentum},
+        }
+
+    def _to_canonical(self, state: TrainState) -> dict[str, Any]:
+        one = self.layout.to_canonical
+        return self._map_state(one, jax.vmap(one), flax.serialization.to_state_dict(state))
+
+    def _from_canonical(self, tree: dict[str, Any]) -> GroupedState:
+        if set(tree) == {"params"}:
+            return self._from_params(tree["params"])
+        if "codec" not in tree:
+            tree = {**tree, "codec": flax.serialization.to_state_dict(self._first_codec())}
+        target = jax.eval_shape(self._init, jax.random.key(0))
+        one = self.layout.from_canonical
+        return flax.serialization.from_state_dict(target, self._map_state(one, jax.vmap(one), tree))
+
+    @functools.cached_property
+    def canonical_shardings(self) -> dict[str, Any]:
+        """Shardings of the canonical state, in its structure."""
+        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=_is_spec)
+        known = dict(leaves(self.layout.canonical_specs()))
+
+        def canonical(specs: Params) -> Params:
+            return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=_is_spec)
+
+        specs = flax.serialization.to_state_dict(self._state_specs())
+        return self._shardings(self._map_state(canonical, lambda specs: _apart(canonical(specs)), specs))
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def _over_all(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return a function over global arrays that runs `function` on each device, with the axis `group`.
+
+        Args:
+            function: Function of one device's parts of the arrays.
+            in_specs: PartitionSpecs of its arguments.
+            out_specs: PartitionSpecs of its results.
+        """
+        if self.virtual:
+            mesh = self.config.mesh
+            sizes = {GROUP: self.groups, "data": mesh.data, "pipe": mesh.pipe, "tensor": mesh.tensor}
+            return virtual.shard_map(function, sizes, in_specs, out_specs)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def shard_map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return a function over arrays with a leading dim of groups, which runs `function` on each device.
+
+        Args:
+            function: Function of one device's parts of its group's arrays.
+            in_specs: PartitionSpecs of its arguments, without that dim.
+            out_specs: PartitionSpecs of its results, likewise.
+        """
+
+        def one(*arguments: Any) -> Any:
+            found = function(*jax.tree.map(lambda x: x[0], arguments))
+            return jax.tree.map(lambda x: x[None], found)
+
+        return self._over_all(one, _apart(in_specs), _apart(out_specs))
+
+    def _data_rank(self) -> jax.Array:
+        return lax.axis_index(GROUP) * self.config.mesh.data + lax.axis_index("data")
+
+    def _step(self, state: Any, tokens: jax.Array) -> tuple[GroupedState, dict[str, jax.Array]]:
+        key, codec, outer = self._key(state.step), dict(state.codec), state.outer
+        left = codec.pop("outer")
+        own: Any = TrainState(state.step, outer.skipped, outer.params, state.optimizer, codec)
+        tokens = tokens.reshape(self.groups, -1, tokens.shape[1])
+        loss, grads, codec, left_out = self.loss_and_gradients(own.params, tokens, self._each(key), codec)
+        if self.mesh.size > 1:
+            grads = lax.optimization_barrier(grads)  # see Trainer.update
+        axes: Any = own.replace(step=None, skipped=0, params=0, optimizer=0, codec=0)
+        update = jax.vmap(self._apply, (axes, 0, 0, 0, 0), (axes, 0), spmd_axis_name=None if self.virtual else GROUP)
+        with jax.named_scope("optimizer"):
+            new, metrics = update(own, loss, grads, self.norm(grads), codec)
+        outer = OuterState(new.params, new.skipped, outer.momentum)
+        codec = {**new.codec, "outer": left}
+        state = GroupedState(new.step, state.skipped, state.params, new.optimizer, codec, outer)
+        return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
+
+    def _exchanged(self, state: Any) -> GroupedState:
+        specs, codec = self.layout.specs(), PartitionSpec(GROUP, *CODEC_SPEC)
+
+        def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
+            own = jax.tree.map(lambda x: x[0], own)
+            found, new = self.exchange.mean_difference(shared, own, jax.tree.map(lambda x: x[0, 0, 0, 0], codec))
+            return found, jax.tree.map(lambda x: x[None, None, None, None], new)
+
+        run = self._over_all(local, (specs, _apart(specs), codec), (specs, codec))
+        difference, left = run(state.params, state.outer.params, state.codec["outer"])
+        updates, momentum = self.outer.update(difference, state.outer.momentum, state.params)
+        params = optax.apply_updates(state.params, updates)
+        outer = OuterState(self._each(params), state.outer.skipped, momentum)
+        skipped = state.outer.skipped.max()
+        return state.replace(params=params, skipped=skipped, codec={**state.codec, "outer": left}, outer=outer)
+
+    @functools.cached_property
+    def exchanged(self) -> Callable[[Any], GroupedState]:
+        """Compiled exchange: the state after it, in which all groups have the new shared weights.
+
+        The state before is donated.
+        """
+        made = jax.jit(
+            self._exchanged, donate_argnums=0, in_shardings=(self.state_shardings,), out_shardings=self.state_shardings
+        )
+        return distributed.compiled_together(made, "the exchange of the groups")
+
+    @functools.cached_property
+    def evaluate(self) -> jax.stages.Wrapped:
+        """Jitted evaluation of the shared weights: (params, batch) -> loss, see Trainer."""
+
+        def loss(params: Params, tokens: jax.Array) -> jax.Array:
+            return lax.pmean(self._local_loss(params, tokens), GROUP)
+
+        return jax.jit(self._over_all(loss, (self.layout.specs(), BATCH_SPEC), PartitionSpec()))
+
+
+def on_host(figures: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Return the metrics of a step; those of groups are the means over the groups of this process's devices.
+
+    Groups do not wait for each other within a step, so no process knows the metrics of all.
+
+    Args:
+        figures: Metrics as a compiled step returns them.
+    """
+    return {name: _on_host(x) for name, x in figures.items()}
+
+
+def _on_host(x: jax.Array) -> np.ndarray:
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+    if tuple(spec)[:1] != (GROUP,):
+        return jax.device_get(x)
+    shards = {shard.index[0].indices(x.shape[0])[0]: np.asarray(shard.data) for shard in x.addressable_shards}
+    rows = np.concatenate([shards[start] for start in sorted(shards)])
+    return np.asarray(rows.all(axis=0) if rows.dtype == bool else rows.mean(axis=0))
