@@ -3,6 +3,7 @@
 import pathlib
 
 from tests.cluster.experiments import compression as compression_experiment
+from tests.cluster.experiments.peer import INT8, LOW_RANK
 from tests.cluster.findings import (
     compression,
     links,
@@ -74,10 +75,10 @@ def add_schedules(folder: pathlib.Path, overlapping: float = 0.8, share: float =
 def add_peer(folder: pathlib.Path, dense: float = 0.8, cost: float = 0.005) -> None:
     records = Records(folder / peer.SOURCE)
     records.add("first", mesh=[2, 4, 1], torch="2.0", first={peer.PYTORCH: [4.0, 2.0], "1f1b": [4.0, 2.00001]})
-    for kind, loss in ((peer.DENSE, 2.0), (peer.COMPRESSED, 2.0 * (1 + cost))):
+    for kind, loss in ((peer.DENSE, 2.0), (INT8, 2.0 * (1 + cost)), (LOW_RANK, 2.2)):
         records.add(kind, mesh=[2, 4, 1], kind=kind, validation=[[0, 5.0], [100, loss]])
     for rate, slower in ((1000.0, 0.5), (200.0, 0.5), (50.0, 1.0)):
-        times = {peer.PYTORCH: 2.0, "1f1b": 1.9, peer.DENSE: 2 * dense, peer.COMPRESSED: 0.9}
+        times = {peer.PYTORCH: 2.0, "1f1b": 1.9, peer.DENSE: 2 * dense, INT8: 0.9, LOW_RANK: 0.5}
         kinds = {
             kind: {"seconds": [slower * time] * 3, "computed": [1.5] * 3, "bytes": [3_000_000] * 3}
             for kind, time in times.items()

@@ -33,11 +33,13 @@ SHARE = 0.2  # of a core for each host
 STEPS, EVALUATED = 100, 25  # of training, for the losses
 COMPARED = 5  # first steps whose losses are compared
 PORT = 9913
-PYTORCH, DENSE, COMPRESSED = "PyTorch 1F1B + DDP", "eager_1f1b", "eager_1f1b, compressed"
+PYTORCH, DENSE = "PyTorch 1F1B + DDP", "eager_1f1b"
+COMPRESSED = INT8, LOW_RANK = "eager_1f1b, int8", "eager_1f1b, rank 8"
 PARTS, PARTS_AT = ("1f1b", DENSE), 200.0  # whose steps are broken down, and at which rate
 SAVE = "dots"  # what a forward keeps for its backward, here and by default
-RANK = 8  # of all that is compressed
-_RANKS = {"backward_rank": RANK, "forward_rank": RANK, "data_rank": RANK, "data_start": 0.0}
+RANK = 8  # of all that LOW_RANK compresses
+_EVERYTHING = {"backward": "all", "forward": "all", "data": "all", "data_start": 0.0}
+_PLACES = ("backward", "forward", "data")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +66,14 @@ class Real(Split):
 
 def kinds(mesh: tuple[int, int, int], **sizes: int) -> dict[str, Real]:
     """Return what is measured of ours on a mesh."""
-    everything = {"backward": "all", "forward": "all", "data": "all"} | _RANKS
+    int8 = _EVERYTHING | {f"{place}_codec": "int8" for place in _PLACES}
+    low_rank = _EVERYTHING | {f"{place}_rank": RANK for place in _PLACES}
     return {
         "1f1b": Real(mesh, "1f1b", **sizes),
         DENSE: Real(mesh, **sizes),
         "eager_1f1b, ZeRO-1": Real(mesh, zero1=True, **sizes),
-        COMPRESSED: Real(mesh, compress=tuple(everything.items()), **sizes),
+        INT8: Real(mesh, compress=tuple(int8.items()), **sizes),
+        LOW_RANK: Real(mesh, compress=tuple(low_rank.items()), **sizes),
     }
 
 
@@ -221,7 +225,7 @@ def run(lab: Lab) -> None:
         place = _name(mesh)
         with Both.up(lab, kinds(mesh), environment.make(), COMPARED) as both:
             if f"{place} losses" not in records:  # first: PyTorch's workers begin with the first weights
-                first = {kind: both.losses(kind, COMPARED) for kind in both.names if kind != COMPRESSED}
+                first = {kind: both.losses(kind, COMPARED) for kind in both.names if kind not in COMPRESSED}
                 records.add(f"{place} losses", mesh=mesh, first=first, torch=both.theirs.ask_one(0, "version"))
             for rate in RATES:
                 if f"{place} {rate:g} Mbit/s" not in records:
@@ -236,7 +240,7 @@ def run(lab: Lab) -> None:
 
 def _validate(lab: Lab, records: Records) -> None:
     """Train dense and compressed, all devices in one process, which changes no loss; record the validation losses."""
-    trained = {f"{_name(mesh)} validation {kind}": (mesh, kind) for mesh in MESHES for kind in (DENSE, COMPRESSED)}
+    trained = {f"{_name(mesh)} validation {kind}": (mesh, kind) for mesh in MESHES for kind in (DENSE, *COMPRESSED)}
     if all(key in records for key in trained):
         return
     alone = Scenario("alone", "all devices in one process", np.zeros((1, 1)), devices_per_host=8, slowness=0)
