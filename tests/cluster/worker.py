@@ -221,7 +221,7 @@ class Worker:
         seconds = []
         for _ in range(repeats):
             began = time.perf_counter()
-            self._turns._seconds("backward", 8)
+            self._turns._time("backward", 8)
             seconds.append(time.perf_counter() - began)
         return [statistics.median(seconds)]
 
