@@ -25,14 +25,20 @@ from tests.cluster.scenario import Scenario
 # With rank 16, 37% of so small a message, "everything" would gain little; with rank 4 CB alone costs 3% of the loss.
 _OFF = {"embedding": "unfused", "backward_rank": 4, "forward_rank": 4, "data_rank": 8, "data_start": 0.0}
 _CB = {"backward": "epilogue", "backward_rank": 16}
-SELECTIVE = "CB+FE+SC"
+_CODED = {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"}
+_CODED |= {"backward_codec": "int8", "forward_codec": "int8"}
+SELECTIVE, INT8, MIXED = "CB+FE+SC", "int8", "int8, data int4"
 KINDS = {
     "dense": {},
     "CB": _CB,
     "CB+FE": _CB | {"embedding": "fused"},
     SELECTIVE: _CB | {"embedding": "fused", "data": "all"},  # or fewer stages: `selected`
     "everything": {"backward": "all", "forward": "all", "embedding": "fused", "data": "all"},
+    INT8: _CODED | {"data_codec": "int8"},
+    MIXED: _CODED | {"data_codec": "int4"},
 }
+# Trained with several seeds, of weights and of the order of samples; the others with the first one.
+SEEDED, SEEDS = ("dense", INT8, MIXED), (0, 1, 2)
 UNLIMITED = ("dense", "everything")  # measured without limits of links as well: what is left for these to take
 SHARES = (None, 0.5, 0.7)  # of a dense step that communication takes; None: as in the paper's setting
 STEPS, EVALUATED = 100, 25
@@ -149,13 +155,15 @@ def _losses(lab: Lab, records: Records) -> None:
     trained = [(kind, stages, split) for stages in chosen for kind, split in splits(stages).items()]
     with lab.session(alone, "compression-losses") as bench:
         for kind, stages, split in trained:
-            key = f"loss {split.name}"
-            if key not in records:
-                bench.compile([split], eval_batches=4)
-                found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
-                selective = {"selected": stages} if kind == SELECTIVE else {}
-                records.add(key, kind=kind, **selective, **found)
-                lab.say(f"{kind}: validation loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
+            for seed in SEEDS if kind in SEEDED else SEEDS[:1]:
+                key = f"loss {split.name}" + f" seed {seed}" * (seed > 0)
+                if key not in records:
+                    bench.compile([split], eval_batches=4, seed=seed)
+                    found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
+                    bench.session.ask("forget", names=[split.name])
+                    selective = {"selected": stages} if kind == SELECTIVE else {}
+                    records.add(key, kind=kind, seed=seed, **selective, **found)
+                    lab.say(f"{kind}, seed {seed}: loss {found['validation'][-1][1]:.4f} after {STEPS} steps")
         records.add("losses done", samples=STEPS * SPLITS["dense"].global_batch)
 
 
