@@ -1,6 +1,10 @@
 """Codecs by name, and those of the library besides low rank. May import `compress`.
 
 named.py        a codec from its name, or from package.module:Class, and its options
+rounding.py     the base of codecs that round block by block, with error feedback
 quantised.py    QuantisedBlocks: blocks of 4 or 8 bits with a scale each
+float8.py       Float8Blocks: blocks of 8-bit floats with a scale each
+sign.py         Signs: one bit for a number, with a scale for a block
+remainder.py    LowRankRemainder: two thin factors, and what they leave out in few bits
 topk.py         TopK: the largest numbers and their places
 """

@@ -25,9 +25,12 @@ class LibraryCodec(NamedTuple):
 # Low rank is here for its options; the trainer makes it from the configuration's ranks.
 LOW_RANK = "lowrank"
 NAMES = {
+    "fp8": LibraryCodec("compress.codecs.float8:Float8Blocks"),
     "identity": LibraryCodec("compress.codec:Identity"),
     "int4": LibraryCodec("compress.codecs.quantised:QuantisedBlocks", {"bits": 4}),
     "int8": LibraryCodec("compress.codecs.quantised:QuantisedBlocks", {"bits": 8}),
+    "remainder": LibraryCodec("compress.codecs.remainder:LowRankRemainder"),
+    "sign": LibraryCodec("compress.codecs.sign:Signs"),
     "topk": LibraryCodec("compress.codecs.topk:TopK"),
 }
 

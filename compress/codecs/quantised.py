@@ -1,19 +1,17 @@
 """The codec `QuantisedBlocks`: blocks of numbers as 8 or 4 bits each, with one scale for a block."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
-from compress.codec import Codec, Like, Passes
+from compress.codec import Like, Passes
+from compress.codecs.rounding import Rounding, from_blocks, in_blocks, require_block, safe_scale
 
 BITS = (4, 8)
-_LARGEST_BLOCK = 65536
 
 
 class QuantisedWire(NamedTuple):
@@ -37,7 +35,7 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuantisedBlocks(Codec):
+class QuantisedBlocks(Rounding):
     """Codec that rounds numbers to 4 or 8 bits, with a scale for each block: its largest number over 7 or 127.
 
     Attributes:
@@ -64,8 +62,7 @@ class QuantisedBlocks(Codec):
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
-        if not 2 <= self.block <= _LARGEST_BLOCK or self.block % 2:
-            raise ValueError(f"block must be even, at least 2 and at most {_LARGEST_BLOCK}, got {self.block}")
+        require_block(self.block, 2)
         if self.rotate and self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two to be rotated, got {self.block}")
 
@@ -74,43 +71,12 @@ class QuantisedBlocks(Codec):
         """Largest code."""
         return 2 ** (self.bits - 1) - 1
 
-    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array | tuple[()]:
-        """Return zeros, the error of earlier messages; () without feedback.
-
-        Args:
-            shape: shape of the messages.
-            dtype: dtype of the messages.
-        """
-        return jnp.zeros(shape, dtype) if self.feedback else ()
-
-    def encode(
-        self, state: jax.Array | tuple[()], x: jax.Array, active: jax.Array | bool = True
-    ) -> tuple[QuantisedWire, jax.Array | tuple[()]]:
-        """Return the codes and scales of x plus the error of earlier messages, and the next error.
-
-        Args:
-            state: error of earlier messages.
-            x: message of any shape.
-            active: whether the message is sent, bool [].
-        """
-        whole = x.astype(jnp.float32)
-        if isinstance(state, jax.Array):
-            whole = whole + state.astype(jnp.float32)
-        wire = self._rounded(whole)
-        if not isinstance(state, jax.Array):
-            return wire, state
-        left = (whole - self.decode(wire, x).astype(jnp.float32)).astype(x.dtype)
-        return wire, jnp.where(active, left, state)
-
-    def _rounded(self, x: jax.Array) -> QuantisedWire:
+    def rounded(self, x: jax.Array) -> QuantisedWire:
         """Return the codes and scales of float32 numbers of any shape."""
-        blocks = jnp.pad(x.reshape(-1), (0, -x.size % self.block)).reshape(-1, self.block)
+        blocks = in_blocks(x, self.block)
         if self.rotate:
             blocks = jnp.matmul(blocks, _hadamard(self.block), precision=lax.Precision.HIGHEST)
-        # In bfloat16, whose product with a code float32 holds exactly: all programs decode to the same bits.
-        scale = (jnp.max(jnp.abs(blocks), axis=1) / self._largest).astype(jnp.bfloat16)
-        # On CPUs the largest of some numbers and nan may be a number, and a code is one in any case.
-        scale = jnp.where(jnp.isfinite(blocks).all(axis=1), scale, jnp.nan)
+        scale = safe_scale(jnp.max(jnp.abs(blocks), axis=1) / self._largest, blocks)
         divisor = scale.astype(jnp.float32)[:, None]
         codes = jnp.round(blocks / jnp.where(divisor == 0, 1, divisor))
         codes = jnp.clip(codes, -self._largest, self._largest).astype(jnp.int8)
@@ -130,20 +96,7 @@ class QuantisedBlocks(Codec):
             blocks = lax.optimization_barrier(blocks)
             blocks = jnp.matmul(blocks, _hadamard(self.block), precision=lax.Precision.HIGHEST)
             blocks = lax.optimization_barrier(blocks)
-        flat = blocks.reshape(-1)[: math.prod(like.shape)]
-        if like.dtype == jnp.bfloat16:
-            # XLA may drop a conversion there and back; reduce_precision stays.
-            flat = lax.reduce_precision(flat, exponent_bits=8, mantissa_bits=7)
-        return flat.astype(like.dtype).reshape(like.shape)
-
-    def residual(self, state: jax.Array | tuple[()], like: Like) -> jax.Array:
-        """Return the error of earlier messages.
-
-        Args:
-            state: state of the link.
-            like: array or shape whose shape and dtype the result has.
-        """
-        return state if isinstance(state, jax.Array) else jnp.zeros(like.shape, like.dtype)
+        return from_blocks(blocks, like)
 
     def passes(self) -> Passes:
         """Return two passes for scales and codes, two more for the error, and one to decode."""

@@ -4,7 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 import compress
+from compress.codecs.float8 import Float8Blocks
 from compress.codecs.quantised import QuantisedBlocks
+from compress.codecs.remainder import LowRankRemainder
+from compress.codecs.sign import Signs
 from compress.codecs.topk import TopK
 from compress.testing import check
 
@@ -18,6 +21,12 @@ BLOCKS = [
     QuantisedBlocks(4),
     QuantisedBlocks(4, 32, rotate=True),
     QuantisedBlocks(8, 30, feedback=False),
+    Float8Blocks(),
+    Float8Blocks("e5m2", 30, feedback=False),
+    Signs(64),
+    Signs(64, feedback=False),
+    LowRankRemainder(4),
+    LowRankRemainder(2, 8, factors="float32", feedback=False),
 ]
 
 
@@ -29,7 +38,17 @@ def test_codecs_of_the_library_have_all_properties(codec):
 
 
 @pytest.mark.parametrize(
-    "codec", [TopK(0.1), QuantisedBlocks(8), QuantisedBlocks(4, rotate=True), compress.LowRank(4)], ids=repr
+    "codec",
+    [
+        TopK(0.1),
+        QuantisedBlocks(8),
+        QuantisedBlocks(4, rotate=True),
+        compress.LowRank(4),
+        Float8Blocks(),
+        Signs(64),
+        LowRankRemainder(4),
+    ],
+    ids=repr,
 )
 def test_codecs_have_them_in_bfloat16(codec):
     check(codec, dtype="bfloat16")

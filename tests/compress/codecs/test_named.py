@@ -59,7 +59,12 @@ def test_names_and_paths():
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("int5", {}, "int5 is no codec; known are identity, int4, int8, lowrank, topk or package.module:Class"),
+        (
+            "int5",
+            {},
+            "int5 is no codec; known are fp8, identity, int4, int8, lowrank, remainder, sign, topk or "
+            "package.module:Class",
+        ),
         ("no_such.module:Class", {}, "cannot be imported (No module named 'no_such')"),
         (f"{HERE}:Nothing", {}, "cannot be imported (module"),
         (f"{HERE}:HERE", {}, "is no dataclass"),
