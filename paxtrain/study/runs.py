@@ -42,6 +42,7 @@ class Study:
         sweep: Sequence[int],
         real_mesh: bool,
         only: Sequence[str] = (),
+        others: Sequence[Variant] = (),
     ) -> None:
         """Check the input.
 
@@ -52,6 +53,7 @@ class Study:
             sweep: ranks of compressed backpropagation.
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
             only: names of the variants to run; empty: all.
+            others: variants to run instead, dense training first. Their messages are not examined.
 
         Raises:
             UserError: the data, the mesh, the ranks or the folder do not fit, or there is no such variant.
@@ -62,7 +64,8 @@ class Study:
             raise UserError(f"--ranks must be positive, got {','.join(map(str, sweep))}")
         self.config, self.out = config, pathlib.Path(out)
         self.seeds = range(config.run.seed, config.run.seed + seeds)
-        every = {variant.name: variant for variant in variants(self.config, sweep)}
+        self._examined = not others
+        every = {variant.name: variant for variant in others or variants(self.config, sweep)}
         unknown = [name for name in only if name not in every]
         if unknown:
             raise UserError(f"there is no variant {unknown[0]!r} here; there are {', '.join(every)}")
@@ -75,8 +78,9 @@ class Study:
         checkpoint.ensure_writable(self.out)
 
     def trainer(self, variant: Variant) -> Trainer:
-        """Return the trainer of a variant; every link records all messages of a step."""
-        return Trainer(variant.config, self.mesh, record=self.config.micro_batches, virtual=self.virtual)
+        """Return the trainer of a variant; every link records all messages of a step, if they are examined."""
+        record = self.config.micro_batches if self._examined else 0
+        return Trainer(variant.config, self.mesh, record=record, virtual=self.virtual)
 
     def real_trainer(self, variant: Variant) -> Trainer:
         """Return the trainer of a variant on the real mesh of CPU devices; it is only compiled, to count bytes."""
@@ -169,6 +173,8 @@ class Study:
         run = self.config.run
         if number == run.steps or (run.eval_every and number % run.eval_every == 0):
             outcome.validation[number] = self._validate(state)
+        if not self._examined:
+            return
         spectra = outcome.name == "dense" and number in (max(1, run.steps // 10), run.steps // 2, run.steps)
         if spectra or number == 1 or number % max(1, run.steps // _PROBES) == 0:
             codec = jax.device_get({direction: state.codec[direction] for direction in ("backward", "forward")})

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from paxtrain.config import Config
-from paxtrain.config.options import PLACES, CodecOptions
+from paxtrain.config import CompressConfig, Config
+from paxtrain.config.options import OTHERS, PLACES, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.parallel.stage_choice import StageTimes
 
@@ -28,6 +28,15 @@ class Variant:
     config: Config
 
 
+def bare(compress: CompressConfig) -> CompressConfig:
+    """Return compression that compresses nothing, with the same ranks and thresholds."""
+    off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
+    off |= {"error": "lazy"}
+    for place in (*PLACES, *OTHERS):
+        off |= {f"{place}_codec": "", f"{place}_options": CodecOptions()}
+    return dataclasses.replace(compress, **off)
+
+
 def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     """Return the variants: dense, those that compress more and more, and one for each further rank of the sweep.
 
@@ -40,11 +49,7 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     found: dict[str, Variant] = {}
 
     def add(name: str, label: str, **changes: Any) -> None:
-        off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
-        off |= {"error": "lazy"}
-        off |= {"weights_codec": "", "weights_options": CodecOptions()}
-        off |= {f"{place}_codec": "" for place in PLACES} | {f"{place}_options": CodecOptions() for place in PLACES}
-        compress = dataclasses.replace(config.compress, **(off | changes))
+        compress = dataclasses.replace(bare(config.compress), **changes)
         found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
 
     add("dense", "dense")

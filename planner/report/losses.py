@@ -37,6 +37,8 @@ SEEN: Mapping[tuple[str, str], tuple[SeenLoss, ...]] = {
         SeenLoss("CB, all messages, rank 2", 2, 0.295),
     ),
     ("", _BOTH): (SeenLoss("CB epilogue + FE + SC", 16, 0.0024),),
+    ("int8", _ALL): (SeenLoss("gradients between stages, int8", 0, 0.0006),),
+    ("fp8", _ALL): (SeenLoss("gradients between stages, fp8 e4m3", 0, -0.0007),),
 }
 
 

@@ -49,6 +49,10 @@ def test_the_figures_are_those_of_the_page():
         ({"backward": "epilogue", "backward_rank": 16, "data_rank": 16}, r"\+0.24% loss"),
         ({"data_rank": 128}, r"no loss for low rank of gradients over data \(docs/study.md\)"),
         (
+            {"backward": "all", "backward_rank": 1, "coded": Coded(names=(("backward", "int8"),))},
+            r"saw \+0.06% loss \(docs/study.md\)",
+        ),
+        (
             {"backward": "all", "backward_rank": 1, "coded": Coded(names=(("backward", "mine:Codec"),))},
             r"no loss for mine:Codec of all messages",
         ),

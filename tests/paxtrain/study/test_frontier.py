@@ -1,0 +1,64 @@
+"""The frontier: every codec on every axis in the bytes that it declares, and a page that says what was seen."""
+
+import csv
+
+import pytest
+
+from compress.codecs.named import NAMES
+from paxtrain.parallel.step import Trainer
+from paxtrain.study import frontier, probe, runs
+from paxtrain.study.report import VariantResult
+from tests.paxtrain.study.test_study import QUICK, configuration
+from tests.paxtrain.study.test_study import home as home  # a fixture
+
+
+def test_all_codecs_of_the_library_are_on_both_axes():
+    found = frontier.variants(configuration())
+    assert len(found) == 1 + 2 * len(frontier.POINTS)
+    assert {point.codec for point in frontier.POINTS} == set(NAMES) - {"identity"} | {"lowrank"}
+    for variant in found:
+        c, axis = variant.config.compress, variant.name.partition(":")[0]
+        assert (c.chosen("backward") == "all") == (axis == "between")
+        assert (c.chosen("data") == "all") == (axis == "data")
+        assert c.chosen("forward") == "none" and not c.weights_codec and c.data_start == 0
+    with pytest.raises(StopIteration):
+        next(v for v in frontier.variants(configuration(), ["data"]) if v.name.startswith("between"))
+
+
+def made_up():
+    """Return outcomes of two seeds: dense, one codec on both axes, and another on one."""
+    outcomes = []
+    for name, sent, finals in (
+        ("dense", (1000, 4000), (2.0, 2.1)),
+        ("between: int8", (260, 4000), (2.002, 2.1)),
+        ("between: rank 4", (100, 4000), (2.1, 2.31)),
+        ("data: int8", (1000, 1200), (2.0, 2.0)),
+    ):
+        for seed, final in enumerate(finals):
+            kinds = dict.fromkeys(probe.BYTES, 0) | {"backward": sent[0], "reduce-scatter": sent[1]}
+            outcomes.append(VariantResult(name, name.partition(": ")[2] or name, seed, 0, kinds, validation={9: final}))
+    return outcomes
+
+
+def test_the_page_has_shares_of_bytes_and_the_spread_of_losses(tmp_path):
+    table = frontier.write(configuration(), made_up(), tmp_path)
+    assert "| gradients between stages | int8 | 26.0 | +0.05 | +0.00 | +0.10 |" in table
+    assert "| gradients between stages | rank 4 | 10.0 | +7.50 | +5.00 | +10.00 |" in table
+    assert "| gradients over data | int8 | 30.0 | -2.38 | -4.76 | +0.00 |" in table
+    page = (tmp_path / frontier.PAGE).read_text()
+    assert table in page and "2 seeds" in page and "frontier.png" in page
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
+    rows = list(csv.DictReader((tmp_path / "frontier.csv").read_text().splitlines()))
+    assert len(rows) == 6 and {row["seed"] for row in rows} == {"0", "1"}
+
+
+@pytest.mark.once
+def test_codecs_train_and_their_bytes_shrink(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    config = configuration(home, batch={"global_batch": 8}, compress={"min_ratio": 0.0})
+    some = [v for v in frontier.variants(config) if v.label in ("dense", "int8")]
+    study = runs.Study(config, str(tmp_path), 1, (), real_mesh=False, others=some)
+    found = {row.axis: row for row in frontier.rows(study.run(workers=2))}
+    assert 0.25 < found["between"].share < 0.3  # int8 and a scale for 64 numbers, of float32
+    assert 0.25 < found["data"].share < 1  # the embedding travels as it is
+    assert all(abs(row.losses[0]) < 5 for row in found.values())
