@@ -4,6 +4,8 @@ from paxtrain.cli import Command, run_command
 
 COMMANDS: dict[str, Command] = {
     "plan": ("planner.plan", (), "choose the plan for a model on a cluster"),
+    "memory": ("planner.memory", (), "answer whether a model fits a cluster, and what takes how much"),
+    "export": ("planner.export", (), "write a plan for Megatron-LM, torchtitan or MaxText"),
     "profile": ("planner.profile", (), "measure the cluster that it runs on"),
     "launch": ("planner.launch", (), "write a job for SLURM or Kubernetes, or run one on this machine"),
     "run": ("planner.run", (), "plan for the nodes of a job, and train on them"),

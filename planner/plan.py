@@ -4,69 +4,24 @@ This is a dry run, which needs no GPU and no process on the cluster. It prints t
 which paxtrain.train takes with --plan, and report.html.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import flags
 from tqdm import tqdm
 
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
-from paxtrain.flags import define_config
 from planner import planning_flags
-from planner.cluster import cluster as clusters
+from planner.answers import free_choice, hosts, what_if
 from planner.cluster.cluster import Cluster
-from planner.fit.recalibrate import recalibrated
-from planner.planning.planning import PLAN, REPORT, plan_sections, sections
+from planner.planning.options import PlanOptions
+from planner.planning.planning import PLAN, REPORT, Plans, Values, plan_sections
 
 HINT = "overrides are written --model.section.key=value"
-# What the planner decides, and the flags that narrow it.
-_DECIDED = {
-    "mesh.data": "data",
-    "mesh.pipe": "pipe",
-    "mesh.tensor": "tensor",
-    "mesh.zero1": "zero1",
-    "mesh.sequence_parallel": "sequence_parallel",
-    "pipeline.schedule": "schedules",
-    "pipeline.virtual_stages": "virtual_stages",
-    "pipeline.save": "saves",
-    "batch.micro_batch": "micro_batch",
-}
-
-
-def _check_overrides() -> None:
-    """Require that no override sets what the planner decides.
-
-    Raises:
-        UserError: one does.
-    """
-    f = flags.FLAGS
-    for key, flag in _DECIDED.items():
-        name = f"model.{key}"
-        if name in f and f[name].present:
-            value = "yes" if f[name].value is True else "no" if f[name].value is False else f[name].value
-            raise UserError(
-                f"--{name} has no effect, since the planner decides it; --{flag}={value} narrows the choice"
-            )
-
-
-def _cluster() -> Cluster:
-    """Return the cluster that the flags describe.
-
-    Raises:
-        UserError: a flag is missing, or it names something that does not exist.
-    """
-    f = flags.FLAGS
-    if not f.cluster:
-        raise UserError("--cluster is missing; name a file such as configs/clusters/a100_16x8.json")
-    cluster = Cluster.load(f.cluster)
-    if f.constants:
-        cluster = recalibrated(cluster, f.constants, f.constants_of)
-    elif f.constants_of:
-        raise UserError(f"--constants_of={f.constants_of} needs --constants; name a constants.json of planner.validate")
-    return clusters.without(cluster, f.without) if f.without else cluster
 
 
 def _check_writable(out: pathlib.Path) -> None:
@@ -82,20 +37,11 @@ def _check_writable(out: pathlib.Path) -> None:
 def main(argv: Sequence[str]) -> None:
     """Read the model and the cluster, search, and write the plan and the report."""
     f = flags.FLAGS
-    values, out = f.model.to_dict(), pathlib.Path(f.out)
-    _check_overrides()
-    sections(values)
-    cluster, options = _cluster(), planning_flags.options(oracle=f.oracle)
+    values, out = planning_flags.decided_values(), pathlib.Path(f.out)
+    cluster, options = planning_flags.cluster(), planning_flags.options(oracle=f.oracle)
     _check_writable(out)
     with tqdm(bar_format="{desc}", disable=not sys.stderr.isatty(), leave=False) as bar:
-        found = plan_sections(
-            values,
-            cluster,
-            options,
-            global_batch=f.global_batch,
-            explained=f.explain,
-            say=bar.set_description_str,
-        )
+        found = _plans(values, cluster, options, bar.set_description_str)
     found.save(out)
     if f.json:
         print(json.dumps(found.json()))
@@ -106,16 +52,40 @@ def main(argv: Sequence[str]) -> None:
     print(f"wrote   {out / PLAN} and {out / REPORT}")
 
 
+def _plans(values: Values, cluster: Cluster, options: PlanOptions, say: Callable[[str], None]) -> Plans:
+    """Return the plan, with the answers to what else the flags ask.
+
+    Args:
+        values: sections of the configuration, nested.
+        cluster: cluster to plan for.
+        options: options of the choice and of the search.
+        say: function that gets the name of each phase as it begins.
+
+    Raises:
+        UserError: nothing fits, or flags contradict each other.
+    """
+    f = flags.FLAGS
+    if f.hosts:
+        for name in ("what_if", "against_free", "explain"):
+            if f[name].value:
+                raise UserError(f"--hosts plans for several clusters, and --{name} needs one; leave one of them out")
+        wanted = hosts.ScalingOptions(hosts.counts(f.hosts), f.tokens, f.price)
+        return hosts.scaling(values, cluster, options, wanted, f.global_batch, say)
+    if f.price or f["tokens"].present:
+        raise UserError("--price and --tokens need --hosts; name numbers of hosts, as --hosts=2,4,8")
+    for change in f.what_if:  # what is wrong is told before anything is searched
+        what_if.changed(cluster, change)
+    found = plan_sections(values, cluster, options, global_batch=f.global_batch, explained=f.explain, say=say)
+    if f.against_free:
+        say("searching without the flags that narrow the choice")
+        free = free_choice.free_choice(values, cluster, options, found, f.global_batch)
+        found = dataclasses.replace(found, report=dataclasses.replace(found.report, free_choice=free))
+    return what_if.what_ifs(values, cluster, options, found, f.what_if, say) if f.what_if else found
+
+
 def define_flags() -> None:
     """Define the flags of this main."""
-    define_config("model", "gpt_8b", "The configuration whose model is planned for.")
-    flags.DEFINE_string("cluster", None, "The cluster: a file, or the name of one in configs/clusters.")
-    flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
-    flags.DEFINE_string(
-        "constants", None, "Constants fitted to measured runs: a constants.json written by planner.validate."
-    )
-    flags.DEFINE_string("constants_of", "", "The cluster in --constants to take them from, if the file has several.")
-    flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)
+    planning_flags.define_inputs()
     flags.DEFINE_string("out", "runs/plan", "Folder for plan.json and report.html.")
     planning_flags.define_flags()
     flags.DEFINE_enum(
@@ -123,6 +93,16 @@ def define_flags() -> None:
         "auto",
         ["auto", "yes", "no"],
         "Whether to compile the best plans to check their memory; auto: if jax has its CUDA plugin.",
+    )
+    flags.DEFINE_list(
+        "hosts", [], "Numbers of hosts to plan for, as 2,4,8: what more hosts bring, and where the knee is."
+    )
+    flags.DEFINE_float("price", 0, "Price of a device for an hour, for the costs that --hosts tells.", lower_bound=0)
+    flags.DEFINE_float("tokens", 1e9, "Tokens for which --hosts tells device hours and costs.", lower_bound=1)
+    description = "A change of the cluster to plan for, too, as 'network x 2' (planner/answers/what_if.py); repeatable."
+    flags.DEFINE_multi_string("what_if", [], description)
+    flags.DEFINE_bool(
+        "against_free", False, "Also search without the flags that narrow the choice, and tell their price."
     )
     flags.DEFINE_bool("json", False, "Print the whole ranking as one JSON object instead of the report.")
     flags.DEFINE_bool("explain", False, "Explain why each neighbor of the plan is not the recommended one.")

@@ -1,14 +1,44 @@
-"""Flags of `PlanOptions`, for the mains that plan."""
+"""Flags of the model, of the cluster and of `PlanOptions`, for the mains that plan."""
 
 import dataclasses
+from typing import Any
 
 from absl import flags
 
 from paxtrain.errors import UserError, whole
+from paxtrain.flags import define_config
 from paxtrain.schedule.schedules import names
+from planner.cluster import cluster as clusters
+from planner.cluster.cluster import Cluster
+from planner.fit.recalibrate import recalibrated
 from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, ZERO1, PlanOptions
+from planner.planning.planning import sections
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
+# What the planner decides, and the flags that narrow it.
+_DECIDED = {
+    "mesh.data": "data",
+    "mesh.pipe": "pipe",
+    "mesh.tensor": "tensor",
+    "mesh.zero1": "zero1",
+    "mesh.sequence_parallel": "sequence_parallel",
+    "pipeline.schedule": "schedules",
+    "pipeline.virtual_stages": "virtual_stages",
+    "pipeline.save": "saves",
+    "batch.micro_batch": "micro_batch",
+}
+
+
+def define_inputs() -> None:
+    """Define the flags of the model and of the cluster."""
+    define_config("model", "gpt_8b", "The configuration whose model is planned for.")
+    flags.DEFINE_string("cluster", None, "The cluster: a file, or the name of one in configs/clusters.")
+    flags.DEFINE_list("without", [], "Hosts of the cluster's file to leave out, as they are named there.")
+    flags.DEFINE_string(
+        "constants", None, "Constants fitted to measured runs: a constants.json written by planner.validate."
+    )
+    flags.DEFINE_string("constants_of", "", "The cluster in --constants to take them from, if the file has several.")
+    flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)
 
 
 def define_flags() -> None:
@@ -67,3 +97,39 @@ def options(**more: str) -> PlanOptions:
             given[name] = tuple(value)
     given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
     return PlanOptions(**{**given, **more})
+
+
+def decided_values() -> dict[str, Any]:
+    """Return the sections of the configuration that --model gives.
+
+    Raises:
+        UserError: an override sets what the planner decides, or the planner does not support the configuration.
+    """
+    f = flags.FLAGS
+    for key, flag in _DECIDED.items():
+        name = f"model.{key}"
+        if name in f and f[name].present:
+            value = "yes" if f[name].value is True else "no" if f[name].value is False else f[name].value
+            raise UserError(
+                f"--{name} has no effect, since the planner decides it; --{flag}={value} narrows the choice"
+            )
+    values = f.model.to_dict()
+    sections(values)
+    return values
+
+
+def cluster() -> Cluster:
+    """Return the cluster that the flags describe.
+
+    Raises:
+        UserError: a flag is missing, or it names something that does not exist.
+    """
+    f = flags.FLAGS
+    if not f.cluster:
+        raise UserError("--cluster is missing; name a file such as configs/clusters/a100_16x8.json")
+    found = Cluster.load(f.cluster)
+    if f.constants:
+        found = recalibrated(found, f.constants, f.constants_of)
+    elif f.constants_of:
+        raise UserError(f"--constants_of={f.constants_of} needs --constants; name a constants.json of planner.validate")
+    return clusters.without(found, f.without) if f.without else found

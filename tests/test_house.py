@@ -52,6 +52,8 @@ MAY_IMPORT = {
     "planner/search": (*_STEP, "paxtrain/devices", *_PREDICTION),
     "planner/report": (*_TRAINER, *_PREDICTION, "planner/search"),
     "planner/planning": (*_TRAINER, *_PLANNING),
+    "planner/answers": (*_TRAINER, *_PLANNING),
+    "planner/export": ("paxtrain/config", "paxtrain/schedule"),
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
     "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster", "planner/cost"),
     "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),

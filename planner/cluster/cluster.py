@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cluster import cluster_file
+from planner.cluster.device_sheets import SHEETS, DeviceSheet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Cluster:
         source: where the figures are from.
         hosts: names of the H hosts.
         devices_per_host: devices of each host.
-        kinds: device kind of each host, a key of GPUS or "cpu".
+        kinds: device kind of each host, one that `sheets` or device_sheets.py has, or "cpu".
         memory: [H] bytes of one device of the host.
         nics: flows that leave a host, and that enter it, at full speed.
         fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
+        sheets: devices that the file describes itself, by kind.
+        sites: site of each host, numbered from 0; empty: all hosts are at one.
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
@@ -75,6 +78,8 @@ class Cluster:
     shares: Shares = ASSUMED
     parts: "Cluster | None" = None
     fan_out: float = 1.0
+    sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
+    sites: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, name: str | pathlib.Path) -> "Cluster":
@@ -114,6 +119,8 @@ class Cluster:
             measured=self.measured,
             compute=self.compute,
             named=self.named,
+            sheets=self.sheets,
+            sites=self.sites,
         )
         cluster_file.write(fields, path)
 
@@ -121,6 +128,10 @@ class Cluster:
     def devices(self) -> int:
         """Return the number of devices."""
         return len(self.hosts) * self.devices_per_host
+
+    def sheet(self, kind: str) -> DeviceSheet | None:
+        """Return the data sheet of a device kind; None if there is none, as for CPUs."""
+        return self.sheets.get(kind) or SHEETS.get(kind)
 
     @property
     def overlaps(self) -> bool:
@@ -181,6 +192,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         alpha=join(cluster.alpha, np.max),
         samples=join(cluster.samples, np.min),
         measured=None,
+        sites=tuple(cluster.sites[i] for i in first) if cluster.sites else (),
         parts=cluster,
     )
 
@@ -222,4 +234,5 @@ def of_hosts(cluster: Cluster, names: Sequence[str]) -> Cluster:
         samples=cluster.samples[:, grid[0], grid[1]],
         measured=None if cluster.measured is None else cluster.measured[grid],
         compute=tuple(row for row in cluster.compute if row["kind"] in kinds),
+        sites=tuple(cluster.sites[i] for i in where) if cluster.sites else (),
     )

@@ -5,7 +5,10 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
     {"version": 1, "name": "...", "source": "where the figures are from",
      "hosts": 16,                      or a list of names, as `hostname` prints them
      "devices_per_host": 8,
-     "device": "a100-80gb",            a GPU of paxtrain/devices/gpus.py, or "cpu"; or a list, one per host
+     "device": "a100-80gb",            a device of `devices` or of device_sheets.py, or "cpu"; or a list, one per host
+     "devices": {"mine": {...}},       devices of one's own by name: peak_flops (bfloat16), bandwidth and memory, and if
+                                       known single_flops (half of peak_flops), capability ([8, 0]) and sms; optional
+     "sites": [0, 0, 1, 1],            the site of each host; optional
      "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
      "nics": 1,                        flows that leave a host, and enter it, at full speed; more share
      "fan_out": 1,                     hosts with which a host exchanges data at once, each at its link's full speed;
@@ -20,13 +23,15 @@ the diagonal for two devices of one host. It is written in one of three ways:
                                        "measured", [H][H] true or false: the link was measured, or follows from others
     {"npz": "links.npz"}               the same as arrays of a file beside the JSON
     {"inside": {"alpha": x, "bandwidth": x}, "between": {...}, "racks": [0, 0, 1, ...], "across": {...},
+     "sites": {...},
      "exceptions": [{"from": "n3", "to": "*", "alpha": x, "bandwidth": x}, ...]}
-                                       a class each for pairs in a host, between hosts and across racks; `from` and `to`
-                                       are host names, lists of them or "*"
+                                       a class each for pairs in a host, between hosts, across racks and between sites;
+                                       `from` and `to` are host names, lists of them or "*"
 
 This module knows the fields of a `Cluster` by their names; `Cluster.load` and `Cluster.save` call it.
 """
 
+import dataclasses
 import json
 import pathlib
 import zipfile
@@ -41,8 +46,8 @@ from paxtrain import files
 from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
-from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
+from planner.cluster.device_sheets import SHEETS, DeviceSheet
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
@@ -54,7 +59,7 @@ _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _REQUIRED = ("hosts", "devices_per_host", "device", "links")
-_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "compute")
+_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "devices", "sites", "compute")
 _Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
@@ -74,6 +79,8 @@ class Fields(TypedDict):
     measured: np.ndarray | None
     compute: tuple[dict[str, Any], ...]
     named: bool
+    sheets: Mapping[str, DeviceSheet]
+    sites: tuple[int, ...]
 
 
 def read(name: str | pathlib.Path) -> Fields:
@@ -123,12 +130,15 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         raise UserError(f"hosts must be a list of names or a number up to {_MOST:,}, got {values['hosts']:,}")
     hosts = _hosts(values["hosts"])
     per_host = _integer("devices_per_host", values["devices_per_host"])
-    kinds = tuple(_kind(value) for value in _per_host("device", values["device"], len(hosts)))
+    sheets = _sheets(values.get("devices", {}))
+    kinds = tuple(_kind(value, sheets) for value in _per_host("device", values["device"], len(hosts)))
     if "memory" not in values and "cpu" in kinds:
         raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
-    memory = values.get("memory", [GPUS[kind].memory for kind in kinds] if "memory" not in values else None)
+    known = {**SHEETS, **sheets}
+    memory = values.get("memory", [known[kind].memory for kind in kinds] if "memory" not in values else None)
     memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
-    alpha, samples, measured = _links(values["links"], hosts, folder)
+    sites = _sites(values.get("sites"), len(hosts))
+    alpha, samples, measured = _links(values["links"], hosts, folder, sites)
     compute = _compute(values.get("compute", []), kinds)
     name = str(values.get("name", "cluster"))
     if not all(text.isprintable() for text in (name, *hosts)):
@@ -149,6 +159,8 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "measured": measured,
         "compute": compute,
         "named": isinstance(values["hosts"], list),
+        "sheets": sheets,
+        "sites": sites,
     }
 
 
@@ -177,11 +189,42 @@ def _at_least_one(name: str, value: object) -> float:
     return number
 
 
-def _kind(value: object) -> str:
+def _kind(value: object, sheets: Mapping[str, DeviceSheet]) -> str:
     """Return a kind of device, which must be known."""
-    if not isinstance(value, str) or (value not in GPUS and value != "cpu"):
-        raise UserError(f"device must be one of {', '.join(GPUS)} or cpu, got {value!r}")
+    known = (*sheets, *SHEETS)
+    if not isinstance(value, str) or (value not in known and value != "cpu"):
+        raise UserError(f"device must be one of {', '.join(known)} or cpu, or be described in devices, got {value!r}")
     return value
+
+
+def _sheets(value: object) -> dict[str, DeviceSheet]:
+    """Return the devices that a file describes itself, by name."""
+    if not isinstance(value, dict) or not all(isinstance(entry, dict) for entry in value.values()):
+        raise UserError(f'devices must be an object such as {{"mine": {{"peak_flops": 1e14, ...}}}}, got {value!r}')
+    found = {}
+    for name, entry in value.items():
+        if not name.isprintable() or name in ("", "cpu", *SHEETS):
+            raise UserError(f"devices: {name!r} must be a name of its own; known already are cpu, {', '.join(SHEETS)}")
+        _only(entry, ("peak_flops", "single_flops", "bandwidth", "memory", "capability", "sms"), f"devices.{name}.")
+        missing = [key for key in ("peak_flops", "bandwidth", "memory") if key not in entry]
+        if missing:
+            raise UserError(f"devices.{name} lacks {', '.join(missing)}; needed are peak_flops, bandwidth and memory")
+        rates = {key: _number(f"devices.{name}.{key}", entry[key]) for key in ("peak_flops", "bandwidth", "memory")}
+        single = _number(f"devices.{name}.single_flops", entry.get("single_flops", rates["peak_flops"] / 2))
+        capability = entry.get("capability", [8, 0])
+        if not (isinstance(capability, list) and len(capability) == 2 and all(type(n) is int for n in capability)):
+            raise UserError(f"devices.{name}.capability must be two integers such as [8, 0], got {capability!r}")
+        sms = _integer(f"devices.{name}.sms", entry["sms"]) if "sms" in entry else 0
+        found[name] = DeviceSheet(single_flops=single, capability=(capability[0], capability[1]), sms=sms, **rates)
+    return found
+
+
+def _sites(value: object, hosts: int) -> tuple[int, ...]:
+    """Return the site of each host, numbered from 0 in the order in which they come; empty if there is one."""
+    if value is None:
+        return ()
+    names = [str(site) for site in _per_host("sites", value, hosts)]
+    return tuple(list(dict.fromkeys(names)).index(name) for name in names) if len(set(names)) > 1 else ()
 
 
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
@@ -226,7 +269,7 @@ def _per_host(name: str, value: object, hosts: int) -> list[object]:
 
 
 def _links(
-    links: object, hosts: tuple[str, ...], folder: pathlib.Path
+    links: object, hosts: tuple[str, ...], folder: pathlib.Path, sites: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return alpha [H, H], samples [R, H, H], and which links were measured [H, H]; None: all."""
     if not isinstance(links, dict):
@@ -241,7 +284,7 @@ def _links(
             raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
         _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
     elif "between" in links or "inside" in links:
-        return *_classes(links, hosts), None
+        return *_classes(links, hosts, sites), None
     else:
         _only(links, ("alpha", "bandwidth", "measured"))
         given = links
@@ -291,9 +334,17 @@ def _matrix(name: str, value: object, hosts: tuple[str, ...], zero: bool) -> np.
     return array
 
 
-def _classes(links: Mapping[str, object], hosts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return alpha [H, H] and one sample of the bandwidth [1, H, H] of links that are given by classes."""
-    _only(links, ("inside", "between", "racks", "across", "exceptions"))
+def _classes(
+    links: Mapping[str, object], hosts: tuple[str, ...], sites: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return alpha [H, H] and one sample of the bandwidth [1, H, H] of links that are given by classes.
+
+    Args:
+        links: the classes.
+        hosts: names of the hosts.
+        sites: site of each host; empty: there is one.
+    """
+    _only(links, ("inside", "between", "racks", "across", "sites", "exceptions"))
     size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
     alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
 
@@ -316,6 +367,11 @@ def _classes(links: Mapping[str, object], hosts: tuple[str, ...]) -> tuple[np.nd
     if "racks" in links:
         racks = np.array([str(rack) for rack in _per_host("links.racks", links["racks"], size)])
         put("across", links["across"], racks[:, None] != racks[None])
+    if ("sites" in links) != bool(sites):
+        raise UserError("links.sites needs two sites or more in sites, and they need it; give both or neither")
+    if sites:
+        site = np.array(sites)
+        put("sites", links["sites"], site[:, None] != site[None])
     diagonal = np.diag_indices(size)
     put("inside", links["inside"], diagonal)
 
@@ -377,4 +433,8 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         "links": links,
         "compute": list(fields["compute"]),
     }
+    if fields["sheets"]:
+        values["devices"] = {name: dataclasses.asdict(sheet) for name, sheet in fields["sheets"].items()}
+    if fields["sites"]:
+        values["sites"] = list(fields["sites"])
     files.write(path, json.dumps(values, indent=1) + "\n")

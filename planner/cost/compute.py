@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
+from planner.cluster.device_sheets import SHEETS, DeviceSheet
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
@@ -60,7 +60,7 @@ def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
 
 def sheet(
     model: ModelConfig,
-    kind: str,
+    device: DeviceSheet,
     tensor: int,
     micro_batch: int,
     save: str,
@@ -76,7 +76,7 @@ def sheet(
 
     Args:
         model: model to train.
-        kind: device kind.
+        device: data sheet.
         tensor: T.
         micro_batch: sequences of a micro-batch.
         save: PipelineConfig.save.
@@ -84,10 +84,10 @@ def sheet(
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
     """
-    gpu, item = GPUS[kind], ITEM[model.dtype]
+    item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence, model.hidden
-    flops = (gpu.peak_flops if model.dtype == "bfloat16" else gpu.sms * gpu.fpus * 2e9 * gpu.clock) * shares.matmul
-    memory = gpu.bandwidth * shares.memory
+    flops = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
+    memory = device.bandwidth * shares.memory
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
 
     def launched(seconds: float, times: float) -> float:
@@ -206,25 +206,25 @@ def layer(
         UserError: a kind without a data sheet has no profile.
     """
     inside = _inside(cluster, kind)
-    named = _CPU if kind == "cpu" else kind
+    device = cluster.sheet(kind) or SHEETS[_CPU]
     groups = _groups(cluster, kind)
     if not groups:
         if kind == "cpu":
             raise UserError("a cluster of device cpu has no data sheet to go by; measure it: python -m planner.profile")
-        return sheet(model, kind, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
+        return sheet(model, device, tensor, micro_batch, save, inside, cluster.shares, sequence_parallel)
     shape = (*profiled(model), tensor, save)
     nearest = min(groups, key=lambda other: _distance(shape, other))
     rows = groups[nearest]
     times = [name for name in (*TIMES, *PARTS) if name in rows]
     measured = {name: _affine(micro_batch, rows["micro_batch"], rows[name]) for name in times}
-    here = sheet(model, named, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
+    here = sheet(model, device, tensor, micro_batch, save, inside, sequence_parallel=sequence_parallel)
     if nearest != shape or sequence_parallel:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
         other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
         measured_inside = _inside(cluster.parts or cluster, kind)
-        there = sheet(other, named, other_tensor, micro_batch, other_save, measured_inside)
+        there = sheet(other, device, other_tensor, micro_batch, other_save, measured_inside)
         measured = {name: value * getattr(here, name) / getattr(there, name) for name, value in measured.items()}
     # If the backward was measured whole, its parts have the data sheet's shares.
     parts = {name: measured["backward"] * getattr(here, name) / here.backward for name in PARTS}

@@ -8,7 +8,8 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
     optimizer     Adam's two moments, sharded like the weights; in groups also the shared weights and their momentum
     gradients     float32 accumulators, whole
     activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
-    buffers       messages and their rings, and the largest workspace: of the head or of a backward
+    messages      messages between stages and their rings
+    workspace     the largest of what the head and a backward take while they run
     compression   states of the codecs
 """
 
@@ -110,7 +111,8 @@ class Memory:
     optimizer: Column
     gradients: Column
     activations: Column
-    buffers: Column
+    messages: Column
+    workspace: Column
     compression: Column
 
     @property
@@ -395,7 +397,8 @@ def analytic(shape: Shape) -> Memory:
         optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
         gradients=_ACCUMULATOR * whole * adds,
         activations=ring_slots(shape) * of_stage,
-        buffers=_messages(shape) + np.maximum(_head(shape), _backward(shape)),
+        messages=_messages(shape),
+        workspace=np.maximum(_head(shape), _backward(shape)),
         compression=_codec_state(shape),
     )
 
@@ -420,6 +423,7 @@ def per_stage(config: Config, capability: tuple[int, int] = (9, 0)) -> Memory:
         optimizer=allocated.optimizer * used,
         gradients=allocated.gradients * used,
         activations=allocated.activations * in_use * of_layers,
-        buffers=np.where(s == stages - 1, allocated.buffers, _messages(shape) + _backward(shape)),
+        messages=np.full(stages, allocated.messages, float),
+        workspace=np.where(s == stages - 1, allocated.workspace, _backward(shape)),
         compression=np.full(stages, allocated.compression, float),
     )

@@ -21,6 +21,7 @@ from paxtrain.config import (
     to_dict,
 )
 from paxtrain.config import plan as plans
+from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
@@ -33,7 +34,7 @@ from planner.placement.gain import gain
 from planner.planning import to_plan
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
-from planner.report import contents, losses, page, text
+from planner.report import answers, contents, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
@@ -97,7 +98,7 @@ class Plans:
 
     def text(self) -> str:
         """Return the report for a terminal: the table of the ranked plans, and sentences about the recommended one."""
-        return text.text(self.report)
+        return "\n".join([text.text(self.report), *answers.lines(self.report)])
 
     def html(self) -> str:
         """Return the report with its figures as an HTML page."""
@@ -132,6 +133,7 @@ class Plans:
             "fitting": made.outcome.fitting,
             "simulated": made.outcome.simulated,
             "search_seconds": made.outcome.seconds,
+            **answers.json(made),
             "sources": made.sources,
             "command": made.command,
         }
@@ -198,15 +200,8 @@ def plan_sections(
     Raises:
         UserError: the planner does not support the configuration, or no plan fits.
     """
-    model, pipeline, batch, compress = sections(values)
-    if options.tensor_hosts > 1:
-        cluster = clusters.merged(cluster, options.tensor_hosts)
-    batch_size = global_batch or batch.global_batch
-    codecs = coded(compress)
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs)
-    limits = options.budget(compress.error, pipeline.scan_layers, codecs)
-    search = Search(cluster, model, batch_size, choices, limits, options.search())
-    planning = _Planning(search, compress, values, batch_size, say)
+    search, compress = search_for(values, cluster, options, global_batch), sections(values)[-1]
+    planning = _Planning(search, compress, values, search.global_batch, say)
     outcome = search.run(progress=say)
     chosen = outcome.ranked[0]
     rows: tuple[contents.OracleRow, ...] = ()
@@ -216,13 +211,34 @@ def plan_sections(
         outcome = dataclasses.replace(outcome, ranked=ranked)
     near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
     say("comparing")
-    offered = () if options.kinds(codecs) else offers(search, options.data_ranks)
+    offered = () if options.kinds(search.coded) else offers(search, options.data_ranks)
     made = dataclasses.replace(planning.report(outcome, chosen, rows, explained), nearby=near, offers=offered)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
         report=made,
     )
+
+
+def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_batch: int = 0) -> Search:
+    """Return the search for a configuration on a cluster, which has bounded all candidates and simulated none.
+
+    Args:
+        values: sections of the configuration, nested.
+        cluster: cluster to plan for.
+        options: options of the choice and of the search.
+        global_batch: sequences per step; 0 for the configuration's.
+
+    Raises:
+        UserError: the planner does not support the configuration, or no mesh divides the model and the batch.
+    """
+    model, pipeline, batch, compress = sections(values)
+    if options.tensor_hosts > 1:
+        cluster = clusters.merged(cluster, options.tensor_hosts)
+    codecs = coded(compress)
+    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs)
+    limits = options.budget(compress.error, pipeline.scan_layers, codecs)
+    return Search(cluster, model, global_batch or batch.global_batch, choices, limits, options.search())
 
 
 def _ranked(found: Found) -> RankedPlan:
@@ -237,6 +253,11 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
         UserError: the options demand it, but jax has no CUDA plugin.
     """
     if wanted == "no" or "cpu" in cluster.kinds:
+        return False
+    unknown = sorted(set(cluster.kinds) - set(GPUS))
+    if unknown:
+        if wanted == "yes":
+            raise UserError(f"--oracle=yes compiles for {', '.join(GPUS)}, but not for {unknown[0]}; use --oracle=no")
         return False
     from planner.memory import compiled  # here, since it imports jax, which takes long
 
@@ -399,6 +420,7 @@ class _Planning:
             oracle=rows,
             explained=tuple(explain.neighbours(search, chosen, self.global_batch)) if reasons else (),
             command=shlex.join(["python", *sys.orig_argv[1:]]),
+            gain=search.options.gain,
         )
 
     def sources(self, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The planner's report: its contents, the text for a terminal, and an HTML page with figures.
 
-    contents.py                     what the report says
-    text.py page.py                 for a terminal; as an HTML page
+    contents.py questions.py        what the report says, of the plan and of further questions
+    text.py answers.py page.py      for a terminal; further questions; as an HTML page
     losses.py                       losses that the study saw for kinds of compression
     drawings.py gantt.py svg.py     the page's figures
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from paxtrain.config import ModelConfig
-from paxtrain.devices.gpus import GPUS
 from paxtrain.run.metrics import flops_per_token
 from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step
+from planner.report.questions import FreeChoice, Scaling, WhatIf
 from planner.search.baselines import Comparison
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome
@@ -81,6 +81,10 @@ class Report:
         offers: plans with each kind of compression, if none was asked for.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
+        gain: share of the step that each kind of compression must gain, by which compressed plans are handicapped.
+        free_choice: the plan of a free choice; None: it was not asked for.
+        scaling: what more hosts bring; None: it was not asked for.
+        what_ifs: plans for a cluster that is changed.
     """
 
     cluster: Cluster
@@ -100,6 +104,10 @@ class Report:
     offers: tuple[Offer, ...] = ()
     explained: tuple[str, ...] = ()
     command: str = ""
+    gain: float = 0.01
+    free_choice: FreeChoice | None = None
+    scaling: Scaling | None = None
+    what_ifs: tuple[WhatIf, ...] = ()
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -118,9 +126,10 @@ class Report:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilization of the chosen plan, 0 to 1; None: a device has no data sheet."""
-        if not set(self.cluster.kinds) <= set(GPUS):
+        sheets = [self.cluster.sheet(kind) for kind in self.cluster.kinds]
+        if None in sheets:
             return None
-        peak = sum(GPUS[kind].peak_flops for kind in self.cluster.kinds) * self.cluster.devices_per_host
+        peak = sum(sheet.peak_flops for sheet in sheets if sheet) * self.cluster.devices_per_host
         return self.tokens_per_second(self.chosen.seconds) * flops_per_token(self.model) / peak
 
     @property

@@ -28,7 +28,11 @@ _NAMED = 32  # largest number of hosts whose names are written
 def gains(report: Report, width: float = 1080) -> str:
     """Draw how much longer a step takes with other ways to plan."""
     others, noise = report.comparisons, report.noise
-    pitch, left, right = 40, 400, 190
+    pitch, left = 40, 400
+    words = [f"{percent(slower(report, other))}  ·  {duration(other.seconds)}" for other in others]
+    if noise:
+        words[0] += f"  ·  {100 * noise.gain:.2f} ± {100 * noise.std:.2f}% by sample"
+    right = max(width_of(x, 12) for x in words) + 24
     svg = Svg(width, pitch * len(others) + 34, "Step time of other ways to plan, relative to the chosen plan")
     values = [100 * slower(report, other) for other in others]
     spread = [100 * (noise.gain + noise.std), 100 * (noise.gain - noise.std)] if noise else []
@@ -41,7 +45,7 @@ def gains(report: Report, width: float = 1080) -> str:
     for tick in ticks(low, high, 6):
         svg.line(at(tick), 0, at(tick), bottom, GRID if tick else SOFT)
         svg.text(at(tick), bottom + 15, f"{tick:+g}%" if tick else "chosen plan", 11, "middle")
-    for i, (other, value) in enumerate(zip(others, values)):
+    for i, (other, value, said) in enumerate(zip(others, values, words)):
         y, end = i * pitch + 6, at(value)
         svg.text(left - 14, y + 13, other.name, 13, "end", INK, font_weight=600)
         svg.text(left - 14, y + 28, other.what, 11, "end")
@@ -55,8 +59,7 @@ def gains(report: Report, width: float = 1080) -> str:
                 fill="none",
             )
             end = max(end, *whisker)
-        words = f"{percent(value / 100)}  ·  {duration(other.seconds)}"
-        svg.text(max(end, at(0)) + 9, y + 18, words, 12, fill=INK)
+        svg.text(max(end, at(0)) + 9, y + 18, said, 12, fill=INK)
     return str(svg)
 
 
@@ -266,14 +269,31 @@ def pareto(points: Array) -> Array:
     return order[np.concatenate([[True], order[1:, 1] < least[:-1]])]
 
 
+_ZOOM = 1.3  # times the chosen step that the picture goes to, at least
+
+
+def shown(report: Report) -> tuple[Array, int, bool]:
+    """Return the points of `trade`, [n, 2], how many slower ones are left out, and whether seconds need a log axis.
+
+    Plans that differ little are what one chooses from; those that take much longer would push them into a corner.
+    """
+    ranked = np.array([(f.seconds, f.memory) for f in report.outcome.ranked])
+    simulated = report.outcome.points.reshape(-1, 2)
+    # Some slower plans save memory: as much of the front belongs into the picture as twice the chosen step's time has.
+    front = pareto(np.concatenate([simulated, ranked]))[:, 0]
+    chosen = report.chosen.seconds
+    last = max(_ZOOM * chosen, float(ranked[:, 0].max()), float(front[front <= 2 * chosen].max(initial=0.0)))
+    kept = simulated[simulated[:, 0] <= last * (1 + 1e-9)]
+    points = np.concatenate([kept, ranked])
+    return points, len(simulated) - len(kept), bool(points[:, 0].max() > 5 * points[:, 0].min())
+
+
 def trade(report: Report, width: float = 1080) -> str:
     """Draw step time against memory of all simulated candidates, their Pareto front, and the ranked plans."""
-    ranked = np.array([(f.seconds, f.memory) for f in report.outcome.ranked])
-    points = np.concatenate([report.outcome.points.reshape(-1, 2), ranked])
+    points, slower, logarithmic = shown(report)
     left, right, top, height = 56, 16, 34, 330
     seconds = points[:, 0]
     low, high = float(seconds.min()), float(seconds.max())
-    logarithmic = high > 5 * low
     scaled = np.log if logarithmic else np.asarray
     margin = 0.06 * low if logarithmic else max(0.04 * (high - low), 0.01 * low)
     low, high = low - margin, high + margin
@@ -317,7 +337,9 @@ def trade(report: Report, width: float = 1080) -> str:
             svg.path(d, fill="#ffffff", stroke=_MAIN, stroke_width="1.8")
     svg.path(_dot(*mine, 7), fill=_ACCENT, stroke="#ffffff", stroke_width="2")
     svg.text(mine[0] + 9, mine[1] - 11, "chosen", 13, fill=_ACCENT, font_weight=700, **HALO)
-    _trade_legend(svg, left, len(report.outcome.points))
+    _trade_legend(svg, left, len(points) - len(report.outcome.ranked))
+    if slower:
+        svg.text(width - right, top - 10, f"{slower:,} slower ones are to the right of the picture", 11, "end")
     return str(svg)
 
 

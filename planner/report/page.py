@@ -5,25 +5,27 @@ import itertools
 
 import numpy as np
 
-from planner.report import drawings, gantt
+from planner.report import answers, drawings, gantt
 from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
     HEADS,
     WORDS,
-    compresses,
     compression_words,
+    count,
     lossy_words,
     memory_words,
     mesh,
     nearby_words,
     noise_words,
     oracle_words,
+    ranking_words,
     schedule,
     share,
     stage_layers,
     statistics,
     table,
+    terms,
     tokens,
 )
 
@@ -53,7 +55,15 @@ td .bar { display: inline-block; height: 9px; background: #2f6f9f; border-radius
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 20px; margin: 10px 0; }
 dt { font-weight: 600; } dd { margin: 0; }
 code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+ul.terms { margin: 4px 0 14px; padding-left: 18px; color: #5c6670; font-size: 13px; }
 .note { border-left: 3px solid #d55e00; padding: 2px 0 2px 12px; color: #22272e; }
+@media screen and (max-width: 760px) {
+  main { padding: 18px 14px 32px; } h1 { font-size: 21px; } h2 { margin-top: 30px; }
+  .tiles { grid-template-columns: 1fr 1fr; } .tile { padding: 8px 10px; } .tile b { font-size: 19px; }
+  .wide svg { width: 860px; max-width: none; }
+  .scroll { margin-right: -14px; padding-right: 14px; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 10px; }
+}
 @media print {
   body { background: #fff; font-size: 11px; }
   main { padding: 0; max-width: none; }
@@ -72,26 +82,29 @@ code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monosp
 def page(report: Report) -> str:
     """Return the whole page as HTML."""
     c, model, cluster = report.chosen.candidate, report.model, report.cluster
-    title = f"A plan for {model.parameter_count() / 1e9:.3g}B parameters on {cluster.devices:,} devices"
+    title = f"A plan for {count(model.parameter_count())} parameters on {cluster.devices:,} devices"
     schedule_chart, schedule_words = gantt.gantt(report)
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
     sections = [
-        ("What the plan gains", _gains_words(report), drawings.gains(report) if report.comparisons else ""),
+        ("What the plan gains", _gains_words(report), _wide(drawings.gains(report)) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
+        ("As asked, and by a free choice", answers.free_choice_words(report), "") if report.free_choice else _NOTHING,
+        ("What more hosts bring", answers.knee_words(report.scaling), _scaling(report)) if report.scaling else _NOTHING,
+        ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
         ("Near by", _sentences(nearby_words(report)), ""),
         ("Compression", _sentences(lossy_words(report)), ""),
-        ("Links before and after placement", links_words, links_chart),
-        ("One training step", schedule_words, schedule_chart),
+        ("Links before and after placement", links_words, _wide(links_chart)),
+        ("One training step", schedule_words, _wide(schedule_chart)),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
-        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", drawings.memory(report) + _oracle(report)),
-        ("Step time against memory", _TRADE_WORDS, drawings.trade(report)),
+        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _wide(drawings.memory(report)) + _oracle(report)),
+        ("Step time against memory", _TRADE_WORDS, _wide(drawings.trade(report))),
         ("Why not another plan?", "", _explained(report)),
         ("Where the figures come from", "", _sources(report)),
     ]
     body = "\n".join(
         f"<section><h2>{name}</h2>{f'<p>{html.escape(words)}</p>' if words else ''}{inner}</section>"
         for name, words, inner in sections
-        if inner or (words and name in ("Near by", "Compression"))
+        if inner or (words and name in _OF_WORDS)
     )
     where = (
         f"{len(cluster.hosts):,} hosts x {cluster.devices_per_host} {', '.join(dict.fromkeys(cluster.kinds))}: "
@@ -100,9 +113,15 @@ def page(report: Report) -> str:
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><main>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>'
+        "<body><main>"
         f"<h1>{html.escape(title)}</h1><p>{html.escape(where)}</p>{_head(report)}{body}</main></body></html>\n"
     )
+
+
+def _wide(drawing: str) -> str:
+    """Return a drawing that a small screen scrolls sideways instead of making its words unreadable."""
+    return f'<div class="scroll wide">{drawing}</div>' if drawing else ""
 
 
 def _head(report: Report) -> str:
@@ -136,11 +155,8 @@ def _sentences(words: list[str]) -> str:
 
 
 def _search_words(report: Report) -> str:
-    handicap = "; compressed ones get a handicap, since compression changes training" * compresses(report)
-    return (
-        f"{statistics(report)}. Plans are ranked by step time{handicap}. "
-        "gap: distance to a lower bound over all plans that fit and all their placements."
-    )
+    ranking = ranking_words(report)
+    return f"{statistics(report)}." + (f" {ranking[0].upper()}{ranking[1:]}." if ranking else "")
 
 
 def _cells(cells: list[str], tag: str, words: tuple[int, ...]) -> str:
@@ -154,7 +170,35 @@ def _ranked(report: Report) -> str:
         f"<tr{' class=chosen' if found is report.chosen else ''}>{_cells(row, 'td', WORDS)}</tr>"
         for row, found in zip(table(report), report.outcome.ranked)
     )
-    return f'<div class="scroll"><table><tr>{_cells(list(HEADS), "th", WORDS)}</tr>{rows}</table></div>'
+    where = "".join(f"<li>{html.escape(words)}</li>" for words in terms(report))
+    heads = _cells(list(HEADS), "th", WORDS)
+    return f'<div class="scroll"><table><tr>{heads}</tr>{rows}</table></div><ul class="terms">{where}</ul>'
+
+
+_NOTHING = ("", "", "")
+_OF_WORDS = ("Near by", "Compression", "As asked, and by a free choice")  # sections without a drawing or a table
+_WHAT_IF_WORDS = (
+    "The plan for the cluster as it would be, and the step time that today's plan would have there, on the same hosts."
+)
+
+
+def _scaling(report: Report) -> str:
+    """Return the figure and the table of what more hosts bring."""
+    scaling = report.scaling
+    assert scaling is not None
+    rows = [
+        f"<tr{' class=chosen' if size is scaling.knee else ''}>{_cells(row, 'td', (7,))}</tr>"
+        for size, row in zip(scaling.sizes, answers.scaling_rows(scaling))
+    ]
+    heads = _cells(answers.scaling_heads(scaling), "th", (7,))
+    missing = "".join(f"<p>{n} hosts: {html.escape(why)}</p>" for n, why in scaling.missing)
+    table = f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
+    return _wide(answers.scaling_figure(scaling)) + table + missing
+
+
+def _what_ifs(report: Report) -> str:
+    rows = "".join(f"<tr>{_cells(row, 'td', (0, 4))}</tr>" for row in answers.what_if_rows(report))
+    return f'<div class="scroll"><table><tr>{_cells(answers.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
 
 
 _STAGE_WORDS = (

@@ -8,6 +8,7 @@ from planner.cost.step_time import Candidate
 from planner.report import losses
 from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration
+from planner.search.trials import Found
 
 WIDTH = 120  # columns of a terminal
 
@@ -31,6 +32,14 @@ def tokens(per_second: float) -> str:
         if per_second >= factor:
             return f"{per_second / factor:.3g}{prefix}"
     return f"{per_second:.3g}"
+
+
+def count(number: float) -> str:
+    """Return a number of parameters with three digits: "843 k", "125 M", "8.3 B"."""
+    for factor, prefix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= 0.9995 * factor:
+            return f"{number / factor:.3g}{prefix}"
+    return f"{number:g}"
 
 
 def mesh(candidate: Candidate) -> str:
@@ -93,12 +102,11 @@ HEADS = (
     "layers",
     "compress",
     "step s",
-    "tokens/s",
+    "tok/s",
     "GB",
     "gap %",
     "placed",
 )
-_HANDICAP = "; compression changes training, so compressed plans are ranked with a handicap"
 WORDS = (1, 3, 4, 6, 7, 12)  # columns of words, which are left-aligned
 
 
@@ -117,7 +125,7 @@ def table(report: Report) -> list[list[str]]:
                 "yes" if c.zero1 else "no",
                 stage_layers(c.counts, 12),
                 compression(c),
-                f"{found.seconds:.4g}",
+                step(report, found),
                 tokens(report.tokens_per_second(found.seconds)),
                 f"{found.memory / 1e9:.3g}",
                 f"{100 * gap(report, found):.1f}",
@@ -127,19 +135,61 @@ def table(report: Report) -> list[list[str]]:
     return rows
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def step(report: Report, found: Found) -> str:
+    """Return a plan's seconds a step, with the handicap with which it is ranked: "1.699 +1%"."""
+    more = found.score(report.gain) / found.seconds - 1
+    return f"{found.seconds:.4g}" + (f" +{100 * more:.3g}%" if more > 1e-9 else "")
+
+
+def ranking_words(report: Report) -> str:
+    """Return why a plan stands above a quicker one, if one does; else what the handicap is, if any plan has it."""
+    ranked, gain = report.outcome.ranked, report.gain
+    why = f"compression changes what is trained, so each kind of it must gain {percent(gain)[1:]} of the step (--gain)"
+    for above, found in enumerate(ranked):
+        below = [n for n, other in enumerate(ranked) if n > above and other.seconds < found.seconds * (1 - 1e-9)]
+        if below and found.score(gain) <= ranked[below[0]].score(gain):
+            n, other = below[0] + 1, ranked[below[0]]
+            return (
+                f"plan {above + 1} ({found.seconds:.4g} s) stands above plan {n} ({other.seconds:.4g} s), which "
+                f"compresses and counts as {other.score(gain):.4g} s: {why}"
+            )
+    if any(found.score(gain) > found.seconds * (1 + 1e-9) for found in ranked):
+        return f"a plan counts as longer by the percentage behind its seconds: {why}"
+    return ""
+
+
+_PLACED = {
+    "host order": "in the order of the hosts",
+    "layout": "devices in order, neighbors in a pipeline or in a data rank side by side",
+    "known": "tried on placements that were found for others of its mesh",
+    "climbed": "hosts exchanged as long as that gained",
+    "annealed": "hosts exchanged at random first, then as long as that gained",
+    "exact": "all placements were tried",
+}
+
+
+def terms(report: Report) -> list[str]:
+    """Return what the columns mean whose heads do not say it."""
+    sources = {found.placement.source for found in report.outcome.ranked}
+    memory = "by a formula (the closed form) that counts what the program allocates"
+    if report.oracle:
+        memory = f"of the plans that were compiled by the compiler, of the others {memory}"
+    return [
+        "gap %: how much longer the step is than a bound below which no plan can be; the best is somewhere between",
+        f"GB: memory of a device, {memory}",
+        *(f"placed {source}: {words}" for source, words in _PLACED.items() if source in sources),
+    ]
+
+
+def aligned(rows: list[list[str]], words: Sequence[int] = WORDS) -> list[str]:
+    """Return the lines of a table whose columns `words` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     between = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
     lines = [
-        between.join(cell.ljust(w) if i in WORDS else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        between.join(cell.ljust(w) if i in words else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
         for row in rows
     ]
     return [line.rstrip()[:WIDTH] for line in lines]
-
-
-def compresses(report: Report) -> bool:
-    """Return whether one of the ranked plans compresses something."""
-    return any(compression(found.candidate) != "none" for found in report.outcome.ranked)
 
 
 def headline(report: Report) -> str:
@@ -152,7 +202,7 @@ def headline(report: Report) -> str:
 
 def gains(report: Report) -> list[str]:
     """Return, in words, how much slower each comparison is than the chosen plan."""
-    return [f"{other.name} {percent(slower(report, other))}" for other in report.comparisons]
+    return [f"{other.name} {percent(slower(report, other))} ({other.what})" for other in report.comparisons]
 
 
 def noise_words(report: Report) -> str:
@@ -228,23 +278,26 @@ def text(report: Report) -> str:
     model, cluster = report.model, report.cluster
     kinds = ", ".join(dict.fromkeys(cluster.kinds))
     lines = [
-        f"{model.parameter_count() / 1e9:.3g}B parameters, global batch {report.global_batch}, on {cluster.name}: "
+        f"{count(model.parameter_count())} parameters, global batch {report.global_batch}, on {cluster.name}: "
         f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} {kinds}",
         "",
-        *_aligned([list(HEADS), *table(report)]),
+        *aligned([list(HEADS), *table(report)]),
         "",
-        *_labelled("chosen", headline(report)),
-        *_labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
-        *(line for words in lossy_words(report) for line in _labelled("lossy", words)),
-        *_labelled("noise", noise_words(report)),
-        *_labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
-        *_labelled("search", statistics(report) + _HANDICAP * compresses(report)),
-        *(line for words in nearby_words(report) for line in _labelled("nearby", words)),
+        *(line for words in terms(report) for line in labelled("where", words)),
+        "",
+        *labelled("chosen", headline(report)),
+        *labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
+        *(line for words in lossy_words(report) for line in labelled("lossy", words)),
+        *labelled("noise", noise_words(report)),
+        *labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
+        *(labelled("ranking", ranking_words(report)) if ranking_words(report) else ()),
+        *labelled("search", statistics(report)),
+        *(line for words in nearby_words(report) for line in labelled("nearby", words)),
     ]
     return "\n".join(lines)
 
 
-def _labelled(label: str, words: str) -> list[str]:
+def labelled(label: str, words: str) -> list[str]:
     """Return the words wrapped to the width of the terminal, with the label before the first line."""
     wrapped = textwrap.wrap(words, WIDTH - 8)
     return [f"{label if i == 0 else '':8}{line}" for i, line in enumerate(wrapped)]

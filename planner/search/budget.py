@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 
 from paxtrain.config import ModelConfig, scans
-from paxtrain.devices.gpus import GPUS
 from planner.cluster.cluster import Cluster
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
@@ -91,4 +90,5 @@ class Budget:
 
 def capability(cluster: Cluster) -> tuple[int, int]:
     """Return the least CUDA compute capability of the cluster's devices; (0, 0) without GPUs."""
-    return min(GPUS[kind].capability if kind in GPUS else (0, 0) for kind in cluster.kinds)
+    sheets = [cluster.sheet(kind) for kind in set(cluster.kinds)]
+    return min((0, 0) if sheet is None else sheet.capability for sheet in sheets)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.gpt2_125m import get_config
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 
@@ -22,6 +23,14 @@ def cluster(hosts: int = 4, per_host: int = 4, seed: int | None = 0, **changes: 
     return Cluster.parse(
         {"version": 1, "hosts": hosts, "devices_per_host": per_host, "device": "a100-80gb", "links": links} | changes
     )
+
+
+def values(**model: Any) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration of MODEL with a global batch of 64; `model` changes the model."""
+    found = get_config().to_dict()
+    found["model"] |= {**dataclasses.asdict(MODEL), **model}
+    found["batch"]["global_batch"] = 64
+    return found
 
 
 def placements(count: int, data: int, pipe: int, slots: int, seed: int = 0) -> np.ndarray:

@@ -107,6 +107,7 @@ def test_without_some_hosts_nothing_else_changes():
             links=links,
             compute=compute,
             nics=3,
+            sites=["west", "east", "west", "east"],
             name="lab",
             source="here",
         )
@@ -120,9 +121,10 @@ def test_without_some_hosts_nothing_else_changes():
             assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
-    kept = ("name", "source", "devices_per_host", "nics", "fan_out", "named", "shares", "parts")
+    kept = ("name", "source", "devices_per_host", "nics", "fan_out", "named", "shares", "parts", "sheets")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
-    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute"}
+    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites"}
+    assert left.sites == made.sites[1::2] == (1, 1)
     assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # no field is forgotten
     assert cluster.without(made, []).hosts == made.hosts
     assert cluster.without(Cluster.parse(values()), ["host1"]).measured is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paxtrain.model import transformer
 from planner.cluster.cluster import Cluster
+from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
 from planner.cost import link_seconds, step_time
 from planner.cost.step_time import Candidate, Problem
@@ -73,7 +74,7 @@ def test_sequence_parallelism_costs_gathers_in_the_backward(save, gathers):
 
     def backward(bandwidth: float, sequence: bool) -> float:
         inside = (0.0, bandwidth)
-        return costs.sheet(MODEL, "h100", 4, 2, save, inside, sequence_parallel=sequence).backward
+        return costs.sheet(MODEL, SHEETS["h100"], 4, 2, save, inside, sequence_parallel=sequence).backward
 
     slow, none = 1e9, 1e30
     travels = [backward(slow, sequence) - backward(none, sequence) for sequence in (False, True)]

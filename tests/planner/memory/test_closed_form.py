@@ -240,4 +240,4 @@ def test_no_stage_uses_more_than_is_allocated_and_the_deepest_ring_is_full(name)
     depth = float(closed_form.ring_depths(closed_form.of(c))[0])
     assert used.activations[0] == pytest.approx(float(allocated.activations) * depth / (depth + masked))
     assert used.weights[0] > used.weights[1] > used.weights[2]  # embedding and layers, layers, fewer layers
-    assert used.buffers[-1] == float(allocated.buffers)
+    assert used.workspace[-1] == float(allocated.workspace)

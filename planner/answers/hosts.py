@@ -1,0 +1,85 @@
+"""What more hosts bring: a plan for each number of hosts, with the same global batch."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from paxtrain.errors import UserError
+from planner.cluster.cluster import Cluster
+from planner.cluster.variants import resized
+from planner.planning.options import PlanOptions
+from planner.planning.planning import Plans, Values, plan_sections
+from planner.report.questions import Scaling, Size
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingOptions:
+    """The numbers of hosts to plan for, and what is told of them.
+
+    Attributes:
+        hosts: numbers of hosts.
+        tokens: tokens for which GPU hours and costs are told.
+        price: price of a device for an hour; 0: unknown.
+    """
+
+    hosts: tuple[int, ...]
+    tokens: float = 1e9
+    price: float = 0.0
+
+
+def scaling(
+    values: Values,
+    cluster: Cluster,
+    options: PlanOptions,
+    wanted: ScalingOptions,
+    global_batch: int = 0,
+    say: Callable[[str], None] = lambda _: None,
+) -> Plans:
+    """Return the plan at the knee of the numbers of hosts, whose report has all of them.
+
+    Args:
+        values: sections of the configuration, nested.
+        cluster: cluster, whose first hosts are taken, or as many more if all are alike.
+        options: options of the choice and of the search.
+        wanted: numbers of hosts, and what is told of them.
+        global_batch: sequences per step; 0 for the configuration's.
+        say: function that gets the name of each phase as it begins.
+
+    Raises:
+        UserError: no number of hosts has a plan, or the cluster cannot have that many.
+    """
+    plans: dict[int, Plans] = {}
+    missing: list[tuple[int, str]] = []
+    clusters = {count: resized(cluster, count) for count in sorted(set(wanted.hosts))}
+    for count, one in clusters.items():
+
+        def said(phase: str, count: int = count) -> None:
+            say(f"{count} hosts: {phase}")
+
+        without = dataclasses.replace(options, nearby=False)
+        try:
+            plans[count] = plan_sections(values, one, without, global_batch=global_batch, say=said)
+        except UserError as error:
+            missing.append((count, str(error)))
+    if not plans:
+        raise UserError(f"no number of hosts has a plan; with {missing[0][0]}: {missing[0][1]}")
+    sizes = tuple(_size(count, plan) for count, plan in plans.items())
+    found = Scaling(sizes, tuple(missing), wanted.tokens, wanted.price)
+    at_knee = plans[found.knee.hosts]
+    return dataclasses.replace(at_knee, report=dataclasses.replace(at_knee.report, scaling=found))
+
+
+def _size(hosts: int, plans: Plans) -> Size:
+    made = plans.report
+    return Size(hosts, made.cluster.devices, made.chosen, made.tokens_per_second(made.chosen.seconds))
+
+
+def counts(words: Sequence[str]) -> tuple[int, ...]:
+    """Return numbers of hosts from the words of a flag.
+
+    Raises:
+        UserError: one is no number from 1 to 100,000.
+    """
+    wrong = [word for word in words if not (word.isascii() and word.isdecimal() and 0 < int(word[:9]) <= 100_000)]
+    if wrong:
+        raise UserError(f"--hosts must be numbers from 1 to 100,000 joined by commas, as 2,4,8, got {wrong[0]!r}")
+    return tuple(map(int, words))

@@ -1,0 +1,47 @@
+"""What the planner needs to know of a device: its peak rates and its memory, from data sheets or a cluster's file.
+
+The GPUs of paxtrain/devices/gpus.py are known with all that a compiler needs. The consumer GPUs here are known by their
+data sheets only: plans are made for them, and their memory is not checked by a compiler. GeForce drivers let GPUs of a
+host exchange data through its memory only, so a cluster's file says what their links do.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from paxtrain.devices.gpus import GPUS, Gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSheet:
+    """A device, as its data sheet describes it.
+
+    Attributes:
+        peak_flops: FLOP/s of dense bfloat16 matrix products that add in float32.
+        single_flops: FLOP/s in float32.
+        bandwidth: bytes per second of its memory.
+        memory: bytes of its memory.
+        capability: CUDA compute capability, which decides on flash attention; (8, 0) or more has it.
+        sms: number of multiprocessors; 0: not known.
+    """
+
+    peak_flops: float
+    single_flops: float
+    bandwidth: float
+    memory: float
+    capability: tuple[int, int] = (8, 0)
+    sms: int = 0
+
+
+def _of(gpu: Gpu) -> DeviceSheet:
+    single = gpu.sms * gpu.fpus * 2e9 * gpu.clock
+    return DeviceSheet(gpu.peak_flops, single, gpu.bandwidth, gpu.memory, gpu.capability, gpu.sms)
+
+
+# NVIDIA's GA102, AD102 and GB202 white papers: bfloat16 tensor operations with float32 sums, without sparsity. The
+# memory is what drivers report.
+_CONSUMER = {
+    "rtx3090": DeviceSheet(71e12, 35.6e12, 936.2e9, 25_438_126_080, (8, 6), 82),
+    "rtx4090": DeviceSheet(165.2e12, 82.6e12, 1008e9, 25_757_220_864, (8, 9), 128),
+    "rtx5090": DeviceSheet(209.5e12, 104.8e12, 1792e9, 34_190_458_880, (12, 0), 170),
+}
+SHEETS: Mapping[str, DeviceSheet] = {**{kind: _of(gpu) for kind, gpu in GPUS.items()}, **_CONSUMER}

@@ -1,0 +1,104 @@
+"""Clusters like a given one: more or fewer hosts, other links, other devices."""
+
+import dataclasses
+
+import numpy as np
+
+from paxtrain.errors import UserError
+from planner.cluster.cluster import Cluster, between, of_hosts
+from planner.cluster.device_sheets import SHEETS
+
+
+def alike(cluster: Cluster) -> bool:
+    """Return whether all hosts have the same devices and all links between hosts the same rate and latency."""
+    apart = between(cluster)
+
+    def one(values: np.ndarray) -> bool:
+        return values.size == 0 or float(np.ptp(values)) <= 1e-9 * float(np.abs(values).max())
+
+    links = (cluster.alpha, cluster.samples.max(axis=0), cluster.samples.min(axis=0))
+    inside = all(one(np.diagonal(x)) for x in links)
+    pairs = np.concatenate([x[apart] for x in links[1:]])
+    return len(set(cluster.kinds)) == 1 and one(cluster.memory) and inside and one(cluster.alpha[apart]) and one(pairs)
+
+
+def resized(cluster: Cluster, hosts: int) -> Cluster:
+    """Return the cluster with so many hosts: its first ones, or more that are like them.
+
+    Args:
+        cluster: cluster that is not merged.
+        hosts: number of hosts, from 1 on.
+
+    Raises:
+        UserError: more hosts are asked for, but those that there are differ, or there is no link to go by.
+    """
+    count = len(cluster.hosts)
+    if hosts <= count:
+        return cluster if hosts == count else of_hosts(cluster, cluster.hosts[:hosts])
+    if count == 1 or not alike(cluster):
+        why = "has one host and so no link between hosts" if count == 1 else "has hosts or links that differ"
+        raise UserError(f"{hosts} hosts cannot be told from {cluster.name}, which {why}; name at most {count}")
+    names = (*cluster.hosts, *(f"like-{cluster.hosts[0]}-{n}" for n in range(1, hosts - count + 1)))
+    here = np.eye(hosts, dtype=bool)
+
+    def grown(x: np.ndarray) -> np.ndarray:
+        return np.where(here, x[..., :1, :1], x[..., :1, 1:2])
+
+    return dataclasses.replace(
+        cluster,
+        name=f"{cluster.name}, as {hosts} hosts",
+        hosts=names,
+        kinds=cluster.kinds[:1] * hosts,
+        memory=np.repeat(cluster.memory[:1], hosts),
+        alpha=grown(cluster.alpha),
+        samples=grown(cluster.samples),
+        measured=None,
+        sites=(),
+        named=False,
+    )
+
+
+def parts_of_a_host(cluster: Cluster, devices: int) -> Cluster:
+    """Return the host with the most memory alone, with some of its devices."""
+    best = int(np.argmax(cluster.memory))
+    return dataclasses.replace(of_hosts(cluster, [cluster.hosts[best]]), devices_per_host=devices)
+
+
+def with_links(cluster: Cluster, factor: np.ndarray | float = 1.0, more: np.ndarray | float = 0.0) -> Cluster:
+    """Return the cluster with other rates of its links.
+
+    Args:
+        cluster: cluster to change.
+        factor: factor on the bandwidths, a number or [H, H].
+        more: bytes/s added to them afterwards, likewise.
+
+    Raises:
+        UserError: nothing would be left of a link.
+    """
+    samples = cluster.samples * factor + more
+    if not (samples > 0).all():
+        least = cluster.samples[samples <= 0].min() * 8e-9
+        raise UserError(f"nothing would be left of a link of {least:.4g} Gbit/s; take less from the links")
+    return dataclasses.replace(cluster, samples=samples)
+
+
+def with_devices(cluster: Cluster, kind: str) -> Cluster:
+    """Return the cluster with other devices in the same hosts and on the same links.
+
+    Args:
+        cluster: cluster to change.
+        kind: a device of device_sheets.py or of the cluster's file.
+
+    Raises:
+        UserError: the kind is unknown, or the cluster's devices were measured, so that data sheets are no comparison.
+    """
+    sheet = cluster.sheet(kind)
+    if sheet is None:
+        raise UserError(f"{kind!r} is no known device; take one of {', '.join((*cluster.sheets, *SHEETS))}")
+    if cluster.compute:
+        raise UserError(
+            f"the devices of {cluster.name} were measured, and a data sheet's {kind} would be no fair comparison; "
+            "take a cluster's file without a compute profile"
+        )
+    count = len(cluster.hosts)
+    return dataclasses.replace(cluster, kinds=(kind,) * count, memory=np.full(count, float(sheet.memory)))

@@ -1,0 +1,113 @@
+"""An export of a plan for another trainer, and the order of its ranks.
+
+A plan's `device_order` has a device for each position of the mesh, counted over data, pipe and tensor. Other trainers
+count their ranks in an order of their own, and launchers put ranks on hosts. If the ranks of each host follow each
+other, a list of the hosts is enough (a hostfile). Otherwise each rank is named with its host (a rankfile of Open MPI).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paxtrain.config.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What is written for another trainer.
+
+    Attributes:
+        version: the trainer and the version whose parser takes it.
+        files: text of each file, by name.
+        command: how the trainer is started with them.
+        inexpressible: sentences on what the trainer does otherwise than the plan.
+    """
+
+    version: str
+    files: dict[str, str]
+    command: str
+    inexpressible: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a trainer: of each its position in the mesh and its device.
+
+    Attributes:
+        positions: [ranks, 3] data, pipe and tensor.
+        host: [ranks] number of the host.
+        device: [ranks] number of the device in the host.
+        names: names of the hosts.
+        per_host: devices of a host.
+    """
+
+    positions: np.ndarray
+    host: np.ndarray
+    device: np.ndarray
+    names: tuple[str, ...]
+    per_host: int
+
+    @property
+    def follow(self) -> bool:
+        """Return whether the ranks of each host follow each other, a host's devices at a time."""
+        return bool((self.host.reshape(-1, self.per_host) == self.host[:: self.per_host, None]).all())
+
+    def files(self) -> dict[str, str]:
+        """Return the table of all ranks, and a hostfile or a rankfile, by name."""
+        rows = [
+            f"{rank},{self.names[host]},{device},{','.join(map(str, position))}"
+            for rank, (host, device, position) in enumerate(zip(self.host, self.device, self.positions.tolist()))
+        ]
+        table = "\n".join(["rank,host,device,data,pipe,tensor", *rows]) + "\n"
+        if self.follow:
+            hosts = [f"{self.names[host]} slots={self.per_host}\n" for host in self.host[:: self.per_host]]
+            return {"ranks.csv": table, "hostfile": "".join(hosts)}
+        slots = [f"rank {n}={self.names[h]} slot={d}\n" for n, (h, d) in enumerate(zip(self.host, self.device))]
+        return {"ranks.csv": table, "rankfile": "".join(slots)}
+
+
+def ranks(plan: Plan, order: Sequence[str]) -> Ranks:
+    """Return the ranks of a plan.
+
+    Args:
+        plan: the plan.
+        order: "data", "pipe" and "tensor" in the order in which a trainer counts ranks, slowest first.
+    """
+    mesh, axes = plan.mesh, ("data", "pipe", "tensor")
+    shape = (mesh.data, mesh.pipe, mesh.tensor)
+    devices = np.array(plan.device_order or range(mesh.devices)).reshape(shape)
+    index = np.indices(shape)
+    turned = [axes.index(axis) for axis in order]
+    flat = devices.transpose(turned).ravel()
+    per_host = plan.devices_per_host or mesh.devices
+    names = plan.hosts or tuple(f"host{n}" for n in range(-(-mesh.devices // per_host)))
+    positions = np.stack([x.transpose(turned).ravel() for x in index], axis=1)
+    return Ranks(positions, flat // per_host, flat % per_host, names, per_host)
+
+
+def best_order(plan: Plan, orders: dict[str, Sequence[str]]) -> tuple[str, Ranks]:
+    """Return the first of some orders in which a host's ranks follow each other, or the first if none is so.
+
+    Args:
+        plan: the plan.
+        orders: orders of the axes, slowest first, by what chooses them.
+    """
+    found = [(flag, ranks(plan, order)) for flag, order in orders.items()]
+    return next((one for one in found if one[1].follow), found[0])
+
+
+def runs(counts: Sequence[int], write: Callable[[int, int], str]) -> str:
+    """Return equal neighbors of `counts` as `write(value, times)` of each run of them."""
+    return "".join(write(value, len(list(group))) for value, group in itertools.groupby(counts))
+
+
+def common(plan: Plan) -> list[str]:
+    """Return what no other trainer does: sentences about the plan's compression and its placement."""
+    found = []
+    if plan.compress.chosen("backward") != "none" or plan.compress.chosen("data") != "none":
+        found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
+    if not plan.hosts and plan.device_order and list(plan.device_order) != sorted(plan.device_order):
+        found.append("the plan's cluster has no names of hosts, so host0, host1, ... stand for those of its file")
+    return found

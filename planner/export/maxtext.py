@@ -1,0 +1,98 @@
+"""A plan as MaxText's settings, key=value as its pyconfig takes them.
+
+The mesh's axes are data, stage and tensor, slowest first, so ranks count as the plan's positions do.
+
+References:
+    AI-Hypercomputer/maxtext, maxtext/configs/base.yml, 0.2.5.
+"""
+
+from paxtrain.config import ModelConfig
+from paxtrain.config.plan import Plan
+from planner.export.exported import Exported, common, ranks
+
+_REMAT = {"inputs": "full", "layer_inputs": "full", "dots": "minimal", "residuals": "none"}
+
+
+def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
+    """Return a plan for MaxText.
+
+    Args:
+        plan: the plan.
+        model: the model that it is for.
+        layers: layers of each virtual stage, in the order of the model.
+    """
+    where = ranks(plan, ("data", "pipe", "tensor"))
+    settings = {**_model(model), **_parallel(plan, layers)}
+    text = "".join(f"{key}={_written(value)}\n" for key, value in settings.items())
+    start = "python -m maxtext.trainers.pre_train.train base.yml $(cat maxtext.args) run_name=... dataset_path=..."
+    said = (*common(plan), *_inexpressible(plan, layers))
+    return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, f"{start}, a process per host", said)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+
+
+def _model(model: ModelConfig) -> dict[str, object]:
+    """Return the settings of the model's shape."""
+    llama = model.family == "llama"
+    return {
+        "decoder_block": "llama2" if llama else "gpt3",
+        "base_emb_dim": model.hidden,
+        "base_num_query_heads": model.heads,
+        "base_num_kv_heads": model.key_value_heads,
+        "base_mlp_dim": model.ffn,
+        "base_num_decoder_layers": model.layers,
+        "head_dim": model.head_dim,
+        "mlp_activations": '["silu","linear"]' if llama else '["gelu"]',
+        "vocab_size": model.padded_vocab,
+        "logits_via_embedding": model.tied_head,
+        "max_target_length": model.sequence,
+        "dtype": model.dtype,
+    }
+
+
+def _parallel(plan: Plan, layers: tuple[int, ...]) -> dict[str, object]:
+    """Return the settings of the mesh, the batch and the layers of each stage."""
+    mesh, batch = plan.mesh, plan.batch
+    found: dict[str, object] = {
+        "hardware": "gpu",
+        "ici_data_parallelism": mesh.data,
+        "ici_fsdp_parallelism": 1,
+        "ici_pipeline_parallelism": mesh.pipe,
+        "ici_tensor_parallelism": mesh.tensor,
+        "dcn_data_parallelism": 1,
+        "shard_optimizer_over_data": mesh.zero1 and mesh.data > 1,
+        "remat_policy": _REMAT[plan.pipeline.save],
+    }
+    if mesh.sequence_parallel and mesh.tensor > 1:
+        found |= {"ici_tensor_parallelism": 1, "ici_tensor_sequence_parallelism": mesh.tensor}
+    micro_batches = batch.global_batch // mesh.data // batch.micro_batch
+    if mesh.pipe > 1:
+        return found | {
+            "per_device_batch_size": batch.global_batch / mesh.devices,
+            "num_pipeline_microbatches": micro_batches,
+            "num_layers_per_pipeline_stage": max(layers),
+            "scan_layers": False,
+        }
+    return found | {
+        "per_device_batch_size": batch.micro_batch / mesh.tensor,
+        "gradient_accumulation_steps": micro_batches,
+    }
+
+
+def _inexpressible(plan: Plan, layers: tuple[int, ...]) -> list[str]:
+    found = []
+    if plan.mesh.pipe > 1:
+        found.append(f"MaxText runs its circular pipeline, GPipe with repeats, instead of {plan.pipeline.table}")
+        if len(set(layers)) > 1:
+            found.append(f"MaxText has the same number of layers on all stages, not {','.join(map(str, layers))}")
+        if plan.batch.global_batch // plan.mesh.data // plan.batch.micro_batch % plan.mesh.pipe:
+            found.append(
+                "MaxText needs micro-batches that are a multiple of the stages; change micro_batch or the batch"
+            )
+    if plan.pipeline.save in ("inputs", "dots"):
+        found.append(f"save={plan.pipeline.save} becomes remat_policy={_REMAT[plan.pipeline.save]}, which comes near")
+    if plan.device_order and list(plan.device_order) != sorted(plan.device_order):
+        found.append("jax takes devices in the order of the processes, so start them in the order of ranks.csv")
+    return found

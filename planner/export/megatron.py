@@ -1,0 +1,107 @@
+"""A plan as Megatron-LM's flags.
+
+Ranks count tensor fastest, then data, then pipe; with --use-tp-pp-dp-mapping tensor, pipe, data.
+
+References:
+    NVIDIA/Megatron-LM, megatron/training/arguments.py, core_v0.16.
+"""
+
+from paxtrain.config import ModelConfig
+from paxtrain.config.plan import Plan
+from paxtrain.schedule.schedules import SPECS
+from planner.export.exported import Exported, best_order, common, runs
+
+_ORDERS = {"": ("pipe", "data", "tensor"), "--use-tp-pp-dp-mapping": ("data", "pipe", "tensor")}
+_SAVES = {
+    "inputs": "keeps only what a stage begins with; --recompute-num-layers of a whole stage comes near",
+    "dots": "keeps matrix products; selective recomputation keeps all but attention, which takes more memory",
+}
+
+
+def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
+    """Return a plan for Megatron-LM.
+
+    Args:
+        plan: the plan.
+        model: the model that it is for.
+        layers: layers of each virtual stage, in the order of the model.
+    """
+    mapping, where = best_order(plan, _ORDERS)
+    lines = [*_model(model), *_parallel(plan, layers), *_memory(plan, layers), *([mapping] if mapping else [])]
+    files = {"megatron.args": "\n".join(lines) + "\n", **where.files()}
+    nodes = len(where.host) // where.per_host
+    start = f"torchrun --nproc_per_node={where.per_host} --nnodes={nodes} ... pretrain_gpt.py $(cat megatron.args) ..."
+    if not where.follow:
+        start = f"mpirun -n {plan.mesh.devices} --rankfile rankfile python pretrain_gpt.py $(cat megatron.args) ..."
+    return Exported("Megatron-LM core_v0.16", files, start, (*common(plan), *_inexpressible(plan, model)))
+
+
+def _model(model: ModelConfig) -> list[str]:
+    """Return the flags of the model's shape."""
+    lines = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn}",
+        f"--num-attention-heads {model.heads}",
+        f"--seq-length {model.sequence}",
+        f"--max-position-embeddings {model.sequence}",
+        f"--make-vocab-size-divisible-by {model.vocab_multiple}",
+        "--attention-dropout 0.0",
+        f"--hidden-dropout {model.residual_dropout}",
+    ]
+    if model.key_value_heads != model.heads:
+        lines += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
+    if model.family == "llama":
+        lines += ["--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--position-embedding-type rope"]
+        lines += [f"--rotary-base {model.rope_theta:.0f}"]
+    if not model.tied_head:
+        lines.append("--untie-embeddings-and-output-weights")
+    return [*lines, *(["--bf16"] if model.dtype == "bfloat16" else [])]
+
+
+def _parallel(plan: Plan, layers: tuple[int, ...]) -> list[str]:
+    """Return the flags of the mesh, the batch and the layers of each stage."""
+    mesh, chunks = plan.mesh, plan.pipeline.virtual_stages
+    lines = [
+        f"--tensor-model-parallel-size {mesh.tensor}",
+        f"--pipeline-model-parallel-size {mesh.pipe}",
+        f"--micro-batch-size {plan.batch.micro_batch}",
+        f"--global-batch-size {plan.batch.global_batch}",
+    ]
+    if len(set(layers)) > 1:
+        stages = runs(layers, lambda value, times: "|".join([f"t*{value}"] * times) + "|").rstrip("|").split("|")
+        stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+        lines.append(f"--pipeline-model-parallel-layout {'|'.join(stages)}")
+    elif chunks > 1:
+        lines.append(f"--num-layers-per-virtual-pipeline-stage {layers[0]}")
+    if mesh.sequence_parallel and mesh.tensor > 1:
+        lines.append("--sequence-parallel")
+    if mesh.zero1 and mesh.data > 1:
+        lines.append("--use-distributed-optimizer")
+    lines.append("--grad-reduce-in-bf16" if mesh.reduce_dtype == "bfloat16" else "--accumulate-allreduce-grads-in-fp32")
+    return lines
+
+
+def _memory(plan: Plan, layers: tuple[int, ...]) -> list[str]:
+    """Return the flags of what is recomputed."""
+    whole = ["--recompute-granularity full", "--recompute-method uniform"]
+    return {
+        "inputs": [*whole, f"--recompute-num-layers {max(layers)}"],
+        "layer_inputs": [*whole, "--recompute-num-layers 1"],
+        "dots": ["--recompute-granularity selective"],
+        "residuals": [],
+    }[plan.pipeline.save]
+
+
+def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
+    found = []
+    spec = SPECS[plan.pipeline.table]
+    if plan.mesh.pipe > 1 and not spec.interleaves and plan.pipeline.table != "1f1b":
+        found.append(
+            f"Megatron-LM runs 1F1B instead of {plan.pipeline.table}, so its transfers are exposed differently"
+        )
+    if plan.pipeline.save in _SAVES:
+        found.append(f"save={plan.pipeline.save} {_SAVES[plan.pipeline.save]}")
+    if model.embedding_dropout != model.residual_dropout:
+        found.append("there is one --hidden-dropout for the embedding and the residual branches")
+    return found

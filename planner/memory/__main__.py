@@ -1,0 +1,38 @@
+"""Answer whether a model fits a cluster: python -m planner.memory --model=gpt_8b --cluster=a100_16x8.
+
+It prints whether it fits, what takes how much of a device's memory, on how few devices it would fit, and what to
+change. The flags of planner.plan that narrow a plan narrow what is looked at. The exit code is 1 if nothing fits.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from paxtrain.command_line import run
+from planner import planning_flags
+from planner.answers.memory import memory_answer
+
+HINT = "overrides are written --model.section.key=value"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read the model and the cluster, and answer."""
+    f = flags.FLAGS
+    values = planning_flags.decided_values()
+    answer = memory_answer(values, planning_flags.cluster(), planning_flags.options(oracle="no"), f.global_batch)
+    print(json.dumps(answer.json()) if f.json else answer.text())
+    if not answer.fits:
+        sys.exit(1)
+
+
+def define_flags() -> None:
+    """Define the flags of this main."""
+    planning_flags.define_inputs()
+    planning_flags.define_flags()
+    flags.DEFINE_bool("json", False, "Print the answer as one JSON object.")
+
+
+if __name__ == "__main__":
+    run(main, define_flags, hint=HINT)

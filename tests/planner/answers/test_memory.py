@@ -1,0 +1,87 @@
+"""The memory answer: its parts add up, it agrees with the search, and what it says would fit does."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from planner.answers.memory import memory_answer, use_of
+from planner.planning.options import PlanOptions
+from planner.planning.planning import search_for
+from tests import mains
+from tests.planner.examples import cluster, values
+
+OPTIONS = PlanOptions(compress=(), oracle="no")
+
+
+def test_the_parts_add_up_to_what_the_search_goes_by():
+    search = search_for(values(), cluster(2, 4), OPTIONS)
+    for i in range(0, len(search.space), 97):
+        use = use_of(search, i)
+        assert use.total == pytest.approx(search.bytes[i]) and use.margin > 0
+        assert min(use.parts.values()) >= 0 and use.parts["weights"] > 0
+
+
+def test_what_fits_is_counted_and_the_leanest_is_the_leanest():
+    some = cluster(2, 4, memory=6e9)
+    search, answer = search_for(values(), some, OPTIONS), memory_answer(values(), some, OPTIONS)
+    assert answer.fits and 0 < answer.fitting == int((search.bytes <= search.limit).sum()) < answer.candidates
+    assert answer.uses["leanest"].total == pytest.approx(search.bytes.min())
+    quickest = answer.uses["quickest by its bound"]
+    assert quickest.total <= answer.limit and quickest.bound == pytest.approx(search.bounds.min())
+    text = answer.text()
+    assert "it fits" in text and "optimizer state" in text and all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_the_fewest_devices_are_enough_and_half_of_them_are_not():
+    wide, some = values(hidden=2048, heads=16), cluster(4, 4, memory=9e9)
+    hosts, devices, use = memory_answer(wide, some, OPTIONS).fewest
+    assert (
+        hosts == 1
+        and devices in (1, 2, 4)
+        and use.candidate.data * use.candidate.pipe * use.candidate.tensor == devices
+    )
+    one = dataclasses.replace(cluster(1, devices, memory=9e9))
+    assert memory_answer(wide, one, OPTIONS).fits
+    if devices > 1:
+        assert not memory_answer(wide, cluster(1, devices // 2, memory=9e9), OPTIONS).fits
+
+
+def test_if_nothing_fits_what_would_is_told_and_does():
+    some = cluster(1, 4, memory=4e9)
+    answer = memory_answer(values(hidden=4096, heads=16, layers=24), some, OPTIONS)
+    assert not answer.fits and answer.fewest is None and list(answer.uses) == ["leanest"]
+    assert "it does not fit" in answer.text()
+    told = {change.what: change for change in answer.changes}
+    assert told["b200 instead"].bytes <= told["b200 instead"].limit
+    other = memory_answer(values(hidden=4096, heads=16, layers=24), cluster(1, 4, device="b200"), OPTIONS)
+    assert other.uses[next(iter(other.uses))].total <= other.limit
+
+
+def test_a_change_of_the_plan_saves_what_it_says():
+    some = cluster(2, 4)
+    asked = dataclasses.replace(OPTIONS, saves=("residuals",), data=(4,), pipe=(2,), tensor=(1,), micro_batch=(4,))
+    changes = {change.what: change for change in memory_answer(values(), some, asked).changes}
+    change = next(change for what, change in changes.items() if what.startswith("--saves="))
+    freed = dataclasses.replace(asked, saves=(next(what for what in changes if "saves" in what).partition("=")[2],))
+    assert change.bytes < memory_answer(values(), some, asked).uses["quickest by its bound"].total
+    assert change.bytes in [pytest.approx(float(size)) for size in search_for(values(), some, freed).bytes]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_the_command_answers_and_says_so_by_its_exit_code(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "cluster.json"
+    cluster(2, 4).save(path)
+    main = mains.load("planner.memory.__main__")
+    base = ["--model=configs/gpt2_125m.py", "--global_batch=32"]
+    assert mains.run(monkeypatch, main, *base, f"--cluster={path}", "--json") in (None, 0)
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["fewest"]["devices"] == 1
+    for plan in found["plans"].values():
+        assert sum(plan["bytes"].values()) + plan["margin"] == pytest.approx(plan["total"])
+    assert np.isfinite(found["limit_bytes"])
+    small = tmp_path / "small.json"
+    cluster(1, 1, memory=1e9).save(small)
+    assert mains.run(monkeypatch, main, *base, f"--cluster={small}") == 1
+    assert "it does not fit" in capsys.readouterr().out

@@ -1,0 +1,168 @@
+"""Further questions: more hosts, a cluster that changes, and the price of what flags fix."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from paxtrain.errors import UserError
+from planner.answers import free_choice, hosts, what_if
+from planner.cluster.variants import alike, resized, with_devices
+from planner.planning.options import PlanOptions
+from planner.planning.planning import plan_sections
+from planner.report import page
+from planner.report.questions import Scaling, Size
+from tests.planner.examples import cluster, values
+
+OPTIONS = PlanOptions(compress=(), oracle="no", nearby=False, top=2, placed=1, schedules=("1f1b",), saves=("dots",))
+
+
+# --- Clusters like a given one ----------------------------------------------------------------------------------------
+
+
+def test_hosts_are_added_only_if_all_are_alike():
+    equal, differing = cluster(4, 4, seed=None), cluster(4, 4)
+    assert alike(equal) and not alike(differing)
+    grown = resized(equal, 7)
+    assert len(set(grown.hosts)) == 7 and alike(grown) and not grown.named
+    assert (grown.bandwidth.diagonal() == 300e9).all() and grown.bandwidth[0, 6] == grown.bandwidth[6, 5] == 25e9
+    assert resized(differing, 3).hosts == differing.hosts[:3]
+    for some in (differing, cluster(1, 4)):
+        with pytest.raises(UserError, match="cannot be told from"):
+            resized(some, 8)
+
+
+def test_devices_that_were_measured_are_not_exchanged_for_a_data_sheet():
+    other = with_devices(cluster(2, 4), "h200")
+    assert other.kinds == ("h200",) * 2 and other.memory.min() > 150e9
+    with pytest.raises(UserError, match="no known device"):
+        with_devices(cluster(2, 4), "h900")
+
+
+# --- Changes as one writes them ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def named():
+    return dataclasses.replace(cluster(3, 4), hosts=("a", "b-1", "c"))
+
+
+def test_a_change_changes_what_it_names_and_nothing_else(named):
+    def factors(text: str) -> np.ndarray:
+        return what_if.changed(named, text).bandwidth / named.bandwidth
+
+    both = factors("link a-b-1 x 0.5")
+    expected = np.ones((3, 3))
+    expected[0, 1] = expected[1, 0] = 0.5
+    assert both == pytest.approx(expected)
+    one_way = factors("link a>b-1 x 0.5")
+    assert one_way[0, 1] == 0.5 and one_way[1, 0] == 1
+    assert factors("link *-c x 3") == pytest.approx(np.array([[1, 1, 3], [1, 1, 3], [3, 3, 1]]))
+    assert factors("network x 2") == pytest.approx(2 - np.eye(3))
+    more = what_if.changed(named, "network 100 Gbit/s  more").bandwidth - named.bandwidth
+    assert more == pytest.approx(12.5e9 * (1 - np.eye(3)))
+    assert what_if.changed(named, "link a-c 8 Gbit/s").bandwidth[2, 0] == pytest.approx(1e9)
+    assert what_if.changed(named, "without host b-1").hosts == ("a", "c")
+    assert what_if.changed(named, "devices h100").kinds == ("h100",) * 3
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("more of everything", "cannot be read; write"),
+        ("link a-d x 2", "names no two hosts"),
+        ("link a-a x 2", "is no link between two hosts"),
+        ("without d", "there is no host 'd'"),
+        ("without a,b-1,c", "all 3 hosts are left out"),
+        ("network x 0", "nothing would be left"),
+        ("network 900 Gbit/s less", "nothing would be left"),
+        ("devices h900", "no known device"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_one_sentence(named, text, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        what_if.changed(named, text)
+    assert str(error.value).startswith("--what_if=")
+
+
+def test_a_quicker_network_helps_and_a_lost_host_hurts():
+    some = cluster(4, 4)
+    today = plan_sections(values(), some, OPTIONS)
+    made = what_if.what_ifs(values(), some, OPTIONS, today, ["network x 8", "without host3", "network x 1"])
+    quick, fewer, same = made.report.what_ifs
+    assert quick.found.seconds <= quick.kept < today.report.chosen.seconds
+    assert fewer.kept is None and fewer.found.seconds > today.report.chosen.seconds
+    assert same.found.seconds == pytest.approx(today.report.chosen.seconds) == pytest.approx(same.kept)
+    assert "network x 8" in made.text() and "cannot run" in made.text()
+    assert "network x 8" in page.page(made.report) and len(made.json()["what_if"]) == 3
+
+
+# --- More hosts -------------------------------------------------------------------------------------------------------
+
+
+def test_each_number_of_hosts_has_its_own_plan():
+    some = cluster(4, 4, seed=None)
+    made = hosts.scaling(values(), some, OPTIONS, hosts.ScalingOptions((4, 1, 2, 8), tokens=2e9, price=3.0))
+    scaling = made.report.scaling
+    assert [size.hosts for size in scaling.sizes] == [1, 2, 4, 8] and not scaling.missing
+    for size in scaling.sizes:
+        alone = plan_sections(values(), resized(some, size.hosts), OPTIONS).report
+        assert size.found.seconds == pytest.approx(alone.chosen.seconds) and size.devices == 4 * size.hosts
+        hours = 2e9 / (64 * 1024) * size.found.seconds * size.devices / 3600
+        assert scaling.device_hours(size) == pytest.approx(hours)
+    assert scaling.efficiency(scaling.sizes[0]) == 1 and scaling.efficiency(scaling.sizes[-1]) < 1
+    assert f"{scaling.knee.hosts} hosts: 2B tokens" in made.text() and "cost/2B" in made.text()
+    assert made.report.cluster.devices == scaling.knee.devices
+    assert "What more hosts bring" in page.page(made.report)
+    assert made.json()["hosts"][1]["cost"] == pytest.approx(3 * scaling.device_hours(scaling.sizes[1]))
+
+
+def test_the_knee_is_where_a_step_up_brings_less_than_half(some_found):
+    def of(*speeds: float) -> Scaling:
+        sizes = tuple(Size(2**n, 8 * 2**n, some_found, speed) for n, speed in enumerate(speeds))
+        return Scaling(sizes, (), 1e9)
+
+    assert of(1, 2, 4).knee.hosts == 4
+    assert of(1, 1.8, 2.2, 4).knee.hosts == 2  # the third brings 0.2 of what the first ones do
+    assert of(1, 1.4).knee.hosts == 1 and of(1).knee.hosts == 1
+
+
+@pytest.fixture(scope="module")
+def some_found():
+    return plan_sections(values(), cluster(1, 4), OPTIONS).report.chosen
+
+
+def test_numbers_without_a_plan_are_told():
+    made = hosts.scaling(values(), cluster(4, 4, seed=None), OPTIONS, hosts.ScalingOptions((1, 37)))
+    [(count, why)] = made.report.scaling.missing
+    assert count == 37 and "cannot be split" in why and "37 hosts" in made.text()
+    with pytest.raises(UserError, match="no number of hosts has a plan"):
+        hosts.scaling(values(), cluster(4, 4, seed=None), OPTIONS, hosts.ScalingOptions((37,)))
+    with pytest.raises(UserError, match="--hosts must be numbers"):
+        hosts.counts(["2", "four"])
+
+
+# --- A free choice ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_for_has_its_price():
+    some = cluster(2, 4)
+    asked = dataclasses.replace(OPTIONS, pipe=(8,), micro_batch=(8,))
+    assert free_choice.narrows(asked) and not free_choice.narrows(free_choice.freed(asked))
+    plans = plan_sections(values(), some, asked)
+    found = free_choice.free_choice(values(), some, asked, plans)
+    best = plan_sections(values(), some, dataclasses.replace(free_choice.freed(asked), nearby=False))
+    assert found.free.seconds == pytest.approx(best.report.chosen.seconds) and found.price > 0
+    made = dataclasses.replace(plans, report=dataclasses.replace(plans.report, free_choice=found))
+    assert "what was asked for costs +" in " ".join(made.text().split()) and "by a free choice" in page.page(
+        made.report
+    )
+
+
+def test_a_free_choice_allows_what_was_asked():
+    asked = PlanOptions(
+        schedules=("zb_h1",), saves=("dots",), sequence_parallel="yes", virtual_stages=(3,), compress=()
+    )
+    free = free_choice.freed(asked)
+    assert "zb_h1" in free.schedules and 3 in free.virtual_stages and free.sequence_parallel == "both"
+    assert free.compress == () and free.usable_memory == asked.usable_memory

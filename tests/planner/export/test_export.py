@@ -1,0 +1,187 @@
+"""Exports: flags say what the plan says, ranks lie where the plan puts them, and what cannot be said is told."""
+
+import dataclasses
+import itertools
+import runpy
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig
+from paxtrain.config import plan as plans
+from paxtrain.config.plan import Plan
+from planner.export import maxtext, megatron, torchtitan
+from planner.export.exported import ranks
+from tests import mains
+
+MODEL = ModelConfig(family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=14336, sequence=8192)
+NAMES = ("a", "b", "c", "d")
+
+
+def plan(order=None, pipe_layers="", **changes) -> Plan:
+    """Return a plan 2 x 4 x 2 on four hosts of four devices."""
+    pipeline = {"schedule": "1f1b", "pipe_layers": pipe_layers, "save": "layer_inputs", **changes}
+    return Plan(
+        mesh=MeshConfig(2, 4, 2, True, False),
+        pipeline=PipelineConfig(**pipeline),
+        batch=BatchConfig(64, 2),
+        compress=CompressConfig(),
+        hosts=NAMES,
+        devices_per_host=4,
+        device_order=tuple(range(16)) if order is None else tuple(order),
+    )
+
+
+def flags(text: str) -> dict[str, str]:
+    """Return the values of flags, one a line."""
+    return dict((line.split(" ", 1) + [""])[:2] for line in text.splitlines())
+
+
+# --- Ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("data", "pipe", "tensor"))))
+def test_every_rank_runs_on_the_device_of_its_position(order):
+    devices = np.random.default_rng(1).permutation(16)
+    found = ranks(plan(devices), order)
+    sizes = {"data": 2, "pipe": 4, "tensor": 2}
+    for rank, (host, device) in enumerate(zip(found.host, found.device)):
+        position, rest = {}, rank
+        for axis in reversed(order):
+            position[axis], rest = rest % sizes[axis], rest // sizes[axis]
+        place = (position["data"] * 4 + position["pipe"]) * 2 + position["tensor"]
+        assert 4 * host + device == devices[place]
+        assert found.positions[rank].tolist() == [position[axis] for axis in ("data", "pipe", "tensor")]
+
+
+def test_a_hostfile_is_enough_if_the_ranks_of_each_host_follow_each_other():
+    straight = megatron.export(plan(), MODEL, (8, 8, 8, 8))
+    # In order, a host has two stages of one data rank: so tensor, pipe, data.
+    assert "--use-tp-pp-dp-mapping" in straight.files["megatron.args"]
+    assert (
+        straight.files["hostfile"] == "".join(f"{name} slots=4\n" for name in NAMES) and "torchrun" in straight.command
+    )
+    # Data ranks side by side on a host: Megatron-LM's own order.
+    order = np.arange(16).reshape(4, 2, 2).transpose(1, 0, 2).ravel()
+    side = megatron.export(plan(order), MODEL, (8, 8, 8, 8))
+    assert "mapping" not in side.files["megatron.args"] and "hostfile" in side.files
+    crossed = megatron.export(plan([0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]), MODEL, (8,) * 4)
+    assert "rankfile" in crossed.files and "mpirun" in crossed.command
+    assert crossed.files["rankfile"].splitlines()[1] == "rank 1=b slot=0"
+    for one in (straight, side, crossed):
+        lines = one.files["ranks.csv"].splitlines()
+        assert len(lines) == 17 and len({line.split(",", 1)[1] for line in lines}) == 17
+
+
+# --- Megatron-LM ------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_gets_mesh_batch_model_and_recomputation():
+    found = flags(megatron.export(plan(), MODEL, (8, 8, 8, 8)).files["megatron.args"])
+    expected = {
+        "--tensor-model-parallel-size": "2",
+        "--pipeline-model-parallel-size": "4",
+        "--micro-batch-size": "2",
+        "--global-batch-size": "64",
+        "--num-layers": "32",
+        "--ffn-hidden-size": "14336",
+        "--num-query-groups": "8",
+        "--recompute-num-layers": "1",
+        "--use-distributed-optimizer": "",
+        "--swiglu": "",
+        "--bf16": "",
+    }
+    assert expected.items() <= found.items() and "--sequence-parallel" not in found
+    assert "--pipeline-model-parallel-layout" not in found
+
+
+def test_megatron_gets_uneven_stages_as_a_layout():
+    uneven = megatron.export(plan(pipe_layers="9,9,8,6"), MODEL, (9, 9, 8, 6)).files["megatron.args"]
+    assert flags(uneven)["--pipeline-model-parallel-layout"] == "Et*9|t*9|t*8|t*6L"
+    chunked = plan(schedule="interleaved_1f1b", virtual_stages=2)
+    assert (
+        flags(megatron.export(chunked, MODEL, (4,) * 8).files["megatron.args"])[
+            "--num-layers-per-virtual-pipeline-stage"
+        ]
+        == "4"
+    )
+
+
+def test_what_megatron_does_otherwise_is_told():
+    assert megatron.export(plan(), MODEL, (8,) * 4).inexpressible == ()
+    eager = megatron.export(plan(schedule="eager_1f1b", save="dots"), MODEL, (8,) * 4).inexpressible
+    assert any("1F1B instead of eager_1f1b" in words for words in eager) and any(
+        "save=dots" in words for words in eager
+    )
+    small = dataclasses.replace(plan(), compress=CompressConfig(data="0", data_rank=8))
+    assert "uncompressed" in megatron.export(small, MODEL, (8,) * 4).inexpressible[0]
+
+
+# --- torchtitan and MaxText -------------------------------------------------------------------------------------------
+
+
+def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
+    """Stand-ins for torchtitan's modules record what the file makes of them."""
+
+    class Recorded(types.SimpleNamespace):
+        pass
+
+    made = Recorded(training=Recorded())
+    stand_ins = {
+        "torchtitan.config": {"ParallelismConfig": Recorded},
+        "torchtitan.distributed.activation_checkpoint": {"FullAC": Recorded(Config=lambda: "full")},
+        "torchtitan.models.llama3.config_registry": {"llama3_8b": lambda: made},
+    }
+    for name, attributes in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**attributes))
+    found = torchtitan.export(plan(pipe_layers="9,9,8,6"), MODEL, (9, 9, 8, 6))
+    path = tmp_path / "torchtitan_plan.py"
+    path.write_text(found.files["torchtitan_plan.py"])
+    config = runpy.run_path(str(path))["planned"]()
+    assert config.training == Recorded(local_batch_size=32, global_batch_size=64, seq_len=8192)
+    p = config.parallelism
+    assert (p.data_parallel_shard_degree, p.pipeline_parallel_degree, p.tensor_parallel_degree) == (2, 4, 2)
+    assert p.pipeline_parallel_schedule == "1F1B" and p.pipeline_parallel_microbatch_size == 2
+    assert [len(names) for names in p.module_fqns_per_model_part] == [
+        10,
+        9,
+        8,
+        8,
+    ] and config.activation_checkpoint == "full"
+    layers = [name for names in p.module_fqns_per_model_part for name in names if name.startswith("layers.")]
+    assert layers == [f"layers.{n}" for n in range(32)]
+    gpt2 = torchtitan.export(plan(), ModelConfig(layers=32), (8,) * 4).inexpressible
+    assert any("has no model of 32 layers" in words for words in gpt2)
+
+
+def test_maxtext_gets_settings_that_multiply_up():
+    found = maxtext.export(plan(), MODEL, (8,) * 4)
+    s = dict(line.split("=", 1) for line in found.files["maxtext.args"].splitlines())
+    devices = int(s["ici_data_parallelism"]) * int(s["ici_pipeline_parallelism"]) * int(s["ici_tensor_parallelism"])
+    assert devices == 16 and float(s["per_device_batch_size"]) * devices == 64
+    assert int(s["num_pipeline_microbatches"]) == 16 and s["num_layers_per_pipeline_stage"] == "8"
+    assert s["shard_optimizer_over_data"] == "true" and s["decoder_block"] == "llama2"
+    assert any("circular pipeline" in words for words in found.inexpressible)
+    uneven = maxtext.export(plan(pipe_layers="9,9,8,6"), MODEL, (9, 9, 8, 6)).inexpressible
+    assert any("not 9,9,8,6" in words for words in uneven)
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_the_command_writes_the_files_and_says_what_is_wrong_in_one_sentence(monkeypatch, capsys, tmp_path):
+    main = mains.load("planner.export.__main__")
+    made = dataclasses.replace(plan(schedule="eager_1f1b"), mesh=MeshConfig(2, 4, 2, True, False))
+    plans.save(made, tmp_path / "plan.json")
+    base = ["--model=configs/gpt_1_3b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
+    for to, name in (("megatron", "megatron.args"), ("torchtitan", "torchtitan_plan.py"), ("maxtext", "maxtext.args")):
+        assert mains.run(monkeypatch, main, *base, f"--to={to}") == 0
+        said = capsys.readouterr().out
+        assert (tmp_path / "out" / name).exists() and "cannot" in said and "start" in said
+    assert mains.run(monkeypatch, main, *base) == 2
+    assert capsys.readouterr().err.startswith("error: --to is missing")
+    assert mains.run(monkeypatch, main, "--to=megatron", f"--plan={tmp_path / 'none.json'}") == 2
+    assert "cannot read the plan" in capsys.readouterr().err
