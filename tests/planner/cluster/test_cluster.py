@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import time
 
 import numpy as np
@@ -24,10 +25,11 @@ def values(**changes) -> dict:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_clusters_load(path):
     found = Cluster.load(path)
-    assert found.devices == 128
-    assert found.source
+    hosts, per_host = re.search(r"_(\d+)x(\d+)", path.stem).groups() if "sites" not in path.stem else (8, 8)
+    assert (len(found.hosts), found.devices_per_host) == (int(hosts), int(per_host))
+    assert found.source and all(found.sheet(kind) for kind in found.kinds)
     apart = found.bandwidth[cluster.between(found)]
-    assert (np.diagonal(found.bandwidth) > apart.max()).all()
+    assert (np.diagonal(found.bandwidth) > apart.max(initial=0)).all()
 
 
 def test_the_measured_cluster_has_the_ratios_of_its_source(shared):
@@ -230,3 +232,49 @@ def test_a_file_that_is_no_cluster_is_told(tmp_path):
             Cluster.load(tmp_path / "c.json")
     with pytest.raises(UserError, match="cannot read"):
         Cluster.load(tmp_path / "none.json")
+
+
+# --- Devices of one's own, and sites ----------------------------------------------------------------------------------
+
+MINE = {"peak_flops": 1.4e14, "bandwidth": 9e11, "memory": 2.4e10}
+
+
+def test_a_file_may_describe_its_devices(tmp_path):
+    made = Cluster.parse(values(hosts=2, device=["mine", "rtx4090"], devices={"mine": MINE}))
+    sheet = made.sheet("mine")
+    assert (sheet.peak_flops, sheet.single_flops, sheet.bandwidth) == (1.4e14, 7e13, 9e11)
+    assert made.memory.tolist() == [2.4e10, 25_757_220_864] and made.sheet("cpu") is None
+    made.save(tmp_path / "mine.json")
+    again = Cluster.load(tmp_path / "mine.json")
+    assert again.sheets == made.sheets and again.kinds == made.kinds
+
+
+@pytest.mark.parametrize(
+    "devices, sentence",
+    [
+        ({"h100": MINE}, "must be a name of its own"),
+        ({"mine": {"peak_flops": 1e14}}, "lacks bandwidth, memory"),
+        ({"mine": MINE | {"speed": 1}}, "unknown key devices.mine.speed"),
+        ({"mine": MINE | {"bandwidth": -1}}, "devices.mine.bandwidth must be a number above 0"),
+        ({"mine": MINE | {"capability": 8}}, "capability must be two integers"),
+        ([MINE], "devices must be an object"),
+    ],
+)
+def test_a_device_that_makes_no_sense_is_one_sentence(devices, sentence):
+    with pytest.raises(UserError, match=sentence):
+        Cluster.parse(values(device="mine", devices=devices))
+
+
+def test_links_between_sites_have_their_own_rate(tmp_path):
+    links = CLASSES | {"sites": {"alpha": 0.01, "bandwidth": 1.25e8}}
+    made = Cluster.parse(values(hosts=4, links=links, sites=["west", "west", "east", "east"]))
+    assert made.sites == (0, 0, 1, 1)
+    far = np.not_equal.outer(made.sites, made.sites)
+    assert (made.bandwidth[far] == 1.25e8).all() and (made.bandwidth[~far] > 1.25e8).all()
+    assert (made.alpha[far] == 0.01).all() and (made.alpha[~far] < 0.01).all()
+    made.save(tmp_path / "sites.json")
+    assert Cluster.load(tmp_path / "sites.json").sites == made.sites
+    assert cluster.merged(made, 2).sites == (0, 1)
+    for wrong in ({"sites": [0, 0, 1, 1]}, {"links": links}, {"sites": [0, 0, 0, 0], "links": links}):
+        with pytest.raises(UserError, match=r"links\.sites needs two sites"):
+            Cluster.parse(values(**{"hosts": 4, "links": CLASSES, **wrong}))
