@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from planner.report import answers, drawings, gantt
+from planner.report import answers, drawings, gantt, traffic
 from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
@@ -96,6 +96,7 @@ def page(report: Report) -> str:
         ("Links before and after placement", links_words, _wide(links_chart)),
         ("One training step", schedule_words, _wide(schedule_chart)),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
+        ("Bytes", _BYTES_WORDS, _traffic(report)),
         ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _wide(drawings.memory(report)) + _oracle(report)),
         ("Step time against memory", _TRADE_WORDS, _wide(drawings.trade(report))),
         ("Why not another plan?", "", _explained(report)),
@@ -199,6 +200,20 @@ def _scaling(report: Report) -> str:
 def _what_ifs(report: Report) -> str:
     rows = "".join(f"<tr>{_cells(row, 'td', (0, 4))}</tr>" for row in answers.what_if_rows(report))
     return f'<div class="scroll"><table><tr>{_cells(answers.WHAT_IF_HEADS, "th", (0, 4))}</tr>{rows}</table></div>'
+
+
+_BYTES_WORDS = (
+    "What a step sends, all devices together, as it is without compression. Sums inside tensor groups stay in their "
+    "hosts and do not count."
+)
+
+
+def _traffic(report: Report) -> str:
+    lines = traffic.rows(report)
+    if not lines:
+        return ""
+    body = "".join(f"<tr>{_cells(row, 'td', (0,))}</tr>" for row in lines[1:])
+    return f'<div class="scroll"><table><tr>{_cells(lines[0], "th", (0,))}</tr>{body}</table></div>'
 
 
 _STAGE_WORDS = (
