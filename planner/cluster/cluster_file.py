@@ -434,7 +434,9 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         "compute": list(fields["compute"]),
     }
     if fields["sheets"]:
-        values["devices"] = {name: dataclasses.asdict(sheet) for name, sheet in fields["sheets"].items()}
+        described = {name: dataclasses.asdict(sheet) for name, sheet in fields["sheets"].items()}
+        # Multiprocessors that are not known are 0 here, and not there.
+        values["devices"] = {name: {k: v for k, v in one.items() if v} for name, one in described.items()}
     if fields["sites"]:
         values["sites"] = list(fields["sites"])
     files.write(path, json.dumps(values, indent=1) + "\n")
