@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -12,6 +13,15 @@ def sync_folder(folder: pathlib.Path) -> None:
     try:
         with contextlib.suppress(OSError):  # some file systems cannot
             os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: str | pathlib.Path) -> None:
+    """Wait until the content of a file is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -25,10 +35,36 @@ def _mode(path: pathlib.Path) -> int:
     return 0o666 & ~umask
 
 
-def write(path: str | pathlib.Path, content: str | bytes) -> None:
-    """Write a file so that a crash or a loss of power at any moment leaves the old content or the new.
+@contextlib.contextmanager
+def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the path of an empty file beside `path`, which takes its place when the block ends without an exception.
 
-    The new content is on disk before it gets the name. A file that has this content already is not touched.
+    A crash or a loss of power at any moment leaves the old content or the new: what the block has written is on disk
+    before it gets the name. A new file has the mode that the user's umask says, an old one keeps its own.
+
+    Args:
+        path: file to write; its folder exists.
+
+    Raises:
+        OSError: The file cannot be written; it is as it was.
+    """
+    path = pathlib.Path(path)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    try:
+        yield pathlib.Path(name)
+        os.chmod(name, _mode(path))
+        _sync(name)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    sync_folder(path.parent)
+
+
+def write(path: str | pathlib.Path, content: str | bytes) -> None:
+    """Write a file as `replacing` does. A file that has this content already is not touched.
 
     Args:
         path: file to write; its folder exists.
@@ -41,19 +77,8 @@ def write(path: str | pathlib.Path, content: str | bytes) -> None:
     with contextlib.suppress(OSError):
         if path.stat().st_size == len(content) and path.read_bytes() == content:
             return
-    file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)  # noqa: SIM115
-    try:
-        with file:
-            file.write(content)
-            os.fchmod(file.fileno(), _mode(path))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as new:
+        new.write_bytes(content)
 
 
 def sync_tree(folder: str | pathlib.Path) -> None:
@@ -64,9 +89,5 @@ def sync_tree(folder: str | pathlib.Path) -> None:
     """
     for home, _, names in os.walk(folder, topdown=False):
         for name in names:
-            descriptor = os.open(os.path.join(home, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(os.path.join(home, name))
         sync_folder(pathlib.Path(home))

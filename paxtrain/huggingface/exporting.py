@@ -11,6 +11,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from paxtrain import files
 from paxtrain.data.tokenizer import END_OF_TEXT
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
@@ -32,7 +33,8 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
     )
     for file, names in tqdm(split.filename_to_tensors.items(), desc="writing", disable=not split.is_sharded):
         some = {name: jnp.asarray(arrays[name], dtype) for name in names}
-        safetensors.flax.save_file(some, folder / file, metadata={"format": "pt"})
+        with files.replacing(folder / file) as new:
+            safetensors.flax.save_file(some, new, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / INDEX, index)

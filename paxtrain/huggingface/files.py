@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from paxtrain import files
 from paxtrain.errors import UserError
 
 CONFIG, ONE_FILE = "config.json", "model.safetensors"
@@ -19,7 +20,7 @@ _NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
     """Write an object as JSON."""
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    files.write(path, json.dumps(values, indent=2) + "\n")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -56,13 +57,13 @@ class ModelArrays:
             places = read_json(folder / INDEX).get("weight_map")
             if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
                 raise UserError(f"{folder / INDEX} must have a weight_map from names to files")
-            files = sorted(set(places.values()))
+            names = sorted(set(places.values()))
         else:
-            files = [ONE_FILE]
+            names = [ONE_FILE]
         self._folder = folder
         self._holder: dict[str, safetensors.safe_open] = {}
         self._read: set[str] = set()
-        for file in files:
+        for file in names:
             try:
                 opened = safetensors.safe_open(folder / file, framework="flax")
             except (OSError, safetensors.SafetensorError) as error:

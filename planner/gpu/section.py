@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from paxtrain import files
 
 FULL, TOY = "full", "toy"
 DONE, FAILED, SKIPPED = "done", "failed", "skipped"
@@ -134,9 +134,7 @@ def file_of(out: pathlib.Path, section: str) -> pathlib.Path:
 def write_json(path: pathlib.Path, value: object) -> None:
     """Write a file whole or not at all, since a measurement may be stopped at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        json.dump(value, file, indent=1)
-    os.replace(file.name, path)
+    files.write(path, json.dumps(value, indent=1))
 
 
 def save(out: pathlib.Path, record: SectionRecord) -> None:

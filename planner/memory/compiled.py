@@ -21,11 +21,11 @@ import multiprocessing.process
 import os
 import pathlib
 import queue
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paxtrain import files
 from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.errors import UserError
 
@@ -113,9 +113,7 @@ def _save(path: pathlib.Path, memory: OracleMemory) -> None:
     """Write the file whole or not at all, because other processes read it; keep nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(dataclasses.asdict(memory), file)
-        os.replace(file.name, path)
+        files.write(path, json.dumps(dataclasses.asdict(memory)))
     except OSError:
         return
 

@@ -23,7 +23,7 @@ def dying(call):
             os._exit(9)
         return call(*args, **kwargs)
     return counted
-for name in ("fchmod", "fsync", "replace", "open"):
+for name in ("chmod", "fsync", "replace", "open"):
     setattr(os, name, dying(getattr(os, name)))
 files.write(sys.argv[1], "new" * 1000)
 """
@@ -62,6 +62,22 @@ def test_modes_are_those_of_the_user(tmp_path):
     (tmp_path / "kept").chmod(0o600)
     files.write(tmp_path / "kept", "2")
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_another_program_writes_gets_its_name_last(tmp_path):
+    """Libraries that save by name make files of mode 0600, and none of a failed one may stay."""
+    (tmp_path / "model").write_text("old")
+    (tmp_path / "model").chmod(0o644)
+    with files.replacing(tmp_path / "model") as new:
+        new.unlink()
+        os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o600))
+        new.write_text("new")
+        assert (tmp_path / "model").read_text() == "old"
+    assert ((tmp_path / "model").read_text(), (tmp_path / "model").stat().st_mode & 0o777) == ("new", 0o644)
+    with pytest.raises(ZeroDivisionError), files.replacing(tmp_path / "model") as new:
+        new.write_text("half")
+        raise ZeroDivisionError
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -127,6 +127,9 @@ def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
     export(str(tmp_path / "run"), str(tmp_path / "model"), step=7)
     files = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
     assert len(files) > 2 and (tmp_path / "model" / INDEX).exists()
+    (tmp_path / "mine").touch()  # with the mode that the umask says
+    modes = {path.name: oct(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {oct((tmp_path / "mine").stat().st_mode)}, modes
     names = set().union(*(safetensors.numpy.load_file(tmp_path / "model" / file) for file in files))
     assert ("lm_head.weight" in names) == ("untied" in shape)
 
