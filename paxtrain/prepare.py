@@ -1,19 +1,23 @@
-"""Turn text into token files: DIR/train.{bin,idx}, DIR/validation.{bin,idx} and DIR/tokenizer.json.
+"""Turn text into token files: DIR/train.{bin,idx,sha256}, DIR/validation.{bin,idx,sha256} and DIR/tokenizer.json.
 
     python -m paxtrain.prepare --out=runs/data                                # Python's standard library, as bytes
     python -m paxtrain.prepare --input=books/,web.jsonl --out=runs/books --tokenizer=bpe --vocab_size=8192
     python -m paxtrain.prepare --input=code/ --out=runs/code --tokenizer=runs/books/tokenizer.json      # to mix both
+    python -m paxtrain.prepare --out=runs/data --verify                       # are the files still what was written?
 
 A document is one file, or one line of a .jsonl file; every document ends with `<|endoftext|>`, or --end_of_text.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 from absl import flags
 
 from paxtrain.command_line import run
+from paxtrain.data import checksums
 from paxtrain.data.preparation import DEFAULT_BPE_VOCABULARY, DEFAULTS, PrepareOptions, prepare
+from paxtrain.errors import UserError
 
 HINT = "name text files with --input="
 
@@ -34,11 +38,28 @@ def define_flags() -> None:
     description = "Share of the documents that is held out for validation."
     flags.DEFINE_float("validation_fraction", d.validation_fraction, description)
     flags.DEFINE_integer("seed", d.seed, "Decides which documents are held out.")
+    flags.DEFINE_bool("verify", False, "Prepare nothing; compare the token files in --out with their checksums.")
+
+
+def _verify(folder: str) -> None:
+    """Compare all token files of a folder with their checksums, and print how many there are."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".idx"))
+        for name in names:
+            checksums.require(os.path.join(folder, name.removesuffix(".idx")))
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); --out names a folder of data") from error
+    if not names:
+        raise UserError(f"there are no token files in --out={folder} to verify; name a folder of prepared data")
+    print(f"{2 * len(names)} files in {folder} are as their checksums say")
 
 
 def main(argv: Sequence[str]) -> None:
     """Prepare the data set that the flags describe, and print its sizes."""
     f = flags.FLAGS
+    if f.verify:
+        _verify(f.out)
+        return
     options = PrepareOptions(**{field.name: getattr(f, field.name) for field in dataclasses.fields(PrepareOptions)})
     prepared = prepare(f.input, f.out, options)
     print(f"vocabulary: {prepared.vocab_size} ids, {prepared.tokenizer}")
@@ -49,5 +70,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    run(main, hint=HINT)
+    run(main, define_flags, hint=HINT)

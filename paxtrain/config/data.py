@@ -54,12 +54,15 @@ class DataConfig:
         validation: one validation set, or several with names, likewise; each has a separate validation loss.
         weights: shares of several training sets, "web=0.7,code=0.3"; only their proportions count.
         prefetch: batches read ahead.
+        verify: compare the files with the checksums that paxtrain.prepare wrote, before anything else; sets of at most
+            64 MiB always are.
     """
 
     train: str = "runs/data/train"
     weights: str = ""
     validation: str = "runs/data/validation"
     prefetch: int = 2
+    verify: bool = False
 
     def __post_init__(self) -> None:
         bounded("data", self, prefetch=4096)

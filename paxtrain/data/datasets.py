@@ -50,7 +50,11 @@ class DataSets:
 
         def load(prefix: str) -> TokenFile:
             return token_files.load(
-                prefix, vocab_size=model.vocab_size, sequence=model.sequence, separator=model.separator
+                prefix,
+                vocab_size=model.vocab_size,
+                sequence=model.sequence,
+                separator=model.separator,
+                verify=config.data.verify,
             )
 
         self._weights = config.data.mixture

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from paxtrain import files
+from paxtrain.data import checksums
 from paxtrain.data import corpus as corpora
 from paxtrain.data.corpus import Corpus
 from paxtrain.data.token_files import TokenWriter
@@ -155,10 +157,13 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, end: int, training: TokenWrite
 
 def _publish(staging: Path, out: Path) -> None:
     """Move a complete data set into place; an interruption leaves no partial set that loads."""
+    files.sync_tree(staging)
     for name in ("train.idx", "validation.idx"):
         (out / name).unlink(missing_ok=True)
-    for name in (FILE, "validation.bin", "train.bin", "validation.idx", "train.idx"):
+    sums = [checksums.sidecar(name) for name in ("train", "validation")]
+    for name in (FILE, *sums, "validation.bin", "train.bin", "validation.idx", "train.idx"):
         os.replace(staging / name, out / name)
+    files.sync_folder(out)
 
 
 def _given_tokenizer(options: PrepareOptions) -> Tokenizer | None:
@@ -176,26 +181,28 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
 
     Args:
         inputs: files, folders, globs or "stdlib", see `corpus.input_files`.
-        out: folder for train.{bin,idx}, validation.{bin,idx} and tokenizer.json.
+        out: folder for train.{bin,idx,sha256}, validation.{bin,idx,sha256} and tokenizer.json.
         options: the tokenizer, the key of the text, and the share that is held out.
 
     Raises:
         UserError: the input is unusable (see `corpus.documents`), a file that the options name cannot be used, or `out`
             is not writable.
     """
-    files = corpora.input_files(inputs)
+    texts = corpora.input_files(inputs)
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".prepare-", dir=folder) as name:
             staging = Path(name)
             tokenizer = _given_tokenizer(options)
-            corpus = corpora.split(files, options.json_key, options.validation_fraction, options.seed)
+            corpus = corpora.split(texts, options.json_key, options.validation_fraction, options.seed)
             if tokenizer is None:
                 tokenizer = train_bpe(corpus.training(), options.vocab_size or DEFAULT_BPE_VOCABULARY)
             size = vocabulary_size(tokenizer)
             with TokenWriter(staging / "train", size) as train, TokenWriter(staging / "validation", size) as validation:
                 _encode(corpus, tokenizer, tokenizer.get_vocab()[options.end_of_text], train, validation)
+            for part, writer in (("train", train), ("validation", validation)):
+                Path(checksums.sidecar(str(staging / part))).write_text(checksums.text(writer.sums))
             (staging / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
             _publish(staging, folder)
     except OSError as error:

@@ -10,6 +10,7 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 
 import array
+import hashlib
 import os
 import struct
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
+from paxtrain.data import checksums
 from paxtrain.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -50,6 +52,7 @@ class TokenWriter:
 
     Attributes:
         tokens: tokens written so far.
+        sums: SHA-256 and name of both files, once they are complete.
     """
 
     def __init__(self, prefix: Prefix, vocab_size: int) -> None:
@@ -59,11 +62,15 @@ class TokenWriter:
         self._bin = open(f"{self._prefix}.bin", "wb")  # noqa: SIM115 (closed by __exit__)
         self._sizes = array.array("i")
         self._ended = 0
+        self._hash = hashlib.sha256()
         self.tokens = 0
+        self.sums: list[tuple[str, str]] = []
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append ids to the current document."""
-        self._bin.write(np.asarray(ids, self._dtype.newbyteorder("<")).tobytes())
+        content = np.asarray(ids, self._dtype.newbyteorder("<")).tobytes()
+        self._bin.write(content)
+        self._hash.update(content)
         self.tokens += len(ids)
 
     def end_document(self) -> None:
@@ -85,12 +92,14 @@ class TokenWriter:
             return
         sizes = np.asarray(self._sizes, "<i4")
         ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
-        with open(f"{self._prefix}.idx", "wb") as index:
-            code = _DTYPE_CODES[self._dtype]
-            index.write(_HEADER.pack(_MAGIC, _VERSION, code, len(sizes), len(sizes) + 1))
-            index.write(sizes.tobytes())
-            index.write((ends - sizes * np.int64(self._dtype.itemsize)).tobytes())
-            index.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+        header = _HEADER.pack(_MAGIC, _VERSION, _DTYPE_CODES[self._dtype], len(sizes), len(sizes) + 1)
+        starts = ends - sizes * np.int64(self._dtype.itemsize)
+        index = b"".join([header, sizes.tobytes(), starts.tobytes(), np.arange(len(sizes) + 1, dtype="<i8").tobytes()])
+        with open(f"{self._prefix}.idx", "wb") as file:
+            file.write(index)
+        name = os.path.basename(self._prefix)
+        digests = self._hash.hexdigest(), hashlib.sha256(index).hexdigest()
+        self.sums = list(zip(digests, (f"{name}.bin", f"{name}.idx")))
 
 
 def _read_index(path: str) -> tuple[np.dtype, int, int, int]:
@@ -198,23 +207,29 @@ def samples_per_epoch(tokens: int, sequence: int) -> int:
     return (tokens - 1) // sequence
 
 
-def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1) -> TokenFile:
+def load(prefix: Prefix, *, vocab_size: int, sequence: int, separator: int = -1, verify: bool = False) -> TokenFile:
     """Open a data set, and refuse one that would stop a training run before anything is compiled.
 
-    Ids are scanned in the first 64 MiB; later ones are checked when they are read.
+    Ids are scanned in the first 64 MiB; later ones are checked when they are read. Data sets of at most 64 MiB are
+    compared with their checksums, if they have any.
 
     Args:
         prefix: path without ".bin" and ".idx".
         vocab_size: number of token ids of the model; ids must be below this.
         sequence: tokens per sample, without the last target.
         separator: token that must begin or end documents; -1: any.
+        verify: whether to compare a data set of any size with its checksums, which it must have then.
 
     Raises:
-        UserError: a file is unusable (see TokenFile) or cannot be read, has too few tokens for one sample or an id
-            outside the vocabulary, or uses another separator.
+        UserError: a file is unusable (see TokenFile) or cannot be read, differs from its checksum, has too few tokens
+            for one sample or an id outside the vocabulary, or uses another separator.
     """
     try:
         file = TokenFile(prefix, vocab_size)
+        if verify:
+            checksums.require(file.prefix)
+        else:
+            checksums.verify(file.prefix, most=_SCAN_BYTES)
     except OSError as error:
         raise UserError(f"{prefix}.bin and .idx cannot be read ({error}); check their permissions") from error
     if samples_per_epoch(len(file), sequence) < 1:

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Prepend
 
-from paxtrain.data import preparation, token_files
+from paxtrain.data import checksums, preparation, token_files
 from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.data.tokenizer import vocabulary_size
 from paxtrain.errors import UserError
@@ -39,7 +39,7 @@ def test_every_document_comes_back_once(texts, tmp_path, tokenizer):
     assert prepared.tokens == tuple(len(token_files.TokenFile(prefix)) for prefix in prepared.prefixes)
     assert prepared.vocab_size == vocabulary_size(saved) == (300 if tokenizer == "bpe" else 257)
     assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        ["tokenizer.json", "train.bin", "train.idx", "validation.bin", "validation.idx"]
+        ["tokenizer.json", *(f"{name}.{end}" for name in ("train", "validation") for end in ("bin", "idx", "sha256"))]
     )
 
 
@@ -226,7 +226,7 @@ def test_a_run_stopped_while_encoding_changes_nothing(texts, tmp_path, monkeypat
     assert snapshot(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("stopped_at", range(7))
+@pytest.mark.parametrize("stopped_at", range(9))
 def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_path, monkeypatch, stopped_at):
     folder, _ = texts
     out = tmp_path / "out"
@@ -255,7 +255,8 @@ def test_a_run_stopped_while_publishing_leaves_no_mixture_that_loads(texts, tmp_
         return
     with pytest.raises(UserError, match="no token file"):
         token_files.TokenFile(out / "train")
-    loads = {1: old, 6: new}.get(stopped_at)
+    loads = {1: old, 8: new}.get(stopped_at)
     assert ("validation.idx" in after) == (loads is not None)
     if loads:
         assert all(after[name] == loads[name] for name in ("validation.idx", "validation.bin", "tokenizer.json"))
+        assert checksums.verify(str(out / "validation"))
