@@ -1,8 +1,16 @@
-"""The command line of every main: bad flags and bad input become one sentence on stderr and exit code 2."""
+"""The command line of every main: bad flags and bad input become one sentence on stderr and exit code 2.
 
+`--help` lists the flags that the main defines, in groups, and not those of the libraries; `--helpfull` lists all.
+"""
+
+import contextlib
+import errno
+import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -11,6 +19,8 @@ from paxtrain.errors import PREFIX, UserError
 from paxtrain.process import sealed, setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
+_COLUMN = 26  # at which `--help` begins to describe a flag
+_titles: dict[str, str] = {}  # of the groups in `--help`, by the names of flags
 
 
 def sentence(error: Exception) -> str:
@@ -19,26 +29,92 @@ def sentence(error: Exception) -> str:
     return sealed.printable(" ".join(text.split()), 2000)
 
 
+def _is_full(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that it follows from, says that a disk is full."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):  # in tensorstore's words
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
 def fail(error: Exception) -> NoReturn:
     """Print the error's sentence and exit with code 2."""
     print(f"{PREFIX}{sentence(error)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
-def parse_flags(argv: Sequence[str], define_flags: Callable[[], None]) -> list[str]:
+@contextlib.contextmanager
+def group(title: str) -> Iterator[None]:
+    """List the flags that the block defines under a title in `--help`, unless they have one already."""
+    before = set(flags.FLAGS)
+    yield
+    for name in set(flags.FLAGS) - before:
+        _titles.setdefault(name, title)
+
+
+def _described(flag: flags.Flag) -> str:
+    """Return the lines about a flag in `--help`."""
+    name = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}"
+    text = " ".join((flag.help or "").split())
+    if flag.default not in (None, "", [], False):
+        text += f" (default: {flag.default_as_str.strip(chr(39))})"
+    width = max(60, min(100, shutil.get_terminal_size().columns))
+    lines = textwrap.wrap(text, width - _COLUMN) or [""]
+    first = f"{name:<{_COLUMN}}{lines[0]}" if len(name) < _COLUMN else f"{name}\n{' ' * _COLUMN}{lines[0]}"
+    return "\n".join([first, *(" " * _COLUMN + line for line in lines[1:])])
+
+
+def _help(about: str, names: Sequence[str]) -> str:
+    """Return what `--help` prints.
+
+    Args:
+        about: docstring of the main.
+        names: names of its flags.
+    """
+    by_title: dict[str, list[str]] = {"Flags": []}
+    for name in names:
+        by_title.setdefault(_titles.get(name, "Flags"), []).append(_described(flags.FLAGS[name]))
+    groups = ["\n".join([f"{title}:", *lines]) for title, lines in by_title.items() if lines]
+    return "\n\n".join([about.strip(), *groups, "--helpfull lists the flags of the libraries, too."])
+
+
+class _HelpFlag(flags.BooleanFlag):
+    """The flag --help, instead of absl's, which knows only the flags of the main's own file."""
+
+    def __init__(self, name: str, about: str, names: Sequence[str]) -> None:
+        super().__init__(name, False, "show the program's own flags", allow_override=True)
+        self._about, self._names = about, names
+
+    def parse(self, argument: str | bool | None) -> None:
+        super().parse(argument)
+        if self.value:
+            print(_help(self._about, self._names))
+            sys.exit(0)
+
+
+def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: str = "") -> list[str]:
     """Define flags, parse a command line and return its other arguments; a mistake in it ends the process.
 
     Args:
         argv: command line, with the program's name.
         define_flags: function that defines the flags.
+        about: what `--help` prints above them.
     """
     # config_flags loads the configuration file while flags are defined or parsed, so these errors concern the
     # command line. If the file is missing, the last line of its message names the file and the reason.
     for argument in argv:
         if any("\ud800" <= character <= "\udfff" for character in argument):
             fail(UserError(f"the argument {argument!r} is not UTF-8 text; write it in UTF-8"))
+    before = set(flags.FLAGS)
     try:
         define_flags()
+        names = [name for name in flags.FLAGS if name not in before and "." not in name]
+        for name in ("help", "helpshort"):
+            flags.DEFINE_flag(_HelpFlag(name, about, names))
         return flags.FLAGS(argv)
     except UserError as error:
         fail(error)
@@ -57,8 +133,8 @@ def run(
     """Run an absl main; bad flags and any UserError become one sentence on stderr and exit code 2.
 
     Args:
-        main: function of the command line without its flags.
-        define_flags: function that defines the flags whose definition can fail, such as a configuration file's.
+        main: function of the command line without its flags; its module's docstring is part of `--help`.
+        define_flags: function that defines the flags.
         hint: what to write instead of a positional argument; None allows positional arguments.
     """
     logging.set_verbosity(logging.WARNING)
@@ -71,10 +147,18 @@ def run(
             main(argv)
         except UserError as error:
             fail(error)
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            # Not exit code 2: nothing is wrong with the input, and a later start may succeed.
+            text = f"the disk is full: {sentence(error)}; make room, and start the same command again"
+            print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
+            sys.exit(1)
 
     if any(".compress." in argument for argument in sys.argv):
         from paxtrain.config.options import flat_argument  # it needs numpy, and supervisors start without
 
         sys.argv[1:] = map(flat_argument, sys.argv[1:])
     with setup.quiet_orbax():
-        app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags))
+        about = getattr(main, "__globals__", {}).get("__doc__") or ""
+        app.run(guarded, flags_parser=lambda argv: parse_flags(argv, define_flags, about))

@@ -35,5 +35,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    run(main, hint=HINT)
+    run(main, define_flags, hint=HINT)

@@ -5,6 +5,7 @@ import os
 import jax
 from absl import flags
 
+from paxtrain.command_line import group
 from paxtrain.config import Config, from_dict, plan
 from paxtrain.flags import define_config
 from paxtrain.parallel.mesh import cpu_devices
@@ -15,7 +16,8 @@ def define_flags() -> None:
     """Define the flags."""
     flags.DEFINE_string("plan", None, "A plan.json that overrides mesh, pipeline, batch and compress.")
     flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
-    distributed.define_flags()
+    with group("Several processes"):
+        distributed.define_flags()
     define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 

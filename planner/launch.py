@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from paxtrain.command_line import parse_flags, run
+from paxtrain.command_line import group, parse_flags, run
 from paxtrain.config.shipped import find
 from planner import run as planner_run
 from planner.jobs import launching
@@ -97,35 +97,35 @@ def define_flags() -> None:
         "Seconds for which a link or a host may be silent before it counts as lost.",
         lower_bound=1,
     )
-    # SLURM and Kubernetes.
-    f.DEFINE_string("name", "paxtrain", "Name of the job.")
-    f.DEFINE_integer("nodes", None, "Number of nodes that the job asks for.", 1, 16_384)
-    f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: train on CPUs.", 0, 1024)
-    f.DEFINE_integer(
-        "signal_ahead", 300, "Seconds from SIGTERM to the end of the job, for a last checkpoint.", 1, 65_535
-    )
-    f.DEFINE_multi_string(
-        "setup", [], "Shell line before all others, such as one that enters an environment; repeatable."
-    )
-    # SLURM.
-    f.DEFINE_integer("min_nodes", None, "Smallest number of nodes; default: all of --nodes.", 1, 16_384)
-    f.DEFINE_bool("per_gpu", False, "One process per GPU; default: one per node, with all its GPUs.")
-    f.DEFINE_string("time", "", "Time limit in SLURM's notation; default: the partition's.")
-    f.DEFINE_string("partition", "", "SLURM partition.")
-    f.DEFINE_string("account", "", "SLURM account.")
-    f.DEFINE_multi_string("sbatch", [], "Further option of sbatch, such as --sbatch=--qos=high; repeatable.")
-    # Kubernetes.
-    f.DEFINE_string("image", "", "Container image, such as one built from the Dockerfile.")
-    f.DEFINE_string("volume", "paxtrain", "Persistent volume claim that holds --out; all pods write to it.")
-    f.DEFINE_string("mount", "/data", "Path of the volume in the pods.")
-    f.DEFINE_multi_string(
-        "rdma",
-        [],
-        "Resource that gives a pod its RDMA devices, such as rdma/hca=8; repeatable. Without, NCCL uses TCP.",
-    )
-    # This machine.
-    f.DEFINE_integer("hosts", 4, "Number of hosts, each a process of this machine.", 1, 1024)
-    f.DEFINE_integer("cpu_devices", 1, "Number of virtual CPU devices of each host.", 1, 1024)
+    with group("SLURM and Kubernetes"):
+        f.DEFINE_string("name", "paxtrain", "Name of the job.")
+        f.DEFINE_integer("nodes", None, "Number of nodes that the job asks for.", 1, 16_384)
+        f.DEFINE_integer("gpus_per_node", 8, "Number of GPUs of each node; 0: train on CPUs.", 0, 1024)
+        f.DEFINE_integer(
+            "signal_ahead", 300, "Seconds from SIGTERM to the end of the job, for a last checkpoint.", 1, 65_535
+        )
+        f.DEFINE_multi_string(
+            "setup", [], "Shell line before all others, such as one that enters an environment; repeatable."
+        )
+    with group("SLURM"):
+        f.DEFINE_integer("min_nodes", None, "Smallest number of nodes; default: all of --nodes.", 1, 16_384)
+        f.DEFINE_bool("per_gpu", False, "One process per GPU; default: one per node, with all its GPUs.")
+        f.DEFINE_string("time", "", "Time limit in SLURM's notation; default: the partition's.")
+        f.DEFINE_string("partition", "", "SLURM partition.")
+        f.DEFINE_string("account", "", "SLURM account.")
+        f.DEFINE_multi_string("sbatch", [], "Further option of sbatch, such as --sbatch=--qos=high; repeatable.")
+    with group("Kubernetes"):
+        f.DEFINE_string("image", "", "Container image, such as one built from the Dockerfile.")
+        f.DEFINE_string("volume", "paxtrain", "Persistent volume claim that holds --out; all pods write to it.")
+        f.DEFINE_string("mount", "/data", "Path of the volume in the pods.")
+        f.DEFINE_multi_string(
+            "rdma",
+            [],
+            "Resource that gives a pod its RDMA devices, such as rdma/hca=8; repeatable. Without, NCCL uses TCP.",
+        )
+    with group("This machine"):
+        f.DEFINE_integer("hosts", 4, "Number of hosts, each a process of this machine.", 1, 1024)
+        f.DEFINE_integer("cpu_devices", 1, "Number of virtual CPU devices of each host.", 1, 1024)
     _own[:] = set(flags.FLAGS) - before
 
 

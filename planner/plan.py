@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 from tqdm import tqdm
 
-from paxtrain.command_line import run
+from paxtrain.command_line import group, run
 from paxtrain.errors import UserError
 from planner import planning_flags
 from planner.answers import free_choice, hosts, what_if
@@ -87,7 +87,8 @@ def define_flags() -> None:
     """Define the flags of this main."""
     planning_flags.define_inputs()
     flags.DEFINE_string("out", "runs/plan", "Folder for plan.json and report.html.")
-    planning_flags.define_flags()
+    with group("What a plan may choose"):
+        planning_flags.define_flags()
     flags.DEFINE_enum(
         "oracle",
         "auto",

@@ -14,7 +14,7 @@ from absl import flags
 
 from paxtrain import flags as shared_flags
 from paxtrain import tables
-from paxtrain.command_line import OVERRIDES, run
+from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import from_dict
 from paxtrain.errors import UserError, whole
 from paxtrain.process import distributed
@@ -35,25 +35,23 @@ def define_flags() -> None:
         "out", "cluster.json", "The cluster file to write, with a file beside it if there are many hosts."
     )
     flags.DEFINE_string("name", "cluster", "The cluster's name.")
-    flags.DEFINE_list(
-        "sizes",
-        [f"{size // MIB}" for size in default.sizes],
-        "Sizes of the messages in MiB; use less than 1 for slow links.",
-    )
-    flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", lower_bound=1)
-    flags.DEFINE_integer("rounds", default.rounds, "Largest number of rounds of host pairs per repeat.", lower_bound=1)
-    flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
-    flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the data sheets of the devices.")
-    measure_flags.define_flags()
-    flags.DEFINE_list(
-        "tensor", [], "Sizes of the tensor axis; default: all that divide the devices of a host and the model."
-    )
-    flags.DEFINE_float(
-        "time_limit", None, "Seconds after which the profile ends and keeps what was measured.", lower_bound=1
-    )
-    flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
-    flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
-    distributed.define_flags()
+    with group("What is measured"):
+        flags.DEFINE_list(
+            "sizes",
+            [f"{size // MIB}" for size in default.sizes],
+            "Sizes of the messages in MiB; use less than 1 for slow links.",
+        )
+        flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", lower_bound=1)
+        flags.DEFINE_integer("rounds", default.rounds, "Most rounds of host pairs per repeat.", lower_bound=1)
+        flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
+        flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the devices' data sheets.")
+        measure_flags.define_flags()
+        flags.DEFINE_list("tensor", [], "Sizes of the tensor axis; default: all that divide host and model.")
+        flags.DEFINE_float("time_limit", None, "Seconds after which to keep what was measured, and end.", lower_bound=1)
+    with group("Several processes"):
+        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
+        flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
+        distributed.define_flags()
     shared_flags.define_config("config", "tiny", "The model to measure: a file, or the name of one in configs/.")
 
 

@@ -20,7 +20,7 @@ from absl import flags
 
 from paxtrain import files
 from paxtrain import flags as shared_flags
-from paxtrain.command_line import OVERRIDES, run
+from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
@@ -182,15 +182,19 @@ def define_flags() -> None:
     flags.DEFINE_string("plan", AUTO, f"Path of a plan.json; {AUTO}: the plan for these nodes, made at the start.")
     flags.DEFINE_bool("replan", False, "Plan anew if --plan=FILE is for other nodes.")
     flags.DEFINE_string("out", None, "The run's folder, which all nodes share; default: run.out of the configuration.")
-    flags.DEFINE_float("profile_seconds", 45, "Seconds that measuring links and compute may take.", lower_bound=1)
-    flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of the same nodes is valid.", lower_bound=0)
-    measure_flags.define_flags()
-    flags.DEFINE_string("host_name", "", "This host's name; default: the name that the operating system gives it.")
-    flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
-    flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
-    flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
-    distributed.define_flags()
-    planning_flags.define_flags()
+    with group("This host"):
+        flags.DEFINE_string("host_name", "", "Its name; default: the one that the operating system gives it.")
+        flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
+        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
+    with group("Measuring the nodes"):
+        flags.DEFINE_float("profile_seconds", 45, "Seconds that links and compute may take.", lower_bound=1)
+        flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of these nodes is valid.", lower_bound=0)
+        measure_flags.define_flags()
+    with group("Several processes"):
+        flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
+        distributed.define_flags()
+    with group("What a plan may choose"):
+        planning_flags.define_flags()
     shared_flags.define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")
 
 

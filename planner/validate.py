@@ -85,5 +85,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
-    run(main, hint=HINT)
+    run(main, define_flags, hint=HINT)

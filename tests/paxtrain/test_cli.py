@@ -3,15 +3,20 @@
 import importlib.util
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 
 import pytest
+from absl import flags
 
 import paxtrain.cli
 import planner.cli
+from tests import mains
 from tests.sources import ROOT
 
+# ml_collections loads configuration files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 SCRIPTS = {"paxtrain": paxtrain.cli, "paxplan": planner.cli}
 
 
@@ -49,6 +54,39 @@ def test_help_lists_the_commands(monkeypatch, called, capsys, script):
     said = capsys.readouterr().out
     assert all(re.search(rf"^  {name}\s+{what}$", said, re.M) for name, (*_, what) in SCRIPTS[script].COMMANDS.items())
     assert not called
+
+
+def mains_of_the_scripts():
+    names = {module for script in SCRIPTS.values() for module, *_ in script.COMMANDS.values()}
+    return sorted(f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in names)
+
+
+@pytest.mark.parametrize("name", mains_of_the_scripts())
+def test_help_lists_a_mains_own_flags(monkeypatch, capsys, name):
+    module = mains.load(name)
+    before = set(flags.FLAGS)
+    defined = getattr(module, "define_flags", lambda: None)
+    names = []
+    monkeypatch.setattr(module, "define_flags", lambda: (defined(), names.extend(set(flags.FLAGS) - before)), False)
+    assert mains.run(monkeypatch, module, "--help") == 0
+    said, told = capsys.readouterr()
+    assert said.startswith(module.__doc__.strip()) and not told
+    listed = re.findall(r"^  --(?:\[no\])?(\w+)", said, re.M)
+    assert sorted(listed) == sorted(names)
+    assert max(map(len, said.removeprefix(module.__doc__.strip()).splitlines())) <= 100
+
+
+def test_groups_have_titles_and_libraries_are_left_to_helpfull(monkeypatch, capsys):
+    assert mains.run(monkeypatch, mains.load("planner.run"), "--help") == 0
+    first, _, choices = capsys.readouterr().out.partition("What a plan may choose:\n")
+    assert "\nFlags:\n  --plan " in first and "Several processes:" in first and "  --coordinator " in first
+    assert "  --compress " in choices and "  --[no]uneven " in choices
+    short, whole = (
+        subprocess.run([sys.executable, "-m", "paxtrain.sample", how], cwd=ROOT, capture_output=True, text=True).stdout
+        for how in ("--help", "--helpfull")
+    )
+    assert "--prompt" in short and "--verbosity" not in short
+    assert "--prompt" in whole and "--verbosity" in whole
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"]])
