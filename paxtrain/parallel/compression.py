@@ -452,8 +452,8 @@ class Compression:
             f"(compress.min_ratio) in {self.config.mesh.data} equal parts; choose other options or a smaller min_ratio"
         )
 
-    def describe(self) -> list[tuple[str, str]]:
-        """Return rows (what, how it is compressed) for the run's first table."""
+    def describe(self, measured: Sequence[int] = ()) -> list[tuple[str, str]]:
+        """Return rows (what, how it is compressed) for the run's first table; `measured` stages were `selective`'s."""
         c, rows, message = self.config.compress, [], self.message
         if self.backward != "none":
             text = self.backward_codec.describe(message.shape, message.dtype)
@@ -467,7 +467,8 @@ class Compression:
             dense = f"; {', '.join(left)} would not shrink enough" if left else ""
             alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
             names = ", ".join(name for name, _ in chosen)
-            what = f"{c.chosen('data')}: {self.reducer.describe()} of {names}{dense}{alone}"
+            where = f", stages {', '.join(map(str, measured))}" if measured else ""
+            what = f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}"
             rows.append(("gradients over data", what))
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))

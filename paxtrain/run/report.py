@@ -1,6 +1,9 @@
-"""The tables that a run prints: mesh, schedule and memory per device at its start, losses at its end."""
+"""The tables that a run prints: mesh, schedule and memory per device at its start, losses and what to do at its end."""
 
 import math
+import pathlib
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +13,8 @@ from paxtrain.parallel.stage_choice import StageTimes
 from paxtrain.parallel.step import Trainer
 from paxtrain.run import metrics
 from paxtrain.tables import size
+
+NO_STAGE = "no stage, because the step would not end sooner"  # that compresses over data
 
 
 def parameters_per_device(trainer: Trainer) -> int:
@@ -25,13 +30,14 @@ def parameters_per_device(trainer: Trainer) -> int:
     return total
 
 
-def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tuple[str, str]]:
+def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequence[int]) -> list[tuple[str, str]]:
     """Return the table for the start of a run, as rows of (label, figure).
 
     Args:
         trainer: Trainer of the run.
         memory: XLA's CompiledMemoryStats of the training step, for one device.
         compile_seconds: Seconds that its compilation took.
+        levels: Level of every stage once compression over data has started; 0: dense.
     """
     config, layout = trainer.config, trainer.layout
     mesh, schedule = config.mesh, trainer.schedule
@@ -57,12 +63,21 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float) -> list[tupl
         ("batch", f"{batch.global_batch} sequences = {parts}"),
         ("schedule", f"{config.pipeline.schedule}, {rows}, save={config.pipeline.save}"),
         ("layers per stage", stages + padding),
-        *trainer.compression.describe(),
+        *_compression(trainer, levels),
         *(trainer.describe() if isinstance(trainer, GroupedTrainer) else ()),
         ("per device", f"{size(parameters_per_device(trainer))} parameters"),
         ("memory per device", f"{size(held, 'B')} state and batch, {temporary}"),
         ("compiled in", f"{compile_seconds:.1f} s"),
     ]
+
+
+def _compression(trainer: Trainer, levels: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the rows about compression, with the stages that `selective` has chosen."""
+    if trainer.config.compress.data != "selective":
+        return trainer.compression.describe()
+    stages = [stage for stage, level in enumerate(levels) if level]
+    rows = trainer.compression.describe(stages)
+    return [(what, how if stages or what != "gradients over data" else f"selective: {NO_STAGE}") for what, how in rows]
 
 
 def stage_times(times: StageTimes, chosen: tuple[int, ...], source: str) -> list[tuple[str, str]]:
@@ -80,7 +95,7 @@ def stage_times(times: StageTimes, chosen: tuple[int, ...], source: str) -> list
     return [
         (f"last backward ends ({source})", f"{row(times.finish)} s, by stage"),
         ("reduction over data", f"{row(times.dense)} s dense, {row(times.compressed)} s compressed"),
-        ("compressed over data", "stages " + ", ".join(map(str, chosen)) if chosen else "no stage"),
+        ("compressed over data", "stages " + ", ".join(map(str, chosen)) if chosen else NO_STAGE),
     ]
 
 
@@ -96,4 +111,21 @@ def losses(what: str, values: dict[str, float]) -> list[tuple[str, str]]:
         perplexity = math.inf if loss > 700 else math.exp(loss)  # e**710 overflows; such a run has diverged
         part = name.removeprefix(metrics.VALIDATION).replace("/", ", ")
         rows.append((what + part, f"{loss:.4f} nats per token, perplexity {perplexity:.2f}"))
+    return rows
+
+
+def next_steps(out: pathlib.Path, sampled: bool) -> list[tuple[str, str]]:
+    """Return the commands that a finished run's folder is for, as rows of (what for, command).
+
+    Args:
+        out: Folder of the run.
+        sampled: Whether the folder has a tokenizer, without which there is no sample and no export.
+    """
+    run, model = shlex.quote(str(out)), shlex.quote(f"{out}_hf")
+    rows = [("to go on", "the same command with a larger run.steps, or on other devices with planner.plan's --plan")]
+    if sampled:
+        rows += [
+            ("to sample", f"python -m paxtrain.sample --checkpoint={run}"),
+            ("to export", f"python -m paxtrain.huggingface export --checkpoint={run} --out={model}"),
+        ]
     return rows

@@ -84,7 +84,7 @@ class Run(PreparedRun):
             self.step_of(first + 1)
             self.step_of(self.config.run.steps)  # the program with compression over data, so that all memory is known
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
-            described = report.describe(self.trainer, memory, time.perf_counter() - began)
+            described = report.describe(self.trainer, memory, time.perf_counter() - began, self.ranks.chosen)
             self.say(table(described + self.data.describe()))
             with metrics.Metrics(self.out, self.primary, resumed=first if first else None) as writer, profiler:
                 untrained = self._untrained(state, writer)
@@ -165,9 +165,11 @@ class Run(PreparedRun):
         if result.skipped:
             rows.append(("skipped steps", f"{result.skipped}, their gradients were not finite"))
         self.say(table(rows))
-        if self.talks and self.config.run.sample_tokens and (self.out / sampling.TOKENIZER).exists():
+        known = (self.out / sampling.TOKENIZER).exists()
+        if self.talks and self.config.run.sample_tokens and known:
             try:
                 text = sampling.sample(self.out, "\n", self.config.run.sample_tokens, seed=self.config.run.seed)
             except UserError as error:  # some tokenizers have no token for "\n"; the run is complete without a sample
                 text = f"none, {error}"
             self.say(f"a sample:\n{text}")
+        self.say(table(report.next_steps(self.out, known)))

@@ -184,7 +184,11 @@ def test_the_end_tells_everything(finished):
         assert re.search(rf"{what} +{re.escape(str(out / name))}\n", stdout)
         assert (out / name).exists()
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert stdout.split("a sample:\n")[1] == sampling.sample(out, "\n", 20, seed=0) + "\n"
+    sample = sampling.sample(out, "\n", 20, seed=0)
+    after = stdout.split("a sample:\n")[1].removeprefix(sample + "\n").splitlines()
+    assert [line.split("  ")[1] for line in after] == ["to go on", "to sample", "to export"]
+    assert f"python -m paxtrain.sample --checkpoint={out}" in after[1]
+    assert f"python -m paxtrain.huggingface export --checkpoint={out} --out={out}_hf" in after[2]
     assert f"step {STEPS}/{STEPS}: loss " in stderr
     assert losses(out)[STEPS] < losses(out)[1] - 1
     assert [r["step"] for r in curve(out) if "validation_loss" in r] == [0, 50, 100, STEPS]

@@ -1,6 +1,7 @@
 """Compressed runs end to end: they resume bit for bit, print if compression starts anew, and refuse bad input."""
 
 import pathlib
+import re
 import shutil
 
 import jax
@@ -198,12 +199,25 @@ def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
         home, tmp_path / "given", compress__data="selective", run__steps=4, checkpoint__every=0, **changes
     )
     assert run.ranks.chosen == (8, 0)
-    assert "stages 0" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search("compressed over data +stages 0\n", said)
+    assert re.search("gradients over data +selective, stages 0: rank 8", said)
     run, _ = finished(home, tmp_path / "measured", compress__data="selective", run__steps=4, checkpoint__every=0)
     said = capsys.readouterr().out
     assert "last backward ends (measured)" in said
     chosen = [s for s, rank in enumerate(run.ranks.chosen) if rank]
     assert ("stages " + ", ".join(map(str, chosen)) if chosen else "no stage") in said
+
+
+def test_selective_that_chooses_no_stage_says_so_in_both_tables(home, tmp_path, capsys):
+    given = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.1,0.1", "compressed_seconds": "0.5,0.5"}
+    changes = {f"compress__{key}": value for key, value in given.items()}
+    run, _ = finished(home, tmp_path, compress__data="selective", run__steps=2, checkpoint__every=0, **changes)
+    assert run.ranks.chosen == (0, 0)
+    said = capsys.readouterr().out
+    assert said.count("no stage, because the step would not end sooner") == 2
+    assert re.search("gradients over data +selective: no stage", said)
+    assert "rank 8" not in said
 
 
 def test_measured_times_are_of_one_stage_at_a_time(home):
