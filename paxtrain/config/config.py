@@ -68,11 +68,14 @@ class Config:
             mesh.pipe > 1 or self.pipeline.virtual_stages == 1,
             f"pipeline.schedule={self.pipeline.schedule} needs mesh.pipe of 2 or more, got {mesh.pipe}",
         )
-        opt = self.optimizer
+        opt, total = self.optimizer, self.run.steps
+        decay = opt.decay_steps if opt.schedule == "wsd" else 0
+        named = f"optimizer.warmup_steps={opt.warmup_steps}" + (f" and decay_steps={decay}" if decay else "")
         require(
-            opt.warmup_steps + (opt.decay_steps if opt.schedule == "wsd" else 0) <= self.run.steps,
-            f"optimizer.warmup_steps={opt.warmup_steps} and decay_steps={opt.decay_steps} "
-            f"do not fit into run.steps={self.run.steps}",
+            opt.warmup_steps + decay <= total,
+            f"{named} {'do' if decay else 'does'} not fit into run.steps={total}; "
+            f"{'shorter ones' if decay else f'optimizer.warmup_steps={total // 10}'}, or run.steps of "
+            f"{opt.warmup_steps + decay} or more, would fit",
         )
         steps("profile", self.profile, self.run.steps)
         self._check_compression()

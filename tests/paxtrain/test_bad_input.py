@@ -174,6 +174,10 @@ BAD_CONFIGURATION = {
         ["compress.embedding=fused", "mesh.pipe=1", "mesh.data=4"],
         ["tied copies", "choose auto"],
     ),
+    "warm-up of a short run": (
+        ["run.steps=30", "optimizer.warmup_steps=40"],
+        ["optimizer.warmup_steps=40 does not fit into run.steps=30", "warmup_steps=3, or run.steps of 40 or more"],
+    ),
     "rank": (["compress.backward_rank=0", "compress.backward=all"], ["backward_rank must be positive", "0"]),
     "rank too large": (
         ["compress.backward=all", "compress.backward_rank=200"],
