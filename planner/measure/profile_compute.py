@@ -129,13 +129,15 @@ def profile_compute(
     rows: list[Row] = []
     left_out: list[str] = []
     began = time.monotonic()
-    with tqdm(total=len(cases), desc="compute", unit="size", disable=group.process > 0) as progress:
+    with tqdm(total=len(cases), desc="compute", unit="size", disable=group.process > 0 or None) as progress:
         for done, (tensor, micro_batch) in enumerate(cases):
             began, last = time.monotonic(), time.monotonic() - began
             # The next size takes at least as long as the last one.
             time_left = done < options.least or began + last < until
             if not group.agree(time_left):
                 left_out += [f"compute of tensor={t}, micro_batch={b}: the time limit came" for t, b in cases[done:]]
+                progress.total = done  # so that the bar does not look as if it had stopped on the way
+                progress.set_postfix_str(f"no time for {len(cases) - done} larger ones")
                 break
             measured, problem = profile.measure(tensor, micro_batch)
             rows += measured

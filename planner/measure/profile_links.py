@@ -73,7 +73,7 @@ def profile_links(
     with group.watch(me, "the other hosts while the link programs were compiled"):
         exchange = link_timing.Exchange(machines.devices, rounds, sizes)
     total = options.repeats * len(rounds)
-    with tqdm(total=total, desc="links", unit="round", disable=group.process > 0) as progress:
+    with tqdm(total=total, desc="links", unit="round", disable=group.process > 0 or None) as progress:
         for done in range(total):
             repeat, number = divmod(done, len(rounds))
             partner = next((b if a == mine else a for a, b in rounds[number].hosts if mine in (a, b)), mine)
@@ -90,6 +90,7 @@ def profile_links(
             go_on = group.gather(dataclasses.astuple(times), verdict)
             progress.update()
             if not go_on and done + 1 < total:
+                progress.total = done + 1  # so that the bar does not look as if it had stopped on the way
                 return collected, f"{total - done - 1} of {total} rounds of links: the time limit came"
     return collected, ""
 

@@ -114,6 +114,8 @@ def decide(
         return Decision(plans.from_json(former), reason, time.monotonic() - began)
     measured: tuple[Cluster, str] | None = None
     if not profiled:
+        if group.process == 0:
+            print(f"measuring the nodes' links and compute, about {request.seconds:.0f} s", flush=True)
         with progress.doing("measuring the nodes' links and compute"):
             measured = _profile(group, machines, config, request)
     seconds = time.monotonic() - began

@@ -33,6 +33,7 @@ _TRACE = re.compile(
     rb"Traceback \(most recent call last\)|F\d{4} \d\d:|\*\*\* Check failure|Fatal Python error|terminate called"
     rb"|E\d{4} \d\d:.*(coordination|distributed)"
 )
+_GLOO = b"[Gloo] "  # begins lines about connections, which gloo writes to stdout; they go to the log alone
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?::|$)")
 _FATAL = re.compile(r"^F\d{4} [\d:.]+ +\d+ \S+\] (.*)")
 
@@ -192,11 +193,17 @@ class WorkerProcess:
             stream.flush()
 
     async def _copy_output(self) -> None:
-        output = self._running.stdout
+        output, rest = self._running.stdout, b""
         assert output is not None
         while data := await output.read(1 << 16):
             self._write(data)
-            self._show(sys.stdout, data)
+            *lines, rest = (rest + data).split(b"\n")
+            shown = b"".join(line + b"\n" for line in lines if not line.startswith(_GLOO))
+            if not (rest.startswith(_GLOO) or _GLOO.startswith(rest)):  # a line that has only begun, such as a question
+                shown, rest = shown + rest, b""
+            self._show(sys.stdout, shown)
+        if not rest.startswith(_GLOO):
+            self._show(sys.stdout, rest)
 
     async def _copy_errors(self) -> None:
         rest, errors = b"", self._running.stderr

@@ -261,3 +261,16 @@ def test_the_progress_file_is_in_memory_and_gone_afterwards(tmp_path):
     assert status.good
     [path] = [line for line in (tmp_path / "log").read_text().splitlines() if line.endswith("/progress")]
     assert not pathlib.Path(path).exists() and not path.startswith(str(tmp_path))
+
+
+def test_lines_of_gloo_go_to_the_log_alone(tmp_path, capfd):
+    """It tells of each connection on stdout, in the middle of what the worker prints."""
+    script = """
+for text in ("one\\n[Gl", "oo] Rank 0 is connected to 3 peer ranks.\\ntwo\\n", "[Gloomy]\\n", "[Gl", "ass\\n", "y/n? "):
+    print(text, end="", flush=True)
+    time.sleep(0.05)
+print("[Gloo] Rank 1", end="", flush=True)
+"""
+    assert run(script, tmp_path / "log").good
+    assert capfd.readouterr().out == "one\ntwo\n[Gloomy]\n[Glass\ny/n? "
+    assert "[Gloo] Rank 0 is connected" in (tmp_path / "log").read_text()
