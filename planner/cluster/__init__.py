@@ -2,6 +2,7 @@
 
     cluster.py         a cluster, and the shares of its peak rates that are reached
     cluster_file.py    its file
+    array_file.py      the matrices of links beside it
     device_sheets.py   what the planner knows of a device
     variants.py        clusters like a given one: other hosts, links or devices
     link_fit.py        a fit of links that were not measured

@@ -34,8 +34,6 @@ This module knows the fields of a `Cluster` by their names; `Cluster.load` and `
 import dataclasses
 import json
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, TypedDict
@@ -47,11 +45,13 @@ from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
+from planner.cluster import array_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
-_MOST = 1_000_000  # hosts or devices
+_MOST = 1_000_000  # devices
+_MOST_HOSTS = 8192  # each matrix of links takes half a gigabyte then, and a plan needs several
 _HUGE = 1e300  # numbers must be below it
 # Keys of a row of the compute profile whose values are positive integers, and those whose values are seconds.
 _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
@@ -126,8 +126,9 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     for key in _REQUIRED:
         if key not in values:
             raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
-    if type(values["hosts"]) is int and values["hosts"] > _MOST:
-        raise UserError(f"hosts must be a list of names or a number up to {_MOST:,}, got {values['hosts']:,}")
+    count = len(values["hosts"]) if isinstance(values["hosts"], list) else values["hosts"]
+    if type(count) is int and count > _MOST_HOSTS:
+        raise UserError(f"a cluster may have {_MOST_HOSTS:,} hosts, got {count:,}; plan for a part of them")
     hosts = _hosts(values["hosts"])
     per_host = _integer("devices_per_host", values["devices_per_host"])
     sheets = _sheets(values.get("devices", {}))
@@ -276,12 +277,7 @@ def _links(
         raise UserError(f"links must be an object, got {links!r}")
     if "npz" in links:
         _only(links, ("npz",))
-        path = folder / str(links["npz"])
-        try:
-            with np.load(path) as arrays:
-                given: Mapping[str, object] = {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise UserError(f"cannot read links.npz={path} ({error}); it must hold alpha and bandwidth") from error
+        given: Mapping[str, object] = array_file.read(folder / str(links["npz"]), len(hosts))
         _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
     elif "between" in links or "inside" in links:
         return *_classes(links, hosts, sites), None
@@ -290,8 +286,11 @@ def _links(
         given = links
     measured = None
     if "measured" in given:
-        measured = np.asarray(given["measured"], object)
-        if measured.shape != (len(hosts),) * 2 or not all(isinstance(x, bool | np.bool_) for x in measured.ravel()):
+        measured = given["measured"]
+        if not (isinstance(measured, np.ndarray) and measured.dtype == bool):
+            measured = np.asarray(measured, object)
+        truths = measured.dtype == bool or all(isinstance(x, bool | np.bool_) for x in measured.ravel())
+        if measured.shape != (len(hosts),) * 2 or not truths:
             raise UserError(f"links.measured must be true or false for {len(hosts)} x {len(hosts)} links")
         measured = measured.astype(bool)
     for name in ("alpha", "bandwidth"):
