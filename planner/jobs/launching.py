@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from paxtrain.config.shipped import find
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds
 
@@ -21,11 +21,11 @@ _ONLY = {
     **dict.fromkeys(("min_nodes", "per_gpu"), ("slurm",)),
 }
 # As Kubernetes and the image's registry take them.
-_IMAGE = (
-    r"([a-zA-Z0-9.-]+(:[0-9]{1,5})?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
-)
+_DOMAIN = r"[a-zA-Z0-9]([-a-zA-Z0-9]*[a-zA-Z0-9])?(\.[a-zA-Z0-9]([-a-zA-Z0-9]*[a-zA-Z0-9])?)*"
+_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
+_IMAGE = rf"({_DOMAIN}(:[0-9]{{1,5}})?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
 _CLAIM = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_RESOURCE = rf"{_CLAIM}/[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?"
 _UNLIMITED = ("0", "UNLIMITED", "INFINITE")  # SLURM's words for a job without a time limit
 
 
@@ -214,7 +214,7 @@ def jobset_manifest(options: LaunchOptions, job: Job) -> str:
     rdma = {}
     for resource in o.rdma:
         name, _, count = resource.partition("=")
-        if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", name, re.ASCII) or not (count or "1").isdecimal() or count == "0":
+        if not re.fullmatch(_RESOURCE, name, re.ASCII) or len(name) > 253 or not whole(count or "1"):
             raise UserError(
                 f"--rdma must be a resource of the nodes, DOMAIN/NAME or DOMAIN/NAME=COUNT, got {resource!r}"
             )

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -13,92 +11,31 @@ import time
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
-from paxtrain.process import job_secret
 from planner import launch as main
 from planner.jobs import job as jobs
 from planner.jobs import jobset, slurm
-from planner.jobs.job import Job
 from planner.supervision.supervisor import FAULT, STOPPED
 from tests import mains
+from tests.planner.jobs.generated import (
+    JOB,
+    JOB_SPEC,
+    POD_SPEC,
+    Batch,
+    as_kubernetes_expands,
+    assert_valid,
+    at,
+    jobset_of,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ODD = "a b'c\"$HOME`id`"
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-JOB = Job("configs/tiny.py", "auto", "run", nodes=4, min_nodes=2, gpus_per_node=8, max_restarts=2)
 POD = jobset.JobSetOptions("tiny", "registry/paxtrain:1", "claim")
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
-
-# Stand-ins: srun writes its arguments and the text of SAYS, and ends with the code that CODES has for this start;
-# scontrol and scancel write their arguments into a file.
-SRUN = """#!{python}
-import json, os, pathlib, signal, sys, time
-here = pathlib.Path({here!r})
-with (here / "srun").open("a") as file:
-    print(json.dumps(sys.argv[1:]), file=file)
-print(os.environ.get("SAYS", ""), flush=True)
-print(os.environ.get("SAYS", ""), file=sys.stderr, flush=True)
-codes = os.environ["CODES"].split(",")
-starts = len((here / "srun").read_text().splitlines())
-if codes[starts - 1] == "wait":
-    until = time.monotonic() + 20
-    while "--signal=TERM" not in (here / "asked").read_text() and time.monotonic() < until:
-        time.sleep(0.02)
-    sys.exit({stopped})
-sys.exit(int(codes[starts - 1]))
-"""
-ASKED = """#!/bin/bash
-echo "${{0##*/}} $*" >>{here}/asked
-[[ $1 == show && $2 == hostnames ]] && printf 'n1\\nn2\\nn3\\n'
-[[ $1 == show && $2 == job ]] && echo "JobId=$3 PreemptTime=$PREEMPTED SuspendTime=None"
-true
-"""
-
-
-class Batch:
-    """A batch script and stand-ins for SLURM's commands, in a folder."""
-
-    def __init__(self, folder, job=JOB, own=slurm.SlurmOptions()):  # noqa: B008
-        self.folder, self.job = folder, dataclasses.replace(job, out=str(folder / "run"))
-        commands = folder / "bin"
-        commands.mkdir()
-        (folder / "asked").touch()
-        (commands / "srun").write_text(SRUN.format(python=sys.executable, here=str(folder), stopped=STOPPED))
-        for name in ("scontrol", "scancel"):
-            (commands / name).write_text(ASKED.format(here=folder))
-        for file in commands.iterdir():
-            file.chmod(0o755)
-        self.script = folder / "job.sbatch"
-        self.script.write_text(slurm.script(self.job, own))
-        self.environment = os.environ | {
-            "PATH": f"{commands}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n[1-3]",
-            "SLURM_JOB_NUM_NODES": "3",
-            "PREEMPTED": "None",
-        }
-
-    def start(self, codes, **variables):
-        command = ["bash", str(self.script)]
-        environment = self.environment | {"CODES": codes} | variables
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def run(self, codes, **variables):
-        popen = self.start(codes, **variables)
-        said, _ = popen.communicate(timeout=30)
-        return popen.returncode, said
-
-    @property
-    def given(self):
-        return [json.loads(line) for line in (self.folder / "srun").read_text().splitlines()]
-
-    @property
-    def requeued(self):
-        return (self.folder / "asked").read_text().count("scontrol requeue 7")
 
 
 @pytest.fixture
@@ -148,7 +85,7 @@ def test_a_process_is_told_how_many_gpus_it_must_find(tmp_path, gpus, per_gpu, w
     code, said = batch.run("0", JAX_PLATFORMS="cuda,cpu")
     assert code == 0 and f"--gpus={wanted}" in batch.given[0]
     assert f"platforms={'cuda,cpu' if gpus else 'cpu'}\n" in said
-    container = _at(jobset.manifest(job, POD), *_POD)["containers"][0]
+    container = at(jobset.manifest(job, POD), *POD_SPEC)["containers"][0]
     assert ({"name": "JAX_PLATFORMS", "value": "cpu"} in container["env"]) == (gpus == 0)
 
 
@@ -270,28 +207,6 @@ def test_times_as_slurm_writes_them(time, seconds):
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
-def assert_valid(manifest):
-    """Check a manifest by the JobSet API's types: all fields are known, have the right type and an allowed value."""
-    read = JobsetV1alpha2JobSet.from_dict(manifest)
-    assert read.to_dict() == manifest  # unknown fields are left out there
-    policy = manifest["spec"]["failurePolicy"]  # whose values the types leave open, and the CRD's schema does not
-    assert policy["restartStrategy"] in ("Recreate", "BlockingRecreate")
-    for rule in policy["rules"]:
-        assert rule["action"] in ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
-
-
-def jobset_of(text):
-    """Return the JobSet of a manifest, whose first part is the job's secret."""
-    secret, manifest = yaml.safe_load_all(text)
-    assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": f"{manifest['metadata']['name']}-secret"})
-    [value] = secret["stringData"].values()
-    assert len(value) == 64 and text.count(value) == 1
-    container = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    [entry] = [each for each in container["env"] if each["name"] == job_secret.VARIABLE]
-    assert entry["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
-    return manifest
-
-
 def test_the_manifest_is_a_jobset():
     manifest = jobset_of(jobset.text(dataclasses.replace(JOB, out="/data/run"), POD))
     assert_valid(manifest)
@@ -316,20 +231,10 @@ def test_rdma_resources_are_named_or_said_to_be_missing():
     assert "TCP" not in text.split("apiVersion")[0]
     _, manifest = yaml.safe_load_all(text)
     assert_valid(manifest)
-    [container] = _at(manifest, *_POD)["containers"]
+    [container] = at(manifest, *POD_SPEC)["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "8"}
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert "TCP" not in jobset.text(dataclasses.replace(JOB, nodes=1), POD).split("apiVersion")[0]
-
-
-def _at(manifest, *path):
-    for key in path:
-        manifest = manifest[key]
-    return manifest
-
-
-_JOB = ("spec", "replicatedJobs", 0, "template", "spec")
-_POD = (*_JOB, "template", "spec")
 
 
 @pytest.mark.parametrize(
@@ -340,28 +245,22 @@ _POD = (*_JOB, "template", "spec")
         (("spec", "failurePolicy"), "restartStrategy", "Again"),
         (("spec", "failurePolicy", "rules", 0), "action", "GiveUp"),
         (("spec", "network"), "enableDNSHostnames", "yes please"),
-        (_JOB, "paralellism", 4),
-        (_JOB, "completions", "4"),
-        ((*_JOB, "podFailurePolicy", "rules", 0), "action", "GiveUp"),
-        ((*_JOB, "podFailurePolicy", "rules", 0, "onExitCodes"), "values", ["two"]),
-        (_POD, "containers", {}),
-        (_POD, "terminationGracePeriod", 30),
-        ((*_POD, "volumes", 0), "name", 3),
-        ((*_POD, "affinity"), "podAntiAfinity", {}),
+        (JOB_SPEC, "paralellism", 4),
+        (JOB_SPEC, "completions", "4"),
+        ((*JOB_SPEC, "podFailurePolicy", "rules", 0), "action", "GiveUp"),
+        ((*JOB_SPEC, "podFailurePolicy", "rules", 0, "onExitCodes"), "values", ["two"]),
+        (POD_SPEC, "containers", {}),
+        (POD_SPEC, "terminationGracePeriod", 30),
+        ((*POD_SPEC, "volumes", 0), "name", 3),
+        ((*POD_SPEC, "affinity"), "podAntiAfinity", {}),
     ],
 )
 def test_a_broken_manifest_is_refused(where, key, value):
     manifest = jobset_of(jobset.text(JOB, POD))
     assert_valid(manifest)
-    _at(manifest, *where)[key] = value
+    at(manifest, *where)[key] = value
     with pytest.raises((ValueError, AssertionError, TypeError)):
         assert_valid(manifest)
-
-
-def as_kubernetes_expands(text: str, variables: dict[str, str]) -> str:
-    """Return a command as a container gets it: $$ is a $, and $(NAME) the variable's value if it is set."""
-    expanded = lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0])  # noqa: E731
-    return re.sub(r"\$\$|\$\(([^)]*)\)", expanded, text)
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
@@ -372,7 +271,7 @@ def test_what_a_pod_runs(tmp_path, shell):
     (tmp_path / "enter").write_text("export FROM_SETUP=1$UNSET\n")
     pod = dataclasses.replace(POD, setup=(f"{'source' if shell == 'bash' else '.'} {tmp_path}/enter",))
     manifest = jobset_of(jobset.text(job, pod))
-    [container] = _at(manifest, *_POD)["containers"]
+    [container] = at(manifest, *POD_SPEC)["containers"]
     say = "import json, os, sys\nassert os.environ['FROM_SETUP'] == '1'\nprint(json.dumps(sys.argv[1:]))\n"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{say}")
     (tmp_path / "python").chmod(0o755)
