@@ -17,7 +17,7 @@ from typing import Any, Self
 
 _NONCE = 32  # bytes of the random number
 _TAG = hashlib.sha256().digest_size
-_HEAD = struct.calcsize(">I") + _TAG  # bytes before the content
+HEAD = struct.calcsize(">I") + _TAG  # bytes before the content
 GREETING = 4096  # bytes of content of the first message of a connection at most
 LARGEST = 1 << 20  # bytes of content of a later one
 
@@ -154,7 +154,7 @@ class SealedStream:
         Raises:
             OSError: The connection has ended; ForgedError: by a message that is not of this job.
         """
-        head = await _exactly(self._reader, _HEAD)
+        head = await _exactly(self._reader, HEAD)
         return decode(self._seal.open(head, await _exactly(self._reader, self._seal.length(head))))
 
     async def send_raw(self, content: bytes) -> None:
