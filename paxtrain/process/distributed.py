@@ -22,6 +22,7 @@ from paxtrain.process import failures, jax_private, listening
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
 _waits: Counter[str] = Counter()  # calls of `wait_for_all`, by name; a barrier's name can be used once
 
+_NO_SERVER = "Failed to start RPC server"  # jax's words if it cannot listen at the coordinator's port
 _INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
 # Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
@@ -268,4 +269,7 @@ def initialize(
                 **options,
             )
     except (RuntimeError, ValueError) as error:
+        if _NO_SERVER in str(error):
+            address = coordinator or jax_private.detect_launch(None, None, None, int(timeout))[0]
+            raise UserError(listening.taken(str(address))) from error
         raise UserError(f"{failures.CANNOT_JOIN}{' '.join(str(error).split())}") from error

@@ -45,6 +45,15 @@ def addresses(host: str) -> tuple[str, ...]:
     return several if several and all(map(_is_here, several)) else ALL
 
 
+def taken(address: str) -> str:
+    """Return a sentence for a process that cannot listen at an address, HOST:PORT."""
+    port = address.rpartition(":")[2]
+    return (
+        f"cannot listen at {address}: port {port} of this machine is taken, perhaps by an earlier start that still "
+        f"ends; `ss -ltnp 'sport = :{port}'` shows by which process; end it, or choose another port"
+    )
+
+
 class SealedServer:
     """A server that hands on only connections whose first message is sealed with the job's secret.
 

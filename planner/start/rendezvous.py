@@ -7,6 +7,7 @@ heard and answered.
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paxtrain.errors import UserError, whole
-from paxtrain.process import distributed, failures, jax_private, job_secret
+from paxtrain.process import distributed, failures, jax_private, job_secret, listening
 from paxtrain.process.listening import SealedServer
 from paxtrain.process.sealed import SealedStream, printable
 
@@ -101,6 +102,8 @@ async def _listen(where: tuple[str, int], secret: bytes, processes: int, timeout
     try:
         await server.start(*where)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(listening.taken(address)) from error
         raise UserError(f"cannot listen at {address} ({error.strerror}); choose another port") from error
     try:
         with contextlib.suppress(TimeoutError):

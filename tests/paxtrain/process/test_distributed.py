@@ -154,7 +154,7 @@ def test_addresses(joined, where):
 
 def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
     def refuse(*_, **__):
-        raise RuntimeError("UNKNOWN: Failed to start RPC server\n  on [::]:22")
+        raise RuntimeError("UNKNOWN: Failed to start a server\n  on [::]:22")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     with pytest.raises(UserError, match=r"^cannot join the other processes: UNKNOWN: Failed .* on \[::\]:22$"):
@@ -243,3 +243,21 @@ def test_a_program_runs_only_when_all_have_compiled_it(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(distributed, "wait_for_all", lambda what: pytest.fail("a program of this process alone"))
     distributed.compiled_together(jax.jit(lambda x: x + 1), "mine")(jnp.ones(2))
+
+
+def test_a_port_that_is_taken_is_named():
+    """jax alone says only that it could not start its server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        flags = f"'127.0.0.1:{port}', 2, 0, 20"
+        script = f"""
+from paxtrain.errors import UserError
+from paxtrain.process import distributed
+try:
+    distributed.initialize({flags})
+except UserError as error:
+    print(error)
+"""
+        said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert said.stdout.startswith(f"cannot listen at 127.0.0.1:{port}: port {port} of this machine is taken"), said
+    assert f"`ss -ltnp 'sport = :{port}'` shows by which process" in said.stdout

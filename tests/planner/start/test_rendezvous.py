@@ -60,6 +60,15 @@ def test_a_missing_process_0_is_told_by_its_address():
     assert time.monotonic() - began < 5
 
 
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(
+            UserError, match=rf"cannot listen at {address}: port \d+ of this machine is taken.*`ss -ltnp"
+        ):
+            rendezvous.call(address, 2, 0, 5)
+
+
 def test_one_process_alone_calls_nobody():
     rendezvous.call("127.0.0.1:1", 1, 0, 1)
 
