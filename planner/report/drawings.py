@@ -25,42 +25,58 @@ _NAMED = 32  # largest number of hosts whose names are written
 # --- Gains ------------------------------------------------------------------------------------------------------------
 
 
-def gains(report: Report, width: float = 1080) -> str:
-    """Draw how much longer a step takes with other ways to plan."""
+def gains(report: Report, width: float = 1080, narrow: bool = False) -> str:
+    """Draw how much longer a step takes with other ways to plan.
+
+    Args:
+        report: report on a plan.
+        width: width in pixels.
+        narrow: whether to write names above their bars and not beside them.
+    """
     others, noise = report.comparisons, report.noise
-    pitch, left = 40, 400
+    pitch, left = (66, 8) if narrow else (40, 400)
     words = [f"{percent(slower(report, other))}  ·  {duration(other.seconds)}" for other in others]
-    if noise:
+    if noise and not narrow:
         words[0] += f"  ·  {100 * noise.gain:.2f} ± {100 * noise.std:.2f}% by sample"
-    right = max(width_of(x, 12) for x in words) + 24
+    right = 24 if narrow else max(width_of(x, 12) for x in words) + 24
     svg = Svg(width, pitch * len(others) + 34, "Step time of other ways to plan, relative to the chosen plan")
     values = [100 * slower(report, other) for other in others]
-    spread = [100 * (noise.gain + noise.std), 100 * (noise.gain - noise.std)] if noise else []
+    # Of the first one, host order.
+    spread = [100 * (noise.gain - noise.std), 100 * (noise.gain + noise.std)] if noise else []
     low, high = min(0.0, *values, *spread), max(0.0, *values, *spread, 0.1)
 
     def at(value: float) -> float:
         return left + (value - low) / (high - low) * (width - left - right)
 
     bottom = pitch * len(others) + 4
-    for tick in ticks(low, high, 6):
+    for tick in ticks(low, high, 3 if narrow else 6):
         svg.line(at(tick), 0, at(tick), bottom, GRID if tick else SOFT)
-        svg.text(at(tick), bottom + 15, f"{tick:+g}%" if tick else "chosen plan", 11, "middle")
+        mark = f"{tick:+g}%" if tick else "chosen plan"
+        svg.text(max(at(tick), 34), bottom + 15, mark, 11, "middle")
     for i, (other, value, said) in enumerate(zip(others, values, words)):
         y, end = i * pitch + 6, at(value)
-        svg.text(left - 14, y + 13, other.name, 13, "end", INK, font_weight=600)
-        svg.text(left - 14, y + 28, other.what, 11, "end")
-        svg.rect(min(end, at(0)), y, abs(end - at(0)), 26, _PALE if value >= 0 else _ACCENT, rx=2)
-        if noise and other is others[0]:
-            whisker = [at(x) for x in spread]
-            svg.path(
-                f"M{whisker[1]:.1f} {y + 13}H{whisker[0]:.1f}M{whisker[0]:.1f} {y + 8}v10M{whisker[1]:.1f} {y + 8}v10",
-                stroke=INK,
-                stroke_width="1.4",
-                fill="none",
-            )
-            end = max(end, *whisker)
-        svg.text(max(end, at(0)) + 9, y + 18, said, 12, fill=INK)
+        if narrow:
+            svg.text(left, y + 10, other.name, 14, "start", INK, font_weight=600, **HALO)
+            svg.text(width, y + 10, said, 13, "end", INK, **HALO)
+            svg.text(left, y + 26, other.what, 12, **HALO)
+            y += 32
+        else:
+            svg.text(left - 14, y + 13, other.name, 13, "end", INK, font_weight=600)
+            svg.text(left - 14, y + 28, other.what, 11, "end")
+        tall = 20 if narrow else 26
+        svg.rect(min(end, at(0)), y, abs(end - at(0)), tall, _PALE if value >= 0 else _ACCENT, rx=2)
+        if noise and i == 0:
+            _whisker(svg, *map(at, spread), y + tall / 2)
+            end = max(end, at(spread[1]))
+        if not narrow:
+            svg.text(max(end, at(0)) + 9, y + 18, said, 12, fill=INK)
     return str(svg)
+
+
+def _whisker(svg: Svg, low: float, high: float, y: float) -> None:
+    """Draw an error bar from x=`low` to x=`high`."""
+    path = f"M{low:.1f} {y:g}H{high:.1f}M{high:.1f} {y - 5:g}v10M{low:.1f} {y - 5:g}v10"
+    svg.path(path, stroke=INK, stroke_width="1.4", fill="none")
 
 
 # --- Links ------------------------------------------------------------------------------------------------------------

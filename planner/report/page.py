@@ -45,6 +45,7 @@ svg { display: block; max-width: 100%; height: auto; font-family: inherit; }
 .tile b { display: block; font-size: 24px; line-height: 1.3; font-weight: 650; }
 .tile span { color: #5c6670; font-size: 13px; }
 .scroll { overflow-x: auto; }
+.narrow { display: none; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; margin: 10px 0; }
 th, td { padding: 5px 12px 5px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #edf0f2; }
 th { color: #5c6670; font-weight: 600; border-bottom: 1px solid #c9d0d5; }
@@ -60,7 +61,8 @@ ul.terms { margin: 4px 0 14px; padding-left: 18px; color: #5c6670; font-size: 13
 @media screen and (max-width: 760px) {
   main { padding: 18px 14px 32px; } h1 { font-size: 21px; } h2 { margin-top: 30px; }
   .tiles { grid-template-columns: 1fr 1fr; } .tile { padding: 8px 10px; } .tile b { font-size: 19px; }
-  .wide svg { width: 860px; max-width: none; }
+  .wide { display: none; } .narrow { display: block; } .narrow svg { width: 100%; }
+  .scroll svg { width: 900px; max-width: none; }
   .scroll { margin-right: -14px; padding-right: 14px; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin: 0 0 10px; }
 }
@@ -86,19 +88,19 @@ def page(report: Report) -> str:
     schedule_chart, schedule_words = gantt.gantt(report)
     links_chart, links_words = drawings.links(report) if len(cluster.hosts) > 1 else ("", "")
     sections = [
-        ("What the plan gains", _gains_words(report), _wide(drawings.gains(report)) if report.comparisons else ""),
+        ("What the plan gains", _gains_words(report), _gains(report) if report.comparisons else ""),
         ("Ranked plans", _search_words(report), _ranked(report)),
         ("As asked, and by a free choice", answers.free_choice_words(report), "") if report.free_choice else _NOTHING,
         ("What more hosts bring", answers.knee_words(report.scaling), _scaling(report)) if report.scaling else _NOTHING,
         ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
         ("Near by", _sentences(nearby_words(report)), ""),
         ("Compression", _sentences(lossy_words(report)), ""),
-        ("Links before and after placement", links_words, _wide(links_chart)),
-        ("One training step", schedule_words, _wide(schedule_chart)),
+        ("Links before and after placement", links_words, _scrolled(links_chart)),
+        ("One training step", schedule_words, _scrolled(schedule_chart)),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
         ("Bytes", _BYTES_WORDS, _traffic(report)),
-        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _wide(drawings.memory(report)) + _oracle(report)),
-        ("Step time against memory", _TRADE_WORDS, _wide(drawings.trade(report))),
+        ("Memory", f"{memory_words(report)}. {_MEMORY_WORDS}", _scrolled(drawings.memory(report)) + _oracle(report)),
+        ("Step time against memory", _TRADE_WORDS, _scrolled(drawings.trade(report))),
         ("Why not another plan?", "", _explained(report)),
         ("Where the figures come from", "", _sources(report)),
     ]
@@ -120,9 +122,9 @@ def page(report: Report) -> str:
     )
 
 
-def _wide(drawing: str) -> str:
+def _scrolled(drawing: str) -> str:
     """Return a drawing that a small screen scrolls sideways instead of making its words unreadable."""
-    return f'<div class="scroll wide">{drawing}</div>' if drawing else ""
+    return f'<div class="scroll">{drawing}</div>' if drawing else ""
 
 
 def _head(report: Report) -> str:
@@ -148,7 +150,15 @@ def _head(report: Report) -> str:
 
 def _gains_words(report: Report) -> str:
     noise = noise_words(report)
-    return f"Longer step time with other ways to plan, simulated on the same links. {noise[0].upper()}{noise[1:]}."
+    bars = " The error bar is this standard deviation over the samples of the links." if report.noise else ""
+    words = f"Longer step time with other ways to plan, simulated on the same links. {noise[0].upper()}{noise[1:]}."
+    return words + bars
+
+
+def _gains(report: Report) -> str:
+    """Return the gains twice, of which a screen shows the one that fits it."""
+    narrow = drawings.gains(report, 340, narrow=True)
+    return f'<div class="wide">{drawings.gains(report)}</div><div class="narrow">{narrow}</div>'
 
 
 def _sentences(words: list[str]) -> str:
@@ -194,7 +204,7 @@ def _scaling(report: Report) -> str:
     heads = _cells(answers.scaling_heads(scaling), "th", (7,))
     missing = "".join(f"<p>{n} hosts: {html.escape(why)}</p>" for n, why in scaling.missing)
     table = f'<div class="scroll"><table><tr>{heads}</tr>{"".join(rows)}</table></div>'
-    return _wide(answers.scaling_figure(scaling)) + table + missing
+    return _scrolled(answers.scaling_figure(scaling)) + table + missing
 
 
 def _what_ifs(report: Report) -> str:
