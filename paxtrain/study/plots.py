@@ -53,7 +53,10 @@ def _ordered(runs: ResultsByName) -> ResultsByName:
 
 
 def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
-    """Draw the validation loss of each variant, relative to the dense one's, against its bytes."""
+    """Draw the validation loss of each variant, relative to the dense one's, against its bytes.
+
+    The scale is linear up to a percent, between whose lines most variants lie, and logarithmic from there on.
+    """
     axes.axhspan(-1, 1, color=_BAND, zorder=0)
     axes.axhline(0, color=_COLORS["dense"], linewidth=0.9)
     points = {
@@ -62,6 +65,7 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     sweep = [name for name in runs if name not in _COLORS]
     line = sorted(points[name] for name in (*sweep, "cb"))
     axes.plot(*zip(*line), color=_SWEEP, linewidth=1.3, zorder=1)
+    order = sorted(points, key=lambda name: points[name])
     for name, group in runs.items():
         size, mean = points[name]
         found = differences(runs, name)
@@ -72,29 +76,33 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
             spread,
             color=_color(name),
             marker="o",
-            markersize=6 if name in sweep else 8,
+            # CB without error feedback sends as many bytes as with it, and often ends at the same loss.
+            markersize={"cb_naive": 13}.get(name, 6 if name in sweep else 8),
+            markerfacecolor="none" if name == "cb_naive" else _color(name),
             capsize=3,
             linestyle="none",
             elinewidth=1.2,
             zorder=3,
-            label=None if name in sweep else group[0].label,
         )
-        if name in sweep:
-            axes.annotate(
-                group[0].label.removeprefix("CB "),
-                points[name],
-                xytext=(-8, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=8,
-                color="#5b7f9c",
-            )
-    axes.margins(0.1)
+        above = order.index(name) % 2 == 0
+        axes.annotate(
+            group[0].label,
+            points[name],
+            xytext=(-8, 0) if name in sweep else (0, 11 if above else -11),
+            textcoords="offset points",
+            ha="right" if name in sweep else "center",
+            va="center" if name in sweep else "bottom" if above else "top",
+            fontsize=8,
+            color="#5b7f9c" if name in sweep else _color(name),
+        )
+    axes.margins(0.12)
+    axes.set_yscale("symlog", linthresh=1, linscale=1.5)
+    low, high = axes.get_ylim()
+    axes.set_yticks([y for y in (-30, -10, -3, -1, -0.5, 0, 0.5, 1, 3, 10, 30, 100) if low <= y <= high])
+    axes.minorticks_off()
     axes.set_xlabel("MB on all links per step")
     axes.set_ylabel("validation loss against dense")
     axes.yaxis.set_major_formatter(_signed)
-    axes.legend(frameon=False, fontsize=9)
 
 
 def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:
