@@ -22,7 +22,6 @@ from paxtrain.process import failures, jax_private, listening
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
 _waits: Counter[str] = Counter()  # calls of `wait_for_all`, by name; a barrier's name can be used once
 
-_NO_SERVER = "Failed to start RPC server"  # jax's words if it cannot listen at the coordinator's port
 _INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
 # Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
@@ -206,11 +205,15 @@ def _bind_address(coordinator: str | None, process: int | None, timeout: float) 
         coordinator: HOST:PORT of process 0; None: from the launcher.
         process: number of this process; None: from the launcher.
         timeout: seconds to wait for a name server that does not know the coordinator yet.
+
+    Raises:
+        UserError: The port is taken.
     """
     if coordinator is None:
         coordinator, _, process = jax_private.detect_launch(None, None, None, int(timeout))
     if coordinator is None or process != 0:
         return None
+    listening.require_free(coordinator)  # jax's server may end the process with SIGSEGV if it is not
     host, _, port = coordinator.rpartition(":")
     found = listening.addresses(host.strip("[]"))
     if found == listening.ALL:
@@ -269,7 +272,4 @@ def initialize(
                 **options,
             )
     except (RuntimeError, ValueError) as error:
-        if _NO_SERVER in str(error):
-            address = coordinator or jax_private.detect_launch(None, None, None, int(timeout))[0]
-            raise UserError(listening.taken(str(address))) from error
         raise UserError(f"{failures.CANNOT_JOIN}{' '.join(str(error).split())}") from error

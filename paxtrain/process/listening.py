@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from paxtrain.errors import UserError
 from paxtrain.process.sealed import ForgedError, SealedStream
 
 ALL: tuple[str, ...] = ("",)  # every address of the machine
@@ -52,6 +54,23 @@ def taken(address: str) -> str:
         f"cannot listen at {address}: port {port} of this machine is taken, perhaps by an earlier start that still "
         f"ends; `ss -ltnp 'sport = :{port}'` shows by which process; end it, or choose another port"
     )
+
+
+def require_free(address: str) -> None:
+    """Require that the port of an address of this machine, HOST:PORT, is free to listen at.
+
+    Raises:
+        UserError: it is taken.
+    """
+    host, _, port = address.rpartition(":")
+    for where in addresses(host.strip("[]")):
+        with socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else ends of old connections would count
+            try:
+                probe.bind((where, int(port)))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise UserError(taken(address)) from error
 
 
 class SealedServer:

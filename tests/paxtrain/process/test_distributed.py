@@ -154,7 +154,7 @@ def test_addresses(joined, where):
 
 def test_what_the_runtime_says_becomes_one_sentence(joined, monkeypatch):
     def refuse(*_, **__):
-        raise RuntimeError("UNKNOWN: Failed to start a server\n  on [::]:22")
+        raise RuntimeError("UNKNOWN: Failed to start RPC server\n  on [::]:22")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     with pytest.raises(UserError, match=r"^cannot join the other processes: UNKNOWN: Failed .* on \[::\]:22$"):
@@ -246,7 +246,7 @@ def test_a_program_runs_only_when_all_have_compiled_it(monkeypatch):
 
 
 def test_a_port_that_is_taken_is_named():
-    """jax alone says only that it could not start its server."""
+    """jax alone says only that it could not start its server, or ends with SIGSEGV."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         flags = f"'127.0.0.1:{port}', 2, 0, 20"
