@@ -61,7 +61,7 @@ def _described(flag: flags.Flag) -> str:
     name = f"  --[no]{flag.name}" if flag.boolean else f"  --{flag.name}"
     text = " ".join((flag.help or "").split())
     if flag.default not in (None, "", [], False):
-        text += f" (default: {flag.default_as_str.strip(chr(39))})"
+        text += f" (default: {(flag.default_as_str or '').strip(chr(39))})"
     width = max(60, min(100, shutil.get_terminal_size().columns))
     lines = textwrap.wrap(text, width - _COLUMN) or [""]
     first = f"{name:<{_COLUMN}}{lines[0]}" if len(name) < _COLUMN else f"{name}\n{' ' * _COLUMN}{lines[0]}"
@@ -89,7 +89,7 @@ class _HelpFlag(flags.BooleanFlag):
         super().__init__(name, False, "show the program's own flags", allow_override=True)
         self._about, self._names = about, names
 
-    def parse(self, argument: str | bool | None) -> None:
+    def parse(self, argument: str | bool) -> None:
         super().parse(argument)
         if self.value:
             print(_help(self._about, self._names))

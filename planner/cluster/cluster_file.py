@@ -284,15 +284,7 @@ def _links(
     else:
         _only(links, ("alpha", "bandwidth", "measured"))
         given = links
-    measured = None
-    if "measured" in given:
-        measured = given["measured"]
-        if not (isinstance(measured, np.ndarray) and measured.dtype == bool):
-            measured = np.asarray(measured, object)
-        truths = measured.dtype == bool or all(isinstance(x, bool | np.bool_) for x in measured.ravel())
-        if measured.shape != (len(hosts),) * 2 or not truths:
-            raise UserError(f"links.measured must be true or false for {len(hosts)} x {len(hosts)} links")
-        measured = measured.astype(bool)
+    measured = _measured(given["measured"], len(hosts)) if "measured" in given else None
     for name in ("alpha", "bandwidth"):
         if name not in given:
             raise UserError(f"links.{name} is missing; needed are alpha and bandwidth, an npz, or inside and between")
@@ -301,6 +293,15 @@ def _links(
     if alpha.ndim == 3:
         raise UserError("links.alpha must be a number or one matrix; only bandwidth may have several samples")
     return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
+
+
+def _measured(value: object, hosts: int) -> np.ndarray:
+    """Return which links were measured, bool [H, H]."""
+    array = value if isinstance(value, np.ndarray) and value.dtype == bool else np.asarray(value, object)
+    truths = array.dtype == bool or all(isinstance(x, bool | np.bool_) for x in array.ravel())
+    if array.shape != (hosts, hosts) or not truths:
+        raise UserError(f"links.measured must be true or false for {hosts} x {hosts} links")
+    return array.astype(bool)
 
 
 def _only(given: Mapping[str, object], known: tuple[str, ...], where: str = "links.") -> None:
