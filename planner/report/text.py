@@ -289,7 +289,7 @@ def text(report: Report) -> str:
         *labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
         *(line for words in lossy_words(report) for line in labelled("lossy", words)),
         *labelled("noise", noise_words(report)),
-        *(labelled("bytes", traffic.words(report)) if traffic.words(report) else ()),
+        *(labelled("bytes", traffic.words(report)) if report.cluster.sites else ()),
         *labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
         *(labelled("ranking", ranking_words(report)) if ranking_words(report) else ()),
         *labelled("search", statistics(report)),
