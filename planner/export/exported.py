@@ -7,7 +7,7 @@ other, a list of the hosts is enough (a hostfile). Otherwise each rank is named 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def ranks(plan: Plan, order: Sequence[str]) -> Ranks:
     return Ranks(positions, flat // per_host, flat % per_host, names, per_host)
 
 
-def best_order(plan: Plan, orders: dict[str, Sequence[str]]) -> tuple[str, Ranks]:
+def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, Ranks]:
     """Return the first of some orders in which a host's ranks follow each other, or the first if none is so.
 
     Args:
