@@ -30,12 +30,13 @@ from tests.sources import ROOT
 
 NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
-# is compiled, and benchmarks.
+# is compiled, the schedules that other trainers have, and benchmarks.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
     "paxtrain/bench/",
     "planner/bench/",
+    "planner/export/",
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",

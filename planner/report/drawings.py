@@ -66,7 +66,7 @@ def gains(report: Report, width: float = 1080, narrow: bool = False) -> str:
         tall = 20 if narrow else 26
         svg.rect(min(end, at(0)), y, abs(end - at(0)), tall, _PALE if value >= 0 else _ACCENT, rx=2)
         if noise and i == 0:
-            _whisker(svg, *map(at, spread), y + tall / 2)
+            _whisker(svg, at(spread[0]), at(spread[1]), y + tall / 2)
             end = max(end, at(spread[1]))
         if not narrow:
             svg.text(max(end, at(0)) + 9, y + 18, said, 12, fill=INK)
