@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import math
+import types
 
 import jax
 import numpy as np
@@ -447,3 +448,21 @@ def test_bad_flags_are_one_sentence_before_anything_is_compiled(home, tmp_path, 
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert all(word in captured.err for word in words), captured.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("scopes", "stages"),
+    [
+        ("rows_21_to_21/while/body/reduce_gradients/embedding/all_to_all", {0}),
+        ("while/body/reduce_gradients/embedding/while/body/all_to_all", {3}),
+        # Over gloo the stages between take part, and XLA may join the collective with that of the layers.
+        ("while/body/reduce_gradients/embedding/all_to_all", {1, 2, 3}),
+        ("while/body/reduce_gradients/(psum:reduce_gradients/embedding/psum)", {1, 2, 3}),
+        ("sync/psum", {0, 1, 2, 3}),
+    ],
+)
+def test_a_stage_counts_the_collectives_that_it_runs(scopes, stages):
+    """The first of four stages ends the step, so it alone reduces in the last row."""
+    mesh, schedule = types.SimpleNamespace(pipe=4), types.SimpleNamespace(closing=(0,))
+    trainer = types.SimpleNamespace(config=types.SimpleNamespace(mesh=mesh), schedule=schedule)
+    assert {stage for stage in range(4) if probe._runs(trainer, stage, f"jit(_step)/shard_map/{scopes}")} == stages
