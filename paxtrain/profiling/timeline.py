@@ -3,16 +3,18 @@
 import gzip
 import json
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 from paxtrain.profiling.breakdown import PARTS, Traced
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import plots
 
-# Colors of the parts, in the order in which they are drawn over each other.
+# Colors of the parts, in the order in which they are drawn on top of each other.
 COLORS = {
     "input": "#f2d64b",
     "other": "#c9ced2",
@@ -27,6 +29,8 @@ COLORS = {
     "optimizer": "#5c6670",
     "sync": "#9aa3ab",
 }
+_PIECES = 240  # of the time in the PNG, each about as wide as can be seen
+_TALL = 0.42  # height of the lane of work, and of that of links
 
 
 def joined(spans: Iterable[Span]) -> Iterator[tuple[float, float]]:
@@ -80,8 +84,53 @@ def write(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
         json.dump({"traceEvents": events(traced, mesh)}, file)
 
 
+def shares(spans: Iterable[Span], edges: np.ndarray) -> np.ndarray:
+    """Return the share of each interval between edges [n + 1] in which at least one of the spans runs, [n]."""
+    covered = np.zeros(len(edges) - 1)
+    for start, end in joined(spans):
+        covered += np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
+    return covered / np.diff(edges)
+
+
+def typical(windows: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the window of median length."""
+    return sorted(windows, key=lambda window: window[1] - window[0])[len(windows) // 2]
+
+
+def _lane(axes: Axes, spans: list[Span], edges: np.ndarray, base: float, link: bool) -> set[str]:
+    """Draw what a device does, the parts on top of each other, and return the parts that it draws.
+
+    Args:
+        axes: axes to draw in, whose y rises downwards.
+        spans: spans of the device.
+        edges: ends of the intervals, [n + 1].
+        base: y of the lower end.
+        link: whether to draw what crosses links, instead of work.
+    """
+    found = {part: shares([span for span in spans if span.part == Part(part, link)], edges) for part in COLORS}
+    total = np.maximum(np.sum(list(found.values()), axis=0), 1.0)  # parts may run at the same time
+    seen: set[str] = set()
+    level = np.zeros(len(edges) - 1)
+    for part, share in found.items():
+        if share.any():
+            top = level + _TALL * share / total
+            axes.fill_between(
+                edges - edges[0],
+                base - np.append(level, level[-1]),
+                base - np.append(top, top[-1]),
+                step="post",
+                color=COLORS[part],
+                linewidth=0,
+            )
+            seen, level = seen | {part}, top
+    return seen
+
+
 def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Draw one of this process's devices for each stage into a PNG, with work above and collectives below.
+    """Draw traced steps of one of this process's devices for each stage into a PNG.
+
+    Work is above and what crosses links below. Ops are much shorter than a pixel is wide, so each piece of time shows
+    how much of it each part takes.
 
     Args:
         path: file to write.
@@ -93,25 +142,26 @@ def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
     for device, spans in zip(traced.devices, traced.spans):
         data, stage, tensor = places[device]
         chosen.setdefault(stage, ((data, stage, tensor), spans))
-    zero, end = traced.windows[0][0], traced.windows[-1][1]
-    page = plots.figure(13, 1.2 + 0.9 * len(chosen))
+    begin, end = typical(traced.windows)
+    edges = np.linspace(begin, end, _PIECES + 1)
+    page = plots.figure(13, 1.4 + 1.0 * len(chosen))
     axes = page.subplots()
-    seen = set()
+    seen: set[str] = set()
     for lane, (_, spans) in enumerate(chosen.values()):
-        for part, color in COLORS.items():
-            for link in (False, True):
-                some = [
-                    span for span in spans if span.part == Part(part, link) and zero < span.end and span.start < end
-                ]
-                bars = [(start - zero, stop - start) for start, stop in joined(some)]
-                label = part if bars and part not in seen else None
-                seen |= {part} if bars else set()
-                axes.broken_barh(bars, (lane + 0.42 * link, 0.36), color=color, linewidth=0, label=label)
+        for link in (False, True):
+            seen |= _lane(axes, spans, edges, lane + _TALL + (_TALL + 0.04) * link, link)
+        axes.axhline(lane + 2 * _TALL + 0.04, color="#c9ced2", linewidth=0.8)
     named = [f"stage {stage}\n(data {data}, tensor {tensor})" for (data, stage, tensor), _ in chosen.values()]
-    axes.set_yticks([lane + 0.39 for lane in range(len(named))], named)
+    axes.set_yticks([lane + _TALL for lane in range(len(named))], named)
     axes.invert_yaxis()
     plots.style(axes)
-    axes.set_xlim(0, end - zero)
-    axes.set_xlabel("seconds")
-    page.legend(frameon=False, loc="outside upper center", ncols=len(COLORS))
+    axes.set_xlim(0, end - begin)
+    axes.set_xlabel(f"seconds; each {1e3 * (edges[1] - edges[0]):.2g} ms shows the shares of its parts")
+    page.legend(
+        [Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in COLORS if part in seen],
+        [part for part in COLORS if part in seen],
+        frameon=False,
+        loc="outside upper center",
+        ncols=len(COLORS),
+    )
     page.savefig(path)

@@ -17,7 +17,7 @@ from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.profiling.breakdown import PARTS
 from paxtrain.profiling.profiler import GROUPS, PICTURE, TABLE, TIMELINE, Profiler
-from paxtrain.profiling.timeline import COLORS, joined
+from paxtrain.profiling.timeline import COLORS, joined, shares, typical
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import metrics
 from paxtrain.run.run import Run
@@ -205,3 +205,14 @@ def test_a_window_that_is_cut_short_leaves_its_trace_and_no_profiler_running(hom
     with jax.profiler.trace(tmp_path / "another"):
         pass
     assert Profiler(settings, mesh, 1).last == 0
+
+
+def test_shares_of_a_step_are_those_of_a_fine_grid():
+    draw = np.random.default_rng(0)
+    times = np.sort(draw.integers(0, 1000, (40, 2)), axis=1)
+    spans = [Span(float(a), float(b), Part("forward", False)) for a, b in times]
+    busy = np.zeros(1000, bool)
+    for a, b in times:
+        busy[a:b] = True
+    np.testing.assert_allclose(shares(spans, np.linspace(0, 1000, 26)), busy.reshape(25, 40).mean(axis=1))
+    assert typical([(0.0, 5.0), (5.0, 6.0), (6.0, 8.0)]) == (6.0, 8.0)
