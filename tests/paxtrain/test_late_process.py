@@ -48,7 +48,8 @@ def test_a_process_that_is_late_everywhere_ends_nothing(tmp_path, monkeypatch, b
     """Without the barriers the same lateness ends the run in a collective."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_collective_timeout_seconds={LIMIT}")
     home = corpus(tmp_path)
-    shape = {"run__eval_every": 0, "run__sample_tokens": 0, "checkpoint__every": 0, "model__layers": 2}
+    shape = {"run__eval_every": 0, "run__sample_tokens": 0, "model__layers": 2}
+    shape |= {"checkpoint__every": 0, "checkpoint__keep_every": 0}
     runs = [
         json.dumps(to_dict(configuration(home, tmp_path / "run", run__steps=steps, optimizer__warmup_steps=1, **shape)))
         for steps in (1, 2)
