@@ -127,6 +127,11 @@ def moment(draw: random.Random, out, number: int, alive, seconds: float) -> str:
             time.sleep(0.001)
         time.sleep(draw.random() * 0.03)
         return "a checkpoint was written" if writing(out) else "a checkpoint had just been written"
+    path = pathlib.Path(out) / metrics.FILE
+    before = path.stat().st_size if path.exists() else 0
+    if number % 4:  # the others may be killed while they start
+        while alive() and (not path.exists() or path.stat().st_size <= before):
+            time.sleep(0.01)
     until = time.monotonic() + draw.random() * seconds
     while alive() and time.monotonic() < until:
         time.sleep(0.01)
@@ -158,20 +163,19 @@ def four(data, out, log, **changes):
     """Start a run of four processes, and return them."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-    mesh = {"mesh__data": 2, "mesh__pipe": 2}
-    return [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "paxtrain.train", f"--coordinator={address}", "--num_processes=4"),
-                *(f"--process_id={i}", *arguments(data, out, **mesh, **changes)),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=log.open("ab"),
-            stderr=subprocess.STDOUT,
-        )
-        for i in range(4)
-    ]
+    given = arguments(data, out, mesh__data=2, mesh__pipe=2, **changes)
+    among = ("-m", "paxtrain.train", f"--coordinator={address}", "--num_processes=4")
+    with log.open("ab") as file:
+        return [
+            subprocess.Popen(
+                [sys.executable, *among, f"--process_id={i}", *given],
+                cwd=ROOT,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for i in range(4)
+        ]
 
 
 def test_kills_at_random_moments_of_four_processes(data, tmp_path):
@@ -183,7 +187,7 @@ def test_kills_at_random_moments_of_four_processes(data, tmp_path):
     for number in range(most):
         processes = four(data, out, log, **steps)
         try:
-            kind = moment(draw, out, number, lambda some=processes: all(each.poll() is None for each in some), 30.0)
+            kind = moment(draw, out, number, lambda some=processes: all(each.poll() is None for each in some), 8.0)
             victim = processes[draw.randrange(4)]
             assert victim.poll() is None, f"it has ended before: {log.read_text()[-3000:]}"
             victim.kill()
@@ -193,7 +197,7 @@ def test_kills_at_random_moments_of_four_processes(data, tmp_path):
                 each.kill()
                 each.wait()
         kinds[kind] = kinds.get(kind, 0) + 1
-    reached = max(checkpoint_reading.finished_steps(out / sampling.CHECKPOINTS))
+    reached = max(checkpoint_reading.finished_steps(out / sampling.CHECKPOINTS), default=0)
     last = {**steps, "run__steps": reached + 40}
     for folder in (out, reference):
         for each in four(data, folder, log, **last):
