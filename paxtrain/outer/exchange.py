@@ -31,7 +31,7 @@ Place = tuple[Path, int]  # path of a stack of layers' kernels, and the layer's 
 
 @dataclasses.dataclass(frozen=True)
 class GroupExchange:
-    """What the groups of a run exchange.
+    """The exchange between the groups of a run.
 
     Attributes:
         layout: layout of the parameters of one group.

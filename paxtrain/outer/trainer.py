@@ -41,7 +41,7 @@ BATCH_SPEC = PartitionSpec((GROUP, "data"))
 
 @flax.struct.dataclass
 class OuterState:
-    """What groups keep besides a training state.
+    """The state that groups keep besides a training state.
 
     Attributes:
         params: Weights of each group in mesh layout, [groups, ...].
@@ -113,7 +113,7 @@ class GroupedTrainer(Trainer):
 
     @functools.cached_property
     def exchange(self) -> GroupExchange:
-        """What the groups exchange."""
+        """The exchange between the groups."""
         return GroupExchange(self.layout, self.groups)
 
     @functools.cached_property

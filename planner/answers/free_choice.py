@@ -1,4 +1,4 @@
-"""What parts of a plan cost that flags fix: the plan as asked beside the plan of a free choice."""
+"""The cost of parts of a plan that flags fix: the plan as asked beside the plan of a free choice."""
 
 import dataclasses
 

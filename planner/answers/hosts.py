@@ -1,4 +1,4 @@
-"""What more hosts bring: a plan for each number of hosts, with the same global batch."""
+"""The gain of more hosts: a plan for each number of hosts, with the same global batch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

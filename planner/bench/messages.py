@@ -1,4 +1,4 @@
-"""What authentication adds to a message between supervisors: an HMAC at each end."""
+"""The cost of authentication for a message between supervisors: an HMAC at each end."""
 
 import secrets
 import statistics

@@ -1,4 +1,4 @@
-"""What the planner needs to know of a device: its peak rates and its memory, from data sheets or a cluster's file.
+"""The facts of a device that the planner needs: its peak rates and its memory, from data sheets or a cluster's file.
 
 The GPUs of paxtrain/devices/gpus.py are known with all that a compiler needs. The consumer GPUs here are known by their
 data sheets only: plans are made for them, and their memory is not checked by a compiler. GeForce drivers let GPUs of a

@@ -16,7 +16,7 @@ from paxtrain.config.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What is written for another trainer.
+    """The files that are written for another trainer.
 
     Attributes:
         version: the trainer and the version whose parser takes it.

@@ -1,4 +1,4 @@
-"""What each kind of compression would gain, if it is not asked for."""
+"""The gain of each kind of compression that is not asked for."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a report says of other questions: a free choice, more hosts, a cluster that changes."""
+"""The answers of a report to other questions: a free choice, more hosts, a cluster that changes."""
 
 import dataclasses
 from typing import NamedTuple
