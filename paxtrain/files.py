@@ -8,7 +8,11 @@ from collections.abc import Iterator
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Wait until the names in a folder are on disk, if its file system can say so."""
+    """Wait until the names in a folder are on disk, if its file system can say so.
+
+    Raises:
+        OSError: The folder cannot be opened.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some file systems cannot
@@ -84,10 +88,14 @@ def write(path: str | pathlib.Path, content: str | bytes) -> None:
 def sync_tree(folder: str | pathlib.Path) -> None:
     """Wait until all files below a folder, and the folders themselves, are on disk.
 
+    Other processes may write there at the same time. A file that they rename meanwhile is theirs to sync.
+
     Raises:
         OSError: A file could not be written.
     """
     for home, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _sync(os.path.join(home, name))
-        sync_folder(pathlib.Path(home))
+            with contextlib.suppress(FileNotFoundError):
+                _sync(os.path.join(home, name))
+        with contextlib.suppress(FileNotFoundError):
+            sync_folder(pathlib.Path(home))

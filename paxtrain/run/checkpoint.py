@@ -73,7 +73,11 @@ class _Barrier:
             self.failure = error
             raise error
         if _WRITTEN in key:
-            self._sync()
+            try:
+                self._sync()
+            except OSError as unwritten:
+                self.failure = unwritten
+                raise
         self._wait(key=key, timeout_ms=timeout_ms)
 
 

@@ -99,3 +99,19 @@ def test_a_tree_is_synced_from_its_leaves_up(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     files.sync_tree(tmp_path)
     assert synced == [str(tmp_path / "in" / "file"), str(tmp_path / "in"), str(tmp_path)]
+
+
+def test_a_file_that_another_process_renames_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    for name in ("a", "b.lock", "c"):
+        (tmp_path / name).touch()
+    synced, sync = [], os.fsync
+
+    def renames(descriptor):
+        (tmp_path / "b.lock").unlink(missing_ok=True)
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "walk", lambda *_, **__: [(str(tmp_path), [], ["a", "b.lock", "c"])])
+    monkeypatch.setattr(os, "fsync", renames)
+    files.sync_tree(tmp_path)
+    assert synced == ["a", "c", tmp_path.name]
