@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.initialize(*launched)
     group = ProcessGroup(f.answer_timeout)
     with group.ends_together():
-        machines = find_machines(group, f.rack)
+        machines = find_machines(group, f.rack, site=f.site)
         cluster, said = profile_cluster.profile(group, machines, config, options, f.name)
         if group.process == 0:
             cluster.save(out)

@@ -152,7 +152,7 @@ def main(argv: Sequence[str]) -> None:
         with group.ends_together():
             if f.gpus is not None:
                 allocation.check_devices(group, f.gpus, f.host_name or socket.gethostname())
-            machines = find_machines(group, f.rack, f.host_name)
+            machines = find_machines(group, f.rack, f.host_name, f.site)
             allocation.check_shared(group, out)
             group.gather(None, lambda _: held.enter_context(RunLock(out)) and None)
             _check_data(group, neutral)

@@ -410,4 +410,5 @@ def _several(cluster: Cluster, factor: int) -> Cluster:
         samples=np.tile(cluster.samples, (1, factor, factor)),
         measured=None,
         sites=cluster.sites * factor,
+        trunks=None,
     )

@@ -4,6 +4,7 @@ link A-B x 0.5              both directions of a link; A>B is one of them; A or 
 link A-B 10 Gbit/s          sets the rate of one flow
 network x 2                 all links between hosts
 network 100 Gbit/s more     or "less"
+trunks x 2                  uplinks that hosts share; "network x 2" changes them, too
 without A                   hosts that are gone, joined by commas
 devices h200                other devices in the same hosts
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between, without
-from planner.cluster.variants import with_devices, with_links
+from planner.cluster.variants import with_devices, with_links, with_trunks
 from planner.cost.step_time import Problem
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, Values, plan_sections
@@ -25,8 +26,8 @@ from planner.report.questions import WhatIf
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _GBIT = 1e9 / 8
 _KNOWN = (
-    '"link A-B x 0.5", "link A-B 10 Gbit/s", "network x 2", "network 100 Gbit/s more" (or less), "without A,B" or '
-    '"devices h200"'
+    '"link A-B x 0.5", "link A-B 10 Gbit/s", "network x 2", "network 100 Gbit/s more" (or less), "trunks x 2", '
+    '"without A,B" or "devices h200"'
 )
 
 
@@ -42,7 +43,10 @@ def changed(cluster: Cluster, text: str) -> Cluster:
     """
     words = " ".join(text.split())
     forms: dict[str, Callable[..., Cluster]] = {
-        rf"network x {_NUMBER}": lambda factor: _network(cluster, factor=float(factor)),
+        rf"network x {_NUMBER}": lambda factor: with_trunks(
+            _network(cluster, factor=float(factor)), float(factor), needed=False
+        ),
+        rf"trunks x {_NUMBER}": lambda factor: with_trunks(cluster, float(factor)),
         rf"network {_NUMBER} Gbit/s (more|less)": lambda rate, way: _network(
             cluster, more=float(rate) * _GBIT * (1 if way == "more" else -1)
         ),

@@ -6,6 +6,7 @@
     device_sheets.py   what the planner knows of a device
     variants.py        clusters like a given one: other hosts, links or devices
     link_fit.py        a fit of links that were not measured
+    trunks.py          uplinks that several hosts share
 
 May import nothing of the planner.
 """

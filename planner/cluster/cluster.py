@@ -11,6 +11,7 @@ import numpy as np
 from paxtrain.errors import UserError
 from planner.cluster import cluster_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.trunks import Trunks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Cluster:
         fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
         sheets: devices that the file describes itself, by kind.
         sites: site of each host, numbered from 0; empty: all hosts are at one.
+        trunks: uplinks that several hosts share; None: there are none.
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
@@ -80,6 +82,7 @@ class Cluster:
     fan_out: float = 1.0
     sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
     sites: tuple[int, ...] = ()
+    trunks: Trunks | None = None
 
     @classmethod
     def load(cls, name: str | pathlib.Path) -> "Cluster":
@@ -121,6 +124,7 @@ class Cluster:
             named=self.named,
             sheets=self.sheets,
             sites=self.sites,
+            trunks=self.trunks,
         )
         cluster_file.write(fields, path)
 
@@ -164,7 +168,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         together: hosts that become one, a divisor of the number of hosts.
 
     Raises:
-        UserError: the hosts do not divide, or hosts that would be one have devices of different kinds.
+        UserError: the hosts do not divide, or hosts that would be one differ in their devices or trunks.
     """
     count = len(cluster.hosts)
     if count % together:
@@ -174,6 +178,9 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         if len({cluster.kinds[i] for i in block}) > 1:
             names = ", ".join(cluster.hosts[i] for i in block)
             raise UserError(f"tensor groups cannot span {names}, whose devices differ in kind")
+        if cluster.trunks is not None and cluster.trunks.splits(block):
+            names = ", ".join(cluster.hosts[i] for i in block)
+            raise UserError(f"tensor groups cannot span {names}, which are behind different trunks")
     following = np.roll(blocks, -1, axis=1)
 
     def join(x: np.ndarray, worst: Callable[..., np.ndarray]) -> np.ndarray:
@@ -193,6 +200,7 @@ def merged(cluster: Cluster, together: int) -> Cluster:
         samples=join(cluster.samples, np.min),
         measured=None,
         sites=tuple(cluster.sites[i] for i in first) if cluster.sites else (),
+        trunks=None if cluster.trunks is None else cluster.trunks.of_hosts(first),
         parts=cluster,
     )
 
@@ -235,4 +243,5 @@ def of_hosts(cluster: Cluster, names: Sequence[str]) -> Cluster:
         measured=None if cluster.measured is None else cluster.measured[grid],
         compute=tuple(row for row in cluster.compute if row["kind"] in kinds),
         sites=tuple(cluster.sites[i] for i in where) if cluster.sites else (),
+        trunks=None if cluster.trunks is None else cluster.trunks.of_hosts(where),
     )

@@ -9,6 +9,9 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
      "devices": {"mine": {...}},       devices of one's own by name: peak_flops (bfloat16), bandwidth and memory, and if
                                        known single_flops (half of peak_flops), capability ([8, 0]) and sms; optional
      "sites": [0, 0, 1, 1],            the site of each host; optional
+     "trunks": [{"hosts": ["n0", "n1"], "bandwidth": 125e6}, {"each": "site", "bandwidth": 125e6}],
+                                       uplinks that hosts share: all bytes/s between these hosts and the others, in each
+                                       direction; "each": "site" gives every site one; optional
      "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
      "nics": 1,                        flows that leave a host, and enter it, at full speed; more share
      "fan_out": 1,                     hosts with which a host exchanges data at once, each at its link's full speed;
@@ -47,6 +50,7 @@ from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 from planner.cluster import array_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.trunks import Trunks
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
@@ -59,7 +63,7 @@ _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _REQUIRED = ("hosts", "devices_per_host", "device", "links")
-_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "devices", "sites", "compute")
+_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "devices", "sites", "trunks", "compute")
 _Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
@@ -81,6 +85,7 @@ class Fields(TypedDict):
     named: bool
     sheets: Mapping[str, DeviceSheet]
     sites: tuple[int, ...]
+    trunks: Trunks | None
 
 
 def read(name: str | pathlib.Path) -> Fields:
@@ -162,6 +167,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "named": isinstance(values["hosts"], list),
         "sheets": sheets,
         "sites": sites,
+        "trunks": _trunks(values.get("trunks", []), hosts, sites),
     }
 
 
@@ -226,6 +232,40 @@ def _sites(value: object, hosts: int) -> tuple[int, ...]:
         return ()
     names = [str(site) for site in _per_host("sites", value, hosts)]
     return tuple(list(dict.fromkeys(names)).index(name) for name in names) if len(set(names)) > 1 else ()
+
+
+def _trunks(value: object, hosts: tuple[str, ...], sites: tuple[int, ...]) -> Trunks | None:
+    """Return the uplinks that hosts share; None if there are none."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise UserError(f'trunks must be a list such as [{{"each": "site", "bandwidth": 125e6}}], got {value!r}')
+    known, behind, bandwidth = {name: i for i, name in enumerate(hosts)}, [], []
+    for entry in value:
+        _only(entry, ("hosts", "each", "bandwidth"), "trunks: ")
+        if "bandwidth" not in entry or ("hosts" in entry) == ("each" in entry):
+            raise UserError(f'each of trunks must say bandwidth, and either hosts or "each": "site", got {entry!r}')
+        rate = _number("trunks.bandwidth", entry["bandwidth"])
+        if "each" in entry:
+            if entry["each"] != "site" or not sites:
+                raise UserError(f'trunks: each may be "site", where sites tells two or more, got {entry["each"]!r}')
+            some = [np.array(sites) == site for site in sorted(set(sites))]
+        else:
+            some = [_behind(entry["hosts"], known)]
+        behind += some
+        bandwidth += [rate] * len(some)
+    return Trunks(np.array(behind), np.array(bandwidth)) if behind else None
+
+
+def _behind(names: object, known: Mapping[str, int]) -> np.ndarray:
+    """Return whether each host is behind a trunk, bool [H]."""
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
+        raise UserError(f"trunks: hosts must be a list of hosts of the cluster, got {names!r}")
+    found = np.zeros(len(known), bool)
+    found[[known[name] for name in names]] = True
+    if not found.any() or found.all():
+        raise UserError(
+            f"trunks: some hosts must be behind a trunk and some not, got {int(found.sum())} of {len(known)}"
+        )
+    return found
 
 
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
@@ -439,4 +479,9 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         values["devices"] = {name: {k: v for k, v in one.items() if v} for name, one in described.items()}
     if fields["sites"]:
         values["sites"] = list(fields["sites"])
+    if fields["trunks"]:
+        values["trunks"] = [
+            {"hosts": [name for name, one in zip(hosts, behind) if one], "bandwidth": rate}
+            for behind, rate in fields["trunks"]
+        ]
     files.write(path, json.dumps(values, indent=1) + "\n")

@@ -10,7 +10,12 @@ from planner.cluster.device_sheets import SHEETS
 
 
 def alike(cluster: Cluster) -> bool:
-    """Return whether all hosts have the same devices and all links between hosts the same rate and latency."""
+    """Return whether all hosts have the same devices and all links between hosts the same rate and latency.
+
+    Hosts that share uplinks are not alike.
+    """
+    if cluster.trunks:
+        return False
     apart = between(cluster)
 
     def one(values: np.ndarray) -> bool:
@@ -80,6 +85,29 @@ def with_links(cluster: Cluster, factor: np.ndarray | float = 1.0, more: np.ndar
         least = cluster.samples[samples <= 0].min() * 8e-9
         raise UserError(f"nothing would be left of a link of {least:.4g} Gbit/s; take less from the links")
     return dataclasses.replace(cluster, samples=samples)
+
+
+def with_trunks(cluster: Cluster, factor: float, needed: bool = True) -> Cluster:
+    """Return the cluster with other rates of the uplinks that hosts share.
+
+    Args:
+        cluster: cluster to change.
+        factor: factor on the bandwidths.
+        needed: whether there have to be such uplinks.
+
+    Raises:
+        UserError: there are none, or nothing would be left of them.
+    """
+    if not cluster.trunks:
+        if needed:
+            raise UserError(
+                f"{cluster.name} has no trunks; its file would name them, as planner/cluster/cluster_file.py says"
+            )
+        return cluster
+    if factor <= 0:
+        raise UserError(f"nothing would be left of a trunk with a factor of {factor:g}; take one above 0")
+    trunks = dataclasses.replace(cluster.trunks, bandwidth=cluster.trunks.bandwidth * factor)
+    return dataclasses.replace(cluster, trunks=trunks)
 
 
 def with_devices(cluster: Cluster, kind: str) -> Cluster:

@@ -2,17 +2,20 @@
 
 A placement says on which host each tensor group lies: int [batch, D, P], D data ranks, P stages. All devices of a
 group send to their counterparts alike, so a group of T devices sends T flows at once. A flow alone has the link's
-bandwidth. If more flows enter or leave a host than it has NICs, they share the NICs.
+bandwidth. If more flows enter or leave a host than it has NICs, they share the NICs. Those that enter or leave by the
+same trunk share that, too.
 
 On GPUs all collectives over data are rings. Over gloo a reduce-scatter is an all-to-all (compress.collectives), whose
 messages use all links of a host at once.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from planner.cluster.cluster import Cluster
+from planner.cluster.trunks import Trunks
 
 Array = np.ndarray
 
@@ -27,6 +30,7 @@ class Fabric:
         nics: flows that leave or enter a host at full speed.
         fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
         rings: whether a reduce-scatter runs around a ring; otherwise it is an all-to-all.
+        trunks: uplinks that several hosts share; None: there are none.
     """
 
     alpha: Array
@@ -34,6 +38,12 @@ class Fabric:
     nics: int
     fan_out: float = 1.0
     rings: bool = True
+    trunks: Trunks | None = None
+
+    @functools.cached_property
+    def slowness(self) -> Array:
+        """Seconds per byte [H, H] of a flow while trunks are full, by which the search tells near hosts from far."""
+        return np.maximum(self.per_byte, self.trunks.slowness()) if self.trunks else self.per_byte
 
 
 def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None = None) -> Fabric:
@@ -49,7 +59,7 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
     else:
         bandwidth = cluster.bandwidth if quantile is None else cluster.quantile(quantile)
     alpha = np.ascontiguousarray(cluster.alpha)
-    return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps)
+    return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps, cluster.trunks)
 
 
 def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
@@ -58,6 +68,31 @@ def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
     place = (np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts).ravel()
     total = np.bincount(place, weights=crossing.ravel() * float(size), minlength=batch * count)
     return total[place].reshape(hosts.shape)
+
+
+def _in_trunks(
+    links: Fabric, slowness: Array, here: Array, there: Array, size: int, counted: Array | None = None
+) -> Array:
+    """Return the seconds per byte of flows that may share trunks.
+
+    Args:
+        links: links of the cluster.
+        slowness: [batch, ...] seconds per byte of each flow as its link and its hosts' NICs have it.
+        here: [batch, ...] sender of each.
+        there: [batch, ...] receiver of each.
+        size: flows that each stands for.
+        counted: bool [batch, ...] which of them are sent at the same time; None: all.
+    """
+    if not links.trunks:
+        return slowness
+    axes = tuple(range(1, here.ndim))
+    for behind, rate in links.trunks:
+        inside, outside = behind[here], behind[there]
+        for way in (inside & ~outside, outside & ~inside):
+            at_once = way if counted is None else way & counted
+            flows = size * np.maximum(at_once.sum(axis=axes, keepdims=True), 1)
+            slowness = np.where(way, np.maximum(slowness, flows / rate), slowness)
+    return slowness
 
 
 def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
@@ -82,7 +117,8 @@ def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Ar
     count = len(links.alpha)
     crowd = np.maximum(_flows(hosts, crossing, tensor, count), _flows(there, crossing, tensor, count))
     share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
-    return links.alpha[hosts, there], links.per_byte[hosts, there] * share
+    slowness = links.per_byte[hosts, there] * share
+    return links.alpha[hosts, there], _in_trunks(links, slowness, hosts, there, tensor, crossing)
 
 
 def ring_order(hosts: Array) -> Array:
@@ -121,7 +157,7 @@ def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
     count = len(links.alpha)
     crowd = np.maximum(_flows(here, crossing, tensor, count), _flows(there, crossing, tensor, count))
     share = np.where(crossing, np.maximum(crowd / links.nics, 1.0), 1.0)
-    slowest = (links.per_byte[here, there] * share).max(axis=2)
+    slowest = _in_trunks(links, links.per_byte[here, there] * share, here, there, tensor).max(axis=2)
     return (ranks - 1) * links.alpha[here, there].max(axis=2), slowest
 
 
@@ -151,6 +187,9 @@ def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
         share = np.maximum(np.maximum(between, busier / links.fan_out) / links.nics, 1.0)
         np.fill_diagonal(share, 1.0)
         slowness = links.per_byte * share
+        for behind, rate in links.trunks or ():
+            flows = between[np.ix_(behind, ~behind)].sum()  # as many each way
+            slowness = np.where(behind[:, None] != behind, np.maximum(slowness, flows / rate), slowness)
         for p in range(stages):
             # A host sends to itself only if several ranks are there.
             senders, receivers = np.nonzero(np.outer(held[p], held[p]) - np.diag(held[p] == 1))
@@ -204,8 +243,10 @@ def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array,
     # Each end sends and receives.
     crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
     share = np.where(apart, np.maximum(crowd / links.nics, 1.0), 1.0)
-    latency, per_byte = (np.stack([x[first, last], x[last, first]], -1) for x in (links.alpha, links.per_byte))
-    return latency, per_byte * share[..., None]
+    here, there = np.stack([first, last], -1), np.stack([last, first], -1)
+    return links.alpha[here, there], _in_trunks(
+        links, links.per_byte[here, there] * share[..., None], here, there, tensor
+    )
 
 
 def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:

@@ -21,6 +21,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from planner.cluster.trunks import Trunks
+
 Pairs = list[tuple[int, int]]
 Branch = Callable[[int], None]  # runs the branch of that number and waits for it
 
@@ -58,13 +60,36 @@ def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
     return [rounds[i] for i in sorted(chosen)]
 
 
+def one_by_one(rounds: list[Pairs], trunks: Trunks) -> list[Pairs]:
+    """Return the rounds taken apart, so that in none two pairs send through the same trunk.
+
+    Args:
+        rounds: rounds of disjoint pairs.
+        trunks: uplinks that hosts share.
+    """
+    found = []
+    for pairs in rounds:
+        parts: list[tuple[Pairs, set[int]]] = [([], set())]  # pairs, and the trunks that they take
+        for a, b in pairs:
+            taken = set(np.flatnonzero(trunks.behind[:, a] != trunks.behind[:, b]).tolist())
+            part = next((part for part in parts if not taken & part[1]), None)
+            if part is None:
+                part = ([], set())
+                parts.append(part)
+            part[0].append((a, b))
+            part[1].update(taken)
+        found += [of_part for of_part, _ in parts if of_part]
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """Pairs that measure at once.
 
     Attributes:
-        kind: "between" for one device of each host, "inside" for two devices of the same host, or "crowd" for all
-            devices of both hosts. A crowd shows how many flows a host's NICs carry at full speed.
+        kind: "between" for one device of each host, "inside" for two devices of the same host, "crowd" for all devices
+            of both hosts, or "trunk" for one device of each of some hosts that may share an uplink. A crowd shows how
+            many flows a host's NICs carry at full speed.
         hosts: pairs of hosts; (h, h) inside a host.
         devices: pairs of devices, numbered host after host.
     """
@@ -74,15 +99,17 @@ class Round:
     devices: Pairs
 
 
-def plan_rounds(hosts: int, per_host: int, most: int) -> list[Round]:
+def plan_rounds(hosts: int, per_host: int, most: int, trunks: Trunks | None = None) -> list[Round]:
     """Return the rounds of one repeat.
 
     Args:
         hosts: number of hosts.
         per_host: devices per host.
         most: largest number of rounds between hosts. If there are more, a random sample is taken.
+        trunks: uplinks that hosts share, in each of which one pair sends at a time; None: there are none.
     """
-    between = sampled(tournament(hosts), most) if hosts > 1 else []
+    every = tournament(hosts) if hosts > 1 else []
+    between = sampled(one_by_one(every, trunks) if trunks else every, most)
     rounds = []
     if per_host > 1:
         ends = [(h * per_host, h * per_host + 1) for h in range(hosts)]

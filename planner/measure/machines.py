@@ -26,6 +26,7 @@ class Machines:
         kinds: device kind of each host: a key of GPUS, or "cpu".
         memory: bytes of one device, per host.
         racks: rack of each host, as the launcher or --rack says.
+        sites: site of each host, as --site says; all empty: there is one.
         crowded: the largest number of processes that compute on the same cores, and the number of these cores, if
             there are fewer of them; else None.
     """
@@ -37,7 +38,14 @@ class Machines:
     kinds: tuple[str, ...]
     memory: tuple[float, ...]
     racks: tuple[str, ...]
+    sites: tuple[str, ...] = ()
     crowded: tuple[int, int] | None = None
+
+    @property
+    def site_numbers(self) -> tuple[int, ...]:
+        """Site of each host, numbered from 0; empty: all are at one."""
+        names = list(dict.fromkeys(self.sites))
+        return tuple(map(names.index, self.sites)) if len(names) > 1 else ()
 
 
 class _Entry(NamedTuple):
@@ -49,6 +57,7 @@ class _Entry(NamedTuple):
         kind: device kind.
         memory: bytes of one device.
         rack: rack of its host.
+        site: site of its host.
         problem: reason why its devices cannot be used; empty: none.
         computer: name of the computer, which hosts may share.
         cores: number of its cores that the process may use; 0: it computes on a GPU.
@@ -59,6 +68,7 @@ class _Entry(NamedTuple):
     kind: str
     memory: float
     rack: str
+    site: str
     problem: str
     computer: str
     cores: int
@@ -103,13 +113,14 @@ def _local_kind() -> tuple[str, float]:
     return kind, float(gpus.GPUS[kind].memory)
 
 
-def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
+def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = "") -> Machines:
     """Collect every process's host and devices, and name the processes after their hosts.
 
     Args:
         group: the processes of the run; their names are set.
         rack: this host's rack.
         name: this host's name; empty: the name that the operating system gives it.
+        site: this host's site.
 
     Raises:
         UserError: hosts have different numbers of devices, a device is unknown, or a process cannot be reached.
@@ -128,7 +139,7 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
         return entries
 
     cores = len(os.sched_getaffinity(0)) if kind == "cpu" else 0
-    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, problem, _computer(), cores)
+    mine = _Entry(name, jax.local_device_count(), kind, memory, rack, site, problem, _computer(), cores)
     roster = [_Entry(*value) for value in group.gather(mine, verdict)]
     hosts = tuple(dict.fromkeys(entry.host for entry in roster))
     alone = len(hosts) == len(roster)
@@ -150,5 +161,6 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "") -> Machines:
         kinds=tuple(entry.kind for entry in first),
         memory=tuple(entry.memory for entry in first),
         racks=tuple(entry.rack for entry in first),
+        sites=tuple(entry.site for entry in first),
         crowded=_crowded(roster),
     )

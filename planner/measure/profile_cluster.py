@@ -22,6 +22,7 @@ from planner.measure.options import MIB, ProfileOptions
 from planner.measure.process_group import ProcessGroup
 from planner.measure.profile_compute import profile_compute
 from planner.measure.profile_links import profile_links, time_all_reduces, time_fan_out
+from planner.measure.profile_trunks import profile_trunks
 
 
 def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> tuple[link_fit.Filled, int]:
@@ -60,15 +61,16 @@ def profile(
     began = time.monotonic()
     limit = np.inf if options.time_limit is None else options.time_limit
     # Links may take half of the time, so that there is always some for compute.
-    times, missing = profile_links(group, machines, options, began + limit / 2)
+    trunks, uplinks = profile_trunks(group, machines, options, began + limit / 4)
+    times, missing = profile_links(group, machines, options, began + limit / 2, trunks)
     rows, left_out = profile_compute(group, machines, config, options, began + limit)
     filled, nics = _filled_links(group, machines, times)
-    said, fan_out = [], 1.0
+    said, fan_out = [("shared uplinks", uplinks)] if uplinks else [], 1.0
     # With two hosts each has one other, and rings on GPUs send to one at a time.
     if len(machines.hosts) > 2 and "cpu" in machines.kinds:
-        fan_out = time_fan_out(group, machines, filled, nics, int(times.sizes.max()))
+        fan_out = time_fan_out(group, machines, filled, nics, int(times.sizes.max()), trunks)
     if options.all_reduces and len(machines.devices) > 1:
-        said = time_all_reduces(group, machines, filled, nics, min(4 * MIB, int(times.sizes.max())))
+        said += time_all_reduces(group, machines, filled, nics, min(4 * MIB, int(times.sizes.max())))
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
     if fitted:
         words = f"{fitted}, fitted from the others by sender, receiver and racks"
@@ -90,6 +92,8 @@ def profile(
         samples=filled.samples,
         measured=filled.measured if fitted else None,
         compute=tuple(rows),
+        sites=machines.site_numbers,
+        trunks=trunks,
     )
     return cluster, said
 

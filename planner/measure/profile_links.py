@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from paxtrain import tables
 from planner.cluster import link_fit
+from planner.cluster.trunks import Trunks
 from planner.measure import link_timing
 from planner.measure.machines import Machines
 from planner.measure.options import MIB, ProfileOptions
@@ -15,18 +16,26 @@ from planner.measure.process_group import ProcessGroup
 
 _PROBE = 16 * 1024  # bytes of the first messages, which show how slow the links are
 _LARGEST = 16 * MIB  # bytes
+_EXPLAINED = 1.5  # how much longer than a trunk's bytes an all-to-all takes at most, if the trunk is what it waits for
 _FAN_OUT = (0.04, 0.16)  # seconds on the slowest link of the messages of the two all-to-alls that tell the fan-out
 
 # MessageTimes as JSON holds them: a tiny message, there and back.
 _Times = tuple[float, list[float], list[float]]
 
 
-def _affordable(
+def affordable(
     group: ProcessGroup, machines: Machines, rounds: list[link_timing.Round], repeats: int, until: float
 ) -> tuple[int, int]:
     """Return two message sizes, one four times the other, as large as half of the remaining time allows.
 
     Every pair sends a small message first, which shows how slow the links are.
+
+    Args:
+        group: the processes of the run.
+        machines: their hosts and devices.
+        rounds: rounds to run.
+        repeats: how often they will run.
+        until: time.monotonic() at which to stop; process 0's clock counts.
     """
     me = machines.hosts[machines.of_process[group.process]]
     with group.watch(me, "the other hosts in the first round of links"):
@@ -48,7 +57,11 @@ def _affordable(
 
 
 def profile_links(
-    group: ProcessGroup, machines: Machines, options: ProfileOptions, until: float
+    group: ProcessGroup,
+    machines: Machines,
+    options: ProfileOptions,
+    until: float,
+    trunks: Trunks | None = None,
 ) -> tuple[link_timing.LinkTimes, str]:
     """Run all rounds, repeat after repeat, until they are done or the time is up.
 
@@ -57,14 +70,15 @@ def profile_links(
         machines: their hosts and devices.
         options: message sizes, repeats and rounds.
         until: time.monotonic() at which to stop; process 0's clock counts.
+        trunks: uplinks that hosts share, in each of which one pair sends at a time; None: there are none.
 
     Returns:
         The times, complete on process 0 only, and a sentence on the rounds that were left out, empty if none was.
     """
-    rounds = link_timing.plan_rounds(len(machines.hosts), machines.per_host, options.rounds)
+    rounds = link_timing.plan_rounds(len(machines.hosts), machines.per_host, options.rounds, trunks)
     sizes = options.sizes
     if rounds and not sizes:
-        sizes = _affordable(group, machines, rounds, options.repeats, until)
+        sizes = affordable(group, machines, rounds, options.repeats, until)
     collected = link_timing.LinkTimes(rounds, len(machines.hosts), machines.per_host, sizes, options.repeats)
     if not rounds:
         return collected, ""
@@ -109,8 +123,18 @@ def fan_out(slowness: float, flows: tuple[int, int], nics: int) -> float:
     return max(leaving / (nics * max(slowness, least)), 1.0)
 
 
-def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Filled, nics: int, largest: int) -> float:
+def time_fan_out(
+    group: ProcessGroup,
+    machines: Machines,
+    filled: link_fit.Filled,
+    nics: int,
+    largest: int,
+    trunks: Trunks | None = None,
+) -> float:
     """Return with how many hosts a host exchanges data at once at full speed, timed by an all-to-all.
+
+    If an all-to-all takes as long as trunks alone explain, it does not show what hosts could do. The answer is then
+    half of the others, the least of hosts whose links are their own (gloo may send the two messages of a pair in turn).
 
     Args:
         group: the processes of the run.
@@ -118,6 +142,7 @@ def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Fille
         filled: the measured links.
         nics: NICs per host.
         largest: bytes of the largest messages that the links were measured with.
+        trunks: uplinks that hosts share; None: there are none.
     """
     count, per_host = len(machines.hosts), machines.per_host
     apart = ~np.eye(count, dtype=bool)
@@ -133,6 +158,9 @@ def time_fan_out(group: ProcessGroup, machines: Machines, filled: link_fit.Fille
         took.append(group.gather(own, max) - last)
     # Small messages take longer than their bytes do, so the slope counts.
     slope = (took[1] - took[0]) / (sizes[1] - sizes[0]) if sizes[0] < sizes[1] else took[1] / sizes[1]
+    for behind, rate in trunks or ():
+        if slope <= _EXPLAINED * per_host * behind.sum() * (~behind).sum() / rate:
+            return max((count - 1) / 2, 1.0)
     return fan_out(slope / per_byte, (per_host, per_host * (count - 1)), nics)
 
 

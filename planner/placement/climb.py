@@ -24,7 +24,7 @@ _LEAST = 1e-9  # share of the value that counts as a gain
 @functools.lru_cache(maxsize=8)
 def racks_of(fabric: Fabric) -> Array:
     """Return the rack of each host [H] of a fabric; see `racks`."""
-    return racks(fabric.per_byte)
+    return racks(fabric.slowness)
 
 
 def racks(per_byte: Array) -> Array:

@@ -1,7 +1,7 @@
 """Exact search over placements if there are few: all of them are evaluated in batches, without symmetric copies.
 
 Two placements are the same to the simulator in three cases. Groups take other slots of the same host; the data rings
-begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links and devices are exchanged.
+begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links, trunks and devices are exchanged.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,13 @@ def twins(fabric: Fabric, kinds: Array) -> Array:
         kinds: [H] device kind of each host.
     """
     matrices = fabric.per_byte, fabric.alpha
+    behind = None if fabric.trunks is None else fabric.trunks.behind
     found = np.full(len(kinds), -1)
     alike: dict[tuple, list[list[int]]] = {}  # classes of twins, by what all members must share
     for host in range(len(kinds)):
         lines = [np.sort(line).tobytes() for x in matrices for line in (x[host], x[:, host])]
-        classes = alike.setdefault((kinds[host], *lines), [])
+        uplinks = b"" if behind is None else behind[:, host].tobytes()
+        classes = alike.setdefault((kinds[host], uplinks, *lines), [])
         for twins in classes:
             if all(_exchangeable(x, host, twins[0]) for x in matrices):
                 found[host] = twins[-1]

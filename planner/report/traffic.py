@@ -1,4 +1,6 @@
-"""Bytes that a step sends, by where they go: inside hosts, between hosts of a site, between sites."""
+"""Bytes that a step sends, by where they go: inside hosts, between hosts of a site, between sites, in trunks."""
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,46 +13,95 @@ Array = np.ndarray
 LEVELS = ("inside hosts", "between hosts of a site", "between sites")
 
 
-def traffic(report: Report) -> dict[str, Array]:
-    """Return the bytes of a step of the chosen plan, [levels] by purpose, those of all devices together.
+class Flows(NamedTuple):
+    """Flows between tensor groups in a step, all of one purpose.
 
-    Messages and reductions count as they are, also where the plan compresses them; sums inside tensor groups, which
-    never leave a host, do not count.
+    Attributes:
+        what: purpose.
+        senders: host of each sender.
+        receivers: host of each receiver, of the same shape.
+        bytes: bytes from each sender, those of all its devices together.
+    """
+
+    what: str
+    senders: Array
+    receivers: Array
+    bytes: Array
+
+
+def flows(report: Report) -> list[Flows]:
+    """Return what a step of the chosen plan sends, on links or inside hosts.
+
+    Messages and reductions count as they are, also where the plan compresses them. Sums inside tensor groups, which
+    never leave a host, do not count. What goes back over the same links counts with what goes there.
     """
     problem, c = report.problem, report.chosen.candidate
     hosts = report.chosen.placement.hosts  # [D, P]
-    sites = np.array(report.cluster.sites or np.zeros(len(report.cluster.hosts), int))
+    found: list[Flows] = []
 
-    def by_level(senders: Array, receivers: Array, size: Array | float) -> Array:
-        """Return the bytes [levels] of flows from hosts to hosts, each of `size` bytes, on each tensor rank."""
-        level = np.where(senders == receivers, 0, np.where(sites[senders] == sites[receivers], 1, 2))
-        sizes = np.broadcast_to(c.tensor * np.asarray(size, float), level.shape)
-        return np.bincount(level.ravel(), weights=sizes.ravel(), minlength=len(LEVELS))
+    def add(what: str, senders: Array, receivers: Array, size: Array | float) -> None:
+        """Add flows of which each tensor rank sends `size` bytes."""
+        found.append(
+            Flows(what, senders, receivers, np.broadcast_to(c.tensor * np.asarray(size, float), senders.shape))
+        )
 
     # Activations go on and gradients back over each hop: between neighbors once a chunk, around the ring once less.
-    there = np.roll(hosts, -1, axis=1)
     times = np.full(c.pipe, c.chunks)
     times[-1] -= 1
-    messages = by_level(hosts, there, 2 * c.micro_batches * problem.message * times * (c.pipe > 1))
+    sent = 2 * c.micro_batches * problem.message * times * (c.pipe > 1)
+    add("messages between stages", hosts, np.roll(hosts, -1, axis=1), sent)
     ring = ring_order(hosts.T)  # [P, D]
     layers, table = problem.layer_parameters, problem.embedding_parameters * problem.meets
     share = (c.data - 1) / c.data
 
-    def around(size: Array) -> Array:
-        """Return the bytes [levels] of turns of all rings, whose stages [P] have `size` bytes."""
-        return by_level(ring, np.roll(ring, -1, axis=1), (share * size)[:, None])
+    def around(what: str, size: Array) -> None:
+        """Add turns of all rings, whose stages [P] have `size` bytes."""
+        add(what, ring, np.roll(ring, -1, axis=1), (share * size)[:, None])
 
     reduced = (layers + table) * costs.ITEM[c.reduce_dtype]
-    if not c.zero1:
-        reduced = 2 * reduced
-    found = {"messages between stages": messages, "gradients over data": around(reduced)}
+    around("gradients over data", reduced if c.zero1 else 2 * reduced)
     if c.zero1:
-        item = costs.ITEM[report.model.dtype]
-        found["weights over data"] = around((layers + table) * item)
+        around("weights over data", (layers + table) * costs.ITEM[report.model.dtype])
     if problem.swaps:
-        ends = problem.embedding_parameters * MASTER / c.data
-        found["tied embedding"] = 2 * by_level(hosts[:, 0], hosts[:, -1], ends)
-    return {what: sizes for what, sizes in found.items() if sizes.any()}
+        add("tied embedding", hosts[:, 0], hosts[:, -1], 2 * problem.embedding_parameters * MASTER / c.data)
+    return found
+
+
+def traffic(report: Report) -> dict[str, Array]:
+    """Return the bytes of a step of the chosen plan, [levels] by purpose, those of all devices together."""
+    sites = np.array(report.cluster.sites or np.zeros(len(report.cluster.hosts), int))
+    found = {}
+    for what, senders, receivers, size in flows(report):
+        level = np.where(senders == receivers, 0, np.where(sites[senders] == sites[receivers], 1, 2))
+        levels = np.bincount(level.ravel(), weights=size.ravel(), minlength=len(LEVELS))
+        if levels.any():
+            found[what] = levels
+    return found
+
+
+def through_trunks(report: Report) -> Array:
+    """Return the bytes of a step that leave by each trunk of the cluster, [K]; as many come in."""
+    if (trunks := report.cluster.trunks) is None:
+        return np.zeros(0)
+    found = np.zeros(len(trunks))
+    for _, senders, receivers, size in flows(report):
+        crossing = trunks.behind[:, senders] != trunks.behind[:, receivers]
+        # Messages count there and back, and a ring that leaves comes in again.
+        found += (crossing * size).reshape(len(found), -1).sum(axis=1) / 2
+    return found
+
+
+def trunk_words(report: Report) -> str:
+    """Return what leaves by the busiest trunk in a step, in words; empty without trunks."""
+    if not (trunks := report.cluster.trunks):
+        return ""
+    sent = through_trunks(report)
+    seconds = sent / trunks.bandwidth
+    busiest = int(np.argmax(seconds))
+    rate, many = trunks.bandwidth[busiest] * 8e-9, f"{len(trunks)} trunk{'s' * (len(trunks) > 1)}"
+    behind = int(trunks.behind[busiest].sum())
+    of = f"that of {behind} host{'s' * (behind > 1)}, {rate:.4g} Gbit/s"
+    return f"{many}; by the busiest, {of}, {sent[busiest] / 1e9:.3g} GB leave in a step, in {seconds[busiest]:.3g} s"
 
 
 def words(report: Report) -> str:

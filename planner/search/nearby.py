@@ -65,7 +65,7 @@ def most_sequences(search: Search) -> Array:
 
 def _link_seconds(search: Search) -> Array:
     """Return the seconds per byte between each two hosts, both ways together, [H, H]; 0 on the diagonal."""
-    slowness = search.fabric.per_byte
+    slowness = search.fabric.slowness
     return np.where(np.eye(len(slowness), dtype=bool), 0.0, slowness + slowness.T)
 
 

@@ -85,7 +85,7 @@ class Pools:
             return np.empty((0, c.data, c.pipe), int)
         begin = anneal.starts(
             (c.data, c.pipe, cluster.devices_per_host // c.tensor),
-            self.fabric.per_byte,
+            self.fabric.slowness,
             speed=problem.work.sum(axis=1)[kinds],
             load=np.arange(c.pipe, 0, -1, dtype=float),
             rng=np.random.default_rng(_SEED),
@@ -131,5 +131,5 @@ def _without(hosts: Array, known: Array) -> Array:
 
 def _alike(fabric: Fabric) -> bool:
     """Return whether all links between hosts are as fast as each other, to within a tenth of a percent."""
-    apart = fabric.per_byte[~np.eye(len(fabric.per_byte), dtype=bool)]
+    apart = fabric.slowness[~np.eye(len(fabric.slowness), dtype=bool)]
     return bool(np.ptp(apart) <= 1e-3 * apart.max())

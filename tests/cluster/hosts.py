@@ -10,6 +10,7 @@ side. Where the machine does not allow it (`why_not`), hosts are plain processes
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from tests.cluster import janitor, quota
-from tests.cluster.network import UNLIMITED, Network, NetworkError, address
+from tests.cluster.network import UNLIMITED, Network, NetworkError, Uplinks, address
 
 # The control group is joined before the namespace: entering may hide the folder of control groups. Hosts go before all
 # else that this machine may be doing.
@@ -61,11 +62,17 @@ class Cluster:
     """
 
     def __init__(
-        self, rates: Sequence[Sequence[float]], share: float | None = None, *, _unchecked: bool = False
+        self,
+        rates: Sequence[Sequence[float]],
+        share: float | None = None,
+        *,
+        uplinks: Uplinks | None = None,
+        _unchecked: bool = False,
     ) -> None:
         """Args:
         rates: Mbit/s [H, H] from row to column.
         share: of one core for each host; None: no limit.
+        uplinks: that carry all between racks, instead of links of their own; None: there are none.
         """
         self._rates = [[float(rate) for rate in row] for row in rates]
         hosts = len(self._rates)
@@ -74,7 +81,8 @@ class Cluster:
         self.addresses = tuple(address(i) if self.shaped else "127.0.0.1" for i in range(hosts))
         self._share = share
         self._token = f"pax{secrets.token_hex(4)}"
-        self._network = Network(self._token, hosts)
+        self._uplinks = uplinks
+        self._network = Network(self._token, hosts, uplinks)
         self._folder = pathlib.Path(tempfile.gettempdir()) / self._token
         self._quotas: quota.Quotas | None = None
         self._janitor: subprocess.Popen[str] | None = None
@@ -201,10 +209,18 @@ class Cluster:
         if self.shaped:
             self._network.rate(a, b, mbit)
 
-    def set_rates(self, rates: Sequence[Sequence[float]] | None) -> None:
-        """Set all rates, Mbit/s [H, H]; None: as fast as the machine copies."""
+    def set_rates(self, rates: Sequence[Sequence[float]] | None, uplinks: Uplinks | None = None) -> None:
+        """Set all rates.
+
+        Args:
+            rates: Mbit/s [H, H]; None: as fast as the machine copies, uplinks too.
+            uplinks: racks and rates of the uplinks from now on; None: those that the cluster was made with.
+        """
         if self.shaped:
             self._network.rates(rates or [[UNLIMITED] * self.hosts] * self.hosts)
+            if self._uplinks:
+                same = uplinks or self._uplinks
+                self._network.join(same if rates else dataclasses.replace(same, mbit=UNLIMITED))
 
     def sent(self) -> int:
         """Bytes that all hosts have put on their links so far."""

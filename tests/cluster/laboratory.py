@@ -71,7 +71,7 @@ class Lab:
     @contextlib.contextmanager
     def session(self, scenario: Scenario, name: str) -> Iterator["Bench"]:
         """Yield workers on a cluster with the scenario's links, which are fast before `Bench.shape`."""
-        with hosts.Cluster(scenario.rates.tolist(), share=scenario.share) as cluster:
+        with hosts.Cluster(scenario.rates.tolist(), share=scenario.share, uplinks=scenario.uplinks) as cluster:
             cluster.set_rates(None)
             with Session(cluster, scenario.devices_per_host, self.out / "logs" / name, self.cache) as session:
                 self.say(f"{name}: {cluster.hosts} hosts x {scenario.devices_per_host} devices are up")
@@ -118,9 +118,12 @@ class Bench:
         self.session.ask("speed", slowness=0)
         self.cluster.set_rates(None)
 
-    def shape(self, rates: np.ndarray) -> None:
-        """Give the links their rates, Mbit/s [H, H]."""
-        self.cluster.set_rates(rates.tolist())
+    def shape(self, links: Scenario | np.ndarray) -> None:
+        """Give the links the rates of a scenario, or those of a matrix, Mbit/s [H, H]."""
+        if isinstance(links, Scenario):
+            self.cluster.set_rates(links.rates.tolist(), links.uplinks)
+        else:
+            self.cluster.set_rates(links.tolist())
 
     def check(self, split: Split) -> float:
         """Return the difference of compute alone from compute beside all others (mean over some hosts)."""
@@ -152,7 +155,12 @@ class Bench:
         options = {"sizes": SIZES, "repeats": 2 if measured else 1}
         options |= {"micro_batches": measured, "tensor": [split.mesh[2]]}
         [answer, *_] = self.session.ask(
-            "profile", config=split.values(self.lab.data), options=options, name=name, path=str(path)
+            "profile",
+            config=split.values(self.lab.data),
+            options=options,
+            name=name,
+            path=str(path),
+            sites=self.scenario.sites,
         )
         self.lab.say(f"profiled {name} in {answer['seconds']:.0f} s")
         cluster = Cluster.load(path)

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
-
 from paxtrain.config import Config, from_dict, to_dict
 from planner.cost.coded import coded
 from planner.cost.step_time import Candidate
@@ -95,15 +93,6 @@ class Split:
             data_rank=0 if data == "none" else c.compress.data_rank,
             coded=coded(c.compress),
         )
-
-
-def moved(rates: np.ndarray, hosts: np.ndarray) -> np.ndarray:
-    """Return the rates among running processes that put process i onto host hosts[i].
-
-    Hosts are alike but for their links, so a placement is made by giving the processes the links of the hosts on which
-    it puts them: all placements of a mesh run the same compiled program.
-    """
-    return rates[np.ix_(hosts, hosts)]
 
 
 def values_of(config: Config) -> dict[str, Any]:

@@ -2,10 +2,16 @@
 
 Rates are token buckets (tc tbf). A bucket holds what its link carries in 1.28 ms, 32 kB at 200 Mbit/s: a larger one
 lets whole messages pass above the rate after a pause. Rates are of what TCP carries, headers come on top.
+
+With uplinks each rack has a router too, a namespace that carries all between its hosts and the others to a core and
+back, at one rate in each direction. Which rack a host is in is a matter of routes.
 """
 
+import dataclasses
 import json
 import subprocess
+
+import numpy as np
 
 from paxtrain.errors import UserError
 
@@ -17,6 +23,23 @@ UNLIMITED = 20_000.0  # Mbit/s, more than the machine copies
 
 class NetworkError(UserError):
     """A command of iproute2 failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Uplinks:
+    """Uplinks that the hosts of a rack share.
+
+    Attributes:
+        rack: rack of each host, numbered from 0.
+        mbit: Mbit/s of each, in either direction.
+    """
+
+    rack: tuple[int, ...]
+    mbit: float
+
+    def moved(self, hosts: np.ndarray) -> "Uplinks":
+        """Return the uplinks among running processes that put process i onto host hosts[i]."""
+        return dataclasses.replace(self, rack=tuple(self.rack[host] for host in hosts))
 
 
 def _run(command: list[str], lines: list[str] | None = None) -> str:
@@ -35,17 +58,26 @@ def _device(peer: int) -> str:
     return f"to{peer}"
 
 
-def _shape(peer: int, mbit: float, verb: str) -> str:
+def _shape(device: str, mbit: float, verb: str) -> str:
     bucket = max(_LEAST_BUCKET, round(mbit * 1e6 / 8 * _BUCKET_SECONDS))
     rate = round(mbit * 1e6 * _HEADERS)
-    return f"qdisc {verb} dev {_device(peer)} root tbf rate {rate}bit burst {bucket}b latency {_QUEUE}"
+    return f"qdisc {verb} dev {device} root tbf rate {rate}bit burst {bucket}b latency {_QUEUE}"
+
+
+# A router answers for the hosts behind it, at once, and takes packets from wherever they come.
+_ROUTES = (
+    "cd /proc/sys/net/ipv4; for i in all default; do echo 0 > conf/$i/rp_filter; echo 1 > conf/$i/proxy_arp; done; "
+    "echo 0 > neigh/default/proxy_delay; echo 1 > ip_forward"
+)
+_CORE, _UP = "core", "up"
 
 
 class Network:
     """The namespaces `{token}-{host}` and their links; the janitor removes them."""
 
-    def __init__(self, token: str, hosts: int) -> None:
-        self.token, self.hosts = token, hosts
+    def __init__(self, token: str, hosts: int, uplinks: Uplinks | None = None) -> None:
+        self.token, self.hosts, self._uplinks = token, hosts, uplinks
+        self._routers = max(uplinks.rack) + 1 if uplinks else 0
 
     def namespace(self, host: int) -> str:
         return f"{self.token}-{host}"
@@ -68,7 +100,49 @@ class Network:
             own += [f"link set {_device(b)} up" for b in others] + [self._route(a, b) for b in others]
             _run(["ip", "-n", self.namespace(a), "-batch", "-"], own)
             if others:
-                self._tc(a, [_shape(b, rates[a][b], "add") for b in others])
+                self._tc(a, [_shape(_device(b), rates[a][b], "add") for b in others])
+        if self._uplinks:
+            self._up_routers()
+            self.join(self._uplinks, "add")
+
+    def _router(self, rack: int) -> str:
+        return f"{self.token}-router{rack}"
+
+    def _up_routers(self) -> None:
+        """Create the routers and the core, each host's link to each router, and each router's to the core."""
+        core, racks, everyone = f"{self.token}-{_CORE}", range(self._routers), range(self.hosts)
+        routers = [core, *map(self._router, racks)]
+        _run(["ip", "-batch", "-"], [f"netns add {name}" for name in routers])
+        for name in routers:
+            _run(["ip", "netns", "exec", name, "/bin/sh", "-c", _ROUTES])
+        ends = [((core, f"rack{k}"), (self._router(k), _CORE)) for k in racks]
+        ends += [((self.namespace(a), f"{_UP}{k}"), (self._router(k), f"host{a}")) for a in everyone for k in racks]
+        links = [f"link add {a} netns {there} type veth peer name {b} netns {here}" for (there, a), (here, b) in ends]
+        _run(["ip", "-batch", "-"], links)
+        for number, name in enumerate(routers):
+            own = [device for end in ends for there, device in end if there == name]
+            lines = [f"addr add 10.78.0.{number + 1}/32 dev lo", *(f"link set {device} up" for device in ["lo", *own])]
+            _run(["ip", "-n", name, "-batch", "-"], lines)
+        for a in everyone:
+            _run(["ip", "-n", self.namespace(a), "-batch", "-"], [f"link set {_UP}{k} up" for k in racks])
+
+    def join(self, uplinks: Uplinks, verb: str = "change") -> None:
+        """Put hosts into racks, and give the uplinks their rate."""
+        for a, rack in enumerate(uplinks.rack):
+            ways = [
+                (b, _device(b) if other == rack else f"{_UP}{rack}") for b, other in enumerate(uplinks.rack) if b != a
+            ]
+            lines = [f"route replace {address(b)}/32 dev {device} src {address(a)}" for b, device in ways]
+            _run(["ip", "-n", self.namespace(a), "-batch", "-"], lines)
+        for k in range(self._routers):
+            own = [(b, f"host{b}" if rack == k else _CORE) for b, rack in enumerate(uplinks.rack)]
+            lines = [f"route replace {address(b)}/32 dev {device}" for b, device in own]
+            _run(["ip", "-n", self._router(k), "-batch", "-"], lines)
+            _run(["tc", "-n", self._router(k), "-batch", "-"], [_shape(_CORE, uplinks.mbit, verb)])
+        core = f"{self.token}-{_CORE}"
+        lines = [f"route replace {address(b)}/32 dev rack{rack}" for b, rack in enumerate(uplinks.rack)]
+        _run(["ip", "-n", core, "-batch", "-"], lines)
+        _run(["tc", "-n", core, "-batch", "-"], [_shape(f"rack{k}", uplinks.mbit, verb) for k in range(self._routers)])
 
     def _route(self, a: int, b: int) -> str:
         return f"route replace {address(b)}/32 dev {_device(b)} src {address(a)}"
@@ -81,12 +155,12 @@ class Network:
 
         What waits there is lost: a packet larger than the bucket of a slower link would block it for good.
         """
-        self._tc(a, [f"qdisc del dev {_device(b)} root", _shape(b, mbit, "add")])
+        self._tc(a, [f"qdisc del dev {_device(b)} root", _shape(_device(b), mbit, "add")])
 
     def rates(self, rates: list[list[float]]) -> None:
         """Set all rates, Mbit/s."""
         for a in range(self.hosts):
-            lines = [_shape(b, rates[a][b], "change") for b in range(self.hosts) if b != a]
+            lines = [_shape(_device(b), rates[a][b], "change") for b in range(self.hosts) if b != a]
             if lines:
                 self._tc(a, lines)
 

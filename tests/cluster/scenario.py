@@ -8,6 +8,8 @@
 
     {"all": 100}
     {"inside": 200, "between": 40, "racks": 2}          racks of equal size
+    {"inside": 200, "uplink": 40, "racks": 2}           racks whose hosts share an uplink to the others
+    {"uplink": 40}                                      one uplink a host, for all that it sends and gets
     {"all": 100, "slow_host": 20}                       one host's links are slower, both ways
     {"all": 100, "spread_of": "configs/clusters/a100_16x8_measured.json"}   each link by as much above or below the mean
                                                         as a link of that measured cluster, drawn at random
@@ -21,12 +23,21 @@ import pathlib
 import numpy as np
 
 from paxtrain.errors import UserError
+from tests.cluster.network import Uplinks
 
 FOLDER = pathlib.Path(__file__).parent / "scenarios"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _KEYS = {"what", "devices_per_host", "share", "slowness", "links", "shuffle"}
 LEAST = 0.01  # Mbit/s
-_KINDS = ({"all"}, {"inside", "between", "racks"}, {"all", "slow_host"}, {"all", "spread_of"}, {"rates"})
+_KINDS = (
+    {"all"},
+    {"inside", "between", "racks"},
+    {"inside", "uplink", "racks"},
+    {"uplink"},
+    {"all", "slow_host"},
+    {"all", "spread_of"},
+    {"rates"},
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +49,7 @@ class Scenario:
         devices_per_host: virtual devices of each.
         share: of one core for each host.
         slowness: of the devices, times as long as in other scenarios: several on a host need more of its core.
+        uplinks: that hosts of a rack share; None: each pair of hosts has a link of its own.
     """
 
     name: str
@@ -46,14 +58,31 @@ class Scenario:
     devices_per_host: int = 1
     share: float | None = None
     slowness: float = 1.0
+    uplinks: Uplinks | None = None
 
     @property
     def hosts(self) -> int:
         return len(self.rates)
 
+    @property
+    def sites(self) -> list[str]:
+        """Return the name of each host's site, where hosts share an uplink; all empty otherwise."""
+        shared = self.uplinks is not None and len(set(self.uplinks.rack)) < self.hosts
+        return [f"site{rack}" if shared else "" for rack in (self.uplinks.rack if self.uplinks else [0] * self.hosts)]
+
+    def moved(self, hosts: np.ndarray) -> "Scenario":
+        """Return the links among running processes that put process i onto host hosts[i].
+
+        Hosts are alike but for their links, so a placement is made by giving the processes the links of the hosts on
+        which it puts them: all placements of a mesh run the same compiled program.
+        """
+        uplinks = self.uplinks and self.uplinks.moved(hosts)
+        return dataclasses.replace(self, rates=self.rates[np.ix_(hosts, hosts)], uplinks=uplinks)
+
     def scaled(self, factor: float) -> "Scenario":
         """Return the same scenario with all links faster by a factor."""
-        return dataclasses.replace(self, rates=self.rates * factor)
+        uplinks = self.uplinks and dataclasses.replace(self.uplinks, mbit=self.uplinks.mbit * factor)
+        return dataclasses.replace(self, rates=self.rates * factor, uplinks=uplinks)
 
 
 def names() -> list[str]:
@@ -94,10 +123,19 @@ def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
     slowness = values.get("slowness", 1.0)
     if not isinstance(slowness, int | float) or not slowness > 0:
         raise UserError(f"slowness must be a number above 0, got {slowness!r}")
-    if values.get("shuffle"):
-        order = np.random.default_rng(seed + 1).permutation(hosts)
-        rates = rates[np.ix_(order, order)]
-    return Scenario(name, values.get("what", ""), rates, devices, share, float(slowness))
+    uplinks = None
+    if "uplink" in values["links"]:
+        racks = _racks(values["links"].get("racks", hosts), hosts)
+        uplinks = Uplinks(tuple(racks.tolist()), float(values["links"]["uplink"]))
+    found = Scenario(name, values.get("what", ""), rates, devices, share, float(slowness), uplinks)
+    return found.moved(np.random.default_rng(seed + 1).permutation(hosts)) if values.get("shuffle") else found
+
+
+def _racks(count: int, hosts: int) -> np.ndarray:
+    """Return the rack of each host [H]."""
+    if count < 1 or hosts % count:
+        raise UserError(f"{hosts} hosts do not divide into {count} racks")
+    return np.arange(hosts) // (hosts // count)
 
 
 def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
@@ -110,12 +148,10 @@ def _rates(links: dict, hosts: int, random: np.random.Generator) -> np.ndarray:
         if rates.shape != (hosts, hosts):
             raise UserError(f"its rates are of shape {rates.shape}, but --hosts={hosts}")
     elif "racks" in links:
-        if links["racks"] < 1 or hosts % links["racks"]:
-            raise UserError(f"{hosts} hosts do not divide into {links['racks']} racks")
-        rack = np.arange(hosts) // (hosts // links["racks"])
-        rates = np.where(rack[:, None] == rack, float(links["inside"]), float(links["between"]))
+        rack, across = _racks(links["racks"], hosts), links.get("between", links.get("uplink"))
+        rates = np.where(rack[:, None] == rack, float(links["inside"]), float(across))
     else:
-        rates = np.full((hosts, hosts), float(links["all"]))
+        rates = np.full((hosts, hosts), float(links.get("all", links.get("uplink"))))
         if "slow_host" in links:
             slow = hosts // 2  # not the first one, where much happens anyway
             rates[slow], rates[:, slow] = links["slow_host"], links["slow_host"]

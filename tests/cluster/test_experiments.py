@@ -9,7 +9,7 @@ from planner.cluster.cluster import Cluster, between
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from tests.cluster.experiments import compression, joint, placements
-from tests.cluster.models import MODEL, Split, moved
+from tests.cluster.models import MODEL, Split
 
 ROW = {name: MODEL[name] for name in ("hidden", "heads", "sequence", "dtype")}
 TIMES = {"forward": 8e-3, "backward": 24e-3, "head": 8e-3, "embedding": 1e-4, "optimizer": 1e-9}
@@ -42,7 +42,8 @@ def test_moving_links_is_placing(mesh):
     seen = []
     for _ in range(5):
         hosts = random.permutation(8).reshape(still.shape[1:])
-        links = dataclasses.replace(found, samples=moved(found.samples[0], hosts.ravel())[None])
+        grid = np.ix_(hosts.ravel(), hosts.ravel())
+        links = dataclasses.replace(found, samples=found.samples[0][grid][None])
         placed = float(problem.step(fabric(found), hosts[None]).total[0])
         assert float(problem.step(fabric(links), still).total[0]) == pytest.approx(placed, rel=1e-12)
         seen.append(placed)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster import hosts, janitor, quota
 from tests.cluster.hosts import Cluster
+from tests.cluster.network import Uplinks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -43,6 +44,16 @@ for _ in range(count):
 time.sleep(2)
 """
 
+SEND_AT = """
+import socket, struct, sys, time
+for _ in range(100):
+    try: link = socket.create_connection((sys.argv[3], 7000)); break
+    except OSError: time.sleep(0.05)
+time.sleep(max(float(sys.argv[2]) - time.monotonic(), 0))
+link.sendall(struct.pack("d", time.monotonic()) + bytes(int(sys.argv[1])))
+time.sleep(2)
+"""
+
 
 def _seconds(cluster, sender, receiver, size, tmp_path, count=8):
     """Return the seconds of the fastest of some messages between two hosts, since other work only delays messages."""
@@ -69,6 +80,30 @@ def test_each_direction_has_its_rate_also_after_a_pause(tmp_path):
         assert fast == pytest.approx(65_536 * 8 / 100e6, rel=0.35)
         cluster.rate(0, 1, 20)
         assert _seconds(cluster, 0, 1, 65_536, tmp_path) == pytest.approx(65_536 * 8 / 20e6, rel=0.25)
+
+
+@needs_links
+def test_hosts_of_a_rack_share_its_uplink_and_change_racks(tmp_path):
+    """Two pairs that cross at once take twice as long as one, and hosts that become neighbors take no uplink."""
+    size, fast = 500_000, [[200.0] * 4] * 4
+    alone = size * 8 / 40e6
+
+    def together(cluster, pairs):
+        ends = [
+            cluster.start(b, [sys.executable, "-c", RECEIVE, str(size), "1"], stdout=subprocess.PIPE) for _, b in pairs
+        ]
+        at = time.monotonic() + 1.5
+        for a, b in pairs:
+            cluster.start(a, [sys.executable, "-c", SEND_AT, str(size), str(at), cluster.addresses[b]])
+        return [float(end.communicate()[0].decode()) for end in ends]
+
+    with Cluster(fast, uplinks=Uplinks((0, 0, 1, 1), 40.0)) as cluster:
+        assert together(cluster, [(0, 2)])[0] == pytest.approx(alone, rel=0.3)
+        assert max(together(cluster, [(0, 2), (1, 3)])) > 1.6 * alone
+        assert max(together(cluster, [(0, 1), (2, 3)])) < 0.6 * alone
+        cluster.set_rates(fast, Uplinks((0, 1, 0, 1), 40.0))
+        assert max(together(cluster, [(0, 2), (1, 3)])) < 0.6 * alone
+        assert max(together(cluster, [(0, 1), (2, 3)])) > 1.6 * alone
 
 
 @needs_links

@@ -32,6 +32,20 @@ def test_two_racks_are_mixed_and_the_same_for_a_seed():
     assert not near[0, 1:4].all()  # and not simply the next ones
 
 
+def test_sites_share_an_uplink_that_moves_with_their_hosts():
+    found = scenario.load("two_sites", 8)
+    rack = np.array(found.uplinks.rack)
+    assert sorted(rack) == [0] * 4 + [1] * 4 and found.sites == [f"site{i}" for i in rack]
+    assert (found.rates[rack[:, None] != rack] == found.uplinks.mbit).all()
+    order = np.random.default_rng(0).permutation(8)
+    moved = found.moved(order)
+    assert (np.array(moved.uplinks.rack) == rack[order]).all()
+    assert (moved.rates == found.rates[np.ix_(order, order)]).all()
+    assert found.scaled(2).uplinks.mbit == 2 * found.uplinks.mbit
+    alone = scenario.load("ten_gbe", 8)
+    assert sorted(alone.uplinks.rack) == list(range(8)) and alone.sites == [""] * 8
+
+
 def test_one_host_is_slow_in_both_directions():
     rates = scenario.load("one_slow_nic", 8).rates
     slow = [h for h in range(8) if (np.delete(rates[h], h) < np.delete(rates, h, 0).max()).all()]
@@ -60,6 +74,8 @@ def test_noise_is_drawn_from_the_measured_cluster():
         ({"links": {"all": 5}, "share": "0.5"}, "has a value of the wrong kind"),
         ({"links": {"all": 5, "spread_of": 3}}, "has a value of the wrong kind"),
         ({"links": {"inside": 9, "between": 3, "racks": 3}}, "8 hosts do not divide into 3 racks"),
+        ({"links": {"inside": 9, "uplink": 3, "racks": 5}}, "8 hosts do not divide into 5 racks"),
+        ({"links": {"uplink": 0}}, "all rates must be at least 0.01 Mbit/s"),
         ({"links": {"rates": [[1, 2], [3, 4]]}}, r"rates are of shape \(2, 2\), but --hosts=8"),
         ({"links": {"all": 5}, "devices_per_host": 3}, "devices_per_host must be 1, 2 or 4, got 3"),
         ({"links": {"all": 5}, "share": 2}, "share must be above 0 and at most 1 core, got 2"),
@@ -73,5 +89,5 @@ def test_what_makes_no_sense_is_said(values, words, tmp_path):
 
 
 def test_an_unknown_scenario_names_those_there_are():
-    with pytest.raises(UserError, match=r"name one of noisy, one_slow_nic, paper_ratio, two_racks, uniform or a JSON"):
+    with pytest.raises(UserError, match=r"name one of noisy, .*, two_sites, uniform or a JSON"):
         scenario.load("three_racks", 8)

@@ -5,6 +5,7 @@ output. All hosts get the same tasks in the same order. What a task runs is the 
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -121,11 +122,12 @@ class Worker:
     def _together(self) -> None:
         jax.block_until_ready(self._barrier(self._ones))
 
-    def profile(self, config: dict, options: dict, name: str, path: str) -> dict[str, Any]:
-        """Write the cluster's links and compute to `path`."""
+    def profile(self, config: dict, options: dict, name: str, path: str, sites: list[str]) -> dict[str, Any]:
+        """Write the cluster's links and compute to `path`, with what hosts of a site share."""
         options = ProfileOptions(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
         began = time.perf_counter()
-        cluster, said = profile_cluster.profile(self.group, self.machines, from_dict(config), options, name)
+        machines = dataclasses.replace(self.machines, sites=tuple(sites))
+        cluster, said = profile_cluster.profile(self.group, machines, from_dict(config), options, name)
         if self.group.process == 0:
             cluster.save(pathlib.Path(path))
         return {"seconds": time.perf_counter() - began, "said": said}

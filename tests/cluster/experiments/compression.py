@@ -143,7 +143,7 @@ def _all_times(lab: Lab, records: Records) -> None:
     scene = scenarios.load("paper_ratio", 8, lab.seed)
     with lab.session(scene, "compression") as bench:
         bench.compile([split for kind, split in SPLITS.items() if kind != SELECTIVE])
-        bench.shape(scene.rates)
+        bench.shape(scene)
         cluster = bench.profile("paper_ratio", SPLITS["dense"])
         for share in SHARES:
             if f"share {share}" not in records:

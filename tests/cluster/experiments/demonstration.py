@@ -12,7 +12,7 @@ from tests.cluster.scenario import Scenario
 def run(lab: Lab, scene: Scenario, steps: int) -> None:
     """Train under each way to choose a plan, and print the times and losses."""
     with lab.session(scene, scene.name) as bench:
-        bench.shape(scene.rates)
+        bench.shape(scene)
         base = joint.base(scene.hosts, scene.devices_per_host)
         cluster = bench.profile(f"{scene.name} demonstration", base)
         chosen = joint.choices(base, cluster, lab.seed)
@@ -20,7 +20,7 @@ def run(lab: Lab, scene: Scenario, steps: int) -> None:
         bench.free()
         names = bench.compile([split for split, _, _ in chosen.values()], orders, eval_batches=4)
         bench.session.ask("speed", slowness=scene.slowness)
-        bench.shape(scene.rates)
+        bench.shape(scene)
         rows = []
         for name, (what, (_, _, predicted)) in zip(names, chosen.items(), strict=True):
             seconds = bench.time([name], min(lab.repeats, steps))[name]

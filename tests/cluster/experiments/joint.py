@@ -17,8 +17,9 @@ from planner.search.search import Options, Search
 from planner.search.space import Choices
 from tests.cluster import models
 from tests.cluster.laboratory import Bench, Lab, summary
-from tests.cluster.models import Split, moved
+from tests.cluster.models import Split
 from tests.cluster.records import Records
+from tests.cluster.scenario import Scenario
 
 RANK = 8
 BACKWARD = ("none", "epilogue", "all")
@@ -106,7 +107,7 @@ def choices(base: Split, cluster: Cluster, seed: int) -> dict[str, tuple[Split, 
     return singly | {"joint": search(base, cluster, seed)}
 
 
-def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: np.ndarray) -> None:
+def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, scene: Scenario) -> None:
     """Compile the choices and time all of them in turn."""
     if "done" in records:
         return
@@ -115,7 +116,7 @@ def measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, rates: n
     measured: dict[str, list[float]] = {what: [] for what in chosen}
     for _ in range(lab.repeats):
         for what, (split, hosts, _) in chosen.items():
-            bench.shape(moved(rates, hosts.ravel()))
+            bench.shape(scene.moved(hosts.ravel()))
             measured[what] += bench.time([split.name], 1)[split.name]
     wires = bench.wires([split.name for split, _, _ in chosen.values()])
     for (what, (split, hosts, predicted)), wire in zip(chosen.items(), wires):

@@ -16,10 +16,11 @@ from planner.placement.place import place
 from tests.cluster import scenario as scenarios
 from tests.cluster.experiments import growth, joint
 from tests.cluster.laboratory import Bench, Lab
-from tests.cluster.models import Split, moved
+from tests.cluster.models import Split
 from tests.cluster.records import Records
+from tests.cluster.scenario import Scenario
 
-SCENARIOS = ("two_racks", "one_slow_nic", "noisy")
+SCENARIOS = ("two_racks", "one_slow_nic", "noisy", "two_sites", "ten_gbe")
 SPLITS = (
     Split((2, 4, 1)),
     Split((2, 4, 1), "1f1b"),
@@ -28,7 +29,7 @@ SPLITS = (
     Split((4, 2, 1)),
     Split((8, 1, 1)),
 )
-RANDOM = {"two_racks": 3, "one_slow_nic": 0, "noisy": 0}
+RANDOM = {"two_racks": 3, "one_slow_nic": 0, "noisy": 0, "two_sites": 3, "ten_gbe": 0}
 
 
 def closed(problem: Problem, cluster: Cluster, hosts: np.ndarray) -> dict[str, float]:
@@ -89,26 +90,32 @@ def run(lab: Lab) -> None:
     scenes = {name: scenarios.load(name, 8, lab.seed) for name in SCENARIOS}
     if all(f"{name} done" in records for name in SCENARIOS) and "done" in chosen_together:
         return
-    with lab.session(scenes["two_racks"], "placements") as bench:
-        bench.compile([*SPLITS, *growth.splits(8)])
-        growth.measure(lab, bench, 8)
-        for name, scene in scenes.items():
-            if f"{name} done" not in records:
-                _scenario(lab, bench, records, name, scene.rates)
-        rates = scenes["two_racks"].rates
-        bench.shape(rates)
-        cluster = bench.profile("joint", joint.BASE)
-        joint.measure(lab, bench, chosen_together, cluster, rates)
+    missing = {name: scene for name, scene in scenes.items() if f"{name} done" not in records}
+    own = {name: scene for name, scene in missing.items() if not scene.uplinks}
+    if own or "done" not in chosen_together:
+        with lab.session(scenes["two_racks"], "placements") as bench:
+            bench.compile([*SPLITS, *growth.splits(8)])
+            growth.measure(lab, bench, 8)
+            for name, scene in own.items():
+                _scenario(lab, bench, records, name, scene)
+            bench.shape(scenes["two_racks"])
+            cluster = bench.profile("joint", joint.BASE)
+            joint.measure(lab, bench, chosen_together, cluster, scenes["two_racks"])
+    for name, scene in missing.items():
+        if scene.uplinks:  # hosts with routers between them are another network
+            with lab.session(scene, name) as bench:
+                bench.compile(list(SPLITS))
+                _scenario(lab, bench, records, name, scene)
 
 
-def _scenario(lab: Lab, bench: Bench, records: Records, name: str, rates: np.ndarray) -> None:
-    bench.shape(rates)
+def _scenario(lab: Lab, bench: Bench, records: Records, name: str, scene: Scenario) -> None:
+    bench.shape(scene)
     cluster = bench.profile(name, SPLITS[0])
     chosen = pairs(cluster, RANDOM[name], lab.seed)
     measured: dict[int, list[float]] = {i: [] for i in range(len(chosen))}
     for repeat in range(lab.repeats):
         for i, pair in enumerate(chosen):
-            bench.shape(moved(rates, pair.hosts.ravel()))
+            bench.shape(scene.moved(pair.hosts.ravel()))
             measured[i] += bench.time([pair.split.name], 1)[pair.split.name]
         lab.say(f"{name}: {len(chosen)} pairs, repeat {repeat + 1} of {lab.repeats}")
     for i, pair in enumerate(chosen):
@@ -125,18 +132,18 @@ def _scenario(lab: Lab, bench: Bench, records: Records, name: str, rates: np.nda
             **closed(problem, cluster, pair.hosts),
         )
     if name == "two_racks":
-        _ordered(lab, bench, records, chosen[0], rates)
+        _ordered(lab, bench, records, chosen[0], scene)
     records.add(f"{name} done")
 
 
-def _ordered(lab: Lab, bench: Bench, records: Records, pair: Pair, rates: np.ndarray) -> None:
+def _ordered(lab: Lab, bench: Bench, records: Records, pair: Pair, scene: Scenario) -> None:
     """Measure one placement made by the order of the devices in the mesh and by moving the links, in turn."""
     [name] = bench.compile([pair.split], [pair.hosts.ravel().tolist()])
     seconds: dict[str, list[float]] = {"order": [], "links": []}
     for _ in range(lab.repeats):
-        bench.shape(rates)
+        bench.shape(scene)
         seconds["order"] += bench.time([name], 1)[name]
-        bench.shape(moved(rates, pair.hosts.ravel()))
+        bench.shape(scene.moved(pair.hosts.ravel()))
         seconds["links"] += bench.time([pair.split.name], 1)[pair.split.name]
     records.add("placed by order", hosts=pair.hosts.tolist(), placed_by=seconds)
     order, moved_links = (float(np.median(seconds[key])) for key in ("order", "links"))

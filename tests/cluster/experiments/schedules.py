@@ -13,7 +13,7 @@ from planner.cost.step_time import Problem
 from planner.placement.place import place
 from tests.cluster.experiments import growth
 from tests.cluster.laboratory import Bench, Lab, summary
-from tests.cluster.models import Split, moved
+from tests.cluster.models import Split
 from tests.cluster.records import Records
 from tests.cluster.scenario import Scenario
 
@@ -84,7 +84,7 @@ def _orders(lab: Lab, bench: Bench, records: Records) -> None:
     measured: list[list[float]] = [[] for _ in orders]
     for repeat in range(lab.repeats):
         for n, order in enumerate(orders):
-            bench.shape(moved(rates, order))
+            bench.shape(rates[np.ix_(order, order)])
             measured[n] += bench.time([ORDERED.name], 1)[ORDERED.name]
         lab.say(f"orders of four hosts: repeat {repeat + 1} of {lab.repeats}")
     problem = Problem(cluster, ORDERED.config.model, ORDERED.candidate)

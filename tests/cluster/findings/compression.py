@@ -183,11 +183,11 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     data of the stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}"
     compresses every message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients
     over data; "{experiment.INT8}" rounds all of these to 8 bits in blocks, "{experiment.MIXED}" the gradients over
-    data to 4, with error feedback, and "{experiment.GRADIENTS}" those between stages as well. "Captured" is the share that a kind removes of the time that links cost a dense
-    step. The links are set so that communication takes a given share of a dense step, by the planner's
-    prediction. {where} for 8.3B parameters on 128 A100s, the setting of Optimus-CC, by the planner's figures.
-    {_predicted(paper)} {repeats} repeats of each kind, taken in turn. The spread of a speed-up is taken over the
-    ratios of the single repeats."""
+    data to 4, with error feedback, and "{experiment.GRADIENTS}" those between stages as well. "Captured" is the share
+    that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
+    share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
+    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn. The spread
+    of a speed-up is taken over the ratios of the single repeats."""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
 
 

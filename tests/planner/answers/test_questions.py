@@ -77,12 +77,22 @@ def test_a_change_changes_what_it_names_and_nothing_else(named):
         ("network x 0", "nothing would be left"),
         ("network 900 Gbit/s less", "nothing would be left"),
         ("devices h900", "no known device"),
+        ("trunks x 2", "has no trunks; its file would name them"),
     ],
 )
 def test_a_change_that_makes_no_sense_is_one_sentence(named, text, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         what_if.changed(named, text)
     assert str(error.value).startswith("--what_if=")
+
+
+def test_a_change_of_the_network_is_one_of_its_trunks_too():
+    some = cluster(4, 4, trunks=[{"hosts": ["host0", "host1"], "bandwidth": 1e9}])
+    rate = lambda text: what_if.changed(some, text).trunks.bandwidth.tolist()  # noqa: E731
+    assert rate("trunks x 3") == [3e9] and rate("network x 0.5") == [0.5e9] and rate("network 8 Gbit/s more") == [1e9]
+    assert what_if.changed(some, "trunks x 3").bandwidth.tolist() == some.bandwidth.tolist()
+    with pytest.raises(UserError, match="nothing would be left of a trunk"):
+        what_if.changed(some, "trunks x 0")
 
 
 def test_a_quicker_network_helps_and_a_lost_host_hurts():

@@ -64,13 +64,23 @@ def test_racks_and_stars():
     assert (found.alpha[0] == [1e-6, 5e-5, 5e-5]).all() and found.alpha[1, 0] == 1e-5
 
 
+def test_hosts_behind_different_trunks_are_not_merged():
+    made = Cluster.parse(values(hosts=["a", "b", "c", "d"], trunks=[{"hosts": ["c", "d"], "bandwidth": 1e8}]))
+    two = cluster.merged(made, 2)
+    assert two.trunks.behind.tolist() == [[False, True]]
+    apart = Cluster.parse(values(hosts=["a", "b", "c", "d"], trunks=[{"hosts": ["b", "c"], "bandwidth": 1e8}]))
+    with pytest.raises(UserError, match="tensor groups cannot span a, b, which are behind different trunks"):
+        cluster.merged(apart, 2)
+
+
 @pytest.mark.parametrize("hosts", [3, 20])
 def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     rng = np.random.default_rng(0)
     samples = rng.uniform(1e9, 2e9, (4, hosts, hosts)).tolist()
     measured = (rng.uniform(0, 1, (hosts, hosts)) < 0.8).tolist()
     links = {"alpha": 1e-5, "bandwidth": samples, "measured": measured}
-    made = Cluster.parse(values(hosts=hosts, links=links, nics=2, fan_out=1.5, name="lab"))
+    trunks = [{"hosts": ["host0", "host2"] if hosts == 3 else ["host00", "host07"], "bandwidth": 1e8}]
+    made = Cluster.parse(values(hosts=hosts, links=links, nics=2, fan_out=1.5, trunks=trunks, name="lab"))
     made.save(tmp_path / "c.json")
     again = Cluster.load(tmp_path / "c.json")
     np.testing.assert_array_equal(again.samples, made.samples)
@@ -78,6 +88,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     np.testing.assert_array_equal(again.measured, measured)
     assert (again.hosts, again.kinds, again.nics, again.name, again.named) == (made.hosts, made.kinds, 2, "lab", False)
     assert again.fan_out == 1.5
+    np.testing.assert_array_equal(again.trunks.behind, made.trunks.behind)
+    assert again.trunks.behind.sum() == 2 and again.trunks.bandwidth.tolist() == [1e8]
 
 
 def test_merged_hosts_are_as_slow_as_their_slowest_pair():
@@ -110,6 +122,7 @@ def test_without_some_hosts_nothing_else_changes():
             compute=compute,
             nics=3,
             sites=["west", "east", "west", "east"],
+            trunks=[{"each": "site", "bandwidth": 1e8}, {"hosts": ["b", "c"], "bandwidth": 2e8}],
             name="lab",
             source="here",
         )
@@ -125,8 +138,9 @@ def test_without_some_hosts_nothing_else_changes():
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
     kept = ("name", "source", "devices_per_host", "nics", "fan_out", "named", "shares", "parts", "sheets")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
-    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites"}
+    changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)
+    assert left.trunks.behind.tolist() == [[True, False]] and left.trunks.bandwidth.tolist() == [2e8]
     assert {field.name for field in dataclasses.fields(cluster.Cluster)} == changed | set(kept)  # no field is forgotten
     assert cluster.without(made, []).hosts == made.hosts
     assert cluster.without(Cluster.parse(values()), ["host1"]).measured is None
@@ -215,6 +229,14 @@ def two(bandwidth: list) -> dict:
         ({"compute": [ROW | {"hidden": 0}]}, "compute row 0: hidden must be an integer from 1 on, got 0"),
         ({"compute": [ROW | {"save": "all"}]}, "compute row 0: save must be one of dots"),
         ({"memory": -1}, "memory must be a number above 0"),
+        ({"trunks": 1e8}, "trunks must be a list such as"),
+        ({"trunks": [{"bandwidth": 1e8}]}, "must say bandwidth, and either hosts or"),
+        ({"trunks": [{"hosts": ["host0"], "each": "site", "bandwidth": 1e8}]}, "must say bandwidth, and either hosts"),
+        ({"trunks": [{"hosts": ["host0"], "bandwidth": 0}]}, "trunks.bandwidth must be a number above 0, got 0"),
+        ({"trunks": [{"hosts": ["host9"], "bandwidth": 1}]}, "hosts must be a list of hosts of the cluster"),
+        ({"trunks": [{"hosts": [], "bandwidth": 1}]}, "some hosts must be behind a trunk and some not, got 0 of 3"),
+        ({"trunks": [{"each": "site", "bandwidth": 1}]}, "where sites tells two or more"),
+        ({"trunks": [{"hosts": ["host0"], "bandwidth": 1, "rate": 1}]}, "unknown key trunks: rate"),
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),
     ],

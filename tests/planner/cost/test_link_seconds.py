@@ -1,10 +1,12 @@
 """Hops, rings, all-to-alls and shared NICs against loops that do it one flow at a time."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
+from planner.cluster.trunks import Trunks
 from planner.cost.link_seconds import all_to_all, fabric, hops, paths, ring_order, rings
 from tests.planner.examples import cluster, placements
 
@@ -131,3 +133,60 @@ def test_samples_give_a_quantile_or_one_of_them():
     assert fabric(some).per_byte[0, 1] == 1 / 2
     assert fabric(some, quantile=0.0).per_byte[0, 1] == 1
     assert fabric(some, sample=2).per_byte[0, 1] == 1 / 4
+
+
+TRUNKS = Trunks(np.array([[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 0, 0]], bool), np.array([2e9, 9e9, 4e9]))
+
+
+def uplinks(flows: list[tuple[int, int]], a: int, b: int, tensor: int) -> float:
+    """Return the least seconds per byte of a flow from a to b, beside others, as its trunks have it."""
+    found = 0.0
+    for behind, rate in TRUNKS:
+        if behind[a] != behind[b]:
+            alike = [(x, y) for x, y in flows if behind[x] == behind[a] and behind[y] == behind[b]]
+            found = max(found, tensor * max(len(alike), 1) / rate)
+    return found
+
+
+@pytest.mark.parametrize(("data", "pipe", "tensor"), [(4, 4, 1), (2, 4, 2), (1, 4, 4), (4, 1, 4), (2, 8, 1), (8, 2, 1)])
+def test_flows_that_cross_a_trunk_share_it_each_by_itself(data, pipe, tensor):
+    """What a trunk adds to what links and NICs have; the links' part is that of the same cluster without trunks."""
+    free = fabric(cluster(nics=2))
+    links = dataclasses.replace(free, trunks=TRUNKS)
+    for hosts in placements(5, data, pipe, 4 // tensor):
+        alone, found = paths(free, hosts[None], tensor), paths(links, hosts[None], tensor)
+        for step, before, after in ((1, alone.forward, found.forward), (-1, alone.backward, found.backward)):
+            real = [
+                (d, p, int(hosts[d, p]), int(hosts[d, p + step]))
+                for d in range(data)
+                for p in range(pipe)
+                if 0 <= p + step < pipe
+            ]
+            flows = [(a, b) for *_, a, b in real]
+            for d, p, a, b in real:
+                assert after[1][0, d, p] == pytest.approx(max(before[1][0, d, p], uplinks(flows, a, b, tensor)))
+        for p, after in enumerate(found.ring[1][0]):
+            order = [ring_order(hosts[:, q]).tolist() for q in range(pipe)]
+            flows = [pair for ring in order for pair in zip(ring, ring[1:] + ring[:1])] if data > 1 else []
+            own = [uplinks(flows, a, b, tensor) for a, b in zip(order[p], order[p][1:] + order[p][:1])]
+            assert after == pytest.approx(max(alone.ring[1][0, p], max(own) if data > 1 else 0.0))
+        swaps = [(int(a), int(b)) for a, b in zip(hosts[:, 0], hosts[:, -1])]
+        flows = [*swaps, *((b, a) for a, b in swaps)]
+        for d, (a, b) in enumerate(swaps):
+            both = [uplinks(flows, a, b, tensor), uplinks(flows, b, a, tensor)]
+            assert found.swap[1][0, d] == pytest.approx(np.maximum(alone.swap[1][0, d], both))
+        gloo = [all_to_all(dataclasses.replace(x, rings=False), hosts[None], tensor)[1][0] for x in (free, links)]
+        pairs = [[(int(a), int(b)) for a, b in itertools.permutations(hosts[:, p], 2)] for p in range(pipe)]
+        flows = [pair for each in pairs for pair in each]
+        for p in range(pipe):
+            own = max([uplinks(flows, a, b, tensor) for a, b in pairs[p]], default=0.0)
+            assert gloo[1][p] == pytest.approx(max(gloo[0][p], own / data))
+
+
+def test_a_trunk_that_no_flow_crosses_changes_nothing():
+    free = fabric(cluster())
+    links = dataclasses.replace(free, trunks=Trunks(np.array([[True, True, False, False]]), np.array([1.0])))
+    hosts = np.array([[[0, 1]], [[2, 3]]])  # each pipeline on one side
+    for name, both in (("forward", (0, 1)), ("backward", (1, 0))):
+        there = [getattr(paths(x, hosts, 1), name)[1][..., both[0]] for x in (free, links)]
+        np.testing.assert_array_equal(*there)

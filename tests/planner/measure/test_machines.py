@@ -4,7 +4,7 @@ from planner.measure import machines
 
 
 def entry(computer: str, cores: int) -> machines._Entry:
-    return machines._Entry("h", 1, "cpu", 1.0, "", "", computer, cores)
+    return machines._Entry("h", 1, "cpu", 1.0, "", "", "", computer, cores)
 
 
 def test_processes_are_crowded_by_computer_and_not_by_host():

@@ -132,7 +132,7 @@ def test_messages_are_as_large_as_the_links_can_send_in_half_of_the_time(monkeyp
     hosts = tuple("abcdefgh")
     machines = Machines(hosts, (0,), (), 1, ("cpu",) * 8, (1.0,) * 8, ("",) * 8)
     rounds, repeats, seconds = link_timing.plan_rounds(8, 1, 63), 3, 22.5
-    smaller, larger = profile_links._affordable(group, machines, rounds, repeats, time.monotonic() + seconds)
+    smaller, larger = profile_links.affordable(group, machines, rounds, repeats, time.monotonic() + seconds)
     assert (smaller, larger) == (size // 4, size)
     messages = len(rounds) * repeats * 2 * link_timing.CALLS * link_timing.BACK_TO_BACK
 

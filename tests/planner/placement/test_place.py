@@ -70,6 +70,24 @@ def test_equal_hosts_are_exchanged_for_nothing():
     assert best_of(made, links, few) == best_of(made, links, all_)
 
 
+@pytest.mark.parametrize(("data", "pipe"), [(2, 3), (3, 2), (1, 6)])
+def test_where_links_are_alike_and_only_a_trunk_is_shared_the_best_of_all_placements_is_found(data, pipe):
+    """Three hosts share an uplink, so placements differ; without the trunk any would be as good as any other."""
+    nodes = cluster(6, 1, seed=None, trunks=[{"hosts": ["host0", "host3", "host4"], "bandwidth": 2e9}])
+    made = problem(nodes, data, pipe, 1)
+    links = fabric(nodes)
+    every = np.array(list(itertools.permutations(range(6)))).reshape(-1, data, pipe)
+    values = objective(made, links)(every)
+    least = values.min()
+    few = exact.placements(data, pipe, 1, exact.twins(links, made.kind_of_host), 10_000)
+    assert len(few) < len(every) and best_of(made, links, few) == least
+    for exactly in (True, False):
+        assert place(made, links, exactly=exactly).seconds == pytest.approx(least)
+    assert values.max() > 1.02 * least
+    free = objective(made, dataclasses.replace(links, trunks=None))(every)
+    assert free.max() == pytest.approx(free.min())
+
+
 def test_different_kinds_are_no_twins():
     nodes = cluster(3, 1, seed=None, device=["a100-80gb", "v100", "a100-80gb"])
     made = problem(nodes, 3, 1, 1)

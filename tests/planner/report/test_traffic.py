@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost.link_seconds import ring_order
 from planner.report import page, text, traffic
@@ -57,3 +58,20 @@ def test_one_site_has_nothing_between_sites_and_the_report_says_what_is_sent():
     two = dataclasses.replace(report, cluster=dataclasses.replace(cluster(4, 4), sites=(0, 0, 1, 1)))
     said = " ".join(text.text(two).split())
     assert "a step sends" in said and "between sites" in said
+
+
+def test_what_leaves_by_a_trunk_is_counted_and_said():
+    report = made_report(micro_batches=8, schedule="1f1b", pipe=4)
+    names = report.cluster.hosts
+    trunks = [{"hosts": [names[0], names[3]], "bandwidth": 1e9}, {"hosts": [names[1]], "bandwidth": 1e6}]
+    behind = Cluster.parse({"version": 1, "hosts": list(names), "devices_per_host": 4, "device": "a100-80gb"} | {
+        "links": {"inside": {"alpha": 0, "bandwidth": 1}, "between": {"alpha": 0, "bandwidth": 1}}, "trunks": trunks
+    }).trunks  # fmt: skip
+    shared = dataclasses.replace(report, cluster=dataclasses.replace(report.cluster, trunks=behind))
+    found = traffic.through_trunks(shared)
+    for number, some in enumerate(((0, 3), (1,))):
+        sites = tuple(int(i in some) for i in range(4))
+        apart = dataclasses.replace(report, cluster=dataclasses.replace(report.cluster, sites=sites))
+        assert found[number] == pytest.approx(counted(apart)[2] / 2)
+    said = " ".join(text.text(shared).split())
+    assert "trunks 2 trunks; by the busiest, that of 1 host, 0.008 Gbit/s" in said and "trunks" not in text.text(report)

@@ -1,0 +1,189 @@
+"""The uplinks that hosts share, found by messages that several pairs of hosts send alone and then at once.
+
+Hosts of a site, or of a rack, may share an uplink. Pairs of one host inside and one outside send one after the other,
+and then together. If they take longer together, their flows share what they take then.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from tqdm import tqdm
+
+from planner.cluster.trunks import Trunks
+from planner.measure import link_timing
+from planner.measure.link_timing import MessageTimes, Pairs, Round
+from planner.measure.machines import Machines
+from planner.measure.options import ProfileOptions
+from planner.measure.process_group import ProcessGroup
+from planner.measure.profile_links import affordable
+
+_SHARED = 1.25  # how much longer the messages of pairs take together, at least, if they share an uplink
+_MOST = 8  # pairs that send at once
+_REPEATS = 3
+
+Array = np.ndarray
+
+
+def groups_of(labels: Sequence[Sequence[str]]) -> list[list[int]]:
+    """Return the groups of hosts that may share an uplink: those with an equal label, if others have another one.
+
+    Args:
+        labels: labels of each host, such as sites and racks, one sequence for each kind; empty ones say nothing.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for of_hosts in labels:
+        for label in dict.fromkeys(of_hosts):
+            some = tuple(i for i, other in enumerate(of_hosts) if other == label)
+            if label and 1 < len(some) < len(of_hosts):
+                found[some] = None
+    return [list(some) for some in found]
+
+
+def crossing(some: Sequence[int], hosts: int) -> Pairs:
+    """Return disjoint pairs of a host inside a group and one outside, spread over both.
+
+    Args:
+        some: the group.
+        hosts: number of hosts.
+    """
+    rest = [i for i in range(hosts) if i not in set(some)]
+    count = min(len(some), len(rest), _MOST)
+    return [(some[i * len(some) // count], rest[i * len(rest) // count]) for i in range(count)]
+
+
+def plan(groups: Sequence[Sequence[int]], hosts: int, per_host: int) -> list[Round]:
+    """Return the rounds: for each group its crossing pairs one by one, and then all of them.
+
+    Args:
+        groups: the groups.
+        hosts: number of hosts.
+        per_host: devices per host.
+    """
+    rounds = []
+    for some in groups:
+        pairs = crossing(some, hosts)
+        for at_once in [*([pair] for pair in pairs), pairs]:
+            rounds.append(Round("trunk", at_once, [(a * per_host, b * per_host) for a, b in at_once]))
+    return rounds
+
+
+def shared_rate(alone: Array, together: Array, size: int) -> float | None:
+    """Return the bytes/s of an uplink that flows share; None if they do not share one.
+
+    Args:
+        alone: [n] seconds of a message of each pair that sends alone.
+        together: [n] seconds of a message of each while all send.
+        size: bytes of a message.
+    """
+    slower = together > _SHARED * alone
+    if len(alone) < 2 or not slower.any():
+        return None
+    # Until the last of them is done the uplink is full. Pairs whose own links are slower sent a part by then.
+    until = float(together[slower].max())
+    return float(size * np.minimum(1.0, until / together).sum() / until)
+
+
+def trunks_of(groups: Sequence[Sequence[int]], hosts: int, times: Sequence[Array], size: int) -> Trunks | None:
+    """Return the uplinks that the times of all rounds show; None if there are none.
+
+    Args:
+        groups: the groups.
+        hosts: number of hosts.
+        times: for each group seconds [repeats, n + 1, 2, n] of a message: the n pairs alone, then all of them; there
+            and back; of each pair, NaN if it does not send.
+        size: bytes of a message.
+    """
+    behind, bandwidth = [], []
+    for some, seconds in zip(groups, times):
+        median = np.median(seconds, axis=0)
+        alone, together = np.diagonal(median[:-1], axis1=0, axis2=2), median[-1]
+        rates = [rate for a, b in zip(alone, together) if (rate := shared_rate(a, b, size)) is not None]
+        if rates:
+            behind.append(np.isin(np.arange(hosts), some))
+            bandwidth.append(min(rates))
+    return Trunks(np.array(behind), np.array(bandwidth)) if behind else None
+
+
+def profile_trunks(
+    group: ProcessGroup, machines: Machines, options: ProfileOptions, until: float
+) -> tuple[Trunks | None, str]:
+    """Measure the uplinks that sites and racks share.
+
+    Args:
+        group: the processes of the run.
+        machines: their hosts and devices.
+        options: message sizes and repeats.
+        until: time.monotonic() at which to stop; process 0's clock counts.
+
+    Returns:
+        The uplinks, on every process, and a sentence about what was found, empty if there was nothing to measure.
+    """
+    hosts = len(machines.hosts)
+    groups = groups_of((machines.sites, machines.racks))
+    rounds = plan(groups, hosts, machines.per_host)
+    if not rounds:
+        return None, ""
+    repeats = min(options.repeats, _REPEATS)
+    size = max(options.sizes) if options.sizes else affordable(group, machines, rounds, repeats, until)[1]
+    mine = machines.of_process[group.process]
+    me = machines.hosts[mine]
+    with group.watch(me, "the other hosts while the programs for shared uplinks were compiled"):
+        exchange = link_timing.Exchange(machines.devices, rounds, (size,))
+    found: list[Array] = []
+    with tqdm(total=repeats * len(rounds), desc="uplinks", unit="round", disable=group.process > 0 or None) as progress:
+        for _ in range(repeats):
+            taken = []
+            for number in range(len(rounds)):
+                with group.watch(me, "the other hosts that send at once"):
+                    taken.append(dataclasses.astuple(exchange(number)))
+                progress.update()
+
+            def verdict(values: list[list[tuple]]) -> bool:
+                found.append(_of_pairs(rounds, machines.of_process, values))
+                return time.monotonic() < until
+
+            if not group.gather(taken, verdict):
+                break
+    return _told(group, machines, groups, found, size)
+
+
+def _of_pairs(rounds: Sequence[Round], of_process: Sequence[int], values: list[list[tuple]]) -> Array:
+    """Return the seconds [rounds, 2, most pairs] of each round's pairs, there and back, NaN beyond its own.
+
+    Args:
+        rounds: the rounds.
+        of_process: host of each process.
+        values: fields of MessageTimes by process and round.
+    """
+    found = np.full((len(rounds), 2, _MOST), np.nan)
+    for number, one in enumerate(rounds):
+        times = [MessageTimes(*fields[number]) for fields in values]
+        for i, pair in enumerate(one.hosts):
+            # A process that drives all devices times them all.
+            ends = [t for host, t in zip(of_process, times) if host in pair] or times
+            found[number, :, i] = [max(t.there[0] for t in ends), max(t.back[0] for t in ends)]
+    return found
+
+
+def _told(
+    group: ProcessGroup, machines: Machines, groups: list[list[int]], found: list[Array], size: int
+) -> tuple[Trunks | None, str]:
+    """Return the uplinks that process 0 has found, on every process, and a sentence about them."""
+
+    def verdict(_: object) -> list[tuple[list[bool], float]]:
+        every, times, first = np.array(found), [], 0
+        for some in groups:
+            count = len(crossing(some, len(machines.hosts)))
+            times.append(every[:, first : first + count + 1, :, :count])
+            first += count + 1
+        trunks = trunks_of(groups, len(machines.hosts), times, size)
+        return [(behind.tolist(), rate) for behind, rate in trunks or ()]
+
+    told = group.gather(None, verdict)
+    if not told:
+        return None, f"no shared uplink was found among {len(groups)} sites and racks"
+    trunks = Trunks(np.array([behind for behind, _ in told]), np.array([rate for _, rate in told]))
+    rates = ", ".join(f"{8e-6 * rate:,.4g} Mbit/s for {int(behind.sum())} hosts" for behind, rate in trunks)
+    return trunks, f"{len(trunks)} found among {len(groups)} sites and racks: {rates}"

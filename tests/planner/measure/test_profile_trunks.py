@@ -1,0 +1,101 @@
+"""Shared uplinks: which hosts are asked for them, and what their times tell."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from planner.cluster.trunks import Trunks
+from planner.measure import profile_trunks
+from planner.measure.link_timing import one_by_one, tournament
+from planner.measure.machines import Machines
+from planner.measure.options import ProfileOptions
+from planner.measure.process_group import ProcessGroup
+
+SIZE = 1000
+
+
+def test_hosts_of_a_label_that_others_do_not_have_are_a_group():
+    sites, racks = ["w", "w", "w", "e", "e", "e"], ["1", "1", "2", "3", "", ""]
+    assert profile_trunks.groups_of((sites, racks)) == [[0, 1, 2], [3, 4, 5], [0, 1]]
+    assert profile_trunks.groups_of((["a"] * 6, [""] * 6)) == []
+    assert profile_trunks.groups_of((sites, sites)) == [[0, 1, 2], [3, 4, 5]]  # each once
+
+
+def test_pairs_cross_and_are_disjoint():
+    for some, hosts in (([0, 1, 2], 6), (list(range(20)), 64), ([5, 9], 10), (list(range(9)), 10)):
+        pairs = profile_trunks.crossing(some, hosts)
+        ends = [end for pair in pairs for end in pair]
+        assert len(set(ends)) == len(ends) == 2 * min(len(some), hosts - len(some), 8)
+        assert all(a in some and b not in some for a, b in pairs)
+
+
+def transfer(rates: list[float], uplink: float) -> np.ndarray:
+    """Return the seconds of messages that begin at once and share an uplink fairly, by replaying their ends."""
+    left, ends, now = dict.fromkeys(range(len(rates)), float(SIZE)), np.zeros(len(rates)), 0.0
+    while left:
+        speed, free, waiting = {}, uplink, sorted(left, key=lambda i: rates[i])
+        for place, i in enumerate(waiting):  # who needs less than a fair share leaves the rest to the others
+            speed[i] = min(rates[i], free / (len(waiting) - place))
+            free -= speed[i]
+        step = min(left[i] / speed[i] for i in left)
+        now += step
+        for i in list(left):
+            left[i] -= step * speed[i]
+            if left[i] < 1e-9 * SIZE:
+                ends[i] = now
+                del left[i]
+    return ends
+
+
+@pytest.mark.parametrize("rates", [[10.0] * 4, [10.0, 10.0, 10.0, 6.0], [10.0, 8.0, 9.0, 7.0], [10.0, 10.0]])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 1.2])
+def test_the_rate_of_an_uplink_is_told_from_messages_alone_and_together(rates, share):
+    uplink = share * sum(rates)
+    alone, together = SIZE / np.array(rates), transfer(rates, uplink)
+    found = profile_trunks.shared_rate(alone, together, SIZE)
+    if share > 1:
+        assert found is None
+    else:
+        assert found == pytest.approx(uplink, rel=0.1)
+
+
+def test_uplinks_are_those_of_the_groups_whose_messages_wait():
+    groups, hosts = [[0, 1], [2, 3], [0, 2]], 5
+    times = np.full((3, 3, 2, 2), np.nan)  # repeats, rounds, ways, pairs
+    for i in range(2):
+        times[:, i, :, i] = 1.0
+    free, slow = times.copy(), times.copy()
+    free[:, 2], slow[:, 2] = 1.1, 2.0
+    slow[0, 2] = 1.0  # a single repeat says nothing
+    one_way = slow.copy()
+    one_way[:, 2, 1] = 4.0
+    found = profile_trunks.trunks_of(groups, hosts, [free, slow, one_way], SIZE)
+    assert found.behind.tolist() == [[False, False, True, True, False], [True, False, True, False, False]]
+    assert found.bandwidth == pytest.approx([SIZE, SIZE / 2])  # two messages in two seconds, and in four
+    assert profile_trunks.trunks_of(groups, hosts, [free] * 3, SIZE) is None
+
+
+def test_in_no_round_two_pairs_take_the_same_trunk_and_all_pairs_meet():
+    behind = np.array([[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0, 0]], bool)
+    trunks = Trunks(behind, np.ones(3))
+    rounds = one_by_one(tournament(8), trunks)
+    for pairs in rounds:
+        crossing = (behind[:, [a for a, _ in pairs]] != behind[:, [b for _, b in pairs]]).sum(axis=1)
+        assert crossing.max() <= 1
+        assert len({end for pair in pairs for end in pair}) == 2 * len(pairs)
+    assert sorted(pair for pairs in rounds for pair in pairs) == sorted(p for pairs in tournament(8) for p in pairs)
+
+
+def test_uplinks_of_two_sites_are_timed_on_all_devices():
+    machines = Machines(
+        tuple("abcd"), (0,), tuple(jax.devices()[:4]), 1, ("cpu",) * 4, (1e9,) * 4, ("",) * 4, ("w", "w", "e", "e")
+    )
+    options = ProfileOptions(sizes=(1024,), repeats=2)
+    _, said = profile_trunks.profile_trunks(ProcessGroup(30), machines, options, time.monotonic() + 60)
+    assert "among 2 sites and racks" in said
+    alone = profile_trunks.profile_trunks(
+        ProcessGroup(30), Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",)), options, time.monotonic() + 60
+    )
+    assert alone == (None, "")
