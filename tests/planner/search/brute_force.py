@@ -12,6 +12,7 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
+from planner.cluster.trunks import Trunks
 from planner.cost.link_seconds import fabric, paths
 from planner.cost.step_time import Candidate, Problem
 from planner.search.budget import Budget
@@ -96,6 +97,17 @@ def instance(seed: int) -> Instance:
     if not any(batch // hosts % size == 0 for size in choices.micro_batch):
         choices = dataclasses.replace(choices, micro_batch=(1, *choices.micro_batch[:2]))
     return Instance(f"{seed}: {kind}, {hosts} hosts", cluster, model, batch, choices)
+
+
+def behind_trunks(some: Instance, seed: int) -> Instance:
+    """Return an instance whose hosts share uplinks: those of two sites, each about as fast as a single link."""
+    rng, hosts = np.random.default_rng([11, seed]), len(some.cluster.hosts)
+    site = rng.permutation(np.arange(hosts) % 2)
+    links = some.cluster.bandwidth[~np.eye(hosts, dtype=bool)]
+    rates = np.median(links) * np.exp(rng.uniform(np.log(0.1), np.log(2), 2))
+    trunks = Trunks(np.stack([site == 0, site == 1]), rates)
+    cluster = dataclasses.replace(some.cluster, trunks=trunks)
+    return dataclasses.replace(some, name=f"{some.name}, two sites", cluster=cluster)
 
 
 def candidates(some: Instance) -> Iterator[Candidate]:

@@ -21,6 +21,17 @@ def test_no_plan_is_better(seed):
     assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_is_better_where_hosts_share_uplinks(seed):
+    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 200))
+def test_no_plan_is_better_where_hosts_share_uplinks_in_two_hundred(seed):
+    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30, 1000))
 def test_no_plan_is_better_in_a_thousand(seed):
