@@ -27,7 +27,7 @@ _TURNS = (1, 3)  # most turns of placing and of splitting anew
 _AGAIN, _EACH = 64, 12  # most candidates of a mesh, and of a schedule on it, that a new placement is tried with
 # Of a plan that is placed with care: most rounds, how many other splits are placed quickly in each, and how many of
 # these with care, if they take that share longer at most.
-_ROUNDS, _SPLITS, _CAREFUL, _CLOSE = (1, 3), (3, 6), (0, 3), (0.0, 0.2)
+_ROUNDS, _SPLITS, _CAREFUL, _CLOSE = (1, 3), (3, 16), (0, 8), (0.0, 0.2)
 _WORTH = 1e-6  # share of the step that counts as a gain
 _LAST = 4  # most times that the best plan is placed anew since another one became the best
 

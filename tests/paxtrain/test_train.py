@@ -33,6 +33,7 @@ from tests.paxtrain.training import (
     corpus,
     curve,
     expected_batches,
+    losses,
     same_bits,
     settings,
     started,
@@ -121,10 +122,6 @@ def wait_for_step(processes, out, step):
         assert [process.poll() for process in processes] == [None] * len(processes), finish(processes)
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def losses(out):
-    return {record["step"]: record["loss"] for record in metrics.read(out / metrics.FILE) if "loss" in record}
 
 
 def checkpoints_in(out):

@@ -1,8 +1,6 @@
 """Compressed runs end to end: they resume bit for bit, print if compression starts anew, and refuse bad input."""
 
-import pathlib
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,8 @@ from paxtrain.run import metrics
 from paxtrain.run.run import Run
 from paxtrain.xla import hlo
 from tests.compress.topk import TopK
+from tests.paxtrain import training
+from tests.paxtrain.training import losses, past
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("quiet_orbax")]
 STEPS, EVERY = 12, 4
@@ -58,18 +58,8 @@ def finished(home, out, codec=None, **changes) -> tuple[Run, dict]:
         "checkpoint": {"every": EVERY, "keep": 9},
         "run": {"steps": STEPS, "out": str(out), "eval_every": 0, "eval_batches": 1, "sample_tokens": 0},
     }
-    for name, value in changes.items():
-        section, key = name.split("__")
-        values[section] = values[section] | {key: value}
-    values["optimizer"] = values["optimizer"] | {"schedule": "constant"}  # the same program for any number of steps
-    config = from_dict(values)
-    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]), codec=codec)
-    states = []
-    save = run.save
-    run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))
-    run.train()
-    leaves = jax.tree_util.tree_leaves_with_path(states[-1])
-    return run, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    values["optimizer"] |= {"schedule": "constant"}  # the same program for any number of steps
+    return training.finished(values, changes, codec)
 
 
 @pytest.fixture(scope="module")
@@ -77,24 +67,11 @@ def reference(home):
     return home / "reference", *finished(home, home / "reference")
 
 
-def past(reference, to: pathlib.Path, step: int) -> pathlib.Path:
-    """Copy the reference run as if it had been killed after its checkpoint of that step."""
-    shutil.copytree(reference[0], to)
-    for path in (to / "checkpoints").iterdir():
-        if path.name.isdecimal() and int(path.name) > step:
-            shutil.rmtree(path)
-    return to
-
-
-def losses(out) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in metrics.read(out / metrics.FILE) if "loss" in r}
-
-
 @pytest.mark.parametrize("step", [4, 8])  # after compression has started, and after a rank has changed
 def test_continuing_is_bit_exact_before_and_between_adaptions(home, reference, tmp_path, step, capsys):
     """A resumed run continues the state of every codec, the phase, the ranks and the errors that decide them."""
     _, whole, state = reference
-    run, again = finished(home, past(reference, tmp_path / "run", step))
+    run, again = finished(home, past(reference[0], tmp_path / "run", step))
     said = capsys.readouterr().out
     assert f"resumed from step {step}" in said
     assert "ranks over data, by stage: " + ("8, 8" if step == 4 else "4, 4") in said
@@ -128,7 +105,7 @@ def test_dense_before_the_start_and_ranks_adapt_at_logged_steps(home, reference,
     ],
 )
 def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, capsys, changes, line):
-    out = past(reference, tmp_path / "run", 8)
+    out = past(reference[0], tmp_path / "run", 8)
     finished(home, out, run__steps=STEPS, **changes)
     assert line in capsys.readouterr().out
     assert losses(out)[8] == losses(reference[0])[8]
@@ -143,7 +120,7 @@ def test_turning_compression_on_later_is_logged(home, tmp_path, capsys):
 
 
 def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
-    out = past(reference, tmp_path / "run", 8)
+    out = past(reference[0], tmp_path / "run", 8)
     with pytest.raises(UserError) as error:
         finished(home, out, compress__backward_rank=2)
     assert "holds another state of the compression" in str(error.value)
@@ -187,7 +164,7 @@ def compression(ranks: str) -> Compression:
 
 
 def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, tmp_path, capsys):
-    run, _ = finished(home, past(reference, tmp_path / "run", 8), compress__residual_low=0.5)
+    run, _ = finished(home, past(reference[0], tmp_path / "run", 8), compress__residual_low=0.5)
     assert "ranks over data start anew" in capsys.readouterr().out
     assert run.ranks.current == (4, 4)  # from the highest rank, halved after step 11; continued they would be at 2
 

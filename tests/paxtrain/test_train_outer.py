@@ -1,18 +1,15 @@
 """Runs in groups end to end: they continue bit for bit, between exchanges too, and on another mesh inside a group."""
 
 import json
-import shutil
 
-import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import from_dict
 from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
-from paxtrain.parallel.mesh import make_mesh
 from paxtrain.run import metrics, sampling
-from paxtrain.run.run import Run
+from tests.paxtrain import training
+from tests.paxtrain.training import losses, past
 
 pytestmark = [pytest.mark.once, pytest.mark.usefixtures("quiet_orbax")]
 STEPS, EVERY = 12, 4
@@ -39,17 +36,7 @@ def finished(home, out, **changes):
         "checkpoint": {"every": 2, "keep": 9},
         "run": {"steps": STEPS, "out": str(out), "eval_every": 6, "eval_batches": 1, "sample_tokens": 4},
     }
-    for name, value in changes.items():
-        section, key = name.split("__")
-        values[section] = values[section] | {key: value}
-    config = from_dict(values)
-    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]))
-    states = []
-    save = run.save
-    run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))
-    run.train()
-    leaves = jax.tree_util.tree_leaves_with_path(states[-1])
-    return run, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    return training.finished(values, changes)
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +44,9 @@ def reference(home):
     return home / "reference", *finished(home, home / "reference")
 
 
-def past(reference, to, step):
-    """Copy the reference run as if it had been killed after its checkpoint of that step."""
-    shutil.copytree(reference[0], to)
-    for path in (to / "checkpoints").iterdir():
-        if path.name.isdecimal() and int(path.name) > step:
-            shutil.rmtree(path)
-    return to
-
-
-def losses(out):
-    return {r["step"]: r["loss"] for r in metrics.read(out / metrics.FILE) if "loss" in r}
-
-
 @pytest.mark.parametrize("step", [4, 6])  # after an exchange, and between two
 def test_continuing_is_bit_exact(home, reference, tmp_path, step):
-    _, state = finished(home, past(reference, tmp_path / "run", step))
+    _, state = finished(home, past(reference[0], tmp_path / "run", step))
     assert losses(tmp_path / "run") == losses(reference[0])
     assert state.keys() == reference[2].keys()
     assert [path for path in state if not np.array_equal(state[path], reference[2][path])] == []
@@ -92,7 +66,7 @@ def test_the_table_and_the_sample_are_of_the_shared_weights(home, tmp_path, caps
 
 
 def test_another_mesh_inside_a_group_continues(home, reference, tmp_path, capsys):
-    out = past(reference, tmp_path / "run", 8)
+    out = past(reference[0], tmp_path / "run", 8)
     finished(home, out, mesh__data=4, mesh__pipe=2)
     assert "compression starts afresh" in capsys.readouterr().out
     assert losses(out)[8] == losses(reference[0])[8]
@@ -100,7 +74,7 @@ def test_another_mesh_inside_a_group_continues(home, reference, tmp_path, capsys
 
 
 def test_groups_and_all_together_do_not_continue_each_other(home, reference, tmp_path):
-    out = past(reference, tmp_path / "run", 8)
+    out = past(reference[0], tmp_path / "run", 8)
     alone = {"outer__every": 0, "outer__groups": 0, "compress__outer_codec": ""}
     with pytest.raises(UserError, match=r"was trained in groups, and this run has none \(outer.every=0\)"):
         finished(home, out, **alone)
@@ -108,4 +82,4 @@ def test_groups_and_all_together_do_not_continue_each_other(home, reference, tmp
     with pytest.raises(UserError, match=r"was trained without groups, and this run has groups \(outer.every=4\)"):
         finished(home, tmp_path / "dense")
     with pytest.raises(UserError, match="holds other arrays"):
-        finished(home, past(reference, tmp_path / "four", 8), outer__groups=4)
+        finished(home, past(reference[0], tmp_path / "four", 8), outer__groups=4)

@@ -1,5 +1,9 @@
 """Small runs on a corpus whose samples all differ, for the tests of the main job and of its step."""
 
+import pathlib
+import shutil
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -69,6 +73,41 @@ def curve(out):
         {name: value for name, value in record.items() if name not in times}
         for record in metrics.read(out / metrics.FILE)
     ]
+
+
+def losses(out: pathlib.Path) -> dict[int, float]:
+    """Return the training losses of a run by step."""
+    return {r["step"]: r["loss"] for r in metrics.read(out / metrics.FILE) if "loss" in r}
+
+
+def past(whole: pathlib.Path, to: pathlib.Path, step: int) -> pathlib.Path:
+    """Copy a run as if it had been killed after its checkpoint of that step; return the copy."""
+    shutil.copytree(whole, to)
+    for path in (to / "checkpoints").iterdir():
+        if path.name.isdecimal() and int(path.name) > step:
+            shutil.rmtree(path)
+    return to
+
+
+def finished(values: dict[str, dict], changes: dict[str, Any], codec: Any = None) -> tuple[Run, dict[str, np.ndarray]]:
+    """Return a finished run and its last state by path.
+
+    Args:
+        values: sections of its configuration.
+        changes: other values, by section__key.
+        codec: codec of the gradients between stages; None: as the configuration says.
+    """
+    for name, value in changes.items():
+        section, key = name.split("__")
+        values = values | {section: values[section] | {key: value}}
+    config = from_dict(values)
+    run = Run(config, make_mesh(config.mesh, devices=jax.devices()[: config.mesh.devices]), codec=codec)
+    states = []
+    save = run.save
+    run.save = lambda checkpoints, state, step: (states.append(jax.device_get(state)), save(checkpoints, state, step))
+    run.train()
+    leaves = jax.tree_util.tree_leaves_with_path(states[-1])
+    return run, {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
 def same_bits(a, b):

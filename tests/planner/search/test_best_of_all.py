@@ -13,6 +13,7 @@ from planner.search.refine import Refinement
 from tests.planner.search import brute_force
 
 MOST = 0.01  # regret
+WITH_TRUNKS = 0.02  # regret in any of two hundred
 NARROWED = 0.005  # by which a narrowed search may find a better plan
 
 
@@ -29,7 +30,7 @@ def test_no_plan_is_better_where_hosts_share_uplinks(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8, 200))
 def test_no_plan_is_better_where_hosts_share_uplinks_in_two_hundred(seed):
-    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
+    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= WITH_TRUNKS
 
 
 @pytest.mark.slow

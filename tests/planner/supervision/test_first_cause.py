@@ -12,25 +12,11 @@ from planner.start import rendezvous
 from planner.supervision.first_cause import REFUSED, FaultCause, HostReport, first, is_cascade
 from planner.supervision.worker_process import WorkerStatus
 from tests.planner.ports import free_ports
+from tests.planner.supervision.statuses import RUNNING
 
 NAMES = ("pax0", "pax1", "pax2", "pax3")
 GLOO = "jax.errors.JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: Connection closed by peer [10.77.0.3]:26321"
 SERVICE = "Terminating process because the JAX distributed service detected fatal errors."
-RUNNING = WorkerStatus(
-    state="running",
-    code=None,
-    signal="",
-    asked=False,
-    out_of_memory=False,
-    error="",
-    failed=False,
-    step=41,
-    doing="",
-    frozen="",
-    ended_age=0.0,
-    told_age=2.0,
-    step_seconds=0.5,
-)
 
 
 def ended(**changes) -> WorkerStatus:

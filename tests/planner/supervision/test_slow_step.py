@@ -5,24 +5,10 @@ import dataclasses
 import pytest
 
 from planner.supervision.slow_step import SlowStepClock, StepView, seen
-from planner.supervision.worker_process import WorkerStatus
+from tests.planner.supervision.statuses import RUNNING
 
 NAMES = ("pax0", "pax1", "pax2 (stage 1)", "pax3")
-WAITING = WorkerStatus(
-    state="running",
-    code=None,
-    signal="",
-    asked=False,
-    out_of_memory=False,
-    error="",
-    failed=False,
-    step=41,
-    doing="",
-    frozen="",
-    ended_age=0.0,
-    told_age=9.0,
-    step_seconds=2.0,
-)
+WAITING = dataclasses.replace(RUNNING, told_age=9.0, step_seconds=2.0)
 EVEN = {0: (2.4e7, 2.5e7), 1: (2.2e7, 2.5e7), 2: (2.6e7, 2.5e7), 3: (2.4e7, 2.5e7)}
 
 
