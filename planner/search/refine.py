@@ -113,7 +113,7 @@ class Refinement:
             best = self.key(self.best)
             leaders: dict[tuple, Found] = {}
             for f in sorted(self.found.values(), key=self.key):
-                leaders.setdefault(kind_of(f.candidate), f)
+                leaders.setdefault(self._group(f), f)
             open_ = [f for f in leaders.values() if self._name(f) not in seen and self._open(f, effort, best)]
             if not open_:
                 return
@@ -124,14 +124,21 @@ class Refinement:
             if self._could_be_best(f, effort, best):
                 yield f
 
+    def _group(self, f: Found) -> tuple:
+        """Return what plans share of which only the best is placed: less if placing is quick."""
+        c = f.candidate
+        return (*kind_of(c), c.zero1, c.micro_batch) if are_few(self._problem(f)) else kind_of(c)
+
     def _open(self, f: Found, effort: int, best: float) -> bool:
         late = self._done.get(self._name(f), -1) >= effort
         return not late and f.screened * handicap(f.candidate, self.gain) < best
 
     def _could_be_best(self, f: Found, effort: int, best: float) -> bool:
         """Return whether a placement of a plan could be the best of all."""
+        if are_few(self._problem(f)):
+            return True  # with another split, if not with this one
         behind = max(_BEHIND, _GAINS * self._gained)
-        if effort > 0 and self.key(f) > best * (1 + behind) and not are_few(self._problem(f)):
+        if effort > 0 and self.key(f) > best * (1 + behind):
             return False
         return self.key(f) <= best or self.bound(f) * handicap(f.candidate, self.gain) < best
 
