@@ -60,7 +60,8 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     apart = between(cluster)
     return dataclasses.replace(
         cluster,
-        shares=Shares(**{ours: value[theirs] for ours, theirs in _SHARES.items()}),
+        # The fitted model has one share for products of all shapes.
+        shares=Shares(**{ours: value[theirs] for ours, theirs in _SHARES.items()}, of_reach=False),
         alpha=np.where(apart, value["inter_latency"], value["intra_latency"]),
         samples=cluster.samples * np.where(apart, value["inter_efficiency"], value["intra_efficiency"]),
         source=f"{cluster.source}; constants fitted to {clusters[name].get('rows_fitted', 'measured')} runs of {name}",
