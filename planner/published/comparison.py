@@ -18,7 +18,7 @@ _SHORT = ("SC'21", "Korthikanti", "MegaScale", "BLOOM", "Llama 3", "torchtitan")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Comparison:
+class PublishedComparison:
     """Predictions of runs.
 
     Attributes:
@@ -78,17 +78,17 @@ class Comparison:
         return lines
 
 
-def compare(runs: Sequence[PublishedRun], constants: PublishedConstants) -> Comparison:
+def compare(runs: Sequence[PublishedRun], constants: PublishedConstants) -> PublishedComparison:
     """Predict runs.
 
     Args:
         runs: published runs.
         constants: shares of data sheets.
     """
-    return Comparison(runs, constants, np.array([predicted(run, constants) for run in runs]))
+    return PublishedComparison(runs, constants, np.array([predicted(run, constants) for run in runs]))
 
 
-def write_page(path: str | pathlib.Path, found: Comparison) -> None:
+def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
     """Replace the tables of a page, which stand between two comments.
 
     Args:

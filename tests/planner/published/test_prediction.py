@@ -51,7 +51,7 @@ def test_sharded_weights_lie_under_the_layers_unless_the_links_are_slow():
 
 
 def test_other_trainers_wait_less_than_the_executors_rows():
-    run = NAMED["MegaScale 175B on 1024"]
+    run = dataclasses.replace(NAMED["MegaScale 175B on 1024"], overlap=True)
     cluster = prediction.cluster_of(run, PublishedConstants())
     problem = Problem(cluster, run.model, prediction._candidate(run))
     hosts = np.arange(run.data * run.pipe).reshape(1, run.pipe, run.data).swapaxes(1, 2)

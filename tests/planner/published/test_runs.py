@@ -29,8 +29,8 @@ def test_every_run_has_its_source_and_a_mesh_that_fits():
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("SC'21 1.7B", 1.7),
         ("SC'21 7.5B", 7.5),
+        ("SC'21 18B", 18.4),
         ("SC'21 39B", 39.1),
         ("SC'21 1T", 1008.0),
         ("MegaScale 530B on 2240", 530),
