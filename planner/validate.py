@@ -3,7 +3,8 @@
 It fits the constants of planner/fit/constants.py to some of the measured rows of a table (planner/fit/trials.py) and
 predicts the others. --fit=N draws N rows to fit; --folds=K holds each row out once instead. --seeds=S repeats either
 with the seeds --seed, --seed + 1, ... and prints the means. --hold_out=cells holds out whole (hidden, micro_batch, tp)
-cells. --method=pipette or amp uses their closed form in place of the simulator, with everything else equal.
+cells, --hold_out=meshes whole (tp, dp, pp). --method=pipette or amp uses their closed form in place of the simulator,
+with everything else equal.
 --executor says whose runs these are: ideal, of systems whose transfers hold no stage, such as Megatron-LM, or paxtrain,
 of this trainer, whose stages exchange messages row by row.
 
@@ -76,7 +77,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "Seed of the draw of rows.", lower_bound=0)
     flags.DEFINE_integer("seeds", 1, "Repetitions, with --seed and the seeds after it.", lower_bound=1)
     flags.DEFINE_enum(
-        "hold_out", "rows", accuracy.HOLD_OUT, "What is held out: rows, or whole (hidden, micro_batch, tp) cells."
+        "hold_out", "rows", list(accuracy.HOLD_OUT), "What is held out: rows, whole cells or whole meshes; see above."
     )
     methods = [method for method in trial_model.METHODS if method not in trial_model.EXECUTORS.values()]
     flags.DEFINE_enum("method", "simulate", ["simulate", *methods], "How stages compose an iteration.")

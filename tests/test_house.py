@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "planner/export": ("paxtrain/config", "paxtrain/schedule"),
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
     "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster", "planner/cost"),
+    "planner/published": ("paxtrain/config", "planner/cluster", "planner/cost"),
     "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),
     "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory", "planner/supervision"),
     "planner/supervision": ("paxtrain/process",),

@@ -4,6 +4,7 @@
     cluster_file.py    its file
     array_file.py      the matrices of links beside it
     device_sheets.py   what the planner knows of a device
+    products.py        seconds of a matrix product on a device, from its shape
     variants.py        clusters like a given one: other hosts, links or devices
     link_fit.py        a fit of links that were not measured
     trunks.py          uplinks that several hosts share

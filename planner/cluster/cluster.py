@@ -18,23 +18,27 @@ from planner.cluster.trunks import Trunks
 class Shares:
     """Shares of its data sheet that an unmeasured device reaches; planner.fit.recalibrate takes them from runs.
 
-    The defaults are assumptions. They put GPT-3 on 1,024 A100s (8 x 16 x 8, batch 1,536, layers recomputed) at 140
-    TFLOP/s a device, recomputation included, which is what Megatron-LM reports (Narayanan et al. 2021, section 5.1).
+    The default of `memory` is fitted to half of the runs of planner/published, which other trainers made.
 
     Attributes:
-        matmul: share of the peak FLOP/s in matrix products.
+        matmul: FLOP/s of the largest products over what the device reaches in training (DeviceSheet.reach); smaller
+            products take what their shapes say (planner.cluster.products).
         memory: share of the bandwidth in passes over memory.
         layer_launch: least seconds of a layer's forward, which its kernels' launches take.
         backward: time of a layer's backward over its forward's, without recomputation.
         optimizer_bytes: bytes read and written per parameter. AdamW reads p, m, v, g and writes p, m, v, after one more
             pass over g each for the norm and its clipping.
+        of_reach: whether `matmul` is over what the device reaches; otherwise all products have that share of the peak.
+        stored_scores: whether attention's scores go through memory, as without flash attention.
     """
 
-    matmul: float = 0.58
+    matmul: float = 1.0
     memory: float = 0.80
     layer_launch: float = 1.2e-4
     backward: float = 2.0
     optimizer_bytes: float = 40.0
+    of_reach: bool = True
+    stored_scores: bool = False
 
 
 ASSUMED = Shares()

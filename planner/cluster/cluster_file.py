@@ -7,7 +7,8 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
      "devices_per_host": 8,
      "device": "a100-80gb",            a device of `devices` or of device_sheets.py, or "cpu"; or a list, one per host
      "devices": {"mine": {...}},       devices of one's own by name: peak_flops (bfloat16), bandwidth and memory, and if
-                                       known single_flops (half of peak_flops), capability ([8, 0]) and sms; optional
+                                       known single_flops (half of peak_flops), capability ([8, 0]), sms, and the share
+                                       "reach" of peak_flops that large products reach (0.65); optional
      "sites": [0, 0, 1, 1],            the site of each host; optional
      "trunks": [{"hosts": ["n0", "n1"], "bandwidth": 125e6}, {"each": "site", "bandwidth": 125e6}],
                                        uplinks that hosts share: all bytes/s between these hosts and the others, in each
@@ -212,7 +213,11 @@ def _sheets(value: object) -> dict[str, DeviceSheet]:
     for name, entry in value.items():
         if not name.isprintable() or name in ("", "cpu", *SHEETS):
             raise UserError(f"devices: {name!r} must be a name of its own; known already are cpu, {', '.join(SHEETS)}")
-        _only(entry, ("peak_flops", "single_flops", "bandwidth", "memory", "capability", "sms"), f"devices.{name}.")
+        _only(
+            entry,
+            ("peak_flops", "single_flops", "bandwidth", "memory", "capability", "sms", "reach"),
+            f"devices.{name}.",
+        )
         missing = [key for key in ("peak_flops", "bandwidth", "memory") if key not in entry]
         if missing:
             raise UserError(f"devices.{name} lacks {', '.join(missing)}; needed are peak_flops, bandwidth and memory")
@@ -222,7 +227,11 @@ def _sheets(value: object) -> dict[str, DeviceSheet]:
         if not (isinstance(capability, list) and len(capability) == 2 and all(type(n) is int for n in capability)):
             raise UserError(f"devices.{name}.capability must be two integers such as [8, 0], got {capability!r}")
         sms = _integer(f"devices.{name}.sms", entry["sms"]) if "sms" in entry else 0
-        found[name] = DeviceSheet(single_flops=single, capability=(capability[0], capability[1]), sms=sms, **rates)
+        reach = _number(f"devices.{name}.reach", entry.get("reach", DeviceSheet.reach))
+        if reach > 1:
+            raise UserError(f"devices.{name}.reach is a share of peak_flops, so 1 is the most, got {reach:g}")
+        sheet = DeviceSheet(single_flops=single, capability=(capability[0], capability[1]), sms=sms, **rates)
+        found[name] = dataclasses.replace(sheet, reach=reach)
     return found
 
 

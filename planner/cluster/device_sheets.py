@@ -22,6 +22,7 @@ class DeviceSheet:
         memory: bytes of its memory.
         capability: CUDA compute capability, which decides on flash attention; (8, 0) or more has it.
         sms: number of multiprocessors; 0: not known.
+        reach: share of the peak FLOP/s that the largest matrix products reach in training.
     """
 
     peak_flops: float
@@ -30,11 +31,20 @@ class DeviceSheet:
     memory: float
     capability: tuple[int, int] = (8, 0)
     sms: int = 0
+    reach: float = 0.65
+
+
+# By compute capability. A100 and H100: fitted to half of the runs of planner/published. B200: H100's, scaled as both
+# are in benchmarks, 1745 of 2250 TFLOP/s to 794.5 of 989 (Bekman, Machine Learning Engineering Open Book, "Maximum
+# Achievable Matmul FLOPS comparison table"). Others: a typical share.
+_H100 = 0.61
+REACH = {(8, 0): 0.70, (9, 0): _H100, (10, 0): _H100 * (1745 / 2250) / (794.5 / 989)}
 
 
 def _of(gpu: Gpu) -> DeviceSheet:
     single = gpu.sms * gpu.fpus * 2e9 * gpu.clock
-    return DeviceSheet(gpu.peak_flops, single, gpu.bandwidth, gpu.memory, gpu.capability, gpu.sms)
+    reach = REACH.get(gpu.capability, DeviceSheet.reach)
+    return DeviceSheet(gpu.peak_flops, single, gpu.bandwidth, gpu.memory, gpu.capability, gpu.sms, reach)
 
 
 # NVIDIA's GA102, AD102 and GB202 white papers: bfloat16 tensor operations with float32 sums, without sparsity. The

@@ -2,14 +2,15 @@
 
 If the cluster has a compute profile, times are the measured ones, interpolated and extrapolated linearly in the
 micro-batch. A time that was not measured is the data sheet's figure, scaled by the ratio of the nearest measured row
-to the data sheet's figure of that row. Without a profile it is the data sheet's figure at named shares of the peak.
+to the data sheet's figure of that row. Without a profile it is the data sheet's figure: matrix products by their shapes
+(planner.cluster.products), everything else at named shares of the peak.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
 # Passes of F over its [B, S, H] activations in memory besides matrix products: norms, residual sums, GELU over 4 H.
@@ -26,8 +28,38 @@ _SHARPNESS = 4
 ITEM = {"bfloat16": 2, "float32": 4}
 # Passes over [B, S, H] that splitting the backward adds: W makes norms and GELU again, B writes what W needs.
 _SPLIT_PASSES = {"weights": 12, "input": 18}
-# Forwards that B runs again, by pipeline.save; with "dots" it runs everything again except matrix products.
-_RECOMPUTED = {"inputs": 1.0, "layer_inputs": 1.0, "residuals": 0.0, "dots": 0.0}
+# Attention that keeps no scores in memory: share of the products' FLOP/s that it reaches on the half of the scores that
+# a causal mask leaves, and its backward over its forward, five products over two (Dao 2023, FlashAttention-2).
+_FLASH, _FLASH_BACKWARD = 0.7, 2.5
+# Other attention passes over all scores besides its products: softmax and dropout read and write them, F and B.
+_SCORE_PASSES = 4.5, 5.5
+
+
+class _Again(NamedTuple):
+    """What B runs again of F: shares of the products with kernels, attention, passes, launches and collectives."""
+
+    products: float
+    attention: float
+    passes: float
+    launches: float
+    collectives: float
+
+
+# By pipeline.save. An F that B runs again leaves out its last collective.
+_WHOLE = _Again(1, 1, 1, 1, 1)
+_RECOMPUTED = {
+    "inputs": _WHOLE,
+    "layer_inputs": _WHOLE,
+    "residuals": _Again(0, 0, 0, 0, 0),
+    "dots": _Again(0, 0, 1, 0.5, 0),  # everything except matrix products
+    # What other trainers run again: Megatron-LM's selective recomputation, and torchtitan's of every other layer and of
+    # every other product with kernels.
+    "scores": _Again(0, 1, 0, 0.5, 0),
+    "half_layers": _Again(0.5, 0.5, 0.5, 0.5, 0.5),
+    "half_products": _Again(0.5, 0, 1, 0.75, 0),
+}
+# All-gathers that sequence parallelism adds to B; those of "scores" lie under the products.
+_GATHERS = {"residuals": 0, "scores": 0, "dots": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +90,47 @@ def _all_reduce(ranks: int, size: int, alpha: float, bandwidth: float) -> float:
     return 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * size / bandwidth
 
 
+class _Products(NamedTuple):
+    """Seconds of products: those of F, and of B those with kernels and those for kernels; of heads and layers alike."""
+
+    forward: float
+    inputs: float
+    kernels: float
+
+
+def _with_kernels(rates: ProductRates, tokens: int, shapes: tuple[tuple[int, int], ...]) -> _Products:
+    """Return the seconds of the products of tokens with kernels [n, k], and of their gradients."""
+    return _Products(
+        forward=sum(rates.seconds(tokens, k, n) for n, k in shapes),
+        inputs=sum(rates.seconds(tokens, n, k) for n, k in shapes),
+        kernels=sum(rates.seconds(n, k, tokens) for n, k in shapes),
+    )
+
+
+def _attention(
+    model: ModelConfig, device: DeviceSheet, rates: ProductRates, tensor: int, micro_batch: int, stored: bool
+) -> tuple[float, float]:
+    """Return the seconds of attention in F, and in B over the ratio of B to F that all else has.
+
+    Args:
+        model: model to train.
+        device: data sheet.
+        rates: rates of its products.
+        tensor: T.
+        micro_batch: sequences of a micro-batch.
+        stored: whether scores go through memory on all devices; they do on those without flash attention.
+    """
+    length, tokens = model.sequence, micro_batch * model.sequence
+    if stored or model.with_attention(device.capability).attention == "xla":
+        batch = -(-micro_batch * model.heads // tensor)
+        scores = rates.seconds(length, length, model.head_dim, batch)
+        products = scores + rates.seconds(length, model.head_dim, length, batch)
+        passes = batch * length**2 * rates.item / rates.memory
+        return products + _SCORE_PASSES[0] * passes, products + _SCORE_PASSES[1] / 2 * passes
+    forward = 2 * tokens * length * model.hidden / tensor / (_FLASH * rates.flops)
+    return forward, _FLASH_BACKWARD / 2 * forward
+
+
 def sheet(
     model: ModelConfig,
     device: DeviceSheet,
@@ -70,7 +143,8 @@ def sheet(
 ) -> LayerCosts:
     """Return the data sheet's costs.
 
-    F has 2 FLOPs a parameter of the matrices (24 H^2 for GPT-2) and 4 S H a token (attention's scores and values). F
+    F has the products of the tokens with a layer's kernels, 2 FLOPs a parameter of the matrices (24 H^2 for GPT-2), and
+    attention's, 4 S H a token, of which flash attention leaves out what is masked. B has two products for each of F. F
     and B have two all-reduces of [B, S, H] over tensor each (Shoeybi et al. 2019), rings of 2(T-1)/T; or
     reduce-scatters and all-gathers, which are halves of them (Korthikanti et al. 2022).
 
@@ -79,42 +153,44 @@ def sheet(
         device: data sheet.
         tensor: T.
         micro_batch: sequences of a micro-batch.
-        save: PipelineConfig.save.
+        save: PipelineConfig.save, or what another trainer runs again, one of _RECOMPUTED.
         inside: latency in seconds and bytes/s of a link inside a host.
         shares: shares of the data sheet that the device reaches.
         sequence_parallel: MeshConfig.sequence_parallel.
     """
     item = ITEM[model.dtype]
     tokens, h = micro_batch * model.sequence, model.hidden
-    flops = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
-    memory = device.bandwidth * shares.memory
+    peak = (device.peak_flops if model.dtype == "bfloat16" else device.single_flops) * shares.matmul
+    if shares.of_reach:
+        peak *= device.reach * (1.0 if device.sms else UNKNOWN_SHAPES)
+    sms = device.sms if shares.of_reach else 0
+    rates = ProductRates(peak, device.bandwidth * shares.memory, sms, item)
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
+    ratio = shares.backward / 2  # of the products in B to twice those in F
 
     def launched(seconds: float, times: float) -> float:
         return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
 
-    products = tokens * (2 * model.matrices + 4 * model.sequence * h) / tensor
-    read = model.matrices / tensor * item / memory
-    matmuls = max(products / flops, read)
+    products = _with_kernels(rates, tokens, kernels(model, tensor))
+    attention, attention_backward = _attention(model, device, rates, tensor, micro_batch, shares.stored_scores)
     # Norms and residual sums run whole on each device of a tensor group, or on parts; the wide part is split.
-    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / memory
+    once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
     passes = _ACTIVATION_PASSES * once
-    forward = launched(matmuls + passes, 1) + 2 * reduce
-    backward = launched(shares.backward * (matmuls + passes), 2) + 2 * reduce
-    # An F that B runs again leaves out its last collective, an all-reduce or a reduce-scatter. What save="dots" keeps
-    # has to be gathered again, twice.
-    again = launched(passes, 0.5) if save == "dots" else _RECOMPUTED[save] * (forward - reduce)
+    forward = launched(products.forward + attention + passes, 1) + 2 * reduce
+    rest = 2 * ratio * (attention_backward + passes) + ratio * products.inputs  # of B besides its products for kernels
+    backward = launched(rest + ratio * products.kernels, 2) + 2 * reduce
+    part = _RECOMPUTED[save]
+    again = part.products * products.forward + part.attention * attention + part.passes * passes
+    again = launched(again, part.launches) + part.collectives * reduce
     if sequence_parallel:
-        again += {"dots": 2, "residuals": 0}.get(save, 1) * reduce / 2
-    # Half of the backward's products with kernels are W's.
-    kernels = shares.backward / 2 * max(2 * tokens * model.matrices / tensor / flops, read)
-    weights = launched(kernels + _SPLIT_PASSES["weights"] * once, 0.5)
-    rest = shares.backward * (matmuls + passes) - kernels + _SPLIT_PASSES["input"] * once
-    rest = launched(rest, 1.5) + 2 * reduce + again
-    logits = tokens * model.padded_vocab / tensor
-    head = 6 * logits * h / flops + 8 * logits * item / memory + 2 * reduce + 20 * LAUNCH
-    embedding = 6 * tokens * h * item / memory + reduce + 4 * LAUNCH
-    optimizer = shares.optimizer_bytes / memory
+        again += _GATHERS.get(save, 1) * reduce / 2
+    weights = launched(ratio * products.kernels + _SPLIT_PASSES["weights"] * once, 0.5)
+    rest = launched(rest + _SPLIT_PASSES["input"] * once, 1.5) + 2 * reduce + again
+    logits = _with_kernels(rates, tokens, ((h, model.padded_vocab // tensor),))
+    traffic = 8 * tokens * model.padded_vocab / tensor * item / rates.memory
+    head = sum(logits) + traffic + 2 * reduce + 20 * LAUNCH
+    embedding = 6 * tokens * h * item / rates.memory + reduce + 4 * LAUNCH
+    optimizer = shares.optimizer_bytes / rates.memory
     return LayerCosts(forward, backward + again, rest, weights, head, embedding, optimizer)
 
 
@@ -175,8 +251,8 @@ def _inside(cluster: Cluster, kind: str) -> tuple[float, float]:
     return float(cluster.alpha[hosts, hosts].max()), float(cluster.bandwidth[hosts, hosts].min())
 
 
-# CPUs have no data sheet. Only ratios of these figures are used, which have the right proportion.
-_CPU = "v100"
+# CPUs have no data sheet. Only ratios of these figures are used, which have the right proportion. They have no waves.
+_CPU = dataclasses.replace(SHEETS["v100"], sms=0)
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -206,7 +282,7 @@ def layer(
         UserError: a kind without a data sheet has no profile.
     """
     inside = _inside(cluster, kind)
-    device = cluster.sheet(kind) or SHEETS[_CPU]
+    device = cluster.sheet(kind) or _CPU
     groups = _groups(cluster, kind)
     if not groups:
         if kind == "cpu":
@@ -221,7 +297,8 @@ def layer(
     if nearest != shape or sequence_parallel:
         *sizes, other_tensor, other_save = nearest
         names = ("hidden", "heads", "sequence", "vocab_size", "dtype", "family", "kv_heads", "intermediate")
-        other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention="xla")
+        attention = "xla" if model.attention == "xla" else "auto"
+        other = dataclasses.replace(model, **dict(zip(names, sizes, strict=True)), attention=attention)
         # A profile is measured on groups inside a host, whatever hosts are taken together here.
         measured_inside = _inside(cluster.parts or cluster, kind)
         there = sheet(other, device, other_tensor, micro_batch, other_save, measured_inside)
@@ -236,10 +313,14 @@ def source(cluster: Cluster) -> str:
     profiled = {row["kind"] for row in cluster.compute}
     if profiled >= set(cluster.kinds):
         return "compute profile of the cluster"
-    fitted = "assumed" if cluster.shares == ASSUMED else "fitted to measured runs"
-    matmul, memory = cluster.shares.matmul, cluster.shares.memory
+    shares = cluster.shares
     some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
-    return f"{some}data sheet at {matmul:.0%} of peak FLOP/s and {memory:.0%} of memory bandwidth, {fitted}"
+    sheets = [sheet for kind in cluster.kinds if (sheet := cluster.sheet(kind))]
+    reached = sorted({shares.matmul * (sheet.reach if shares.of_reach else 1.0) for sheet in sheets})
+    peak = " or ".join(f"{x:.0%}" for x in reached)
+    how, fitted = (f"up to {peak}", "published") if shares.of_reach else (peak, "measured")
+    memory = f"{shares.memory:.0%} of memory bandwidth"
+    return f"{some}data sheet at {how} of peak FLOP/s and {memory}, fitted to {fitted} runs"
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from planner.fit.trials import Trial
 
 Array = np.ndarray
 
-HOLD_OUT = ("rows", "cells")
-_CELLS_HELD = 0.25  # share of the cells that is held out, without folds
+HOLD_OUT = {"rows": (), "cells": ("hidden", "micro_batch", "tp"), "meshes": ("tp", "dp", "pp")}
+_PARTS_HELD = 0.25  # share of the cells or meshes that is held out, without folds
 _COLORS = ("#2f6f9f", "#d9622b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#5c6670")
 _INK = "#22272e"
 
@@ -46,24 +46,28 @@ def splits(trials: Sequence[Trial], fit: int | None, folds: int, hold_out: str, 
         trials: all rows.
         fit: number of rows to fit; all others are held out. None: 60, or half of the measured rows if that is fewer.
         folds: number of parts, each of which is held out once; 0: one split with `fit` rows.
-        hold_out: unit of the draw: "rows", or whole "cells" of equal (hidden, micro_batch, tp). Of the cells a quarter
-            is held out (with folds, each once), and `fit` rows of the others are fitted.
+        hold_out: unit of the draw: "rows", whole "cells" of equal (hidden, micro_batch, tp), or whole "meshes" of equal
+            (tp, dp, pp). Of cells or meshes a quarter is held out (with folds, each once), and `fit` rows of the others
+            are fitted.
         seed: seed of the draw.
 
     Returns:
         One split, or one per fold.
 
     Raises:
-        UserError: there are not that many rows or cells.
+        UserError: there are not that many rows, cells or meshes.
     """
     random = np.random.default_rng(seed)
     measured = np.array([i for i, trial in enumerate(trials) if trial.seconds is not None])
-    by_cell = hold_out == "cells"
-    names = {cell: i for i, cell in enumerate(sorted({trials[i].cell for i in measured}))}
-    part = np.array([names[trials[i].cell] for i in measured]) if by_cell else np.arange(len(measured))
-    parts = random.permutation(len(names) if by_cell else len(measured))
-    if by_cell and len(names) < 2:
-        raise UserError("--hold_out=cells needs two different (hidden, micro_batch, tp) or more; use --hold_out=rows")
+    fields = HOLD_OUT[hold_out]
+    part, count = np.arange(len(measured)), len(measured)
+    if fields:
+        keys = [tuple(getattr(trials[i], field) for field in fields) for i in measured]
+        names = {key: i for i, key in enumerate(sorted(set(keys)))}
+        part, count = np.array([names[key] for key in keys]), len(names)
+    parts = random.permutation(count)
+    if fields and count < 2:
+        raise UserError(f"--hold_out={hold_out} needs two different ({', '.join(fields)}) or more; use --hold_out=rows")
     if folds:
         if folds > len(parts):
             raise UserError(
@@ -73,11 +77,11 @@ def splits(trials: Sequence[Trial], fit: int | None, folds: int, hold_out: str, 
         return [Split(measured[~held], measured[held]) for held in folded]
     if fit is None:
         fit = min(60, max(len(measured) // 2, 1))
-    if not by_cell:
+    if not fields:
         _enough(fit, len(measured), "measured rows")
         return [Split(measured[parts[:fit]], measured[np.sort(parts[fit:])])]
-    held = np.isin(part, parts[: math.ceil(_CELLS_HELD * len(parts))])
-    _enough(fit, int((~held).sum()), "measured rows outside the cells held out")
+    held = np.isin(part, parts[: math.ceil(_PARTS_HELD * len(parts))])
+    _enough(fit, int((~held).sum()), f"measured rows outside the {hold_out} held out")
     return [Split(random.permutation(measured[~held])[:fit], measured[held])]
 
 

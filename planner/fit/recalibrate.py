@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -58,9 +59,11 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     if wrong:
         raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
     apart = between(cluster)
+    # The fitted model has one share for products of all shapes.
+    shares: dict[str, Any] = {ours: value[theirs] for ours, theirs in _SHARES.items()} | {"of_reach": False}
     return dataclasses.replace(
         cluster,
-        shares=Shares(**{ours: value[theirs] for ours, theirs in _SHARES.items()}),
+        shares=Shares(**shares),
         alpha=np.where(apart, value["inter_latency"], value["intra_latency"]),
         samples=cluster.samples * np.where(apart, value["inter_efficiency"], value["intra_efficiency"]),
         source=f"{cluster.source}; constants fitted to {clusters[name].get('rows_fitted', 'measured')} runs of {name}",

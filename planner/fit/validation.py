@@ -191,7 +191,7 @@ def validate(rows: Sequence[Trial], options: ValidateOptions) -> Validation:
         options: how to fit and hold out rows.
 
     Raises:
-        UserError: there are not that many rows or cells.
+        UserError: there are not that many rows, cells or meshes.
     """
     o = options
     drawn = [accuracy.splits(rows, o.fit, o.folds, o.hold_out, o.seed + i) for i in range(o.seeds)]

@@ -262,6 +262,13 @@ def test_a_file_that_is_no_cluster_is_told(tmp_path):
 MINE = {"peak_flops": 1.4e14, "bandwidth": 9e11, "memory": 2.4e10}
 
 
+def test_a_devices_reach_is_a_share():
+    one = {"hosts": 2, "device": "mine"}
+    assert Cluster.parse(values(**one, devices={"mine": {**MINE, "reach": 0.5}})).sheet("mine").reach == 0.5
+    with pytest.raises(UserError, match=r"devices.mine.reach is a share of peak_flops, so 1 is the most, got 1.2"):
+        Cluster.parse(values(**one, devices={"mine": {**MINE, "reach": 1.2}}))
+
+
 def test_a_file_may_describe_its_devices(tmp_path):
     made = Cluster.parse(values(hosts=2, device=["mine", "rtx4090"], devices={"mine": MINE}))
     sheet = made.sheet("mine")

@@ -237,7 +237,7 @@ def test_a_profile_counts_before_the_data_sheet():
     assert at(3).forward == pytest.approx(1.4)
     assert at(8).backward == pytest.approx(3.6 + 4 * 0.8)
     wider = at(2, hidden=2048, heads=32).forward
-    assert 3.0 < wider < 4.2  # four times the products, twice the passes over memory
+    assert 2.8 < wider < 4.2  # four times the products, twice the passes over memory and over the scores
     assert costs.layer(lab, "cpu", MODEL, 1, 2, "layer_inputs").backward == pytest.approx(3.0, rel=0.25)
     assert not lab.overlaps
 

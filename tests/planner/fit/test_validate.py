@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -111,6 +112,13 @@ def test_cells_are_held_out_whole(folds):
         held = {rows[i].cell for i in split.held}
         assert fitted and held and fitted.isdisjoint(held)
         assert all(i in split.held for i, row in enumerate(rows) if row.cell in held and row.seconds)
+
+
+def test_meshes_are_held_out_whole():
+    rows = _parsed()
+    for split in accuracy.splits(rows, None, 5, "meshes", 1):
+        meshes = [{(rows[i].tp, rows[i].dp, rows[i].pp) for i in part} for part in split]
+        assert len(meshes[1]) == 1 and meshes[0].isdisjoint(meshes[1])
 
 
 @pytest.mark.parametrize(
@@ -233,6 +241,13 @@ def test_bad_input(table, run, arguments, message):
 
 def test_no_trials(run):
     assert run()[2].startswith("error: no trials were given; name a table")
+
+
+@pytest.mark.parametrize(("name", "measured", "rows"), [("amp_heterogeneous", 43, 53), ("bloom_layouts", 61, 61)])
+def test_shipped_trials_name_their_source(name, measured, rows):
+    found = trials.read(pathlib.Path(trials.__file__).parent / "data" / f"{name}.csv")
+    assert len(found) == rows and sum(row.seconds is not None for row in found) == measured
+    assert all(row.columns["source"] for row in found)
 
 
 # --- Published trials -------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""The table of predicted over published seconds of a step, as text and as part of a page."""
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from paxtrain.errors import UserError
+from planner.published.halves import is_fitted
+from planner.published.prediction import PublishedConstants, predicted
+from planner.published.runs import PublishedRun
+
+Array = np.ndarray
+
+BEGIN, END = "<!-- published runs: python -m planner.published --page writes this part -->", "<!-- end -->"
+_SHORT = ("SC'21", "Korthikanti", "MegaScale", "BLOOM", "Llama 3", "torchtitan")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublishedComparison:
+    """Predictions of runs.
+
+    Attributes:
+        runs: the runs.
+        constants: constants that they were predicted with.
+        seconds: [runs] predicted seconds of a step.
+    """
+
+    runs: Sequence[PublishedRun]
+    constants: PublishedConstants
+    seconds: Array
+
+    @property
+    def ratio(self) -> Array:
+        """Predicted over published seconds, [runs]."""
+        return self.seconds / np.array([run.seconds for run in self.runs])
+
+    def summary(self) -> list[str]:
+        """Return the lines of a table of errors by half and by source."""
+        fitted, ratio = is_fitted(len(self.runs)), self.ratio
+        lines = ["| runs | number | predicted / published | mean error | worst |", "|---|---|---|---|---|"]
+        parts = {"fitted": fitted, "judged": ~fitted}
+        for short in _SHORT:
+            parts[f"judged, {short}"] = ~fitted & np.array([run.name.startswith(short) for run in self.runs])
+        for name, chosen in parts.items():
+            some = ratio[chosen]
+            error = np.abs(some - 1)
+            lines.append(
+                f"| {name} | {chosen.sum()} | {some.min():.2f} to {some.max():.2f} | {error.mean():.1%} "
+                f"| {error.max():.1%} |"
+            )
+        return lines
+
+    def table(self) -> list[str]:
+        """Return the lines of a table with all runs."""
+        heads = "run, devices, data x pipe x tensor, micro-batch, recomputed, published, s, predicted, ratio, half"
+        names = heads.split(", ")
+        lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        fitted = is_fitted(len(self.runs))
+        for run, seconds, ratio, fit in zip(self.runs, self.seconds, self.ratio, fitted):
+            row = run.columns
+            link = f"[{row['place']}]({row['url']})"
+            mesh = f"{run.data} x {run.pipe} x {run.tensor}" + (f", {run.chunks} chunks" if run.chunks > 1 else "")
+            cells = (
+                run.name,
+                f"{run.devices} {run.device}",
+                mesh,
+                f"{run.micro_batch}",
+                run.recompute,
+                f"{float(row['published']):g} {row['unit']}, {link}",
+                f"{run.seconds:.4g}",
+                f"{seconds:.4g}",
+                f"{ratio:.2f}",
+                "fitted" if fit else "judged",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+        return lines
+
+
+def compare(runs: Sequence[PublishedRun], constants: PublishedConstants) -> PublishedComparison:
+    """Predict runs.
+
+    Args:
+        runs: published runs.
+        constants: shares of data sheets.
+    """
+    return PublishedComparison(runs, constants, np.array([predicted(run, constants) for run in runs]))
+
+
+def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
+    """Replace the tables of a page, which stand between two comments.
+
+    Args:
+        path: page in Markdown.
+        found: predictions.
+
+    Raises:
+        UserError: the page cannot be read, lacks the comments or cannot be written.
+    """
+    page = pathlib.Path(path)
+    try:
+        before, begin, rest = page.read_text().partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise UserError(f"{path} lacks the comments between which the tables go: {BEGIN} and {END}")
+        lines = [BEGIN, "", *found.summary(), "", *found.table(), "", END]
+        page.write_text(before + "\n".join(lines) + after)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot write the tables of {path} ({error}); name a page such as docs/accuracy.md") from error

@@ -1,0 +1,43 @@
+"""Constants fitted to half of the published runs, which the other half judges.
+
+The halves are every second run of runs.csv: the first, the third and so on are fitted. Neighbours there are of the same
+paper, so every source is in both halves, and the judged half says nothing about sources that are in neither.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import optimize
+
+from planner.published.prediction import PublishedConstants, predicted
+from planner.published.runs import PublishedRun
+
+Array = np.ndarray
+
+_SPREAD = 0.15  # standard deviation of the logarithm of a constant around the one that ships
+_NOISE = 0.06  # that of a run's time around its prediction
+_LARGEST = 1.0  # no share is above that
+
+
+def is_fitted(count: int) -> Array:
+    """Return which of `count` runs are fitted, bool [count]."""
+    return np.arange(count) % 2 == 0
+
+
+def fit(runs: Sequence[PublishedRun]) -> PublishedConstants:
+    """Return the constants that fit some runs, by least squares of logarithms that count outliers by their distance."""
+    fields = [field.name for field in dataclasses.fields(PublishedConstants)]
+    start = np.log([getattr(PublishedConstants(), name) for name in fields])
+    measured = np.log([run.seconds for run in runs])
+
+    def residuals(logs: Array) -> Array:
+        constants = PublishedConstants(**dict(zip(fields, np.exp(logs).tolist())))
+        found = np.log([predicted(run, constants) for run in runs])
+        return np.concatenate([(found - measured) / _NOISE, (logs - start) / _SPREAD])
+
+    bounds = np.full(len(start), -np.inf), np.full(len(start), np.log(_LARGEST))
+    found = optimize.least_squares(
+        residuals, start, bounds=bounds, loss="soft_l1", diff_step=1e-3, xtol=1e-4, ftol=1e-4, max_nfev=20
+    ).x
+    return PublishedConstants(**dict(zip(fields, np.exp(found).tolist())))
