@@ -54,7 +54,7 @@ EXPERIMENTS = {
     "schedules": (schedules.run, 410),
     "placements": (placements.run, 800),
     "compression": (compression.run, 1100),
-    "paper": (paper.run, 480),
+    "paper": (paper.run, 560),
     "sooner": (sooner.run, 480),
     "peer": (peer.run, 900),
     "faults": (breakage.run, 205),

@@ -56,9 +56,14 @@ def _split(changes: dict) -> Split:
 SPLITS = {kind: _split(changes) for kind, changes in KINDS.items()}
 
 
-def selected(cluster: Cluster) -> str:
-    """Return the stages that selective compression chooses on this cluster, such as "0,1", or "none"."""
-    split = SPLITS[SELECTIVE]
+def selected(cluster: Cluster, split: Split | None = None) -> str:
+    """Return the stages that selective compression chooses on this cluster, such as "0,1", or "none".
+
+    Args:
+        cluster: profiled cluster with its rates.
+        split: split that compresses over data; None: this experiment's.
+    """
+    split = split or SPLITS[SELECTIVE]
     order = host_order(split.candidate, cluster.devices_per_host)
     [chosen] = Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).compressed
     return ",".join(map(str, np.flatnonzero(chosen))) or "none"

@@ -37,7 +37,7 @@ KINDS = {
     SELECTIVE: _CB | {"embedding": "fused", "data": "all"},  # or fewer stages: `programs`
 }
 REPEATS = 3  # at most: a step takes seconds
-SLOWNESS = 10.0  # of the devices: matrices of this width keep the cores of all hosts busy
+SLOWNESS = 16.0  # of the devices: matrices of this width keep the cores of all hosts busy
 
 
 def _split(schedule: str, changes: dict) -> Split:
@@ -161,14 +161,6 @@ def _predicted(cluster: Cluster, split: Split) -> float:
     return float(Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).total[0])
 
 
-def selected(cluster: Cluster, schedule: str) -> str:
-    """Return the stages that selective compression chooses by the planner's rule, such as "0,1", or "none"."""
-    split = programs(schedule, "all")[SELECTIVE]
-    order = host_order(split.candidate, cluster.devices_per_host)
-    [chosen] = Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).compressed
-    return ",".join(map(str, np.flatnonzero(chosen))) or "none"
-
-
 def run(lab: Lab) -> None:
     """Measure both schedules, each with all kinds in turn."""
     records = lab.records("paper")
@@ -188,7 +180,7 @@ def _measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, schedul
     # Both schedules run on the same links: those on which the papers' has that share.
     rate = compression.rate_for(cluster, programs(SCHEDULES[0], "all")[DENSE], wanted)
     there = compression.with_rate(cluster, rate)
-    stages = selected(there, schedule)
+    stages = compression.selected(there, programs(schedule, "all")[SELECTIVE])
     kinds = programs(schedule, stages)
     bench.free()
     bench.compile(list({split.name: split for split in kinds.values()}.values()))
