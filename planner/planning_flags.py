@@ -12,6 +12,7 @@ from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
+from planner.planning.loss_budget import read
 from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, ZERO1, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
@@ -102,7 +103,10 @@ def options(**more: str) -> PlanOptions:
     if flags.FLAGS["loss_budget"].present and not given["probe"]:
         raise UserError("--loss_budget needs --probe, a probe.json of python -m paxtrain.study --probe")
     given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
-    return PlanOptions(**{**given, **more})
+    found = PlanOptions(**{**given, **more})
+    if found.probe:
+        read(found)  # what is wrong with it is told before anything is measured
+    return found
 
 
 def decided_values() -> dict[str, Any]:

@@ -30,6 +30,20 @@ _PLACED = 2  # meshes with schedules that are placed quickly before the combinat
 _SAME = 1e-9  # share of a step that counts as none
 
 
+def read(options: PlanOptions) -> LossProbe:
+    """Return the probe that options name.
+
+    Raises:
+        UserError: it cannot be read, or a codec of it cannot be made.
+    """
+    probe = loss_probe_file.load(options.probe)
+    for one in probe.codecs:
+        named = {f"{one.place}_codec": one.codec, f"{one.place}_options": dict(one.options)}
+        ranked = {f"{one.place}_rank": one.rank, "data_rank_min": 1}
+        coded(read_section(CompressConfig, ranked if one.rank else named, "compress"))
+    return probe
+
+
 def estimate(combination: Combination) -> float:
     """Return the loss that a combination is counted with, as a share of dense's: the mean and one standard error."""
     return sum(excess(combination))
@@ -107,10 +121,8 @@ def choose(
     Raises:
         UserError: the probe cannot be read, a codec of it cannot be made, or no plan fits.
     """
-    probe = loss_probe_file.load(options.probe)
+    probe = read(options)
     _require_undecided(values)
-    for one in probe.codecs:  # what is wrong with a codec is told, and not taken for a plan that does not fit
-        coded(read_section(CompressConfig, configured(values, (one,))["compress"], "compress"))
     some = combinations(probe, options.loss_budget)
     dense = search_for(configured(values, ()), cluster, allowed(options, ()), global_batch)
     if np.isfinite(dense.bounds).any():
