@@ -19,8 +19,9 @@ STEPS = {"CB": DENSE, "CB+FE": "CB", experiment.SELECTIVE: "CB+FE"}  # each kind
 _PARTS = dict(zip(STEPS, ("CB", "FE", "SC"), strict=True))
 ADDS = Target(
     "In the papers' setting each of CB, FE and SC makes a step of 1F1B quicker, one after the other",
-    "each by more than its spread",
+    "each by more than its spread, and than half a percent of a step",
 )
+_LEAST = 0.005  # share of a step below which a gain is chance
 _COLORS = dict(zip(experiment.KINDS, (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b"), strict=True))
 
 
@@ -42,8 +43,8 @@ def gains(line: dict) -> dict[str, tuple[float, float]]:
 
 
 def confirmed(gain: float, spread: float) -> bool:
-    """Return whether a gain is more than its spread."""
-    return gain > spread
+    """Return whether a gain is more than its spread, and than chance."""
+    return gain > max(spread, _LEAST)
 
 
 def _draw(lines: list[dict]) -> Figure:
