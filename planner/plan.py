@@ -18,8 +18,9 @@ from paxtrain.errors import UserError
 from planner import planning_flags
 from planner.answers import free_choice, hosts, what_if
 from planner.cluster.cluster import Cluster
+from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
-from planner.planning.planning import PLAN, REPORT, Plans, Values, plan_sections
+from planner.planning.planning import PLAN, REPORT, Plans, plan_sections
 
 HINT = "overrides are written --model.section.key=value"
 

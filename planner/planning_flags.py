@@ -11,8 +11,9 @@ from paxtrain.schedule.schedules import names
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
+from planner.planning.inputs import sections
+from planner.planning.loss_budget import read
 from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, ZERO1, PlanOptions
-from planner.planning.planning import sections
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
 # What the planner decides, and the flags that narrow it.
@@ -53,6 +54,10 @@ def define_flags() -> None:
     flags.DEFINE_list("compress", list(d.compress) or ["none"], description)
     define_list("backward_ranks", "Ranks allowed for gradients between stages.")
     define_list("data_ranks", "Ranks allowed for gradients over data.")
+    description = f"Losses of codecs on this model, from paxtrain.study --probe; --compress={AUTO} chooses among them."
+    flags.DEFINE_string("probe", d.probe, description)
+    description = "Most loss that the codecs of --probe may cost together, as a share of dense training's."
+    flags.DEFINE_float("loss_budget", d.loss_budget, description, lower_bound=0)
     description = "Share of the step that each kind of compression must gain at least."
     flags.DEFINE_float("gain", d.gain, description, lower_bound=0)
     define_list("data", "Sizes of the data axis to try; all that divide if empty.")
@@ -95,8 +100,13 @@ def options(**more: str) -> PlanOptions:
             given[name] = tuple(map(int, value))
         elif isinstance(value, list):
             given[name] = tuple(value)
+    if flags.FLAGS["loss_budget"].present and not given["probe"]:
+        raise UserError("--loss_budget needs --probe, a probe.json of python -m paxtrain.study --probe")
     given["compress"] = tuple(kind for kind in given["compress"] if kind != "none")
-    return PlanOptions(**{**given, **more})
+    found = PlanOptions(**{**given, **more})
+    if found.probe:
+        read(found)  # what is wrong with it is told before anything is measured
+    return found
 
 
 def decided_values() -> dict[str, Any]:

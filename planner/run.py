@@ -32,8 +32,8 @@ from planner import planning_flags
 from planner.measure import flags as measure_flags
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
+from planner.planning.inputs import sections
 from planner.planning.options import PlanOptions
-from planner.planning.planning import sections
 from planner.start import allocation, environment, job_plan, rendezvous, run_record
 from planner.start.job_plan import Decision, PlanRequest
 

@@ -2,7 +2,8 @@
 
 The program trains one model several times, from the same start on the same data, and compresses more of the traffic
 each time. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and
-computes the same values. Bytes on the wire are read from the step compiled for the real mesh.
+computes the same values. Bytes on the wire are read from the step compiled for the real mesh. --frontier, --probe and
+--lep ask other questions with the same runs.
 """
 
 import dataclasses
@@ -16,68 +17,133 @@ from absl import flags
 from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config, from_dict
+from paxtrain.config.options import PLACES
 from paxtrain.errors import UserError, whole
-from paxtrain.study import frontier, plots, report
+from paxtrain.study import frontier, loss_probe, plots, propagation, report
+from paxtrain.study.loss_probe_file import FILE
 from paxtrain.study.runs import Study
 from paxtrain.study.variants import settled
 
 HINT = OVERRIDES
 _STEPS, _SEEDS = 100, 3  # of the frontier
+_RANKS = (4, 8, 16)  # of the study
+_MODES = ("frontier", "probe", "lep")
 
 
 def define_flags() -> None:
     """Define this main's flags."""
     flags.DEFINE_string("out", "runs/study", "The folder for the page, the figures and the CSV files.")
-    description = "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier."
+    description = (
+        "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier, --probe, --lep."
+    )
     flags.DEFINE_integer("seeds", None, description)
-    description = "Optimizer steps of each run; default: the configuration's, and 100 with --frontier."
-    flags.DEFINE_integer("steps", None, description)
-    flags.DEFINE_list("ranks", ["4", "8", "16"], "Ranks of compressed backpropagation to compare.")
+    description = f"Optimizer steps of each run; default: the configuration's, {_STEPS} with --frontier, "
+    description += f"{loss_probe.STEPS} with --probe, {propagation.STEPS} with --lep."
+    flags.DEFINE_integer("steps", None, description, lower_bound=1)
+    words = [",".join(map(str, ranks)) for ranks in (_RANKS, loss_probe.RANKS, propagation.RANKS)]
+    description = "Ranks of compressed backpropagation to compare; default: {}, {} with --probe, {} with --lep."
+    flags.DEFINE_list("ranks", [], description.format(*words))
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
     flags.DEFINE_bool("frontier", False, "Compare all codecs of the library instead: loss against bytes, on each axis.")
-    flags.DEFINE_list("axes", list(frontier.AXES), "Axes of --frontier: between stages, over data, or both.")
-    flags.DEFINE_list("codecs", list(frontier.CODECS), "Codecs of --frontier.")
+    flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
+    flags.DEFINE_bool("lep", False, "Compare lazy error propagation with none instead, at each rank.")
+    description = f"Axes of --frontier, of {', '.join(frontier.AXES)}; or of --probe, of {', '.join(PLACES)}; all."
+    flags.DEFINE_list("axes", [], description)
+    description = f"Codecs of --frontier, default: all of the library; or of --probe: {','.join(loss_probe.CODECS)}."
+    flags.DEFINE_list("codecs", [], description)
     flags.DEFINE_integer("workers", 2, "Runs at a time; one with --real_mesh.", lower_bound=1)
     shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
 
-def _frontier(config: Config, began: float) -> None:
-    """Train all codecs of the library, and write the page of the frontier."""
+def _ranks(default: Sequence[int]) -> list[int]:
+    """Return the ranks that the flags give, or the default."""
+    given = flags.FLAGS.ranks
+    if not all(whole(rank) and int(rank) > 0 for rank in given):
+        raise UserError(f"--ranks must be numbers from 1 on, joined by commas, got {','.join(given)}")
+    return list(map(int, given)) or list(default)
+
+
+def _given(value: int | None, default: int) -> int:
+    """Return a flag's value, or the default."""
+    return default if value is None else value
+
+
+def _workers() -> int:
+    return 1 if flags.FLAGS.real_mesh else flags.FLAGS.workers
+
+
+def _frontier(config: Config) -> str:
+    """Train all codecs of the library, write the page of the frontier, and return its name."""
     f = flags.FLAGS
-    for name, given, known in (("axes", f.axes, frontier.AXES), ("codecs", f.codecs, frontier.CODECS)):
+    axes, codecs = f.axes or list(frontier.AXES), f.codecs or list(frontier.CODECS)
+    for name, given, known in (("axes", axes, frontier.AXES), ("codecs", codecs, frontier.CODECS)):
         if unknown := [value for value in given if value not in known]:
             raise UserError(f"--{name} must be some of {', '.join(known)}, got {unknown[0]!r}")
-    seeds = _SEEDS if f.seeds is None else f.seeds
-    study = Study(config, f.out, seeds, (), f.real_mesh, others=frontier.variants(config, f.axes, f.codecs))
-    outcomes = study.run(1 if f.real_mesh else f.workers)
-    print(frontier.write(study.config, outcomes, study.out))
-    print(f"\n{study.out / frontier.PAGE} after {time.perf_counter() - began:.0f} s")
+    config = settled(config)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=_given(f.steps, _STEPS)))
+    others = frontier.variants(config, axes, codecs)
+    study = Study(config, f.out, _given(f.seeds, _SEEDS), (), f.real_mesh, others=others)
+    print(frontier.write(study.config, study.run(_workers()), study.out))
+    return frontier.PAGE
+
+
+def _probe(own: Config) -> str:
+    """Train the probed codecs, write probe.json and its page, and return the page's name."""
+    f = flags.FLAGS
+    where = loss_probe.places(own, f.axes)
+    seeds = _given(f.seeds, loss_probe.SEEDS)
+    if seeds < 2:
+        raise UserError(f"--seeds must be 2 or more with --probe, since one says nothing of the noise, got {seeds}")
+    config = loss_probe.settled(own, _given(f.steps, loss_probe.STEPS))
+    ranks = _ranks(loss_probe.RANKS)
+    others = loss_probe.variants(config, own, where, f.codecs or loss_probe.CODECS, ranks)
+    study = Study(config, f.out, seeds, (), f.real_mesh, others=others, counted=False)
+    print(loss_probe.write(config, others, study.run(_workers()), study.out))
+    print(f"\nwrote {study.out / FILE}, which python -m planner.plan takes as --probe")
+    return loss_probe.PAGE
+
+
+def _lep(config: Config) -> str:
+    """Train with lazy error propagation and without, write the page, and return its name."""
+    f = flags.FLAGS
+    others = propagation.variants(settled(config), _ranks(propagation.RANKS), _given(f.steps, propagation.STEPS))
+    seeds = _given(f.seeds, propagation.SEEDS)
+    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, counted=False)
+    print(propagation.write(study.config, study.run(_workers()), study.out))
+    return propagation.PAGE
+
+
+def _study(config: Config) -> str:
+    """Train all variants, write the page of the study, and return its name."""
+    f = flags.FLAGS
+    config = settled(config)
+    if f.steps is not None:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=f.steps))
+    study = Study(config, f.out, _given(f.seeds, 1), _ranks(_RANKS), f.real_mesh)
+    outcomes = study.run(_workers())
+    report.write_csv(outcomes, study.out)
+    figures = plots.draw(study.config, outcomes, study.out)
+    report.write_page(study.config, outcomes, figures, study.out)
+    print(report.summary(outcomes))
+    return report.PAGE
 
 
 def main(argv: Sequence[str]) -> None:
     """Read the configuration, train all runs and write the page."""
     f = flags.FLAGS
-    if not all(whole(rank) for rank in f.ranks):
-        raise UserError(f"--ranks must be numbers joined by commas, got {','.join(f.ranks)}")
+    asked = [name for name in _MODES if f[name].value]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} are different studies; choose one")
+    for name, of in (("axes", ("frontier", "probe")), ("codecs", ("frontier", "probe"))):
+        if f[name].value and not set(asked) & set(of):
+            raise UserError(f"--{name} is of {' and '.join(f'--{mode}' for mode in of)}; add one of them")
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    config = settled(from_dict(f.config))
-    steps = (_STEPS if f.frontier else None) if f.steps is None else f.steps
-    if steps is not None:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
+    config = from_dict(f.config)
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     began = time.perf_counter()
-    if f.frontier:
-        _frontier(config, began)
-        return
-    seeds = 1 if f.seeds is None else f.seeds
-    study = Study(config, f.out, seeds, list(map(int, f.ranks)), f.real_mesh)
-    outcomes = study.run(1 if f.real_mesh else f.workers)
-    report.write_csv(outcomes, study.out)
-    figures = plots.draw(study.config, outcomes, study.out)
-    report.write_page(study.config, outcomes, figures, study.out)
-    print(report.summary(outcomes))
-    print(f"\n{study.out / report.PAGE} after {time.perf_counter() - began:.0f} s")
+    made = {"frontier": _frontier, "probe": _probe, "lep": _lep, "": _study}[asked[0] if asked else ""](config)
+    print(f"\n{os.path.join(f.out, made)} after {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from paxtrain.config import Config
 from paxtrain.config.options import CodecOptions
 from paxtrain.run import plots
-from paxtrain.study.report import VariantResult, by_run, differences
+from paxtrain.study.report import VariantResult, by_run, differences, markdown
 from paxtrain.study.variants import Variant, bare
 
 PAGE = "frontier.md"
@@ -187,9 +187,7 @@ def write(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> s
     draw(outcomes, out)
     c, m = config, config.model
     seeds = len(by_run(outcomes)[DENSE])
-    cells = table(outcomes)
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    markdown = "\n".join([lines[0], "|---|---|" + "---:|" * (len(cells[0]) - 2), *lines[1:]])
+    made = markdown(table(outcomes), words=2)
     setting = (
         f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}) on a mesh of {c.mesh.data} "
         f"data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {c.batch.global_batch * m.sequence:,} tokens, "
@@ -197,6 +195,6 @@ def write(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> s
         "codec, with error feedback, from the first step on. Bytes are read from the program compiled for the real "
         "mesh, norms, biases and the embedding's reduction included."
     )
-    page = ["# The frontier of the codecs", setting, markdown, "![loss against bytes](frontier.png)"]
+    page = ["# The frontier of the codecs", setting, made, "![loss against bytes](frontier.png)"]
     (out / PAGE).write_text("\n\n".join(page) + "\n")
-    return markdown
+    return made

@@ -178,10 +178,10 @@ def _aligned(rows: list[list[str]]) -> str:
     )
 
 
-def _markdown(rows: list[list[str]]) -> str:
-    """Return a table in Markdown."""
+def markdown(rows: list[list[str]], words: int = 1) -> str:
+    """Return a table in Markdown; the first row has the headings, and the first `words` columns are text."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+    return "\n".join([lines[0], "|---" * words + "|---:" * (len(rows[0]) - words) + "|", *lines[1:]])
 
 
 # --- Sentences --------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def _close(name: str, values: Sequence[float]) -> str:
     return f"{name} ends more than {_CLOSE:g} % from dense in every seed, in either direction: {what}."
 
 
-def _effect(what: str, values: Sequence[float]) -> str:
+def effect(what: str, values: Sequence[float]) -> str:
     """Return a sentence on whether a change lowers the loss, from the differences that it makes in percent."""
     if not all(map(math.isfinite, values)):
         return f"{what}: one of the two runs diverges."
@@ -277,7 +277,7 @@ def claims(outcomes: list[VariantResult]) -> list[str]:
     asked: tuple[str, ...] = ("cb_fe_sc", "cb_naive", "cb", "cb_epilogue", "everything")
     asked = (*asked, *(name for name in runs if name.startswith("codec_")))
     found = [_close(label[name], differences(runs, name)) for name in asked]
-    found.append(_effect("Lazy error propagation (CB against CB naive)", differences(runs, "cb", "cb_naive")))
+    found.append(effect("Lazy error propagation (CB against CB naive)", differences(runs, "cb", "cb_naive")))
     lazy, naive = (
         f"{_mean(_errors(runs[name], 'relative_error')):.0%} and {_weight_errors(runs[name]):.0%}"
         for name in ("cb", "cb_naive")
@@ -368,7 +368,7 @@ def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str,
         _setting(config, seeds),
         _WORDS.format(stages=config.compress.data, widened=widened, codecs=_codecs(config)),
         "## Results",
-        _markdown(table(outcomes)),
+        markdown(table(outcomes)),
         *([once] if once else []),
         "\n".join(f"- {claim}" for claim in claims(outcomes)),
         "## Figures",

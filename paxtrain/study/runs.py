@@ -43,6 +43,7 @@ class Study:
         real_mesh: bool,
         only: Sequence[str] = (),
         others: Sequence[Variant] = (),
+        counted: bool = True,
     ) -> None:
         """Check the input.
 
@@ -54,6 +55,7 @@ class Study:
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
             only: names of the variants to run; empty: all.
             others: variants to run instead, dense training first. Their messages are not examined.
+            counted: whether the bytes of a step are counted, for which each variant is compiled for the real mesh.
 
         Raises:
             UserError: the data, the mesh, the ranks or the folder do not fit, or there is no such variant.
@@ -64,7 +66,7 @@ class Study:
             raise UserError(f"--ranks must be positive, got {','.join(map(str, sweep))}")
         self.config, self.out = config, pathlib.Path(out)
         self.seeds = range(config.run.seed, config.run.seed + seeds)
-        self._examined = not others
+        self._examined, self._counted = not others, counted
         every = {variant.name: variant for variant in others or variants(self.config, sweep)}
         unknown = [name for name in only if name not in every]
         if unknown:
@@ -134,7 +136,7 @@ class Study:
         for number in (1, self.config.run.steps):
             if ranks.at(number) not in steps:
                 steps[ranks.at(number)] = dataclasses.replace(trainer, stage_ranks=ranks.at(number)).compile_step()
-        sent = probe.wire_bytes(self.real_trainer(variant))
+        sent = probe.wire_bytes(self.real_trainer(variant)) if self._counted else {}
         self._say(f"{variant.label}: compiled in {time.perf_counter() - began:.0f} s")
         outcomes = []
         for seed in self.seeds:

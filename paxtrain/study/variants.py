@@ -75,6 +75,44 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     return list(found.values())
 
 
+def require_alike(config: Config) -> None:
+    """Require that one device can emulate the mesh, and that there is one validation loss.
+
+    Raises:
+        UserError: the mesh has what neither changes losses nor is emulated, or validation has several data sets.
+    """
+    if config.mesh.tensor > 1 or config.pipeline.virtual_stages > 1:
+        raise UserError(
+            f"the study takes mesh.tensor=1 and pipeline.virtual_stages=1, got {config.mesh.tensor} and "
+            f"{config.pipeline.virtual_stages}; neither changes what is compressed"
+        )
+    if len(config.data.validation_sets) > 1:
+        raise UserError(
+            "the study compares one validation loss, but data.validation names "
+            f"{len(config.data.validation_sets)} data sets; name one"
+        )
+
+
+# Most of a short run's steps that warm up.
+_WARMUP = 0.2
+
+
+def shortened(config: Config, steps: int) -> Config:
+    """Return a configuration for runs of some steps, evaluated at the end, with a warm-up and a decay that fit.
+
+    Args:
+        config: configuration of longer runs.
+        steps: optimizer steps of each run.
+    """
+    warmup = min(config.optimizer.warmup_steps, int(_WARMUP * steps))
+    decay = min(config.optimizer.decay_steps, steps - warmup)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, steps=steps, eval_every=0),
+        optimizer=dataclasses.replace(config.optimizer, warmup_steps=warmup, decay_steps=decay),
+    )
+
+
 def settled(config: Config) -> Config:
     """Return the configuration with the stages of selective stage compression named by their numbers.
 
@@ -86,20 +124,11 @@ def settled(config: Config) -> Config:
         raise UserError(
             f"mesh.pipe={mesh.pipe} has no messages between stages to compress; choose a mesh.pipe of 2 or more"
         )
-    if mesh.tensor > 1 or config.pipeline.virtual_stages > 1:
-        raise UserError(
-            f"the study takes mesh.tensor=1 and pipeline.virtual_stages=1, got {mesh.tensor} and "
-            f"{config.pipeline.virtual_stages}; neither changes what is compressed"
-        )
+    require_alike(config)
     if config.micro_batches < 2:
         raise UserError(
             "the study compares the errors of neighbouring micro-batches, but there is 1 per step; "
             f"batch.global_batch={2 * config.batch.global_batch} would make 2"
-        )
-    if len(config.data.validation_sets) > 1:
-        raise UserError(
-            "the study compares one validation loss, but data.validation names "
-            f"{len(config.data.validation_sets)} data sets; name one"
         )
     if c.data_adapt_every:
         raise UserError(f"the study keeps ranks as they are, got compress.data_adapt_every={c.data_adapt_every}; use 0")

@@ -4,8 +4,9 @@ import dataclasses
 
 from paxtrain.config import SAVE_MODES
 from planner.cluster.cluster import Cluster
+from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
-from planner.planning.planning import Plans, Values, plan_sections
+from planner.planning.planning import Plans, plan_sections
 from planner.report.questions import FreeChoice
 
 

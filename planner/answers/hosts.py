@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cluster.variants import resized
+from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
-from planner.planning.planning import Plans, Values, plan_sections
+from planner.planning.planning import Plans, plan_sections
 from planner.report.questions import Scaling, Size
 
 

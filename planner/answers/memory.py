@@ -19,8 +19,8 @@ from planner.cluster.device_sheets import SHEETS
 from planner.cluster.variants import parts_of_a_host, with_devices
 from planner.cost.step_time import Candidate
 from planner.memory import closed_form
+from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
-from planner.planning.planning import Values, search_for
 from planner.report.text import aligned, labelled, mesh, percent, schedule
 from planner.search import layers
 from planner.search.search import Search

@@ -19,8 +19,9 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between, without
 from planner.cluster.variants import with_devices, with_links, with_trunks
 from planner.cost.step_time import Problem
+from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
-from planner.planning.planning import Plans, Values, plan_sections
+from planner.planning.planning import Plans, plan_sections
 from planner.report.questions import WhatIf
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"

@@ -1,16 +1,22 @@
-"""Declarations of a configuration's codecs other than low rank, for predictions.
+"""Declarations of a configuration's codecs, for predictions.
 
 Low rank's bytes and passes are closed forms over ranks (compute.py, step_time.py), since the search tries many ranks.
-Of any other codec the configuration names one, with its options, and the planner asks it.
+Of any other codec the configuration names one, with its options, and the planner asks it. What activations go through
+is given, low rank too: no search decides it.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
+from compress.policy import largest_rank
 from paxtrain.config import CompressConfig
-from paxtrain.config.options import OTHERS
+from paxtrain.config.options import OTHERS, PLACES
 from paxtrain.errors import UserError
+
+# Of low rank, reads and writes of the whole matrix: to encode (project and back-project), and to decode.
+MESSAGE_PASSES = 2, 1, 8  # and the kernels of either
 
 
 class CodecExchange(NamedTuple):
@@ -33,6 +39,8 @@ class Coded:
 
     Attributes:
         backward: compress.Codec of the gradients between stages.
+        forward: compress.Codec of the activations between stages.
+        forward_rank: rank of the activations between stages, if they go through low rank; 0: they do not.
         data: compress.Reducer of the gradients over data.
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
@@ -40,6 +48,8 @@ class Coded:
     """
 
     backward: Any = None
+    forward: Any = None
+    forward_rank: int = 0
     data: Any = None
     weights: Any = None
     outer: Any = None
@@ -49,10 +59,16 @@ class Coded:
         """Return what the configuration calls the codec of a place; "" for low rank."""
         return dict(self.names).get(place, "")
 
-    @property
-    def message_passes(self) -> tuple[float, float, int]:
-        """Passes over a message to encode and to decode it, and the kernels of either."""
-        encode, decode, launches = self.backward.passes()
+    def message_passes(self, place: str) -> tuple[float, float, int]:
+        """Return the passes over a message to encode and to decode it, and the kernels of either.
+
+        Args:
+            place: "backward" or "forward".
+        """
+        codec = getattr(self, place)
+        if codec is None:
+            return MESSAGE_PASSES
+        encode, decode, launches = codec.passes()
         return encode, decode, launches
 
     @property
@@ -65,13 +81,31 @@ class Coded:
         encode, decode, launches = reducer.passes()
         return encode + decode, 2 * launches
 
-    def message_bytes(self, shape: tuple[int, ...], dtype: str) -> int:
-        """Return the bytes of a message between stages on the wire."""
-        return _message(self.backward, shape, dtype)[0]
+    @property
+    def forwards(self) -> int:
+        """Rank of the activations between stages: 0 if they travel as they are, and 1 if their codec has no rank."""
+        return 1 if self.forward is not None else self.forward_rank
 
-    def state_bytes(self, shape: tuple[int, ...], dtype: str) -> int:
-        """Return the bytes of a link's state."""
-        return _message(self.backward, shape, dtype)[1]
+    def message_bytes(self, shape: tuple[int, ...], dtype: str, place: str = "backward") -> int:
+        """Return the bytes of a message between stages on the wire, of a place with another codec than low rank."""
+        return _message(getattr(self, place), shape, dtype)[0]
+
+    def state_bytes(self, shape: tuple[int, ...], dtype: str, place: str = "backward") -> int:
+        """Return the bytes of a link's state, of a place with another codec than low rank."""
+        return _message(getattr(self, place), shape, dtype)[1]
+
+    def refuses(self, shape: tuple[int, ...], dtype: str, min_ratio: float) -> bool:
+        """Return whether the trainer would refuse to send activations of a shape through their codec.
+
+        Args:
+            shape: shape of a message between stages.
+            dtype: dtype of a message between stages.
+            min_ratio: factor by which a message must become smaller.
+        """
+        if self.forward is not None:
+            return bool(self.forward.problem(shape, dtype, min_ratio))
+        n, k = math.prod(shape[:-1]), shape[-1]
+        return self.forward_rank > largest_rank(n, k, max(min_ratio, 1e-9))
 
     def weight_bytes(self, shape: tuple[int, int], ranks: int, dtype: str) -> int:
         """Return the bytes on the wire of a rank's part of a matrix of weights.
@@ -132,10 +166,11 @@ def coded(compress: CompressConfig) -> Coded:
     Raises:
         UserError: there is no such codec, or its options do not fit.
     """
-    others = [place for place in ("backward", "data") if not compress.low_rank(place)]
+    others = [place for place in PLACES if not compress.low_rank(place)]
     others += [place for place in OTHERS if getattr(compress, f"{place}_codec")]
+    rank = compress.forward_rank if compress.low_rank("forward") and compress.chosen("forward") != "none" else 0
     if not others:
-        return LOW_RANK
+        return Coded(forward_rank=rank) if rank else LOW_RANK
     from compress.codec import Codec  # here, since it imports jax, which takes long
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
@@ -150,7 +185,7 @@ def coded(compress: CompressConfig) -> Coded:
             raise UserError(f"compress.{place}.codec={error}") from error
         made[place] = Scattered(found) if reduces and not isinstance(found, Reducer) else found
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
-    return Coded(**made, names=names)
+    return Coded(**made, forward_rank=rank, names=names)
 
 
 @functools.lru_cache(maxsize=4096)

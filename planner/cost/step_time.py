@@ -27,8 +27,6 @@ from planner.cost.rows import Table
 Array = np.ndarray
 
 MASTER = 4  # bytes of a float32 gradient or master weight
-# Reads and writes of the whole matrix: to encode (project and back-project), and to decode.
-MESSAGE_PASSES = 2, 1, 8  # and the kernels of either
 # PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
 POWER_PASSES = 7
 POWER_LAUNCHES = 12  # kernels per matrix
@@ -59,7 +57,8 @@ class Candidate:
         backward_rank: rank of their factors.
         reduce_dtype: MeshConfig.reduce_dtype.
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
-        coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
+        coded: codecs other than low rank; with one, the rank of its place only says whether it compresses. What
+            activations between stages go through is here, too.
     """
 
     data: int
@@ -88,6 +87,11 @@ class Candidate:
     def parts(self) -> int:
         """Number of parts of the sequence; a device keeps and sends one."""
         return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def compresses_forward(self) -> bool:
+        """Whether activations between stages are compressed."""
+        return self.pipe > 1 and self.coded.forwards > 0
 
     @property
     def slots(self) -> int:
@@ -200,16 +204,30 @@ class Problem:
 
     @functools.cached_property
     def message(self) -> int:
-        """Bytes of a message between stages."""
+        """Bytes of a message between stages, as it is."""
         return costs.message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
+
+    @property
+    def _message_shape(self) -> tuple[int, int, int]:
+        """Shape of a message between stages."""
+        c = self.candidate
+        return c.micro_batch, self.model.sequence // c.parts, self.model.hidden
+
+    @functools.cached_property
+    def activation(self) -> int:
+        """Bytes of a message with activations on the wire."""
+        c = self.candidate
+        if c.coded.forward is not None:
+            return c.coded.message_bytes(self._message_shape, self.model.dtype, "forward")
+        rank = c.coded.forward_rank
+        return costs.packed_bytes(self.model, c.micro_batch, rank, c.parts) if rank else self.message
 
     @functools.cached_property
     def packed(self) -> int:
-        """Bytes of a compressed message between stages."""
+        """Bytes of a compressed gradient between stages."""
         c, model = self.candidate, self.model
         if c.coded.backward is not None:
-            shape = (c.micro_batch, model.sequence // c.parts, model.hidden)
-            return c.coded.message_bytes(shape, model.dtype)
+            return c.coded.message_bytes(self._message_shape, model.dtype)
         return costs.packed_bytes(model, c.micro_batch, c.backward_rank, c.parts)
 
     @functools.cached_property
@@ -253,7 +271,7 @@ class Problem:
         both = on(paths.swap, self.embedding_parameters * MASTER / c.data)
         swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
         return LinkSeconds(
-            activation=on(paths.forward, self.message),
+            activation=on(paths.forward, self.activation),
             gradient=on(paths.backward, self.message),
             packed=on(paths.backward, self.packed),
             ring_latency=paths.ring[0],
@@ -284,15 +302,14 @@ class Problem:
         gather = self._gather(links)
         compute = {}
         if c.backward != "none":
-            passes = self.message * self.pass_per_byte[flat(kinds)]
-            encode, decode, launches = MESSAGE_PASSES if c.coded.backward is None else c.coded.message_passes
-            compute = {
-                "packed": flat(links.packed),
-                "encode": encode * passes + launches * costs.LAUNCH,
-                "decode": decode * passes + launches * costs.LAUNCH,
-            }
+            encode, decode = self._codec_seconds("backward", flat(kinds))
+            compute = {"packed": flat(links.packed), "encode": encode, "decode": decode}
+        forward = self.forward[on, stage]
+        if c.compresses_forward:  # F decodes what it gets and encodes what it sends
+            encode, decode = self._codec_seconds("forward", on)
+            forward = forward + encode * (stage < len(stage) - 1) + decode * (stage > 0)
         return simulator.Seconds(
-            forward=self.forward[on, stage],
+            forward=forward,
             backward=self.backward[on, stage],
             weights=self.weights[on, stage],
             activation=flat(links.activation),
@@ -301,6 +318,12 @@ class Problem:
             start=np.repeat(gather, kinds.shape[1], axis=0),
             **compute,
         )
+
+    def _codec_seconds(self, place: str, kinds: Array) -> tuple[Array, Array]:
+        """Return the seconds to encode and to decode a message of a place on devices of some kinds."""
+        encode, decode, launches = self.candidate.coded.message_passes(place)
+        passes = self.message * self.pass_per_byte[kinds]
+        return encode * passes + launches * costs.LAUNCH, decode * passes + launches * costs.LAUNCH
 
     def _gather(self, links: LinkSeconds) -> Array:
         """Return the seconds [batch, P] of the all-gather of the weights, including the embedding, in compute dtype."""

@@ -140,7 +140,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         zero1=int(mesh.zero1),
         scan=int(pipeline.scans(min(counts))),
         backward_rank=max(ranks, default=0),
-        forward_rank=compress.forward_rank if compress.forward != "none" else 0,
+        forward_rank=compress.forward_rank if compress.chosen("forward") != "none" else 0,
         data_rank=compress.data_rank if compress.chosen("data") != "none" else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
@@ -264,10 +264,11 @@ def _codec_state(shape: Shape) -> Column:
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
     total: Column = _outer_states(shape) if shape.coded.outer is not None else 0
-    ranks = [np.asarray(shape.backward_rank), np.asarray(shape.forward_rank)]
-    if shape.coded.backward is not None:
-        total = total + (ranks.pop(0) > 0) * chunks * _link_states(shape)
-    for rank in ranks:
+    for place in ("backward", "forward"):
+        rank = np.asarray(getattr(shape, f"{place}_rank"))
+        if getattr(shape.coded, place) is not None:
+            total = total + (rank > 0) * chunks * _link_states(shape, place)
+            continue
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
     rank = np.asarray(shape.data_rank)
@@ -297,12 +298,17 @@ def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
     return np.broadcast_arrays(*(np.asarray(x, int) for x in columns))
 
 
-def _link_states(shape: Shape) -> Column:
-    """Return the bytes of the state of a link whose codec is not low rank."""
+def _link_states(shape: Shape, place: str) -> Column:
+    """Return the bytes of the state of a link whose codec is not low rank.
+
+    Args:
+        shape: candidates.
+        place: "backward" or "forward".
+    """
     batch, parts = _columns(shape.micro_batch, shape.parts)
     sequence, hidden, dtype = shape.model.sequence, shape.model.hidden, shape.model.dtype
     one = np.vectorize(
-        lambda b, t: shape.coded.state_bytes((int(b), sequence // int(t), hidden), dtype), otypes=[float]
+        lambda b, t: shape.coded.state_bytes((int(b), sequence // int(t), hidden), dtype, place), otypes=[float]
     )
     return one(batch, parts)
 

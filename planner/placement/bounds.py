@@ -261,7 +261,7 @@ class _Bound:
         self.worst = c.pipe if c.pipe <= _WORST else 1
         self.rings = fabric.rings
         self.kind_of_host = problem.kind_of_host
-        self.sizes = {"activation": problem.message, "gradient": problem.message, "packed": problem.packed}
+        self.sizes = {"activation": problem.activation, "gradient": problem.message, "packed": problem.packed}
         self.wraps = {"activation": c.pipe - 1, "gradient": 0, "packed": 0}
         if c.backward == "none":
             del self.sizes["packed"], self.wraps["packed"]

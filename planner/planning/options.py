@@ -30,6 +30,9 @@ class PlanOptions:
             data). What the configuration names a codec for may be compressed in any case.
         backward_ranks: ranks allowed for gradients between stages.
         data_ranks: ranks allowed for gradients over data.
+        probe: file of losses of codecs on the model, probe.json of `python -m paxtrain.study --probe`; "" without. With
+            it, "auto" chooses among these codecs, at each place and on all links.
+        loss_budget: most loss that the codecs of a probe may cost together, as a share of dense training's.
         gain: least share of the step that each kind of compression must gain, since compression changes training.
         data: sizes of the data axis to try; empty for all that divide.
         tensor: sizes of the tensor axis to try; likewise.
@@ -59,6 +62,8 @@ class PlanOptions:
     compress: tuple[str, ...] = ()
     backward_ranks: tuple[int, ...] = (16,)
     data_ranks: tuple[int, ...] = (128,)
+    probe: str = ""
+    loss_budget: float = 0.01
     gain: float = 0.01
     data: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
@@ -84,6 +89,9 @@ class PlanOptions:
         for kind in self.compress:
             if kind not in KINDS and self.compress != (AUTO,):
                 raise UserError(f"--compress must be none, auto or some of {', '.join(KINDS)}, got {kind!r}")
+        if self.probe and self.compress != (AUTO,):
+            given = ",".join(self.compress) or "none"
+            raise UserError(f"--probe={self.probe} needs --compress={AUTO}, which it decides, got --compress={given}")
         files = tuple(name for name in self.schedules if name.endswith(FILE))
         _check_known("schedules", self.schedules, names() + files)
         for name in self.schedules:
@@ -103,7 +111,12 @@ class PlanOptions:
         for name, choices in (("zero1", ZERO1), ("sequence_parallel", SEQUENCE), ("oracle", ORACLE)):
             if getattr(self, name) not in choices:
                 raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        bounds = {"gain": (0.0, math.inf), "usable_memory": (0.05, 1.0), "quantile": (0.0, 1.0)}
+        bounds = {
+            "gain": (0.0, math.inf),
+            "loss_budget": (0.0, math.inf),
+            "usable_memory": (0.05, 1.0),
+            "quantile": (0.0, 1.0),
+        }
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not math.isfinite(value):

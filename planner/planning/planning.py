@@ -9,29 +9,18 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from paxtrain import files
-from paxtrain.config import (
-    BatchConfig,
-    CompressConfig,
-    Config,
-    MeshConfig,
-    ModelConfig,
-    OuterConfig,
-    PipelineConfig,
-    read_section,
-    to_dict,
-)
+from paxtrain.config import CompressConfig, Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
-from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.cost.coded import coded
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.cost.terms import terms
 from planner.memory import closed_form
 from planner.placement.gain import gain
-from planner.planning import to_plan
+from planner.planning import loss_budget, to_plan
+from planner.planning.inputs import Values, search_for, sections
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
 from planner.report import answers, contents, losses, page, text
@@ -42,9 +31,6 @@ from planner.search.search import Found, Outcome, Search
 PLAN, REPORT = "plan.json", "report.html"
 # Iterations of the placements on half of the samples: enough to tell a gain from noise, and half of what a plan gets.
 _HALVES = 150
-# Sections of a configuration, nested.
-Values = Mapping[str, Mapping[str, object]]
-_SECTIONS = ("model", "pipeline", "batch", "compress")
 
 
 def _silent(_: str) -> None:
@@ -127,6 +113,7 @@ class Plans:
                 }
                 for offer in made.offers
             ],
+            "loss": text.loss_words(made),
             "bound_seconds": made.outcome.bound,
             "memory_limit_bytes": made.limit,
             "candidates": made.outcome.enumerated,
@@ -200,6 +187,9 @@ def plan_sections(
     Raises:
         UserError: the planner does not support the configuration, or no plan fits.
     """
+    budgeted = None
+    if options.probe:
+        values, options, budgeted = loss_budget.choose(values, cluster, options, global_batch, say)
     search, compress = search_for(values, cluster, options, global_batch), sections(values)[-1]
     planning = _Planning(search, compress, values, search.global_batch, say)
     outcome = search.run(progress=say)
@@ -211,34 +201,14 @@ def plan_sections(
         outcome = dataclasses.replace(outcome, ranked=ranked)
     near = planning.nearby(outcome.ranked[outcome.ranked.index(chosen) :]) if options.nearby else ()
     say("comparing")
-    offered = () if options.kinds(search.coded) else offers(search, options.data_ranks)
-    made = dataclasses.replace(planning.report(outcome, chosen, rows, explained), nearby=near, offers=offered)
+    offered = () if budgeted or options.kinds(search.coded) else offers(search, options.data_ranks)
+    made = planning.report(outcome, chosen, rows, explained)
+    made = dataclasses.replace(made, nearby=near, offers=offered, budgeted=budgeted)
     return Plans(
         plan=planning.plan(chosen, {**figures(made), **(predicted or {})}),
         ranked=tuple(map(_ranked, outcome.ranked)),
         report=made,
     )
-
-
-def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_batch: int = 0) -> Search:
-    """Return the search for a configuration on a cluster, which has bounded all candidates and simulated none.
-
-    Args:
-        values: sections of the configuration, nested.
-        cluster: cluster to plan for.
-        options: options of the choice and of the search.
-        global_batch: sequences per step; 0 for the configuration's.
-
-    Raises:
-        UserError: the planner does not support the configuration, or no mesh divides the model and the batch.
-    """
-    model, pipeline, batch, compress = sections(values)
-    if options.tensor_hosts > 1:
-        cluster = clusters.merged(cluster, options.tensor_hosts)
-    codecs = coded(compress)
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs)
-    limits = options.budget(compress.error, pipeline.scan_layers, codecs)
-    return Search(cluster, model, global_batch or batch.global_batch, choices, limits, options.search())
 
 
 def _ranked(found: Found) -> RankedPlan:
@@ -266,60 +236,6 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
     if wanted == "yes":
         raise UserError("--oracle=yes needs jax's CUDA plugin; pip install -r requirements-gpu.txt, or --oracle=auto")
     return False
-
-
-def _reduce_dtype(values: Values) -> str:
-    """Return the configuration's mesh.reduce_dtype; the planner decides all else of the mesh.
-
-    Raises:
-        UserError: it is none of MeshConfig's.
-    """
-    mesh = values.get("mesh", {})
-    given = {key: mesh[key] for key in ("reduce_dtype",) if isinstance(mesh, dict) and key in mesh}
-    return read_section(MeshConfig, given, "mesh").reduce_dtype
-
-
-def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, CompressConfig]:
-    """Return the sections of a configuration that the planner reads.
-
-    Raises:
-        UserError: a section is missing or wrong, or the planner does not support its compression or optimizer.
-    """
-    every = [field.name for field in dataclasses.fields(Config)]
-    if unknown := [name for name in values if name not in every]:
-        raise UserError(f"unknown configuration key {unknown[0]}; known here: {', '.join(sorted(every))}")
-    for name in _SECTIONS:
-        if name not in values:
-            raise UserError(f"the configuration has no section {name}; build it on configs/base.py")
-    model = read_section(ModelConfig, values["model"], "model")
-    pipeline = read_section(PipelineConfig, values["pipeline"], "pipeline")
-    batch = read_section(BatchConfig, values["batch"], "batch")
-    compress = read_section(CompressConfig, values["compress"], "compress")
-    _reduce_dtype(values)
-    for name, value, known in (
-        ("forward", compress.chosen("forward"), ("none",)),
-        ("embedding", compress.embedding, ("auto", "fused")),
-        ("factors", compress.factors, ("auto",)),
-    ):
-        if value not in known:
-            raise UserError(
-                f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
-            )
-    if (outer := read_section(OuterConfig, values.get("outer", {}), "outer")).every:
-        raise UserError(
-            f"outer.every={outer.every} is not planned for: plan one group on its hosts (--without, --global_batch), "
-            "and train with that plan's mesh times the groups; planner.simulate predicts the whole"
-        )
-    if compress.embedding == "fused" and not model.tied_head:
-        raise UserError(
-            "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
-        )
-    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
-        raise UserError(
-            f"optimizer.name={optimizer} is not planned for, since its memory and time differ from AdamW's; "
-            "plan with adamw, and train with --plan=plan.json and the optimizer of your choice"
-        )
-    return model, pipeline, batch, compress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -483,7 +399,7 @@ def figures(made: contents.Report) -> dict[str, object]:
         "step_seconds_source": f"{made.sources['step times']}; compute: {made.sources['compute']}",
         "lower_bound_seconds": chosen.placement.bound,
         "host_order_seconds": chosen.plain,
-        "loss": losses.words(chosen.candidate) or "nothing is compressed",
+        "loss": text.loss_words(made),
         "memory_bytes": chosen.memory,
         "memory_limit_bytes": made.limit,
         "memory_source": made.memory_source,

@@ -87,6 +87,7 @@ def sections(
             compress,
             **_codecs(c, bool(stages)),
             backward=c.backward,
+            forward=compress.forward if c.pipe > 1 else "none",
             backward_rank=c.backward_rank if compress.low_rank("backward") else compress.backward_rank,
             backward_ranks="",
             # One stage has no tied copies to synchronize.
@@ -108,7 +109,7 @@ def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
         c: the plan.
         data: whether gradients over data are compressed.
     """
-    used = {"backward": c.backward != "none", "data": data, "weights": c.zero1 and c.data > 1}
+    used = {"backward": c.backward != "none", "forward": c.pipe > 1, "data": data, "weights": c.zero1 and c.data > 1}
     off = [place for place, needed in used.items() if not needed]
     return {f"{place}_codec": "" for place in off} | {f"{place}_options": NO_OPTIONS for place in off}
 

@@ -11,6 +11,7 @@ from paxtrain.run.metrics import flops_per_token
 from planner.cluster.cluster import Cluster
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem, Step
+from planner.report.losses import Budgeted
 from planner.report.questions import FreeChoice, Scaling, WhatIf
 from planner.search.baselines import Comparison
 from planner.search.nearby import Nearby
@@ -79,6 +80,7 @@ class Report:
         oracle: plans that were compiled to check their memory.
         nearby: quicker plans on fewer hosts, and plans for batches near by that train more tokens a second.
         offers: plans with each kind of compression, if none was asked for.
+        budgeted: the choice of codecs within a budget of loss; None: it was not asked for.
         explained: a sentence "what: why" for each plan that was not chosen.
         command: the command that made the report.
         gain: share of the step that each kind of compression must gain, by which compressed plans are handicapped.
@@ -102,6 +104,7 @@ class Report:
     oracle: tuple[OracleRow, ...] = ()
     nearby: tuple[Nearby, ...] = ()
     offers: tuple[Offer, ...] = ()
+    budgeted: Budgeted | None = None
     explained: tuple[str, ...] = ()
     command: str = ""
     gain: float = 0.01

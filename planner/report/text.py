@@ -8,6 +8,7 @@ from planner.cost.step_time import Candidate
 from planner.report import losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration
+from planner.search.baselines import NO_COMPRESSION
 from planner.search.trials import Found
 
 WIDTH = 120  # columns of a terminal
@@ -66,10 +67,11 @@ def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
 def compression(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in short: "epi16+data128"."""
     c = candidate
-    codecs = {place: c.coded.name(place) for place in ("backward", "data")}
+    codecs = {place: c.coded.name(place) for place in ("backward", "forward", "data")}
+    there = f"fwd{codecs['forward'] or c.coded.forward_rank}" if c.compresses_forward else ""
     between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
     over = f"data{codecs['data'] or c.data_rank}" if c.data_rank else ""
-    return "+".join(filter(None, (between, over))) or "none"
+    return "+".join(filter(None, (between, there, over))) or "none"
 
 
 def _how(codec: str, rank: int) -> str:
@@ -84,6 +86,9 @@ def compression_words(candidate: Candidate) -> str:
         which = "in the epilogue" if c.backward == "epilogue" else "all"
         how = _how(c.coded.name("backward"), c.backward_rank)
         parts.append(f"activation gradients between stages ({which}) compressed {how}")
+    if c.compresses_forward:
+        how = _how(c.coded.name("forward"), c.coded.forward_rank)
+        parts.append(f"activations between stages compressed {how}")
     if c.data_rank:
         how = _how(c.coded.name("data"), c.data_rank)
         parts.append(f"data-parallel gradients on the critical path compressed {how}")
@@ -257,13 +262,27 @@ def nearby_words(report: Report) -> list[str]:
 _LEAST = 5e-4  # share of the step that an offer must gain to be told
 
 
+def loss_words(report: Report) -> str:
+    """Return the loss that the probe, or else the study, saw for the chosen plan, in words."""
+    c, budgeted = report.chosen.candidate, report.budgeted
+    if budgeted is None:
+        return losses.words(c) or "nothing is compressed"
+    words = losses.probed_words(budgeted, c, report.model)
+    dense = next((other for other in report.comparisons if other.name == NO_COMPRESSION), None)
+    if dense is None:
+        return words
+    return f"{words}; a step takes {duration(report.chosen.seconds)} with it, {duration(dense.seconds)} without"
+
+
 def lossy_words(report: Report) -> list[str]:
     """Return what the chosen plan's compression loses; or, if none was asked for, what each kind would gain and lose.
 
     They are sentences, without capitals and stops.
     """
-    if lost := losses.words(report.chosen.candidate):
-        return [f"{compression_words(report.chosen.candidate)}: {lost}"]
+    if report.budgeted is not None:
+        return [loss_words(report)]
+    if losses.words(report.chosen.candidate):
+        return [f"{compression_words(report.chosen.candidate)}: {loss_words(report)}"]
     found = []
     for offer in sorted(report.offers, key=lambda offer: offer.found.seconds):
         if (gain := quicker(report, offer)) >= _LEAST:

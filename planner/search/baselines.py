@@ -13,6 +13,8 @@ from planner.search import layers, pruning
 from planner.search.search import Search
 from planner.search.trials import Found
 
+NO_COMPRESSION = "no compression"  # name of the comparison with the quickest plan that compresses nothing
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -85,5 +87,5 @@ def comparisons(search: Search, chosen: Found) -> list[Comparison]:
         found.append(Comparison(name, _shape(problem.candidate), seconds))
     dense = search.without_compression(chosen)
     if dense is not chosen:
-        found.append(Comparison("no compression", _shape(dense.candidate), dense.seconds))
+        found.append(Comparison(NO_COMPRESSION, _shape(dense.candidate), dense.seconds))
     return found

@@ -61,6 +61,7 @@ class Budget:
             sequence_parallel=space.sequence_parallel.astype(int),
             scan=scans(self.scan_layers, common) * 1,
             backward_rank=space.backward_rank,
+            forward_rank=np.where(space.pipe > 1, self.coded.forwards, 0),
             data_rank=space.data_rank,
             error=("none", "explicit", "lazy").index(self.error),
             overlap=int(cluster.overlaps),

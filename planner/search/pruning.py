@@ -204,19 +204,23 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     message = facts.hop_latency + tokens * model.hidden * item(model) * facts.hop_byte
     factors = space.backward_rank * (facts.coded.backward is None)  # another codec's message has some bytes or none
     packed = facts.hop_latency + factors * (tokens + model.hidden) * item(model) * facts.hop_byte
+    activation = message
+    if facts.coded.forwards:
+        factors = facts.coded.forward_rank * (tokens + model.hidden)
+        activation = np.minimum(message, facts.hop_latency + factors * item(model) * facts.hop_byte)
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))
     bare = each(space.schedule, lambda spec: spec.order == "forwards_first" and not overlap) & several
-    waits = np.where(bare, m * (message + gradient) * (p - 1), 0.0)
+    waits = np.where(bare, m * (activation + gradient) * (p - 1), 0.0)
     one = model.layers * layer + c["embedding"] + c["head"]
     first = (m * one + waits) / p
     # If all F come before all B, a micro-batch goes all the way there and back while the slowest stage runs the others.
     halves = each(space.schedule, lambda spec: spec.order == "forwards_first") & several
-    through = one + (p - 1) * (message + gradient) + (m - 1) / m * np.maximum(m * one / p, fullest)
+    through = one + (p - 1) * (activation + gradient) + (m - 1) / m * np.maximum(m * one / p, fullest)
     first = np.maximum(first, np.where(halves, through, 0.0))
     # Stage s idles until a micro-batch comes through a layer or more of each stage before it, and likewise at the end.
     groups = each(space.schedule, lambda spec: spec.interleaves and not spec.splits) & several
     ends = np.maximum(
-        first + (p - 1) / 2 * (layer + message + gradient), one + (p * space.chunks - 1) * (message + gradient)
+        first + (p - 1) / 2 * (layer + activation + gradient), one + (p * space.chunks - 1) * (activation + gradient)
     )
     first = np.maximum(first, np.where(groups, ends, 0.0))
     pipeline = np.maximum(first, fullest)
@@ -226,7 +230,7 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
         factor, on_first, on_last = _masked(p[masked], m[masked], f / (f + b))
         found = factor * model.layers * (f + b) + m[masked] * on_last * c["head"][masked]
         found += c["embedding"][masked] / 2 * (2 * on_first * rows + 1 - on_first)
-        found += np.where(bare, m * message, 0.0)[masked] * (1 - on_last)
+        found += np.where(bare, m * activation, 0.0)[masked] * (1 - on_last)
         found += np.where(bare, m * gradient, 0.0)[masked] * (1 - on_first)
         most = -(-model.layers // p[masked])
         fullest = most * (rows * f + m[masked] * b) + (p[masked] - 1) * b
@@ -238,7 +242,7 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
         # one except the last, for which it does not matter.
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
-        codes, n, path = space.schedule[some], len(some), ((p - 1) * (message + gradient))[some]
+        codes, n, path = space.schedule[some], len(some), ((p - 1) * (activation + gradient))[some]
 
         def forwarded(s: int) -> Array:
             return np.broadcast_to(each(codes, lambda spec: spec.in_flight(s, p[some], 1, m[some])), (n,))

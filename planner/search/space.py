@@ -148,6 +148,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"data={_listed(choices.data)}, tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
         )
     rows: list[tuple] = []
+    refused = False
     for data, pipe, tensor in meshes:
         if global_batch % data:
             continue
@@ -159,11 +160,21 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
             saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
             for sequence in _sequence_parallel(choices, model, tensor):
+                message = (micro_batch, model.sequence // (tensor if sequence else 1), model.hidden)
+                if pipe > 1 and choices.coded.refuses(message, model.dtype, choices.min_ratio):
+                    refused = True
+                    continue
                 policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
                 for save, zero, policy in itertools.product(saves, zero1, policies):
                     dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
                     how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
                     rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
+    if not rows and refused:
+        raise UserError(
+            f"compress.forward makes no message between stages {choices.min_ratio:g} times smaller "
+            f"(compress.min_ratio) with pipe={_listed(choices.pipe)} and micro-batch {_listed(choices.micro_batch)}; "
+            "a smaller compress.forward_rank, or larger micro-batches, would fit"
+        )
     if not rows:
         smallest = sorted({data for data, *_ in meshes})
         raise UserError(

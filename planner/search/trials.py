@@ -58,7 +58,7 @@ class Found:
 
 def handicap(candidate: Candidate, gain: float) -> float:
     """Return the factor by which a candidate's seconds count more, by `gain` for each kind of compression."""
-    return 1 + gain * ((candidate.backward != "none") + (candidate.data_rank > 0))
+    return 1 + gain * ((candidate.backward != "none") + (candidate.data_rank > 0) + candidate.compresses_forward)
 
 
 def candidate_of(space: Space, i: int, counts: Counts, coded: Coded = LOW_RANK) -> Candidate:

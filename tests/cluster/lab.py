@@ -20,7 +20,18 @@ from paxtrain.command_line import run
 from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
 from tests.cluster import hosts, results, scenario
-from tests.cluster.experiments import breakage, compression, demonstration, growth, links, peer, placements, schedules
+from tests.cluster.experiments import (
+    breakage,
+    compression,
+    demonstration,
+    growth,
+    links,
+    paper,
+    peer,
+    placements,
+    schedules,
+    sooner,
+)
 from tests.cluster.laboratory import Lab
 from tests.cluster.session import SessionError
 
@@ -31,6 +42,8 @@ FILES = {
     "schedules": ("schedules",),
     "placements": ("placements", "joint"),
     "compression": ("compression",),
+    "paper": ("paper",),
+    "sooner": ("sooner",),
     "peer": ("peer",),
     "faults": ("faults",),
 }
@@ -41,6 +54,8 @@ EXPERIMENTS = {
     "schedules": (schedules.run, 410),
     "placements": (placements.run, 800),
     "compression": (compression.run, 1100),
+    "paper": (paper.run, 560),
+    "sooner": (sooner.run, 480),
     "peer": (peer.run, 900),
     "faults": (breakage.run, 205),
 }
@@ -154,7 +169,7 @@ def define_flags() -> None:
     flags.DEFINE_string("page", "docs/results.md", "The page that is written, figures beside it.")
     flags.DEFINE_string("data", "runs/data", "Folder of paxtrain.prepare's token files.")
     flags.DEFINE_integer("repeats", 5, "Of every measured time; cut first where time is short.", lower_bound=1)
-    flags.DEFINE_float("budget", 2700, "Seconds for all of it.", lower_bound=1)
+    flags.DEFINE_float("budget", 3600, "Seconds for all of it.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of rates, orders and data.", lower_bound=0)
     flags.DEFINE_bool("fresh", False, "Measure anew what has been measured.")
 

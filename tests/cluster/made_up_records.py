@@ -3,12 +3,15 @@
 import pathlib
 
 from tests.cluster.experiments import compression as compression_experiment
+from tests.cluster.experiments import paper as paper_experiment
 from tests.cluster.experiments.peer import INT8, LOW_RANK
 from tests.cluster.findings import (
     compression,
     links,
+    paper,
     peer,
     schedules,
+    sooner,
 )
 from tests.cluster.findings import pairs as pairs_of
 from tests.cluster.records import Records
@@ -48,7 +51,7 @@ def add_placements(folder: pathlib.Path, host_order: float) -> None:
 
 def add_compression(folder: pathlib.Path, packed: float = 0.7, loss: float = 2.01) -> None:
     records = Records(folder / compression.SOURCE)
-    medians = dict(zip(compression_experiment.KINDS, (1.0, 0.9, 0.8, packed, 0.5, 0.9, 0.9), strict=True))
+    medians = dict(zip(compression_experiment.KINDS, (1.0, 0.9, 0.8, packed, 0.5, 0.9, 0.9, 0.9), strict=True))
     seconds = {kind: [time, 0.9 * time, 1.3 * time] for kind, time in medians.items()}
     seconds["CB"] = [0.9, 0.9, 0.9]
     wire = {kind: {"backward": round(1e6 * time), "embedding": 1000, "all-reduce": 4} for kind, time in medians.items()}
@@ -62,6 +65,34 @@ def add_compression(folder: pathlib.Path, packed: float = 0.7, loss: float = 2.0
             records.add("all stages", kind=kind, selected="0,1,2,3", losses=[], validation=[[0, 6.0], [100, 2.2]])
         last = {compression.PAPER: loss, compression.ALL: 2.5}.get(kind, 2.0)
         records.add(f"loss {kind}", kind=kind, losses=[], validation=[[0, 6.0], [50, 4.0], [100, last]])
+
+
+def add_paper(folder: pathlib.Path, fused: float = 0.85) -> None:
+    """Add dense steps of 1.0 s, of which links take 0.4, and kinds of 0.9, `fused` and 0.7 s."""
+    records = Records(folder / paper.SOURCE)
+    medians = dict(zip(paper_experiment.KINDS, (1.0, 0.9, fused, 0.7), strict=True))
+    for schedule in paper_experiment.SCHEDULES:
+        records.add(
+            schedule,
+            rate=50.0,
+            share=0.3,
+            selected="0,1",
+            seconds={kind: [time, time + 0.01, time - 0.01] for kind, time in medians.items()},
+            unlimited=[0.6],
+            predicted=dict.fromkeys(medians, 0.99),
+            most={"CB": 0.05, "FE": 0.02, "SC": 0.2},
+            wire={kind: {"backward": 10_000_000 * time} for kind, time in medians.items()},
+        )
+
+
+def add_sooner(folder: pathlib.Path, last: float = 2.0, seeds: int = 2) -> None:
+    """Add dense runs that end after 100 s at 2.0, and others that are at 2.2 after 20 s and at `last` after 40 s."""
+    records = Records(folder / sooner.SOURCE)
+    for seed in range(seeds):
+        dense = {"validation": [[0, 6.0], [25, 3.0], [50, 2.0]], "seconds": [0.0, 50.0, 100.0]}
+        coded = {"validation": [[0, 6.0], [25, 2.2], [50, last]], "seconds": [0.0, 20.0, 40.0 + seed]}
+        runs = {"dense": dense, "int8": coded}
+        records.add(f"seed {seed}", seed=seed, kind="int8", rate=10.0, share=0.5, runs=runs)
 
 
 def add_schedules(folder: pathlib.Path, overlapping: float = 0.8, share: float = 0.3) -> None:

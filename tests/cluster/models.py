@@ -32,6 +32,7 @@ class Split:
     sequence: int = 32
     hidden: int = 64
     zero1: bool = True
+    vocab_multiple: int = 4
     compress: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -45,6 +46,7 @@ class Split:
             f"s{self.sequence}",
             f"h{self.hidden}",
         ]
+        parts += [f"v{self.vocab_multiple}"] * (self.vocab_multiple != MODEL["vocab_multiple"])
         parts += [f"{key}={value}" for key, value in self.compress]
         return " ".join(parts)
 
@@ -52,7 +54,9 @@ class Split:
         """Return the configuration as nested values."""
         mesh = dict(zip(("data", "pipe", "tensor"), self.mesh)) | {"zero1": self.zero1}
         return {
-            "model": MODEL | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden},
+            "model": MODEL
+            | {"layers": self.layers, "sequence": self.sequence, "hidden": self.hidden}
+            | {"vocab_multiple": self.vocab_multiple},
             "mesh": mesh,
             "pipeline": {
                 "schedule": self.schedule,

@@ -8,8 +8,9 @@ import pytest
 from planner.cluster.cluster import Cluster, between
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from tests.cluster.experiments import compression, joint, placements
+from tests.cluster.experiments import compression, joint, paper, placements, sooner
 from tests.cluster.models import MODEL, Split
+from tests.cluster.records import Records
 
 ROW = {name: MODEL[name] for name in ("hidden", "heads", "sequence", "dtype")}
 TIMES = {"forward": 8e-3, "backward": 24e-3, "head": 8e-3, "embedding": 1e-4, "optimizer": 1e-9}
@@ -95,6 +96,49 @@ def test_the_rate_for_a_share_gives_that_share():
 def test_nothing_gains_more_than_all_that_communication_takes():
     gains = compression.paper_speedups()
     assert 1 < gains["CB"] < gains["CB+SC"] < gains["all gradients"] < 1 / (1 - compression.paper_share())
+
+
+def test_traffic_has_the_proportions_of_the_papers_setting():
+    """There: 16 messages of 8,192 tokens, and a table and 18 layers of width 3072 in eight parts, on four ranks."""
+    (there, left_there), (here, left_here) = (paper.both()[where] for where in ("there", "here"))
+    assert there.backward == 16 * 8 * 1024 * 3072 * 2
+    assert there.embedding == pytest.approx(50257 * 3072 / 8 * 4 * 2.5, rel=0.02)  # padded
+    assert there.data == pytest.approx(18 * 12 * 3072**2 / 8 * 4 * 1.5, rel=0.01)
+    np.testing.assert_allclose(here.shares, there.shares, atol=0.02)
+    assert left_there.message < left_here.message < 0.02
+    assert left_here.kernels == pytest.approx(left_there.kernels, abs=0.01)
+
+
+def test_kinds_remove_their_own_traffic():
+    """Each kind is predicted to take the codec's bytes off, and none more than links cost."""
+    found = cluster(devices=2, tensor=2, hidden=512, micro_batch=1)
+    slow = compression.with_rate(found, 20.0)
+    split = paper.programs("1f1b", "all")["dense"]
+    assert split.config.batch.micro_batch == 1 and split.candidate.micro_batches == 16
+    assert split.config.model.padded_vocab == 384 and "v128" in split.name
+    most = paper.most(slow, "1f1b")
+    message = 96 * 512 * 4
+    assert most["CB"] == pytest.approx(3 * message * (1 - 608 / (96 * 512)) * 2 * 8 / 20e6)
+    assert most["FE"] == pytest.approx(0.5 * 384 * 256 * 4 * 2 * 8 / 20e6)
+    assert most["SC"] > most["CB"] > most["FE"]
+    seconds = {kind: paper._predicted(slow, one) for kind, one in paper.programs("1f1b", "all").items()}
+    assert seconds["dense"] > seconds["CB"] > seconds["CB+FE+SC"]
+
+
+def test_the_best_codecs_are_the_quickest_within_one_percent(tmp_path):
+    records = Records(tmp_path / "compression.jsonl")
+    assert sooner.best(records) == compression.INT8
+    times = {"dense": [3.0], compression.INT8: [2.0], compression.MIXED: [1.5], compression.GRADIENTS: [1.0]}
+    records.add("share 0.5", share=0.5, rate=10.0, seconds=times)
+    for kind, loss in (
+        ("dense", 2.0),
+        (compression.INT8, 2.0),
+        (compression.MIXED, 2.01),
+        (compression.GRADIENTS, 3.0),
+    ):
+        for seed in (0, 1):
+            records.add(f"{kind} {seed}", kind=kind, seed=seed, validation=[[0, 6.0], [100, loss + seed]])
+    assert sooner.best(records) == compression.MIXED
 
 
 def test_processes_of_one_machine_are_one_host():

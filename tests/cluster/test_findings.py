@@ -13,19 +13,23 @@ from tests.cluster.findings import (
     joint,
     links,
     losses,
+    paper,
     peer,
     placement,
     schedules,
+    sooner,
 )
 from tests.cluster.findings import pairs as pairs_of
 from tests.cluster.made_up_records import (
     add_compression,
     add_links,
     add_pair,
+    add_paper,
     add_peer,
     add_placements,
     add_predictions,
     add_schedules,
+    add_sooner,
 )
 from tests.cluster.records import Records
 from tests.cluster.section import Section, Target
@@ -268,6 +272,50 @@ def test_a_loss_that_is_never_reached():
     assert curve.reaches(6.0) == 0
     assert str(curve.reaches(3.9)) == "nan"
     assert (curve.at(15), curve.last) == (4.5, 5.0)
+
+
+# --- The papers' setting, and time to loss ----------------------------------------------------------------------------
+
+
+def test_each_part_is_beside_the_kind_before_it(tmp_path):
+    add_paper(tmp_path)
+    section = paper.section(tmp_path)
+    gains = paper.gains(Records(tmp_path / paper.SOURCE)["1f1b"])
+    assert {part: gain for part, (gain, _) in gains.items()} == pytest.approx({"CB": 0.1, "FE": 0.05, "SC": 0.15})
+    assert judged(section, paper.ADDS).met
+    words = " ".join(str(section.blocks[3]).split())
+    assert "1f1b: links take 40.0% of a dense step, as measured." in words
+    assert "FE takes 5.0% ± 0.0% off the dense step (confirmed); the bytes that it removes take 2.0% of" in words
+    first, second = [cells for cells in rows(section) if cells[0] == "CB+FE+SC"]
+    assert first == second == ["CB+FE+SC", "0.700 s ± 0.7%", "1.43x", "75.0%", "0.990 s", "+41.4%", "7.0"]
+
+
+def test_a_part_that_gains_nothing_refutes_the_claim(tmp_path):
+    add_paper(tmp_path, fused=0.91)
+    section = paper.section(tmp_path)
+    assert judged(section, paper.ADDS).met is False
+    assert "FE takes -1.0% ± 0.0% off the dense step (refuted)" in " ".join(str(section.blocks[3]).split())
+
+
+def test_time_to_loss_is_that_of_the_clock(tmp_path):
+    add_sooner(tmp_path)
+    section = sooner.section(tmp_path)
+    assert row(section, "0") == ["2.0000", "100.0 s", "40.0 s", "40.0%", "50"]
+    assert judged(section, sooner.HALF).seen == "40.5% (int8; 2 seeds, 40.0% to 41.0%)"
+    assert judged(section, sooner.HALF).met
+
+
+def test_between_two_evaluations_time_is_interpolated(tmp_path):
+    add_sooner(tmp_path, last=1.9, seeds=1)
+    [cells] = [cells for cells in rows(sooner.section(tmp_path)) if cells[0] == "0"]
+    assert cells[3] == f"{20 + 20 * (2.2 - 2.0) / (2.2 - 1.9):.1f} s"
+
+
+def test_a_loss_that_is_not_reached_is_a_miss(tmp_path):
+    add_sooner(tmp_path, last=2.1)
+    section = sooner.section(tmp_path)
+    assert row(section, "0")[2:4] == ["never", ""]
+    assert judged(section, sooner.HALF).met is False
 
 
 # --- Schedules, growth, joint choice, faults --------------------------------------------------------------------------

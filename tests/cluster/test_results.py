@@ -15,10 +15,12 @@ from tests.cluster import results
 from tests.cluster.made_up_records import (
     add_compression,
     add_links,
+    add_paper,
     add_peer,
     add_placements,
     add_predictions,
     add_schedules,
+    add_sooner,
 )
 
 
@@ -27,7 +29,7 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| yes |" not in text
     assert "Every target was met" not in text
-    assert text.count("Not run yet.") == 9
+    assert text.count("Not run yet.") == 11
     assert "**Not run:** Compression; `python -m tests.cluster.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
     assert not list((tmp_path / "docs" / "results").iterdir())
@@ -39,6 +41,8 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     add_predictions(lab)
     add_placements(lab, host_order=1.3)
     add_compression(lab)
+    add_paper(lab)
+    add_sooner(lab)
     add_schedules(lab)
     (lab / "environment.json").write_text(json.dumps({"date": "2026-01-01", "seed": 3, "machine": {"cores": 2}}))
     results.write(lab, page)
@@ -53,7 +57,7 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= results.WIDTH
     drawn = re.findall(r"\]\((page/\w+\.png)\)", text)
     assert sorted(drawn) == sorted(f"page/{path.name}" for path in (tmp_path / "page").iterdir())
-    assert len(drawn) == len(set(drawn)) == 7
+    assert len(drawn) == len(set(drawn)) == 9
     for name in drawn:
         assert matplotlib.image.imread(tmp_path / name).std() > 0.02, f"{name} is empty"
 

@@ -77,6 +77,17 @@ def test_losses_are_those_of_one_process_in_either_order_of_the_devices(session,
         assert [step for step, _ in found[0]["validation"]] == [0, STEPS]
 
 
+def test_training_ends_at_a_loss_and_the_clock_leaves_out_evaluations(session, loaded):
+    whole = session.ask("train", name="plain", steps=STEPS, eval_every=1)
+    losses = [loss for _, loss in whole[0]["validation"]]
+    goal = losses[2]
+    assert goal < losses[1], "the loss does not fall"
+    found = session.ask("train", name="plain", steps=STEPS, eval_every=1, until=goal)
+    for answer in found:  # both hosts stop at the same step
+        assert answer["validation"] == whole[0]["validation"][:3] and len(answer["losses"]) == 2
+        assert answer["seconds"][0] == 0 < answer["seconds"][1] < answer["seconds"][2]
+
+
 def test_a_program_compiled_once_is_found_by_the_other_host_and_for_the_other_order(loaded):
     first, *others = loaded[0][0], loaded[0][1], loaded[1][0], loaded[1][1]
     assert not first["found"] and all(answer["found"] for answer in others)

@@ -193,24 +193,33 @@ class Worker:
         found = breakdown.breakdown(program.step, program.compiled, program.trainer.mesh, steps=2)
         return {part: float(seconds.mean()) for part, seconds in found.seconds.items()}
 
-    def train(self, name: str, steps: int, eval_every: int) -> dict[str, Any]:
+    def train(self, name: str, steps: int, eval_every: int, until: float | None = None) -> dict[str, Any]:
         """Train from a fresh state; return the loss of every step, and validation losses as [step, loss].
+
+        The answer's `seconds` are those of training until each evaluation, without evaluations.
 
         Args:
             eval_every: steps between two evaluations; 0: none.
+            until: validation loss at which training ends; None: it runs all steps. All hosts see the same loss.
         """
         program = self.programs[name]
         program.fresh()
-        config, losses, validation = program.config, [], []
+        config, losses, validation, seconds, spent = program.config, [], [], [], 0.0
         few = [batch for _, batch in zip(range(config.run.eval_batches), program.batches("validation"))]
         evaluate = lambda: float(np.mean([float(program.evaluate(program.state.params, b)) for b in few]))  # noqa: E731
         for step, batch in zip(range(steps + 1), program.batches("train")):
             if eval_every and step % eval_every == 0:
+                seconds.append(spent)
                 validation.append([step, evaluate()])
+                if until is not None and validation[-1][1] <= until:
+                    break
+                self._together()
             if step < steps:
+                began = time.perf_counter()
                 losses.append(float(program.step(batch)["loss"]))
+                spent += time.perf_counter() - began
         program.fresh()
-        return {"losses": losses, "validation": validation}
+        return {"losses": losses, "validation": validation, "seconds": seconds}
 
     def compute(self, config: dict, repeats: int) -> list[float]:
         """Return the seconds of a fixed piece of compute on this host, during which nothing communicates."""

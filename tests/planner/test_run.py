@@ -258,7 +258,7 @@ def main(monkeypatch):
         (["--num_processes=1", "--tensor=two"], "--tensor must be positive integers"),
         (["--num_processes=1", "--schedules=zigzag"], "--schedules must be some of"),
         (["--num_processes=1", "--profile_seconds=nan"], "--profile_seconds must be a number of seconds, got nan"),
-        (["--num_processes=1", "--config.compress.forward=all"], "compress.forward=all is not planned for"),
+        (["--num_processes=1", "--config.compress.factors=int8"], "compress.factors=int8 is not planned for"),
         (["--num_processes=1", "--config.model.layers=0"], "model.layers must be positive"),
         (["--num_processes=1", "run"], "unexpected argument 'run'"),
     ],

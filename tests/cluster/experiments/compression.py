@@ -56,9 +56,14 @@ def _split(changes: dict) -> Split:
 SPLITS = {kind: _split(changes) for kind, changes in KINDS.items()}
 
 
-def selected(cluster: Cluster) -> str:
-    """Return the stages that selective compression chooses on this cluster, such as "0,1", or "none"."""
-    split = SPLITS[SELECTIVE]
+def selected(cluster: Cluster, split: Split | None = None) -> str:
+    """Return the stages that selective compression chooses on this cluster, such as "0,1", or "none".
+
+    Args:
+        cluster: profiled cluster with its rates.
+        split: split that compresses over data; None: this experiment's.
+    """
+    split = split or SPLITS[SELECTIVE]
     order = host_order(split.candidate, cluster.devices_per_host)
     [chosen] = Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).compressed
     return ",".join(map(str, np.flatnonzero(chosen))) or "none"
@@ -80,7 +85,7 @@ def _share(cluster: Cluster, model: ModelConfig, candidate: Candidate) -> float:
     return float(1 - fast / slow)
 
 
-def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
+def paper_setting() -> tuple[Cluster, ModelConfig, Candidate]:
     """Return the setting of Optimus-CC: 8.3B parameters on 128 A100s."""
     model = ModelConfig(**gpt_8b.get_config().model.to_dict())
     candidate = Candidate(4, 4, 8, 8, 16, "1f1b", (model.layers // 4,) * 4, save="layer_inputs", zero1=False)
@@ -89,7 +94,7 @@ def _paper() -> tuple[Cluster, ModelConfig, Candidate]:
 
 def messages() -> tuple[tuple[int, int], tuple[int, int]]:
     """Return rows and columns of a message between stages, here and in that setting."""
-    _, model, candidate = _paper()
+    _, model, candidate = paper_setting()
     here = SPLITS["dense"]
     return (
         (here.micro_batch * here.sequence, here.hidden),
@@ -99,12 +104,12 @@ def messages() -> tuple[tuple[int, int], tuple[int, int]]:
 
 def paper_share() -> float:
     """Return the share of a step in that setting that communication between hosts takes, by the planner's figures."""
-    return _share(*_paper())
+    return _share(*paper_setting())
 
 
 def paper_speedups() -> dict[str, float]:
     """Return the planner's predictions for that setting; it models neither FE nor compressed activations."""
-    cluster, model, dense = _paper()
+    cluster, model, dense = paper_setting()
     kinds = {
         "CB": dataclasses.replace(dense, backward="epilogue"),
         "CB+SC": dataclasses.replace(dense, backward="epilogue", data_rank=128),
@@ -115,7 +120,7 @@ def paper_speedups() -> dict[str, float]:
     return {kind: float(seconds(dense) / seconds(c)) for kind, c in kinds.items()}
 
 
-def _at(cluster: Cluster, rate: float) -> Cluster:
+def with_rate(cluster: Cluster, rate: float) -> Cluster:
     """Return the same cluster with another rate, Mbit/s, of the links between hosts."""
     return dataclasses.replace(cluster, samples=np.where(between(cluster), rate * 1e6 / 8, cluster.samples))
 
@@ -125,7 +130,7 @@ def rate_for(cluster: Cluster, split: Split, share: float) -> float:
     low, high = 1.0, 10_000.0
     for _ in range(40):
         middle = float(np.sqrt(low * high))
-        more = _share(_at(cluster, middle), split.config.model, split.candidate) > share
+        more = _share(with_rate(cluster, middle), split.config.model, split.candidate) > share
         low, high = (middle, high) if more else (low, middle)
     return middle
 
@@ -171,7 +176,7 @@ def _losses(lab: Lab, records: Records) -> None:
 def _times(lab: Lab, bench: Bench, records: Records, cluster: Cluster, share: float | None) -> None:
     wanted = paper_share() if share is None else share
     rate = rate_for(cluster, SPLITS["dense"], wanted)
-    stages = selected(_at(cluster, rate))
+    stages = selected(with_rate(cluster, rate))
     programs = splits(stages)
     bench.free()
     bench.compile([programs[SELECTIVE]])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from planner.answers.memory import memory_answer, use_of
+from planner.planning.inputs import search_for
 from planner.planning.options import PlanOptions
-from planner.planning.planning import search_for
 from tests import mains
 from tests.planner.examples import cluster, values
 

@@ -59,6 +59,36 @@ def test_codecs_are_simulated_by_what_they_declare():
     assert coded.seconds < planner.simulate(paxtrain.load_config("tiny", SMALL | only), slow, apart).seconds
 
 
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [
+        ({"compress.forward.codec": "int8"}, 4 * 128 * 64 + 2 * 4 * 128),  # a scale for 64 numbers
+        ({"compress.forward": "all", "compress.forward_rank": 4}, 4 * (4 * 128 + 64) * 4),
+    ],
+)
+def test_compressed_activations_are_smaller_messages_and_work_of_forwards(changes, sent):
+    """On slow links a step gains what messages shrink; on free ones it loses the codec's passes."""
+    some = cluster(2, 4, seed=None)
+    slow = dataclasses.replace(some, samples=some.samples / 1e5)
+    free = dataclasses.replace(some, samples=some.samples * 1e9, alpha=some.alpha * 0)
+    config, dense = (paxtrain.load_config("tiny", SMALL | c) for c in (changes, {}))
+    apart = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
+    problem = Problem(slow, config.model, candidate_of_config(config))
+    assert problem.activation == sent and problem.message == 4 * 128 * 64 * 4
+    links = problem.links(paths(fabric(slow), apart[None], 1))
+    bare = Problem(slow, dense.model, candidate_of_config(dense))
+    whole = bare.links(paths(fabric(slow), apart[None], 1))
+    shrinks = links.activation[0, :, :-1] / whole.activation[0, :, :-1]
+    np.testing.assert_allclose(shrinks, sent / problem.message, rtol=1e-2)  # beside the latency
+    assert planner.simulate(config, slow, apart).seconds < planner.simulate(dense, slow, apart).seconds
+    assert planner.simulate(config, free, apart).seconds > planner.simulate(dense, free, apart).seconds
+    # The first stage only encodes, the last one only decodes, those between do both.
+    kinds = bare.kind_of_host[apart][None]
+    more = problem.seconds(links, kinds).forward - bare.seconds(whole, kinds).forward
+    np.testing.assert_allclose(more[:, 1:-1], (more[:, 0] + more[:, -1])[:, None] * np.ones((1, 2)), rtol=1e-9)
+    assert (more > 0).all()
+
+
 def test_weights_are_gathered_in_the_bytes_of_their_codec():
     some = cluster(2, 4, seed=None)
     slow = dataclasses.replace(some, samples=some.samples / 1e5)

@@ -148,6 +148,8 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
             "compress": {"backward": "epilogue", "backward_codec": "topk", "data_codec": "int8"},
         },
         {"compress": {"backward_codec": "int8", "backward_options": {"feedback": False}}},
+        {"compress": {"forward_codec": "int8", "backward": "all", "backward_rank": 4}},
+        {"compress": {"forward": "all", "forward_codec": "topk", "backward_codec": "int4"}},
         {"model": {"tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
         {"model": {**LLAMA, "tied_head": False}},
         {"model": {**LLAMA, "tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},

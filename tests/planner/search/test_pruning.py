@@ -6,10 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
+from compress.codecs.quantised import QuantisedBlocks
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
 from paxtrain.schedule.schedules import SPECS
 from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
+from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.step_time import Candidate, Problem
 from planner.search import layers, pruning
 from planner.search.space import BACKWARD, Choices, enumerate_candidates
@@ -47,17 +49,19 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
 GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(Cluster)} | {"fan_out": 2.0})
 
 
+@pytest.mark.parametrize("forward", [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8))])
 @pytest.mark.parametrize(
     "some", [cluster(), HETERO, cluster(2, 8, seed=None), GLOO], ids=["uneven", "kinds", "alike", "gloo"]
 )
-def test_no_simulated_step_is_below_the_bound(some):
-    space = enumerate_candidates(some, MODEL, 32, SPACE_CHOICES)
-    bounds, rng = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0)
+def test_no_simulated_step_is_below_the_bound(some, forward):
+    choices = dataclasses.replace(SPACE_CHOICES, coded=forward)
+    space = enumerate_candidates(some, MODEL, 32, choices)
+    bounds, rng = pruning.lower_bound(some, MODEL, space, forward), np.random.default_rng(0)
     fabric = link_seconds.fabric(some)
-    for i in rng.choice(len(space), 250, replace=False):
+    for i in rng.choice(len(space), 250 if forward is LOW_RANK else 60, replace=False):
         stages = int(space.pipe[i] * space.chunks[i])
         for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
-            problem = Problem(some, MODEL, candidate(space, i, counts))
+            problem = Problem(some, MODEL, dataclasses.replace(candidate(space, i, counts), coded=forward))
             c = problem.candidate
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             total = problem.step(fabric, hosts).total

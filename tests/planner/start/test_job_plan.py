@@ -17,8 +17,9 @@ from planner.cluster.cluster import Cluster
 from planner.measure import compute_timing
 from planner.measure.machines import Machines, find_machines
 from planner.measure.process_group import ProcessGroup
+from planner.planning.inputs import sections
 from planner.planning.options import PlanOptions
-from planner.planning.planning import PLAN, REPORT, sections
+from planner.planning.planning import PLAN, REPORT
 from planner.start import allocation, job_plan
 from planner.start.job_plan import PROFILES, PlanRequest
 from tests.planner.examples import cluster
@@ -138,8 +139,8 @@ def test_nothing_that_fits_is_one_sentence(out):
 
 def test_bad_flags_and_sections_are_found_before_anything_is_measured():
     sections(values())
-    with pytest.raises(UserError, match=r"compress.forward=all is not planned for"):
-        sections(values() | {"compress": {"forward": "all", "backward": "all"}})
+    with pytest.raises(UserError, match=r"compress.factors=int8 is not planned for"):
+        sections(values() | {"compress": {"factors": "int8", "backward": "all"}})
     with pytest.raises(UserError, match="--schedules must be some of"):
         PlanOptions(schedules=("zigzag",))
 

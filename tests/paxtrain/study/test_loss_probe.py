@@ -1,0 +1,161 @@
+"""The loss probe: what is trained, what is written, and what is refused when it is read."""
+
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from paxtrain.config.options import CodecOptions
+from paxtrain.errors import UserError
+from paxtrain.parallel.step import Trainer
+from paxtrain.study import __main__ as study
+from paxtrain.study import loss_probe, loss_probe_file, runs
+from paxtrain.study.report import VariantResult
+from tests import mains
+from tests.paxtrain.study.test_study import QUICK, configuration
+from tests.paxtrain.study.test_study import home as home  # a fixture
+
+# ml_collections loads configuration files with it.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def trained(own, where=("backward", "data"), codecs=("int8", "lowrank"), ranks=(2,)):
+    config = loss_probe.settled(own, 10)
+    return config, loss_probe.variants(config, own, where, codecs, ranks)
+
+
+def test_each_codec_is_alone_at_its_place():
+    own = configuration(compress={"data_codec": "topk", "data_options": {"share": 0.2}, "error": "none"})
+    config, some = trained(own, ("backward", "forward", "data"), ("int8", "topk", "lowrank"), (2, 3))
+    assert len(some) == 1 + 3 * (2 + 2)
+    assert config.run.steps == 10 and config.run.eval_every == 0 and config.optimizer.warmup_steps <= 2
+    for variant in some:
+        c, place = variant.config.compress, variant.name.partition(":")[0]
+        compressed = [name for name in ("backward", "forward", "data") if c.chosen(name) != "none"]
+        assert compressed == ([] if place == "dense" else [place])
+        assert c.data_start == 0 and c.error == "none"
+        assert c.data_options == ({"share": 0.2} if variant.name == "data: topk share=0.2" else {})
+
+
+def test_a_place_at_which_nothing_travels_is_not_probed():
+    alone = configuration(mesh={"data": 1}, batch={"global_batch": 4})
+    assert loss_probe.places(alone, ()) == ("backward", "forward")
+    with pytest.raises(UserError, match=r"--axes=data probes gradients over data, but mesh\.data=1 .* of 2 or more"):
+        loss_probe.places(alone, ("data",))
+    with pytest.raises(UserError, match="--axes must be some of backward, forward, data with --probe, got 'between'"):
+        loss_probe.places(alone, ("between",))
+    one = configuration(pipe=1, mesh={"data": 1, "pipe": 1})
+    with pytest.raises(UserError, match=r"mesh\.data=1 and mesh\.pipe=1 send none"):
+        loss_probe.places(one, ())
+
+
+def outcomes(**finals):
+    return [
+        VariantResult(name, name, seed, 0, {}, validation={10: final})
+        for name, some in finals.items()
+        for seed, final in enumerate(some)
+    ]
+
+
+def test_losses_are_against_dense_of_the_same_seed(tmp_path):
+    config, some = trained(configuration(), ("backward",), ("int8", "lowrank", "int4"))
+    losses = {"dense": (2.0, 4.0), "backward: int8": (2.02, 4.0), "backward: rank 2": (2.2, 4.8)}
+    losses["backward: int4"] = (math.nan, 4.0)
+    table = loss_probe.write(config, some, outcomes(**losses), tmp_path)
+    assert "| gradients between stages | int8 | +0.50 | 0.50 | +0.00 | +1.00 |" in table
+    assert "| gradients between stages | int4 | diverges |" in table
+    assert table in (tmp_path / loss_probe.PAGE).read_text()
+    found = loss_probe_file.load(tmp_path / loss_probe_file.FILE)
+    assert [(one.codec, one.rank) for one in found.codecs] == [("int8", 0), ("lowrank", 2)]
+    assert found.codecs[1].losses == pytest.approx((0.1, 0.2))
+    assert found.dense == (2.0, 4.0) and found.seeds == (0, 1) and found.steps == 10
+    assert found.model == dataclasses.asdict(config.model)
+    with pytest.raises(UserError, match="dense training diverged within 10 steps"):
+        loss_probe.write(config, some, outcomes(**losses | {"dense": (math.inf, 4.0)}), tmp_path)
+
+
+@pytest.mark.once
+def test_codecs_are_trained_and_cost_what_they_should(home, tmp_path, monkeypatch):
+    """Low rank costs more than eight bits, and the codec that changes nothing costs nothing, to the bit."""
+    monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    own = configuration(home, batch={"global_batch": 8})
+    config, some = trained(own, ("backward",), ("identity", "int8", "lowrank"), (1,))
+    made = runs.Study(config, str(tmp_path), 2, (), real_mesh=False, others=some, counted=False)
+    loss_probe.write(config, some, made.run(workers=2), tmp_path)
+    found = {one.label: one for one in loss_probe_file.load(tmp_path / loss_probe_file.FILE).codecs}
+    assert found["identity"].losses == (0.0, 0.0)
+    assert 0 < max(map(abs, found["int8"].losses)) < 0.005
+    assert found["rank 1"].mean > 5 * abs(found["int8"].mean)
+
+
+def test_a_file_returns_as_it_was(tmp_path):
+    codecs = (
+        loss_probe_file.ProbedCodec("data", "topk", (0.01, -0.02), 0, CodecOptions({"share": 0.1})),
+        loss_probe_file.ProbedCodec("backward", "lowrank", (0.1, 0.2), 4),
+    )
+    made = loss_probe_file.LossProbe({"layers": 2}, (2, 4), 1, 50, 100, (0, 1), (2.0, 2.5), codecs)
+    loss_probe_file.save(made, tmp_path / "probe.json")
+    assert loss_probe_file.load(tmp_path / "probe.json") == made
+
+
+CODEC = {"place": "data", "codec": "int8", "losses": [0.0, 0.1], "rank": 0, "options": {}}
+VALUES = {"version": 1, "model": {}, "mesh": [2, 2], "micro_batch": 1, "steps": 5, "tokens": 10, "seeds": [0, 1]}
+VALUES |= {"dense": [2.0, 2.1], "codecs": [CODEC]}
+WRONG = {
+    "another version": ({"version": 2}, "version must be 1, got 2"),
+    "an unknown key": ({"more": 1}, "a probe has the unknown key more; known are version, model"),
+    "a wrong type": ({"steps": "5"}, "steps of a probe must be of type int, got '5'"),
+    "no steps": ({"steps": 0}, "steps must be positive, got 0"),
+    "a mesh of three": ({"mesh": [2, 2, 1]}, "mesh must be data ranks and stages, got [2, 2, 1]"),
+    "one seed": ({"seeds": [0], "dense": [2.0], "codecs": []}, "seeds must be 2 or more"),
+    "a seed of text": ({"seeds": ["a", "b"]}, "seeds must be whole numbers below 1e+300, got 'a'"),
+    "a loss that is no number": ({"dense": [2.0, math.nan]}, "dense must be numbers below 1e+300, got nan"),
+    "no loss": ({"dense": [2.0, 0.0]}, "dense must be losses above 0"),
+    "too few losses": (
+        {"codecs": [CODEC | {"losses": [0.1]}]},
+        "data int8 must have a loss for each of 2 seeds",
+    ),
+    "an unknown place": (
+        {"codecs": [CODEC | {"place": "up"}]},
+        "codecs[0].place must be one of backward, forward",
+    ),
+    "a rank of another": ({"codecs": [CODEC | {"rank": 2}]}, "codecs[0].rank must be positive for lowrank and 0 for"),
+    "no rank": ({"codecs": [CODEC | {"codec": "lowrank"}]}, "codecs[0].rank must be positive for lowrank"),
+    "a loss beyond floats": ({"dense": [2.0, 10**400]}, "dense must be numbers below 1e+300"),
+    "too many": ({"codecs": [CODEC | {"codec": f"c{n}"} for n in range(13)]}, "codecs must have at most 12 of data"),
+    "twice": ({"codecs": [CODEC, CODEC]}, "data int8 must be there once, got it 2 times"),
+    "an option of options": ({"codecs": [CODEC | {"options": {"a": {}}}]}, "codecs[0].options.a must be a number"),
+    "no object": ({"codecs": [3]}, "codecs[0] must be a JSON object, got int"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_with_a_file_is_one_sentence(tmp_path, changes, sentence):
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(VALUES))
+    assert loss_probe_file.load(path).codecs[0].label == "int8"  # without the change it is read
+    path.write_text(json.dumps(VALUES | changes))
+    with pytest.raises(UserError, match=re.escape(f"probe {path}: {sentence}")):
+        loss_probe_file.load(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--probe", "--lep"], "--probe and --lep are different studies; choose one"),
+        (["--axes=data"], "--axes is of --frontier and --probe; add one of them"),
+        (["--probe", "--seeds=1"], "--seeds must be 2 or more with --probe"),
+        (["--probe", "--axes=between"], "--axes must be some of backward, forward, data with --probe"),
+        (["--probe", "--codecs=int8,mine"], "compress.backward.codec=mine is no codec"),
+        (["--probe", "--ranks=60"], "the largest useful rank is 21"),
+        (["--lep", "--ranks=0"], "--ranks must be numbers from 1 on"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_code_2(home, tmp_path, monkeypatch, capfd, arguments, words):
+    config = f"--config={study.__file__.replace('paxtrain/study/__main__.py', 'configs/study.py')}"
+    data = [f"--config.data.{name}={home}/data/{name}" for name in ("train", "validation")]
+    code = mains.run(monkeypatch, study, config, *data, f"--out={tmp_path / 'out'}", *arguments)
+    said = capfd.readouterr().err
+    assert code == 2 and words in said and said.startswith("error: ") and len(said.splitlines()) == 1, said
