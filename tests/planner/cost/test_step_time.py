@@ -247,4 +247,5 @@ def test_a_profile_counts_before_the_data_sheet():
     parts = {"backward_input": 1.5, "backward_weights": 0.9}
     lab = cluster(2, 1, device="cpu", memory=1e9, compute=[row | parts])
     assert (at(2).backward, at(2).backward_input, at(2).backward_weights) == (2.0, 1.5, 0.9)
-    assert at(2, hidden=2048, heads=32).backward_weights / 0.9 == pytest.approx(wider, rel=0.25)
+    # W has four times the products and twice the passes, and nothing of attention.
+    assert wider < at(2, hidden=2048, heads=32).backward_weights / 0.9 < 4.0
