@@ -36,7 +36,7 @@ _SCORE_PASSES = 4.5, 5.5
 
 
 class _Again(NamedTuple):
-    """What B runs again of F: shares of the products with kernels, attention, passes, launches and collectives."""
+    """Parts of F that B runs again: shares of products with kernels, attention, passes, launches and collectives."""
 
     products: float
     attention: float

@@ -90,7 +90,7 @@ class Candidate:
 
     @property
     def compresses_forward(self) -> bool:
-        """Whether activations between stages are compressed."""
+        """Return whether activations between stages are compressed."""
         return self.pipe > 1 and self.coded.forwards > 0
 
     @property

@@ -1,4 +1,4 @@
-"""What planning is given: the sections of a configuration that the planner reads, and the search that they ask for."""
+"""Input of planning: the sections of a configuration that the planner reads, and the search that they ask for."""
 
 import dataclasses
 from collections.abc import Mapping

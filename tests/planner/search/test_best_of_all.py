@@ -13,7 +13,6 @@ from planner.search.refine import Refinement
 from tests.planner.search import brute_force
 
 MOST = 0.01  # regret
-OF_A_THOUSAND, WITH_TRUNKS = 0.015, 0.02  # regret in any of a thousand, and in any of two hundred with trunks
 NARROWED = 0.005  # by which a narrowed search may find a better plan
 
 
@@ -30,13 +29,13 @@ def test_no_plan_is_better_where_hosts_share_uplinks(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8, 200))
 def test_no_plan_is_better_where_hosts_share_uplinks_in_two_hundred(seed):
-    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= WITH_TRUNKS
+    assert -1e-6 < brute_force.regret(brute_force.behind_trunks(brute_force.instance(seed), seed)) <= MOST
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30, 1000))
 def test_no_plan_is_better_in_a_thousand(seed):
-    assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= OF_A_THOUSAND
+    assert -1e-6 < brute_force.regret(brute_force.instance(seed)) <= MOST
 
 
 def test_a_plan_that_is_not_placed_jointly_is_seen(monkeypatch):
