@@ -216,7 +216,10 @@ def test_one_process_without_its_gpus_ends_all_of_them(settings, tmp_path):
 
 
 def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(settings, tmp_path):
-    """These are found once the processes have met. Here each job has one process, and all jobs run at once."""
+    """These are found once the processes have met.
+
+    Each job has one process and a folder of its own, since the first job in a folder locks it. All jobs run at once.
+    """
     cases = {
         "--config.data.train=/no/such/data": "/no/such/data",
         "--plan=/no/such/plan.json": "cannot read the plan /no/such/plan.json",
@@ -224,17 +227,26 @@ def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(setting
         "--gpus=8": "jax finds no GPU on ",
         "--coordinator=nowhere": "--num_processes, --process_id missing; ",
     }
-    command = [sys.executable, "-m", "planner.run", *settings, f"--out={tmp_path / 'run'}", "--num_processes=1"]
+    command = [sys.executable, "-m", "planner.run", *settings]
     started = {}
-    for case, words in cases.items():
-        among = [command[:-1], command]["missing" not in words]
-        started[words] = subprocess.Popen(
-            [*among, case], cwd=ROOT, env=variables(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+    try:
+        for folder, (case, words) in enumerate(cases.items()):
+            among = [] if "missing" in words else ["--num_processes=1"]
+            started[words] = subprocess.Popen(
+                [*command, f"--out={tmp_path / str(folder)}", *among, case],
+                cwd=ROOT,
+                env=variables(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        said = {words: process.communicate(timeout=100)[1] for words, process in started.items()}
+    finally:
+        for process in started.values():
+            process.kill()
     for words, process in started.items():
-        _, said = process.communicate(timeout=100)
-        assert process.returncode == 2 and said.startswith("error: ") and words in said, said
-        assert len(said.splitlines()) == 1, said
+        assert process.returncode == 2 and said[words].startswith("error: ") and words in said[words], said[words]
+        assert len(said[words].splitlines()) == 1, said[words]
 
 
 @pytest.fixture
