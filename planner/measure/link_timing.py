@@ -47,7 +47,7 @@ def tournament(count: int) -> list[Pairs]:
 
 
 def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
-    """Return a random sample of the rounds. Each round has every host, except one if their number is odd.
+    """Return a random sample of the rounds, of those with the most pairs first.
 
     Args:
         rounds: rounds of pairs.
@@ -56,7 +56,8 @@ def sampled(rounds: list[Pairs], most: int, seed: int = 0) -> list[Pairs]:
     """
     if len(rounds) <= most:
         return rounds
-    chosen = np.random.default_rng(seed).choice(len(rounds), most, replace=False)
+    order = np.random.default_rng(seed).permutation(len(rounds))
+    chosen = sorted(order, key=lambda i: len(rounds[i]), reverse=True)[:most]
     return [rounds[i] for i in sorted(chosen)]
 
 
@@ -68,9 +69,11 @@ def one_by_one(rounds: list[Pairs], trunks: Trunks) -> list[Pairs]:
         trunks: uplinks that hosts share.
     """
     found = []
-    for pairs in rounds:
+    for number, pairs in enumerate(rounds):
         parts: list[tuple[Pairs, set[int]]] = [([], set())]  # pairs, and the trunks that they take
-        for a, b in pairs:
+        # The first part is the largest, so a sample has it. Its pair through a trunk should not always be host 0's.
+        first = number % len(pairs)
+        for a, b in (*pairs[first:], *pairs[:first]):
             taken = set(np.flatnonzero(trunks.behind[:, a] != trunks.behind[:, b]).tolist())
             part = next((part for part in parts if not taken & part[1]), None)
             if part is None:

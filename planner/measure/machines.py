@@ -47,6 +47,11 @@ class Machines:
         names = list(dict.fromkeys(self.sites))
         return tuple(map(names.index, self.sites)) if len(names) > 1 else ()
 
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Site and rack of each host."""
+        return list(zip(self.sites or ("",) * len(self.hosts), self.racks, strict=True))
+
 
 class _Entry(NamedTuple):
     """The facts that a process gives process 0. They travel as JSON, which makes a list of them.

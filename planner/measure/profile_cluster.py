@@ -30,10 +30,11 @@ def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> 
     alpha, samples = times.links()
     if len(machines.devices) == 1:  # there is no link, but the cluster file needs one
         alpha, samples = np.zeros((1, 1)), np.full((1, 1, 1), 1e12)
-    numbers = {rack: i for i, rack in enumerate(dict.fromkeys(machines.racks))}
+    # Racks of different sites differ, whatever their names: what is between sites is unlike what is within one.
+    numbers = {place: i for i, place in enumerate(dict.fromkeys(machines.places))}
 
     def fill(_: object) -> tuple[list, list, list, float, int]:
-        filled = link_fit.fill(alpha, samples, [numbers[rack] for rack in machines.racks])
+        filled = link_fit.fill(alpha, samples, [numbers[place] for place in machines.places])
         return filled.alpha.tolist(), filled.samples.tolist(), filled.measured.tolist(), filled.error, times.nics()
 
     alphas, bandwidths, measured, error, nics = group.gather(None, fill)
@@ -73,7 +74,7 @@ def profile(
         said += time_all_reduces(group, machines, filled, nics, min(4 * MIB, int(times.sizes.max())))
     fitted = int((~filled.measured & ~np.eye(len(machines.hosts), dtype=bool)).sum())
     if fitted:
-        words = f"{fitted}, fitted from the others by sender, receiver and racks"
+        words = f"{fitted}, fitted from the others by sender, receiver, sites and racks"
         said.append(("links not measured", f"{words}; median error on links held out {filled.error:.1%}"))
     said += [("left out", text) for text in (missing, *left_out) if text]
     source = f"python -m planner.profile on {time.strftime('%Y-%m-%d')}, jax {jax.__version__}"

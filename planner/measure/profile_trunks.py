@@ -7,6 +7,7 @@ and then together. If they take longer together, their flows share what they tak
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -26,44 +27,52 @@ _REPEATS = 3
 Array = np.ndarray
 
 
-def groups_of(labels: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Return the groups of hosts that may share an uplink: those with an equal label, if others have another one.
+class UplinkGroup(NamedTuple):
+    """Hosts that may share an uplink, and those to which they send over it.
+
+    Attributes:
+        inside: hosts of a site or of a rack.
+        outside: of a site, all other hosts; of a rack, those of the same site, since the way to another site takes the
+            site's uplink as well.
+    """
+
+    inside: list[int]
+    outside: list[int]
+
+
+def groups_of(places: Sequence[tuple[str, str]]) -> list[UplinkGroup]:
+    """Return the groups of two hosts or more that may share an uplink, each once.
 
     Args:
-        labels: labels of each host, such as sites and racks, one sequence for each kind; empty ones say nothing.
+        places: site and rack of each host; empty ones are not known.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for of_hosts in labels:
-        for label in dict.fromkeys(of_hosts):
-            some = tuple(i for i, other in enumerate(of_hosts) if other == label)
-            if label and 1 < len(some) < len(of_hosts):
-                found[some] = None
-    return [list(some) for some in found]
+    found: dict[tuple[int, ...], UplinkGroup] = {}
+    for among in ([("", site) for site, _ in places], list(places)):
+        for where, name in dict.fromkeys(among):
+            inside = [i for i, place in enumerate(among) if place == (where, name)]
+            outside = [i for i, place in enumerate(among) if place[0] == where and place[1] != name]
+            if name and len(inside) > 1 and outside:
+                found.setdefault(tuple(inside), UplinkGroup(inside, outside))
+    return list(found.values())
 
 
-def crossing(some: Sequence[int], hosts: int) -> Pairs:
-    """Return disjoint pairs of a host inside a group and one outside, spread over both.
-
-    Args:
-        some: the group.
-        hosts: number of hosts.
-    """
-    rest = [i for i in range(hosts) if i not in set(some)]
-    count = min(len(some), len(rest), _MOST)
-    return [(some[i * len(some) // count], rest[i * len(rest) // count]) for i in range(count)]
+def crossing(some: UplinkGroup) -> Pairs:
+    """Return disjoint pairs of a host inside a group and one outside, spread over both."""
+    inside, outside = some
+    count = min(len(inside), len(outside), _MOST)
+    return [(inside[i * len(inside) // count], outside[i * len(outside) // count]) for i in range(count)]
 
 
-def plan(groups: Sequence[Sequence[int]], hosts: int, per_host: int) -> list[Round]:
+def plan(groups: Sequence[UplinkGroup], per_host: int) -> list[Round]:
     """Return the rounds: for each group its crossing pairs one by one, and then all of them.
 
     Args:
         groups: the groups.
-        hosts: number of hosts.
         per_host: devices per host.
     """
     rounds = []
     for some in groups:
-        pairs = crossing(some, hosts)
+        pairs = crossing(some)
         for at_once in [*([pair] for pair in pairs), pairs]:
             rounds.append(Round("trunk", at_once, [(a * per_host, b * per_host) for a, b in at_once]))
     return rounds
@@ -85,7 +94,7 @@ def shared_rate(alone: Array, together: Array, size: int) -> float | None:
     return float(size * np.minimum(1.0, until / together).sum() / until)
 
 
-def trunks_of(groups: Sequence[Sequence[int]], hosts: int, times: Sequence[Array], size: int) -> Trunks | None:
+def trunks_of(groups: Sequence[UplinkGroup], hosts: int, times: Sequence[Array], size: int) -> Trunks | None:
     """Return the uplinks that the times of all rounds show; None if there are none.
 
     Args:
@@ -101,7 +110,7 @@ def trunks_of(groups: Sequence[Sequence[int]], hosts: int, times: Sequence[Array
         alone, together = np.diagonal(median[:-1], axis1=0, axis2=2), median[-1]
         rates = [rate for a, b in zip(alone, together) if (rate := shared_rate(a, b, size)) is not None]
         if rates:
-            behind.append(np.isin(np.arange(hosts), some))
+            behind.append(np.isin(np.arange(hosts), some.inside))
             bandwidth.append(min(rates))
     return Trunks(np.array(behind), np.array(bandwidth)) if behind else None
 
@@ -120,9 +129,8 @@ def profile_trunks(
     Returns:
         The uplinks, on every process, and a sentence about what was found, empty if there was nothing to measure.
     """
-    hosts = len(machines.hosts)
-    groups = groups_of((machines.sites, machines.racks))
-    rounds = plan(groups, hosts, machines.per_host)
+    groups = groups_of(machines.places)
+    rounds = plan(groups, machines.per_host)
     if not rounds:
         return None, ""
     repeats = min(options.repeats, _REPEATS)
@@ -168,14 +176,14 @@ def _of_pairs(rounds: Sequence[Round], of_process: Sequence[int], values: list[l
 
 
 def _told(
-    group: ProcessGroup, machines: Machines, groups: list[list[int]], found: list[Array], size: int
+    group: ProcessGroup, machines: Machines, groups: list[UplinkGroup], found: list[Array], size: int
 ) -> tuple[Trunks | None, str]:
     """Return the uplinks that process 0 has found, on every process, and a sentence about them."""
 
     def verdict(_: object) -> list[tuple[list[bool], float]]:
         every, times, first = np.array(found), [], 0
         for some in groups:
-            count = len(crossing(some, len(machines.hosts)))
+            count = len(crossing(some))
             times.append(every[:, first : first + count + 1, :, :count])
             first += count + 1
         trunks = trunks_of(groups, len(machines.hosts), times, size)

@@ -103,6 +103,35 @@ def test_a_single_device_has_no_links_and_a_profile_all_the_same(group, machines
     assert Cluster.load(tmp_path / "one.json").devices == 1
 
 
+class _Times:
+    """Times of the links of 16 hosts: inside two sites a link is six times as quick as between them."""
+
+    def __init__(self, known):
+        far = np.add.outer(np.arange(16) // 8, np.arange(16) // 8) == 1
+        self.rates = np.where(far, 1e8, 6e8) * np.random.default_rng(0).uniform(0.98, 1.02, (16, 16))
+        self.known = known
+
+    def links(self):
+        return np.where(self.known, 1e-4, np.nan), np.where(self.known, self.rates, np.nan)[None]
+
+    def nics(self):
+        return 1
+
+
+@pytest.mark.parametrize("racks", [("",) * 16, ("a",) * 4 + ("b",) * 4 + ("a",) * 4 + ("b",) * 4])
+def test_links_that_were_not_measured_are_like_others_between_their_sites(group, racks):
+    """Racks of the same name at two sites are two racks."""
+    known = np.random.default_rng(1).random((16, 16)) < 0.6
+    times = _Times(known | np.eye(16, dtype=bool))
+    sites = ("west",) * 8 + ("east",) * 8
+    machines = Machines(tuple(map(str, range(16))), (0,), (None,) * 16, 1, ("cpu",) * 16, (1.0,) * 16, racks, sites)
+    filled, _ = profile_cluster._filled_links(group, machines, times)
+    hidden = ~times.known
+    assert np.abs(filled.samples[0] / times.rates - 1)[hidden].max() < 0.1
+    without, _ = profile_cluster._filled_links(group, dataclasses.replace(machines, sites=()), times)
+    assert np.abs(without.samples[0] / times.rates - 1)[hidden].max() > 0.5  # negative control
+
+
 def test_tensor_sizes_are_those_that_divide_host_and_model(config):
     assert profile_compute.tensor_sizes(config, 8, ()) == (1, 2)
     assert profile_compute.tensor_sizes(config, 3, ()) == (1,)

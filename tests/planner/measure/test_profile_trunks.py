@@ -8,27 +8,52 @@ import pytest
 
 from planner.cluster.trunks import Trunks
 from planner.measure import profile_trunks
-from planner.measure.link_timing import one_by_one, tournament
+from planner.measure.link_timing import one_by_one, sampled, tournament
 from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
+from planner.measure.profile_trunks import UplinkGroup
 
 SIZE = 1000
 
 
-def test_hosts_of_a_label_that_others_do_not_have_are_a_group():
-    sites, racks = ["w", "w", "w", "e", "e", "e"], ["1", "1", "2", "3", "", ""]
-    assert profile_trunks.groups_of((sites, racks)) == [[0, 1, 2], [3, 4, 5], [0, 1]]
-    assert profile_trunks.groups_of((["a"] * 6, [""] * 6)) == []
-    assert profile_trunks.groups_of((sites, sites)) == [[0, 1, 2], [3, 4, 5]]  # each once
+def test_hosts_of_a_site_or_a_rack_are_a_group():
+    sites, racks = ["w", "w", "w", "e", "e", "e"], ["1", "1", "2", "1", "", ""]
+    found = profile_trunks.groups_of(list(zip(sites, racks)))
+    assert found == [([0, 1, 2], [3, 4, 5]), ([3, 4, 5], [0, 1, 2]), ([0, 1], [2])]
+    assert profile_trunks.groups_of([("a", "")] * 6) == []
+    assert profile_trunks.groups_of(list(zip(sites, sites))) == found[:2]  # each once
+    assert profile_trunks.groups_of([("", rack) for rack in "1122"]) == [([0, 1], [2, 3]), ([2, 3], [0, 1])]
+
+
+def test_racks_are_not_told_by_messages_that_take_the_sites_uplink():
+    """With full links inside the sites, racks would seem to share what their site shares."""
+    places = [("w", "1"), ("w", "1"), ("w", "2"), ("w", "2"), ("e", "3"), ("e", "3"), ("e", "3"), ("e", "3")]
+    groups = profile_trunks.groups_of(places)
+    assert [some.inside for some in groups] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1], [2, 3]]
+    times = []
+    for some in groups:
+        pairs = profile_trunks.crossing(some)
+        alone = [SIZE / 10.0] * len(pairs)
+        far = [places[a][0] != places[b][0] for a, b in pairs]
+        together = transfer([10.0] * len(pairs), 20.0) if all(far) else np.array(alone)
+        assert all(far) or not any(far)
+        seconds = np.full((len(pairs) + 1, 2, len(pairs)), np.nan)
+        seconds[:-1][np.arange(len(pairs)), :, np.arange(len(pairs))] = np.array(alone)[:, None]
+        seconds[-1] = together
+        times.append(seconds[None])
+    found = profile_trunks.trunks_of(groups, len(places), times, SIZE)
+    assert found.behind.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
+    assert found.bandwidth == pytest.approx([20.0, 20.0])
 
 
 def test_pairs_cross_and_are_disjoint():
     for some, hosts in (([0, 1, 2], 6), (list(range(20)), 64), ([5, 9], 10), (list(range(9)), 10)):
-        pairs = profile_trunks.crossing(some, hosts)
+        rest = [host for host in range(hosts) if host not in some]
+        pairs = profile_trunks.crossing(UplinkGroup(some, rest))
         ends = [end for pair in pairs for end in pair]
         assert len(set(ends)) == len(ends) == 2 * min(len(some), hosts - len(some), 8)
-        assert all(a in some and b not in some for a, b in pairs)
+        assert all(a in some and b in rest for a, b in pairs)
 
 
 def transfer(rates: list[float], uplink: float) -> np.ndarray:
@@ -62,7 +87,8 @@ def test_the_rate_of_an_uplink_is_told_from_messages_alone_and_together(rates, s
 
 
 def test_uplinks_are_those_of_the_groups_whose_messages_wait():
-    groups, hosts = [[0, 1], [2, 3], [0, 2]], 5
+    hosts = 5
+    groups = [UplinkGroup(some, [h for h in range(hosts) if h not in some]) for some in ([0, 1], [2, 3], [0, 2])]
     times = np.full((3, 3, 2, 2), np.nan)  # repeats, rounds, ways, pairs
     for i in range(2):
         times[:, i, :, i] = 1.0
@@ -86,6 +112,16 @@ def test_in_no_round_two_pairs_take_the_same_trunk_and_all_pairs_meet():
         assert crossing.max() <= 1
         assert len({end for pair in pairs for end in pair}) == 2 * len(pairs)
     assert sorted(pair for pairs in rounds for pair in pairs) == sorted(p for pairs in tournament(8) for p in pairs)
+
+
+def test_a_sample_of_rounds_taken_apart_has_all_pairs_inside_and_many_hosts_across():
+    hosts = 64
+    west = np.arange(hosts) < 32
+    rounds = sampled(one_by_one(tournament(hosts), Trunks(np.stack([west, ~west]), np.ones(2))), 63)
+    pairs = [pair for of_round in rounds for pair in of_round]
+    across = [(a, b) for a, b in pairs if west[a] != west[b]]
+    assert len(rounds) == 63 and len(pairs) - len(across) == 2 * 32 * 31 // 2
+    assert len({end for pair in across for end in pair}) > 48
 
 
 def test_uplinks_of_two_sites_are_timed_on_all_devices():
