@@ -145,7 +145,7 @@ def load(path: str | pathlib.Path) -> LossProbe:
         raise UserError(f"probe {path}: {error}") from error
 
 
-_NUMBER, _HUGE = (int, float), 1e300
+_NUMBER, _HUGE = (int, float), 1e100  # whose square is a float, too
 _KEYS: Mapping[str, tuple[type, ...]] = {
     "model": (dict,),
     "mesh": (list,),
@@ -205,8 +205,9 @@ def _codec(name: str, values: object) -> ProbedCodec:
     if (found["rank"] > 0) != (found["codec"] == LOW_RANK) or found["rank"] < 0:
         raise UserError(f"{name}.rank must be positive for {LOW_RANK} and 0 for others, got {found['rank']}")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in found["options"].items()}
-    if wrong := [key for key, value in options.items() if isinstance(value, dict) or value is None]:
-        raise UserError(f"{name}.options.{wrong[0]} must be a number, a text or a list, got {options[wrong[0]]!r}")
+    for key, value in options.items():
+        if not all(isinstance(one, int | float | str) for one in (value if isinstance(value, tuple) else (value,))):
+            raise UserError(f"{name}.options.{key} must be a number, a text or a list of these, got {value!r}")
     losses = _numbers(f"{name}.losses", found["losses"])
     return ProbedCodec(found["place"], found["codec"], losses, found["rank"], CodecOptions(options))
 

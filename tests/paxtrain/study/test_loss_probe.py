@@ -110,8 +110,8 @@ WRONG = {
     "no steps": ({"steps": 0}, "steps must be positive, got 0"),
     "a mesh of three": ({"mesh": [2, 2, 1]}, "mesh must be data ranks and stages, got [2, 2, 1]"),
     "one seed": ({"seeds": [0], "dense": [2.0], "codecs": []}, "seeds must be 2 or more"),
-    "a seed of text": ({"seeds": ["a", "b"]}, "seeds must be whole numbers below 1e+300, got 'a'"),
-    "a loss that is no number": ({"dense": [2.0, math.nan]}, "dense must be numbers below 1e+300, got nan"),
+    "a seed of text": ({"seeds": ["a", "b"]}, "seeds must be whole numbers below 1e+100, got 'a'"),
+    "a loss that is no number": ({"dense": [2.0, math.nan]}, "dense must be numbers below 1e+100, got nan"),
     "no loss": ({"dense": [2.0, 0.0]}, "dense must be losses above 0"),
     "too few losses": (
         {"codecs": [CODEC | {"losses": [0.1]}]},
@@ -123,10 +123,15 @@ WRONG = {
     ),
     "a rank of another": ({"codecs": [CODEC | {"rank": 2}]}, "codecs[0].rank must be positive for lowrank and 0 for"),
     "no rank": ({"codecs": [CODEC | {"codec": "lowrank"}]}, "codecs[0].rank must be positive for lowrank"),
-    "a loss beyond floats": ({"dense": [2.0, 10**400]}, "dense must be numbers below 1e+300"),
+    "a loss beyond floats": ({"dense": [2.0, 10**400]}, "dense must be numbers below 1e+100"),
+    "losses whose noise is beyond floats": (
+        {"codecs": [CODEC | {"losses": [-1e299, 1e299]}]},
+        "codecs[0].losses must be numbers below 1e+100, got -1e+299",
+    ),
     "too many": ({"codecs": [CODEC | {"codec": f"c{n}"} for n in range(13)]}, "codecs must have at most 12 of data"),
     "twice": ({"codecs": [CODEC, CODEC]}, "data int8 must be there once, got it 2 times"),
     "an option of options": ({"codecs": [CODEC | {"options": {"a": {}}}]}, "codecs[0].options.a must be a number"),
+    "an option of lists": ({"codecs": [CODEC | {"options": {"a": [[1]]}}]}, "codecs[0].options.a must be a number"),
     "no object": ({"codecs": [3]}, "codecs[0] must be a JSON object, got int"),
 }
 
