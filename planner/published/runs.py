@@ -49,7 +49,6 @@ class PublishedRun:
         data: size of the data axis.
         stage_layers: layers of each virtual stage.
         seconds: seconds of a step by the published figure.
-        reference: "Table 5" of what, for the table.
         columns: the row as it was read.
     """
 
