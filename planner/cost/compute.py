@@ -110,7 +110,7 @@ def _with_kernels(rates: ProductRates, tokens: int, shapes: tuple[tuple[int, int
 def _attention(
     model: ModelConfig, device: DeviceSheet, rates: ProductRates, tensor: int, micro_batch: int, stored: bool
 ) -> tuple[float, float]:
-    """Return the seconds of attention in F, and in B over the ratio of B to F that all else has.
+    """Return the seconds of attention in F and in B, if B has two products for each of F's.
 
     Args:
         model: model to train.
@@ -126,9 +126,9 @@ def _attention(
         scores = rates.seconds(length, length, model.head_dim, batch)
         products = scores + rates.seconds(length, model.head_dim, length, batch)
         passes = batch * length**2 * rates.item / rates.memory
-        return products + _SCORE_PASSES[0] * passes, products + _SCORE_PASSES[1] / 2 * passes
+        return products + _SCORE_PASSES[0] * passes, 2 * products + _SCORE_PASSES[1] * passes
     forward = 2 * tokens * length * model.hidden / tensor / (_FLASH * rates.flops)
-    return forward, _FLASH_BACKWARD / 2 * forward
+    return forward, _FLASH_BACKWARD * forward
 
 
 def sheet(
@@ -166,7 +166,7 @@ def sheet(
     sms = device.sms if shares.of_reach else 0
     rates = ProductRates(peak, device.bandwidth * shares.memory, sms, item)
     reduce = _all_reduce(tensor, tokens * h * item, *inside)
-    ratio = shares.backward / 2  # of the products in B to twice those in F
+    ratio = shares.backward / 2  # 1 if B takes twice as long as F
 
     def launched(seconds: float, times: float) -> float:
         return (seconds**_SHARPNESS + (times * shares.layer_launch) ** _SHARPNESS) ** (1 / _SHARPNESS)
@@ -177,7 +177,7 @@ def sheet(
     once = tokens * h * item * (0.4 / (tensor if sequence_parallel else 1) + 0.6 / tensor) / rates.memory
     passes = _ACTIVATION_PASSES * once
     forward = launched(products.forward + attention + passes, 1) + 2 * reduce
-    rest = 2 * ratio * (attention_backward + passes) + ratio * products.inputs  # of B besides its products for kernels
+    rest = ratio * (attention_backward + 2 * passes + products.inputs)  # of B besides its products for kernels
     backward = launched(rest + ratio * products.kernels, 2) + 2 * reduce
     part = _RECOMPUTED[save]
     again = part.products * products.forward + part.attention * attention + part.passes * passes
