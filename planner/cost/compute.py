@@ -17,7 +17,7 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
-from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.device_sheets import REACH, SHEETS, DeviceSheet
 from planner.cluster.products import UNKNOWN_SHAPES, ProductRates
 
 LAUNCH = 5e-6  # seconds a kernel takes to start beside its work
@@ -315,12 +315,13 @@ def source(cluster: Cluster) -> str:
         return "compute profile of the cluster"
     shares = cluster.shares
     some = f"compute profile of {', '.join(sorted(profiled))}; of the others " if profiled & set(cluster.kinds) else ""
-    sheets = [sheet for kind in cluster.kinds if (sheet := cluster.sheet(kind))]
-    reached = sorted({shares.matmul * (sheet.reach if shares.of_reach else 1.0) for sheet in sheets})
-    peak = " or ".join(f"{x:.0%}" for x in reached)
-    how, fitted = (f"up to {peak}", "published") if shares.of_reach else (peak, "measured")
+    sheets = [one for kind in set(cluster.kinds) - profiled if (one := cluster.sheet(kind))]
     memory = f"{shares.memory:.0%} of memory bandwidth"
-    return f"{some}data sheet at {how} of peak FLOP/s and {memory}, fitted to {fitted} runs"
+    if not shares.of_reach:
+        return f"{some}data sheet at {shares.matmul:.0%} of peak FLOP/s and {memory}, fitted to measured runs"
+    peak = " or ".join(f"{x:.0%}" for x in sorted({shares.matmul * one.reach for one in sheets}))
+    assumed = "" if all(one.reach == REACH.get(one.capability) for one in sheets) else " (assumed)"
+    return f"{some}data sheet at up to {peak} of peak FLOP/s{assumed} and {memory}, fitted to published runs"
 
 
 # --- Sizes ------------------------------------------------------------------------------------------------------------

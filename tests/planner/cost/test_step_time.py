@@ -213,23 +213,34 @@ def test_a_slower_kind_of_device_slows_the_step_by_its_compute():
     assert total("h100", "a100-80gb") > 0.8 * total("a100-80gb", "a100-80gb")
 
 
+PROFILED = {
+    "kind": "cpu",
+    "tensor": 1,
+    "micro_batch": 2,
+    "save": "dots",
+    "hidden": 1024,
+    "heads": 16,
+    "sequence": 1024,
+    "vocab": MODEL.padded_vocab,
+    "dtype": "bfloat16",
+    "forward": 1.0,
+    "backward": 2.0,
+    "head": 0.5,
+    "embedding": 0.1,
+    "optimizer": 1e-9,
+}
+
+
+def test_the_source_of_compute_is_told_of_the_devices_that_lack_a_profile():
+    assert costs.source(cluster(2, 1)).startswith("data sheet at up to 70% of peak FLOP/s and 80% of memory")
+    kinds = ["a100-80gb", "h100"]
+    some = costs.source(cluster(2, 1, device=kinds, compute=[PROFILED | {"kind": "a100-80gb"}]))
+    assert some.startswith("compute profile of a100-80gb; of the others data sheet at up to 61% of peak FLOP/s and")
+    assert costs.source(cluster(2, 1, device="rtx4090")).startswith("data sheet at up to 65% of peak FLOP/s (assumed)")
+
+
 def test_a_profile_counts_before_the_data_sheet():
-    row = {
-        "kind": "cpu",
-        "tensor": 1,
-        "micro_batch": 2,
-        "save": "dots",
-        "hidden": 1024,
-        "heads": 16,
-        "sequence": 1024,
-        "vocab": MODEL.padded_vocab,
-        "dtype": "bfloat16",
-        "forward": 1.0,
-        "backward": 2.0,
-        "head": 0.5,
-        "embedding": 0.1,
-        "optimizer": 1e-9,
-    }
+    row = PROFILED
     twice = row | {"micro_batch": 4, "forward": 1.8, "backward": 3.6}
     lab: Cluster = cluster(2, 1, device="cpu", memory=1e9, compute=[twice, row])
     at = lambda b, **model: costs.layer(lab, "cpu", dataclasses.replace(MODEL, **model), 1, b, "dots")  # noqa: E731
