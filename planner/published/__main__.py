@@ -20,6 +20,8 @@ HINT = "name a page with --page=docs/accuracy.md"
 def main(argv: Sequence[str]) -> None:
     """Predict, print and write."""
     f = flags.FLAGS
+    if f.page:
+        comparison.around(f.page)  # what is wrong with it is told before anything is fitted
     found = runs.read()
     constants = PublishedConstants()
     if f.fit:

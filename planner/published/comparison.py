@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paxtrain import files
 from paxtrain.errors import UserError
 from planner.published.halves import is_fitted
 from planner.published.prediction import PublishedConstants, predicted
@@ -88,8 +89,27 @@ def compare(runs: Sequence[PublishedRun], constants: PublishedConstants) -> Publ
     return PublishedComparison(runs, constants, np.array([predicted(run, constants) for run in runs]))
 
 
+def around(path: str | pathlib.Path) -> tuple[str, str]:
+    """Return what stands before and after the tables of a page, which are between two comments.
+
+    Args:
+        path: page in Markdown.
+
+    Raises:
+        UserError: the page cannot be read or lacks the comments.
+    """
+    try:
+        before, begin, rest = pathlib.Path(path).read_text().partition(BEGIN)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the page {path} ({error}); name a page such as docs/accuracy.md") from error
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UserError(f"{path} lacks the comments between which the tables go: {BEGIN} and {END}")
+    return before, after
+
+
 def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
-    """Replace the tables of a page, which stand between two comments.
+    """Replace the tables of a page.
 
     Args:
         path: page in Markdown.
@@ -98,13 +118,9 @@ def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
     Raises:
         UserError: the page cannot be read, lacks the comments or cannot be written.
     """
-    page = pathlib.Path(path)
+    before, after = around(path)
+    lines = [BEGIN, "", *found.summary(), "", *found.table(), "", END]
     try:
-        before, begin, rest = page.read_text().partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            raise UserError(f"{path} lacks the comments between which the tables go: {BEGIN} and {END}")
-        lines = [BEGIN, "", *found.summary(), "", *found.table(), "", END]
-        page.write_text(before + "\n".join(lines) + after)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot write the tables of {path} ({error}); name a page such as docs/accuracy.md") from error
+        files.write(path, before + "\n".join(lines) + after)
+    except OSError as error:
+        raise UserError(f"cannot write the tables of {path} ({error}); name a page that can be written") from error

@@ -100,8 +100,15 @@ def test_a_page_without_the_comments_is_refused(tmp_path, compared):
     page.write_text("# Nothing\n")
     with pytest.raises(UserError, match="lacks the comments"):
         comparison.write_page(page, compared)
-    with pytest.raises(UserError, match="cannot write the tables of"):
+    with pytest.raises(UserError, match="cannot read the page"):
         comparison.write_page(tmp_path / "absent.md", compared)
+
+
+def test_a_wrong_page_is_told_before_anything_is_predicted(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(runs, "read", lambda: pytest.fail("the runs were read first"))
+    main = mains.load("planner.published.__main__")
+    assert mains.run(monkeypatch, main, "--fit", f"--page={tmp_path / 'absent.md'}") == 2
+    assert capfd.readouterr().err.startswith(f"error: cannot read the page {tmp_path / 'absent.md'}")
 
 
 def test_the_command_takes_flags_only(monkeypatch, capfd):
