@@ -134,12 +134,12 @@ def choose(
         if search is not None:
             search.trials.pools = dense.trials.pools
             searches.append((float(search.scores.min()), n, search))
+    say(f"comparing {len(searches)} combinations of codecs")
     best = np.inf
     chosen: Combination = ()
     for least, n, search in sorted(searches, key=lambda one: one[:2]):
         if least >= best:
             break
-        say(f"comparing {len(searches)} combinations of codecs")
         found = search.run(top=1, placed=0).ranked[0]
         if (score := found.score(options.gain)) < best * (1 - _SAME):
             best, chosen = score, some[n]
