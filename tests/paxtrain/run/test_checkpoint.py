@@ -377,6 +377,22 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_an_older_one_
     assert synced[-2:] == [("2", [1]), ("2", [2])]
 
 
+def test_a_checkpoint_that_cannot_be_brought_to_disk_is_told(tmp_path, monkeypatch):
+    """Of several processes, orbax's thread of one would keep the error to itself."""
+
+    def broken(folder):
+        raise OSError(5, "Input/output error", str(folder))
+
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    (tmp_path / f"1{checkpoint._UNFINISHED}").mkdir()
+    monkeypatch.setattr(files, "sync_tree", broken)
+    checkpoints.check()
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoints._barrier(key=f"{checkpoint._WRITTEN}.1", timeout_ms=1)
+    with pytest.raises(RuntimeError, match=f"could not be written to {tmp_path}: .*Input/output error"):
+        checkpoints.check()
+
+
 def test_a_clock_that_jumps_while_a_checkpoint_is_written_ends_nothing(tmp_path, monkeypatch):
     clock, jumps = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: clock() + jumps[0])
