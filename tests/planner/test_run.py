@@ -244,6 +244,7 @@ def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(setting
     finally:
         for process in started.values():
             process.kill()
+            process.wait()
     for words, process in started.items():
         assert process.returncode == 2 and said[words].startswith("error: ") and words in said[words], said[words]
         assert len(said[words].splitlines()) == 1, said[words]
