@@ -1,10 +1,16 @@
-"""Files that are either old or new after a crash, and never half of each."""
+"""Files: written so that a crash leaves the old or the new, never half of each; JSON of users, read or refused."""
 
 import contextlib
+import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from paxtrain.errors import UserError
+
+Parsed = TypeVar("Parsed")
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -99,3 +105,25 @@ def sync_tree(folder: str | pathlib.Path) -> None:
                 _sync(os.path.join(home, name))
         with contextlib.suppress(FileNotFoundError):
             sync_folder(pathlib.Path(home))
+
+
+def read_json(path: str | pathlib.Path, kind: str, instead: str, parse: Callable[[object], Parsed]) -> Parsed:
+    """Return what a user's file of JSON describes.
+
+    Args:
+        path: file to read.
+        kind: what it should be, for messages, such as "plan".
+        instead: what would work, for the message if it cannot be read.
+        parse: function that makes it of the JSON's values, and raises UserError if they make no sense.
+
+    Raises:
+        UserError: the file cannot be read, or its values make no sense.
+    """
+    try:
+        values = json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists in lists
+        raise UserError(f"cannot read the {kind} {path} ({error}); {instead}") from error
+    try:
+        return parse(values)
+    except UserError as error:
+        raise UserError(f"{kind} {path}: {error}") from error

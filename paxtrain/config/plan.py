@@ -91,15 +91,7 @@ def load(path: str | pathlib.Path) -> Plan:
     Raises:
         UserError: the file cannot be read or is no JSON object, or it has wrong keys or values.
     """
-    try:
-        values = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        message = f"cannot read the plan {path} ({error}); name a plan.json as paxtrain/config/plan.py describes it"
-        raise UserError(message) from error
-    try:
-        return from_json(values)
-    except UserError as error:
-        raise UserError(f"plan {path}: {error}") from error
+    return files.read_json(path, "plan", "name a plan.json as paxtrain/config/plan.py describes it", from_json)
 
 
 def from_json(values: object) -> Plan:

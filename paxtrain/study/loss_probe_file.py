@@ -133,16 +133,7 @@ def load(path: str | pathlib.Path) -> LossProbe:
     Raises:
         UserError: the file cannot be read or is no JSON object, or it has wrong keys or values.
     """
-    try:
-        values = json.loads(pathlib.Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read the probe {path} ({error}); name a {FILE} of python -m paxtrain.study --probe"
-        ) from error
-    try:
-        return from_json(values)
-    except UserError as error:
-        raise UserError(f"probe {path}: {error}") from error
+    return files.read_json(path, "probe", f"name a {FILE} of python -m paxtrain.study --probe", from_json)
 
 
 _NUMBER, _HUGE = (int, float), 1e100  # whose square is a float, too

@@ -99,17 +99,8 @@ def read(name: str | pathlib.Path) -> Fields:
         UserError: the file cannot be read, or a link, host or device in it makes no sense.
     """
     path = pathlib.Path(find(str(name), "clusters", ".json"))
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"cannot read the cluster {path} ({error}); "
-            "name a JSON file as planner/cluster/cluster_file.py describes it"
-        ) from error
-    try:
-        return parse(values, path.parent)
-    except UserError as error:
-        raise UserError(f"cluster {path}: {error}") from error
+    instead = "name a JSON file as planner/cluster/cluster_file.py describes it"
+    return files.read_json(path, "cluster", instead, lambda values: parse(values, path.parent))
 
 
 def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
