@@ -82,9 +82,9 @@ class Coded:
         return encode + decode, 2 * launches
 
     @property
-    def forwards(self) -> int:
-        """Rank of the activations between stages: 0 if they travel as they are, and 1 if their codec has no rank."""
-        return 1 if self.forward is not None else self.forward_rank
+    def compresses_forward(self) -> bool:
+        """Return whether activations between stages are compressed."""
+        return self.forward is not None or self.forward_rank > 0
 
     def message_bytes(self, shape: tuple[int, ...], dtype: str, place: str = "backward") -> int:
         """Return the bytes of a message between stages on the wire, of a place with another codec than low rank."""

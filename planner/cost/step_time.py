@@ -91,7 +91,7 @@ class Candidate:
     @property
     def compresses_forward(self) -> bool:
         """Return whether activations between stages are compressed."""
-        return self.pipe > 1 and self.coded.forwards > 0
+        return self.pipe > 1 and self.coded.compresses_forward
 
     @property
     def slots(self) -> int:

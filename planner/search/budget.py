@@ -61,7 +61,7 @@ class Budget:
             sequence_parallel=space.sequence_parallel.astype(int),
             scan=scans(self.scan_layers, common) * 1,
             backward_rank=space.backward_rank,
-            forward_rank=np.where(space.pipe > 1, self.coded.forwards, 0),
+            forward_rank=np.where((space.pipe > 1) & self.coded.compresses_forward, max(self.coded.forward_rank, 1), 0),
             data_rank=space.data_rank,
             error=("none", "explicit", "lazy").index(self.error),
             overlap=int(cluster.overlaps),

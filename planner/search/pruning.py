@@ -205,7 +205,7 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     factors = space.backward_rank * (facts.coded.backward is None)  # another codec's message has some bytes or none
     packed = facts.hop_latency + factors * (tokens + model.hidden) * item(model) * facts.hop_byte
     activation = message
-    if facts.coded.forwards:
+    if facts.coded.compresses_forward:
         factors = facts.coded.forward_rank * (tokens + model.hidden)
         activation = np.minimum(message, facts.hop_latency + factors * item(model) * facts.hop_byte)
     gradient = np.where(space.backward == BACKWARD.index("none"), message, np.minimum(message, packed))

@@ -116,7 +116,7 @@ class Search:
         self.bounds = np.where(self.bytes <= self.limit, bounds, np.inf)
         self.trials.bounds = self.bounds
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
-        kinds = kinds + (self.space.pipe > 1) * (self.coded.forwards > 0)
+        kinds = kinds + (self.space.pipe > 1) * self.coded.compresses_forward
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
         columns = [np.stack([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
         self._alike = [np.unique(x, axis=1, return_inverse=True)[1].ravel() for x in columns]
@@ -162,7 +162,7 @@ class Search:
         c = chosen.candidate
         if c.backward == "none" and not c.data_rank and not c.compresses_forward:
             return chosen
-        if self.coded.forwards:  # of which all candidates with several stages have it
+        if self.coded.compresses_forward:  # of which all candidates with several stages have it
             dense = dataclasses.replace(self.coded, forward=None, forward_rank=0)
             other = self.among(dataclasses.replace(self.choices, coded=dense))
             return other.run((other.space.backward == 0) & (other.space.data_rank == 0), top=1, placed=0).ranked[0]
