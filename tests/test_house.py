@@ -112,6 +112,12 @@ def test_a_class_name_has_one_meaning():
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
+def test_the_design_page_lists_every_room():
+    """Each between the heading of the house and the next one."""
+    house = (ROOT / "docs" / "design.md").read_text().split("\n## ")[1]
+    assert {name for name in MAY_IMPORT if f" {name.rpartition('/')[2]}/ " not in house} == set()
+
+
 def test_every_room_says_what_lives_there():
     for name in MAY_IMPORT:
         docstring = ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text()))
