@@ -231,7 +231,17 @@ def _sites(value: object, hosts: int) -> tuple[int, ...]:
     if value is None:
         return ()
     names = [str(site) for site in _per_host("sites", value, hosts)]
-    return tuple(list(dict.fromkeys(names)).index(name) for name in names) if len(set(names)) > 1 else ()
+    return site_numbers(names)
+
+
+def site_numbers(names: Sequence[object]) -> tuple[int, ...]:
+    """Return the site of each host, numbered from 0 in the order of the hosts; empty if all are at one.
+
+    Args:
+        names: site of each host by its name, or by another number.
+    """
+    known = list(dict.fromkeys(names))
+    return tuple(map(known.index, names)) if len(known) > 1 else ()
 
 
 def _trunks(value: object, hosts: tuple[str, ...], sites: tuple[int, ...]) -> Trunks | None:

@@ -10,6 +10,7 @@ import jax
 
 from paxtrain.devices import gpus
 from paxtrain.errors import UserError
+from planner.cluster.cluster_file import site_numbers
 from planner.measure.process_group import ProcessGroup
 from planner.measure.reachability import check_reachable
 
@@ -44,8 +45,7 @@ class Machines:
     @property
     def site_numbers(self) -> tuple[int, ...]:
         """Site of each host, numbered from 0; empty: all are at one."""
-        names = list(dict.fromkeys(self.sites))
-        return tuple(map(names.index, self.sites)) if len(names) > 1 else ()
+        return site_numbers(self.sites)
 
     @property
     def places(self) -> list[tuple[str, str]]:

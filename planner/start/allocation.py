@@ -13,6 +13,7 @@ from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
 from planner.cluster import cluster as clusters
+from planner.cluster import cluster_file
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.measure.machines import Machines
@@ -177,6 +178,8 @@ def _fits(cluster: Cluster, machines: Machines, model: ModelConfig) -> bool:
     kinds = dict(zip(cluster.hosts, cluster.kinds))
     if any(kinds[host] != kind for host, kind in zip(machines.hosts, machines.kinds)):
         return False
+    if cluster_file.site_numbers(clusters.of_hosts(cluster, machines.hosts).sites) != machines.site_numbers:
+        return False  # what a site shares was not measured, or that of another one
     if not cluster.compute:
         return "cpu" not in machines.kinds  # which have no data sheet to go by
     return any(compute.profiled_row(row) == compute.profiled(model) for row in cluster.compute)

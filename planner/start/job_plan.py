@@ -27,6 +27,7 @@ from planner.measure import profile_cluster, profile_compute
 from planner.measure.machines import Machines
 from planner.measure.options import ProfileOptions
 from planner.measure.process_group import ProcessGroup
+from planner.planning import loss_budget
 from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.start import allocation, run_record
@@ -57,9 +58,16 @@ class PlanRequest:
     compute_hosts: int = 0
 
     def asked(self) -> dict[str, Any]:
-        """Return what a plan depends on besides the nodes, as JSON values."""
-        sections = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
-        return json.loads(json.dumps({**sections, "search": dataclasses.asdict(self.options)}))
+        """Return what a plan depends on besides the nodes, as JSON values.
+
+        Raises:
+            UserError: a probe that the options name cannot be read.
+        """
+        found = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
+        found["search"] = dataclasses.asdict(self.options)
+        if self.options.probe:  # whose content may change under its name
+            found["probe"] = dataclasses.asdict(loss_budget.read(self.options))
+        return json.loads(json.dumps(found))
 
 
 @dataclasses.dataclass(frozen=True)

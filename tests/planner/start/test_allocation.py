@@ -128,6 +128,18 @@ def test_what_another_profile_is_needed_for(tmp_path, here):
     assert allocation.kept_profile(tmp_path, here, MODEL, 10) is None
 
 
+def test_sites_must_be_those_that_were_measured(tmp_path):
+    keep(tmp_path, named("a", "b", "c", sites=(0, 1, 1)), "one.json", 0)
+
+    def found(here, *sites):
+        return allocation.kept_profile(tmp_path, dataclasses.replace(here, sites=sites), MODEL, 10)
+
+    three = machines("c", "b", "a")
+    assert found(three, "west", "west", "east") is not None
+    assert found(three, "west", "east", "east") is found(three) is None
+    assert found(machines("c", "b")) is not None  # which are at one site
+
+
 def test_compute_must_be_of_the_model_where_it_was_measured(tmp_path):
     row = {"kind": "a100-80gb", "tensor": 1, "micro_batch": 1, "save": "dots", "dtype": MODEL.dtype}
     row |= {"hidden": MODEL.hidden, "heads": MODEL.heads, "sequence": MODEL.sequence, "vocab": MODEL.padded_vocab}

@@ -12,6 +12,8 @@ from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
+from paxtrain.study import loss_probe_file
+from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.measure import compute_timing
@@ -87,6 +89,16 @@ def test_what_changed_is_said_and_planned_for(out):
     assert found.source.startswith("made anew: configuration or search flags")
     assert found.plan.mesh.pipe == 4
     assert found.plan.predicted["asked"] != first.plan.predicted["asked"]
+
+
+def test_a_probe_that_says_something_else_is_planned_with_anew(out):
+    probe = LossProbe({}, (2, 2), 1, 50, 100, (0, 1), (3.0, 3.1), (ProbedCodec("data", "int8", (0.0, 0.001)),))
+    loss_probe_file.save(probe, out / "probe.json")
+    options = dataclasses.replace(OPTIONS, compress=("auto",), probe=str(out / "probe.json"))
+    decide(request(out, options=options), *HOSTS)
+    assert " again: " in decide(request(out, options=options), *HOSTS).source
+    loss_probe_file.save(dataclasses.replace(probe, codecs=()), out / "probe.json")
+    assert decide(request(out, options=options), *HOSTS).source.startswith("made anew: configuration or search flags")
 
 
 def test_what_a_plan_does_not_depend_on_changes_nothing(out):
