@@ -41,7 +41,8 @@ def resized(cluster: Cluster, hosts: int) -> Cluster:
     if hosts <= count:
         return cluster if hosts == count else of_hosts(cluster, cluster.hosts[:hosts])
     if count == 1 or not alike(cluster):
-        why = "has one host and so no link between hosts" if count == 1 else "has hosts or links that differ"
+        differ = "has hosts or links that differ, or shared uplinks"
+        why = "has one host and so no link between hosts" if count == 1 else differ
         raise UserError(f"{hosts} hosts cannot be told from {cluster.name}, which {why}; name at most {count}")
     names = (*cluster.hosts, *(f"like-{cluster.hosts[0]}-{n}" for n in range(1, hosts - count + 1)))
     here = np.eye(hosts, dtype=bool)
