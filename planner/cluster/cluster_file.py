@@ -256,7 +256,7 @@ def _trunks(value: object, hosts: tuple[str, ...], sites: tuple[int, ...]) -> Tr
         rate = _number("trunks.bandwidth", entry["bandwidth"])
         if "each" in entry:
             if entry["each"] != "site" or not sites:
-                raise UserError(f'trunks: each may be "site", where sites tells two or more, got {entry["each"]!r}')
+                raise UserError(f'trunks: each may be "site" if sites has two or more, got {entry["each"]!r}')
             some = [np.array(sites) == site for site in sorted(set(sites))]
         else:
             some = [_behind(entry["hosts"], known)]

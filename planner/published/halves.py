@@ -26,7 +26,14 @@ def is_fitted(count: int) -> Array:
 
 
 def fit(runs: Sequence[PublishedRun]) -> PublishedConstants:
-    """Return the constants that fit some runs, by least squares of logarithms that count outliers by their distance."""
+    """Return the constants that fit some runs.
+
+    The fit is of logarithms, by least squares in which outliers count by their distance, not by its square. The
+    constants that ship are its prior.
+
+    Args:
+        runs: published runs.
+    """
     fields = [field.name for field in dataclasses.fields(PublishedConstants)]
     start = np.log([getattr(PublishedConstants(), name) for name in fields])
     measured = np.log([run.seconds for run in runs])

@@ -235,7 +235,7 @@ def two(bandwidth: list) -> dict:
         ({"trunks": [{"hosts": ["host0"], "bandwidth": 0}]}, "trunks.bandwidth must be a number above 0, got 0"),
         ({"trunks": [{"hosts": ["host9"], "bandwidth": 1}]}, "hosts must be a list of hosts of the cluster"),
         ({"trunks": [{"hosts": [], "bandwidth": 1}]}, "some hosts must be behind a trunk and some not, got 0 of 3"),
-        ({"trunks": [{"each": "site", "bandwidth": 1}]}, "where sites tells two or more"),
+        ({"trunks": [{"each": "site", "bandwidth": 1}]}, "if sites has two or more"),
         ({"trunks": [{"hosts": ["host0"], "bandwidth": 1, "rate": 1}]}, "unknown key trunks: rate"),
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),
