@@ -133,7 +133,7 @@ def _parse(values: dict, name: str, hosts: int, seed: int) -> Scenario:
 
 def _racks(count: int, hosts: int) -> np.ndarray:
     """Return the rack of each host [H]."""
-    if count < 1 or hosts % count:
+    if type(count) is not int or count < 1 or hosts % count:
         raise UserError(f"{hosts} hosts do not divide into {count} racks")
     return np.arange(hosts) // (hosts // count)
 

@@ -75,6 +75,7 @@ def test_noise_is_drawn_from_the_measured_cluster():
         ({"links": {"all": 5, "spread_of": 3}}, "has a value of the wrong kind"),
         ({"links": {"inside": 9, "between": 3, "racks": 3}}, "8 hosts do not divide into 3 racks"),
         ({"links": {"inside": 9, "uplink": 3, "racks": 5}}, "8 hosts do not divide into 5 racks"),
+        ({"links": {"inside": 9, "uplink": 3, "racks": 2.0}}, "8 hosts do not divide into 2.0 racks"),
         ({"links": {"uplink": 0}}, "all rates must be at least 0.01 Mbit/s"),
         ({"links": {"rates": [[1, 2], [3, 4]]}}, r"rates are of shape \(2, 2\), but --hosts=8"),
         ({"links": {"all": 5}, "devices_per_host": 3}, "devices_per_host must be 1, 2 or 4, got 3"),
