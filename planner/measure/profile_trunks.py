@@ -63,6 +63,24 @@ def crossing(some: UplinkGroup) -> Pairs:
     return [(inside[i * len(inside) // count], outside[i * len(outside) // count]) for i in range(count)]
 
 
+def affordable_groups(groups: Sequence[UplinkGroup], rounds: int) -> list[UplinkGroup]:
+    """Return the groups that so many rounds are enough for, the largest first; one at least, if there is any.
+
+    All rounds are branches of one program, and hundreds of them would compile for minutes.
+
+    Args:
+        groups: the groups.
+        rounds: largest number of rounds.
+    """
+    found: list[UplinkGroup] = []
+    for some in sorted(groups, key=lambda some: len(some.inside), reverse=True):
+        rounds -= len(crossing(some)) + 1
+        if rounds < 0 and found:
+            break
+        found.append(some)
+    return found
+
+
 def plan(groups: Sequence[UplinkGroup], per_host: int) -> list[Round]:
     """Return the rounds: for each group its crossing pairs one by one, and then all of them.
 
@@ -123,13 +141,14 @@ def profile_trunks(
     Args:
         group: the processes of the run.
         machines: their hosts and devices.
-        options: message sizes and repeats.
+        options: message sizes, repeats and rounds.
         until: time.monotonic() at which to stop; process 0's clock counts.
 
     Returns:
         The uplinks, on every process, and a sentence about what was found, empty if there was nothing to measure.
     """
-    groups = groups_of(machines.places)
+    every = groups_of(machines.places)
+    groups = affordable_groups(every, options.rounds)
     rounds = plan(groups, machines.per_host)
     if not rounds:
         return None, ""
@@ -154,7 +173,12 @@ def profile_trunks(
 
             if not group.gather(taken, verdict):
                 break
-    return _told(group, machines, groups, found, size)
+    trunks = _found(group, machines, groups, found, size)
+    among = f"{len(groups)} " + f"of {len(every)} " * (len(groups) < len(every)) + "sites and racks"
+    if trunks is None:
+        return None, f"no shared uplink was found among {among}"
+    rates = ", ".join(f"{8e-6 * rate:,.4g} Mbit/s for {int(behind.sum())} hosts" for behind, rate in trunks)
+    return trunks, f"{len(trunks)} found among {among}: {rates}"
 
 
 def _of_pairs(rounds: Sequence[Round], of_process: Sequence[int], values: list[list[tuple]]) -> Array:
@@ -175,10 +199,10 @@ def _of_pairs(rounds: Sequence[Round], of_process: Sequence[int], values: list[l
     return found
 
 
-def _told(
+def _found(
     group: ProcessGroup, machines: Machines, groups: list[UplinkGroup], found: list[Array], size: int
-) -> tuple[Trunks | None, str]:
-    """Return the uplinks that process 0 has found, on every process, and a sentence about them."""
+) -> Trunks | None:
+    """Return the uplinks that process 0 has found, on every process."""
 
     def verdict(_: object) -> list[tuple[list[bool], float]]:
         every, times, first = np.array(found), [], 0
@@ -190,8 +214,4 @@ def _told(
         return [(behind.tolist(), rate) for behind, rate in trunks or ()]
 
     told = group.gather(None, verdict)
-    if not told:
-        return None, f"no shared uplink was found among {len(groups)} sites and racks"
-    trunks = Trunks(np.array([behind for behind, _ in told]), np.array([rate for _, rate in told]))
-    rates = ", ".join(f"{8e-6 * rate:,.4g} Mbit/s for {int(behind.sum())} hosts" for behind, rate in trunks)
-    return trunks, f"{len(trunks)} found among {len(groups)} sites and racks: {rates}"
+    return Trunks(np.array([behind for behind, _ in told]), np.array([rate for _, rate in told])) if told else None

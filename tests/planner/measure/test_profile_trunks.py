@@ -56,6 +56,18 @@ def test_pairs_cross_and_are_disjoint():
         assert all(a in some and b in rest for a, b in pairs)
 
 
+def test_of_many_racks_as_many_are_measured_as_there_are_rounds_for():
+    """Each takes nine rounds: eight pairs alone, and all at once."""
+    places = [("", f"rack{i // 8}") for i in range(512)] + [("", "large")] * 9
+    every = profile_trunks.groups_of(places)
+    few = profile_trunks.affordable_groups(every, 63)
+    assert len(every) == 65 and len(few) == 7
+    assert len(profile_trunks.plan(few, 8)) == 63
+    assert few[0].inside == list(range(512, 521))  # the largest first
+    assert len(profile_trunks.affordable_groups(every, 1)) == 1
+    assert profile_trunks.affordable_groups([], 63) == []
+
+
 def transfer(rates: list[float], uplink: float) -> np.ndarray:
     """Return the seconds of messages that begin at once and share an uplink fairly, by replaying their ends."""
     left, ends, now = dict.fromkeys(range(len(rates)), float(SIZE)), np.zeros(len(rates)), 0.0
