@@ -3,6 +3,7 @@
 import ast
 import collections
 import pathlib
+import re
 
 from tests import sources
 from tests.sources import ROOT
@@ -125,3 +126,18 @@ def test_every_room_says_what_lives_there():
         modules = {path.stem for path in (ROOT / name).glob("*.py")} - {"__init__", "__main__"}
         if name not in ("paxtrain", "planner"):  # whose mains README and docs/design.md list
             assert {module for module in modules if f"{module}.py" not in docstring} == set(), name
+
+
+def unknown_paths(texts):
+    """Return the Python files that texts name by their path from the root, and that are not there."""
+    named = {path for text in texts for path in re.findall(r"(?<![\w./-])(?:[a-z_0-9]+/)+[a-z_0-9]+\.py\b", text)}
+    tops = (*PRODUCT, "configs", "examples", "tests")
+    return sorted(path for path in named if path.startswith(tops) and not (ROOT / path).exists())
+
+
+def test_files_that_code_and_pages_name_are_there():
+    modules = [(ROOT / path).read_text() for path in sources.read() if path.startswith(PRODUCT)]
+    pages = [path.read_text() for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))]
+    assert len(modules) > 100 and len(pages) > 10
+    assert unknown_paths([*modules, *pages]) == []
+    assert unknown_paths(["see compress/gone.py", "and planner/cost/compute.py"]) == ["compress/gone.py"]

@@ -100,6 +100,7 @@ def test_its_table_is_proved_and_its_rings_are_as_deep_as_the_spec_says(late):
         lay_out([[("F", 0, 0), ("B", 1, 0)]], 1)  # B of a micro-batch without F
 
 
+@pytest.mark.once
 def test_its_gradients_are_those_of_one_device(late):
     tokens, params, found = np.random.default_rng(0).integers(0, 61, (10, 17), dtype=np.int32), None, []
     for schedule, pipe in (("gpipe", 1), (NAME, 2)):

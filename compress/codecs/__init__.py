@@ -7,4 +7,8 @@ float8.py       Float8Blocks: blocks of 8-bit floats with a scale each
 sign.py         Signs: one bit for a number, with a scale for a block
 remainder.py    LowRankRemainder: two thin factors, and what they leave out in few bits
 topk.py         TopK: the largest numbers and their places
+
+A new codec of the library is a module here, a name in named.py, a row in docs/codecs.md, a point in
+paxtrain/study/frontier.py and a case in tests/compress/test_testing.py. The planner asks its methods. A codec of a
+user's own needs none of that.
 """

@@ -28,9 +28,10 @@ def _gpu(name: str, single: float, intra: float) -> Datasheet:
     return Datasheet(GPUS[name].peak_flops, single, GPUS[name].bandwidth, intra)
 
 
-# Rates are NVIDIA's and AMD's, without sparsity; NVIDIA's sheets print twice as much "with sparsity" from Ampere on. A
-# key without a form factor, "H100", has the rates of the fastest one, so that no utilisation can exceed 1. A key with a
-# form factor, "H100 PCIE", applies if the device's name has all its words.
+# Rates are NVIDIA's and AMD's, without sparsity (GeForce: the white papers of GA102, AD102 and GB202); NVIDIA's sheets
+# print twice as much "with sparsity" from Ampere on. A key without a form factor, "H100", has the rates of the fastest
+# one, so that no utilisation can exceed 1. A key with a form factor, "H100 PCIE", applies if the device's name has all
+# its words.
 _DATASHEETS = {
     "K80": Datasheet(4.1e12, 4.1e12, 240e9, 12e9),
     "P100": Datasheet(19e12, 9.5e12, 732e9, 80e9),
@@ -38,8 +39,9 @@ _DATASHEETS = {
     "V100 PCIE": Datasheet(112e12, 14e12, 900e9, 12e9),
     "T4": Datasheet(65e12, 8.1e12, 300e9, 12e9),
     "RTX2080TI": Datasheet(54e12, 13.4e12, 616e9, 12e9),
-    "RTX3090": Datasheet(71e12, 35.6e12, 936e9, 24e9),
-    "RTX4090": Datasheet(165e12, 82e12, 1008e9, 24e9),
+    "RTX3090": Datasheet(71e12, 35.6e12, 936.2e9, 24e9),
+    "RTX4090": Datasheet(165.2e12, 82.6e12, 1008e9, 24e9),
+    "RTX5090": Datasheet(209.5e12, 104.8e12, 1792e9, 48e9),
     "A10": Datasheet(125e12, 62e12, 600e9, 24e9),
     "A10G": Datasheet(70e12, 35e12, 600e9, 24e9),
     "A30": Datasheet(165e12, 82e12, 933e9, 100e9),

@@ -3,7 +3,8 @@
     step.py                      Trainer: the compiled functions of one configuration on one mesh
     mesh.py layout.py            devices by axes; how parameters lie on them
     weights.py                   the weights' gather over data, before the pipeline
-    reduction.py gradients.py    the gradients' reduction over data; the exchange of the tied embedding's
+    reduction.py                 when a stage reduces which of its gradients over data
+    gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients
     compression.py ranks.py      codecs of the links, ranks of the stages
     stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update

@@ -1,10 +1,10 @@
 """Pipeline schedules as data: what each schedule is, its table of rows x stages, and where values wait between rows.
 
-    schedules.py            the schedules: a new one is added here, and nowhere else
+    schedules.py            the schedules; its docstring says what a new one needs
     row_layout.py table.py  ops laid out in rows; the table that comes out
     buffers.py              a slot for each value between rows
     proof.py                every op finds its own values
-    table_file.py           a schedule from a CSV file
+    table_file.py           a schedule from a CSV file, which needs no code
     drawing.py              a table as a picture
 
 May import `compress.policy`, and nothing else of the project. Tables are plain numpy: the executor and the planner

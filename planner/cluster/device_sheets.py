@@ -8,6 +8,7 @@ host exchange data through its memory only, so a cluster's file says what their 
 import dataclasses
 from collections.abc import Mapping
 
+from paxtrain.devices.datasheets import datasheet
 from paxtrain.devices.gpus import GPUS, Gpu
 
 
@@ -47,11 +48,16 @@ def _of(gpu: Gpu) -> DeviceSheet:
     return DeviceSheet(gpu.peak_flops, single, gpu.bandwidth, gpu.memory, gpu.capability, gpu.sms, reach)
 
 
-# NVIDIA's GA102, AD102 and GB202 white papers: bfloat16 tensor operations with float32 sums, without sparsity. The
-# memory is what drivers report.
+def _consumer(name: str, memory: int, capability: tuple[int, int], sms: int) -> DeviceSheet:
+    rates = datasheet(name)
+    assert rates is not None
+    return DeviceSheet(rates.half, rates.single, rates.memory_bandwidth, memory, capability, sms)
+
+
+# NVIDIA's GA102, AD102 and GB202 white papers. The memory is what drivers report.
 _CONSUMER = {
-    "rtx3090": DeviceSheet(71e12, 35.6e12, 936.2e9, 25_438_126_080, (8, 6), 82),
-    "rtx4090": DeviceSheet(165.2e12, 82.6e12, 1008e9, 25_757_220_864, (8, 9), 128),
-    "rtx5090": DeviceSheet(209.5e12, 104.8e12, 1792e9, 34_190_458_880, (12, 0), 170),
+    "rtx3090": _consumer("rtx3090", 25_438_126_080, (8, 6), 82),
+    "rtx4090": _consumer("rtx4090", 25_757_220_864, (8, 9), 128),
+    "rtx5090": _consumer("rtx5090", 34_190_458_880, (12, 0), 170),
 }
 SHEETS: Mapping[str, DeviceSheet] = {**{kind: _of(gpu) for kind, gpu in GPUS.items()}, **_CONSUMER}

@@ -1,8 +1,8 @@
 """Seconds of a training step: compute, transfers and reductions, joined by a simulation of the executor.
 
     link_seconds.py         bandwidths to seconds per byte, for messages and rings of a placement
-    compute.py              a layer on a device kind, with its all-reduces over tensor
-    step_time.py            bytes to seconds: the whole step
+    compute.py              a layer on a device kind; the seconds of its all-reduces over tensor
+    step_time.py            bytes times seconds per byte: messages, reductions, and the whole step
     terms.py                a step's terms by stage, to be compared with a run's breakdown
     coded.py                what codecs other than low rank declare
     outer.py                the exchange of groups that train apart

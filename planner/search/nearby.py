@@ -63,7 +63,7 @@ def most_sequences(search: Search) -> Array:
     return cluster.devices_per_host / np.array([quickest[kind] for kind in cluster.kinds])
 
 
-def _link_seconds(search: Search) -> Array:
+def _seconds_per_byte(search: Search) -> Array:
     """Return the seconds per byte between each two hosts, both ways together, [H, H]; 0 on the diagonal."""
     slowness = search.fabric.slowness
     return np.where(np.eye(len(slowness), dtype=bool), 0.0, slowness + slowness.T)
@@ -71,7 +71,7 @@ def _link_seconds(search: Search) -> Array:
 
 def hosts_differ(search: Search) -> bool:
     """Return whether hosts differ in kind, lie in racks, or have links of different speed."""
-    links = np.median(_link_seconds(search), axis=1)
+    links = np.median(_seconds_per_byte(search), axis=1)
     several = len(set(search.cluster.kinds)) > 1 or bool(racks_of(search.fabric).max())
     return several or bool(links.max() > _DIFFERENT * links.min())
 
@@ -89,7 +89,7 @@ def _worst_first(links: Array, speed: Array) -> Array:
 def _subsets(search: Search) -> list[list[int]]:
     """Return sets of hosts to leave out, smallest first."""
     hosts = len(search.cluster.hosts)
-    order = _worst_first(_link_seconds(search), most_sequences(search))
+    order = _worst_first(_seconds_per_byte(search), most_sequences(search))
     found = [sorted(order[:count].tolist()) for count in range(1, hosts // 2 + 1)]
     rack = racks_of(search.fabric)
     sizes = np.bincount(rack)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import compress
+from compress.codecs import named
 from compress.codecs.float8 import Float8Blocks
 from compress.codecs.quantised import QuantisedBlocks
 from compress.codecs.remainder import LowRankRemainder
@@ -30,7 +31,15 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("codec", [compress.Identity(), TopK(0.1), TopK(0.1, feedback=False), *BLOCKS, *LOW], ids=repr)
+ALL = [compress.Identity(), TopK(0.1), TopK(0.1, feedback=False), *BLOCKS, *LOW]
+
+
+def test_none_of_the_library_is_left_out():
+    paths = {f"{type(codec).__module__}:{type(codec).__name__}" for codec in ALL}
+    assert {entry.path for entry in named.NAMES.values()} <= paths
+
+
+@pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_codecs_of_the_library_have_all_properties(codec):
     found = check(codec)
     assert len(found) == 15

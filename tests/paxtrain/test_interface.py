@@ -141,6 +141,7 @@ print(json.dumps([jax.local_device_count(), result.finished, result.losses.tolis
 """
 
 
+@pytest.mark.once
 def test_joined_processes_share_the_mesh(home, trained, tmp_path):
     """Each of two processes gets half of the mesh's devices, and the losses are those of one process."""
     values = to_dict(configuration(home, tmp_path / "run", **SHORT))

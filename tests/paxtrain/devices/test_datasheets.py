@@ -26,6 +26,8 @@ from paxtrain.devices.gpus import GPUS
         ("NVIDIA GB200", 2500),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 2080 Ti", 54),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
         ("NVIDIA A4000", None),
         ("cpu", None),
     ],

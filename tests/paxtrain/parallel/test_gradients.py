@@ -238,6 +238,7 @@ def test_covering_set_has_every_mesh_schedule_and_save_mode():
 # --- Negative controls: the comparison sees wrong gradients -----------------------------------------------------------
 
 
+@pytest.mark.once
 def test_a_missing_sum_over_tensor_shows(monkeypatch):
     monkeypatch.setattr(tp, "copy", lambda x, axis: x)
     found = errors(trainer(config((2, 1, 2))), reference(16, 0.0, LAYERS))
@@ -254,6 +255,7 @@ def test_a_missing_sum_over_the_parts_of_the_sequence_shows(monkeypatch):
     assert wrong - {"norm"} == expected | {"['layers']['out']['bias']", "['layers']['down']['bias']"}
 
 
+@pytest.mark.once
 def test_dropout_of_another_part_of_the_sequence_shows(monkeypatch):
 
     def own(x, dim, group):

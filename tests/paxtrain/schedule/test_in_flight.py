@@ -45,6 +45,7 @@ def test_more_in_flight_takes_less_time_from_1f1b_to_eager(stages):
         assert found == pytest.approx(lower)
 
 
+@pytest.mark.once
 def test_gradients_of_a_value_between_are_those_of_1f1b():
     c = config("1f1b", pipe=4, micro_batches=7)
     values = {"schedule": "1f1b", "in_flight": 5}

@@ -57,6 +57,7 @@ def test_the_csv_of_1f1b_trains_bit_equal_to_1f1b(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.once
 def test_whole_and_split_backwards_in_one_file_make_the_right_gradients(tmp_path):
     mine = gradients(config(written(tmp_path, TORCH_SPLIT), micro_batches=2, chunks=2), overlap=True)
     for one, other in zip(gradients(config("1f1b", micro_batches=2)), mine, strict=True):
