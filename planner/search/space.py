@@ -19,8 +19,8 @@ BACKWARD = ("none", "epilogue", "all")
 CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = tuple(name for name in names() if not SPECS[name].splits)
-# How many schedules between 1f1b and eager_1f1b are tried.
-BETWEEN = 3
+# How many schedules between 1f1b and eager_1f1b are tried, and up to how many there are all of them.
+BETWEEN, ALL_BETWEEN = 3, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +205,9 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
             if pipe * chunks <= model.layers:
                 yield name, chunks
         if between_ends(0).startswith(name + FAMILY[-1]):
-            ends = np.linspace(pipe, 2 * pipe - 1, BETWEEN + 2)[1:-1].round().astype(int).tolist()
-            yield from ((between_ends(most), 1) for most in sorted({*ends} - {pipe, 2 * pipe - 1}))
+            tried = pipe - 2 if pipe - 2 <= ALL_BETWEEN else BETWEEN
+            for most in np.linspace(pipe, 2 * pipe - 1, tried + 2)[1:-1].round().astype(int).tolist():
+                yield between_ends(most), 1
 
 
 def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:
