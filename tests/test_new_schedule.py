@@ -23,8 +23,7 @@ from planner.gpu import correctness, many, options
 from planner.gpu.section import FULL
 from planner.memory import closed_form
 from planner.search import layers, pruning
-from planner.search.search import candidate_of
-from planner.search.space import Choices, enumerate_candidates
+from planner.search.space import Choices, candidate_of, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements
 from tests.sources import ROOT
 

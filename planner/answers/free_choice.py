@@ -28,7 +28,7 @@ def freed(options: PlanOptions) -> PlanOptions:
         micro_batch=(),
         virtual_stages=union("virtual_stages"),
         zero1="both",
-        sequence_parallel="no" if options.sequence_parallel == "no" else "both",
+        sequence_parallel="both",
         schedules=union("schedules"),
         saves=SAVE_MODES,
         uneven=True,

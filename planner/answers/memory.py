@@ -24,8 +24,7 @@ from planner.planning.options import PlanOptions
 from planner.report.text import aligned, labelled, mesh, percent, schedule
 from planner.search import layers
 from planner.search.search import Search
-from planner.search.space import Space, divisors, enumerate_candidates
-from planner.search.trials import candidate_of
+from planner.search.space import Space, candidate_of, divisors, enumerate_candidates
 
 # What changes together, as columns of the space, and the flags that choose it.
 _CHOICES = {

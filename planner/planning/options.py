@@ -71,7 +71,7 @@ class PlanOptions:
     micro_batch: tuple[int, ...] = ()
     virtual_stages: tuple[int, ...] = (2, 4)
     zero1: str = "both"
-    sequence_parallel: str = "no"
+    sequence_parallel: str = "both"
     schedules: tuple[str, ...] = tuple(TRIED)
     saves: tuple[str, ...] = SAVE_MODES
     uneven: bool = True

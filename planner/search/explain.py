@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
-from paxtrain.schedule.schedules import SPECS, code, name_of
+from paxtrain.schedule.schedules import SPECS, name_of
 from planner.search.search import Found, Search
-from planner.search.space import BACKWARD
+from planner.search.space import COLUMNS, numbers_of
 
-_NAMES = {"save": SAVE_MODES, "backward": BACKWARD}
-_FLAGS = ("zero1", "sequence_parallel")
+_SHAPE = ("data", "pipe", "tensor", "micro_batch")  # changed by factors
+_FREE = tuple(name for name in COLUMNS if name not in _SHAPE and name != "micro_batches")
 
 
 def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
@@ -22,16 +22,7 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
     for factor in (0.5, 2.0):
         if now["micro_batch"] * factor >= 1:
             yield now | {"micro_batch": int(now["micro_batch"] * factor)}
-    for column in (
-        "schedule",
-        "chunks",
-        "save",
-        "zero1",
-        "sequence_parallel",
-        "backward",
-        "backward_rank",
-        "data_rank",
-    ):
+    for column in _FREE:
         same = search.space.pipe == now["pipe"] if column == "schedule" else slice(None)
         for value in np.unique(getattr(search.space, column)[same]).tolist():
             if value != now[column]:
@@ -41,12 +32,8 @@ def _moves(now: dict[str, int], search: Search) -> Iterator[dict[str, int]]:
 def _described(changed: dict[str, int], now: dict[str, int]) -> str:
     words = []
     for column, value in changed.items():
-        if value == now[column]:
-            continue
-        shown = _NAMES[column][value] if column in _NAMES else (bool(value) if column in _FLAGS else value)
-        if column == "schedule":
-            shown = name_of(value)
-        words.append(f"{column}={shown}")
+        if value != now[column] and (column != "backward_rank" or changed["backward"]):
+            words.append(f"{column}={COLUMNS[column].value(value)}")
     return " ".join(words)
 
 
@@ -60,24 +47,9 @@ def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
         chosen: chosen plan.
         global_batch: sequences of an optimizer step.
     """
-    columns = ["data", "pipe", "tensor", "micro_batch", "schedule", "chunks", "save", *_FLAGS]
-    columns += ["backward", "data_rank", "backward_rank"]
+    columns = (*_SHAPE, *_FREE)
     table = np.stack([getattr(search.space, column).astype(int) for column in columns], axis=1)
-    c = chosen.candidate
-    now = {
-        "data": c.data,
-        "pipe": c.pipe,
-        "tensor": c.tensor,
-        "micro_batch": c.micro_batch,
-        "schedule": code(c.schedule),
-        "chunks": c.chunks,
-        "save": SAVE_MODES.index(c.save),
-        "zero1": int(c.zero1),
-        "sequence_parallel": int(c.sequence_parallel),
-        "backward": BACKWARD.index(c.backward),
-        "data_rank": c.data_rank,
-        "backward_rank": c.backward_rank if c.backward != "none" else 0,
-    }
+    now = numbers_of(chosen.candidate)
     found: list[str] = []
     for changed in _moves(now, search):
         spec = SPECS[name_of(changed["schedule"])]

@@ -6,6 +6,7 @@ another one, which is placed in turn.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,8 +22,9 @@ Array = np.ndarray
 # placements can all be evaluated.
 _QUICK = 16  # most meshes with schedules that are placed quickly
 # By which share a plan may be behind the best to be placed with care: at least, and in multiples of what care has
-# gained so far. If all placements can be evaluated, all plans may be.
-_BEHIND, _GAINS = 0.003, 1.5
+# gained so far. If all placements can be evaluated, other splits are tried too, and what they gain is not known before.
+_BEHIND, _GAINS, _OTHER_SPLIT = 0.003, 1.5, 0.5
+_FEW = 0.25  # a plan whose placements can all be evaluated counts as that part of one that is placed with care
 _TURNS = (1, 3)  # most turns of placing and of splitting anew
 _AGAIN, _EACH = 64, 12  # most candidates of a mesh, and of a schedule on it, that a new placement is tried with
 # Of a plan that is placed with care: most rounds, how many other splits are placed quickly in each, and how many of
@@ -43,7 +45,7 @@ class Refinement:
     Attributes:
         found: best plan of each candidate, by the candidate's place in the space.
         placed: number of plans that were placed.
-        most: most meshes and schedules to place with care.
+        most: most meshes and schedules to place with care, of those with few placements four times as many.
         quick: most of them to place quickly.
     """
 
@@ -91,8 +93,10 @@ class Refinement:
         Args:
             progress: called with a sentence now and then.
         """
-        for n, f in zip(range(self.most), self._leaders(1)):
-            progress(f"placing, {n + 1} of {self.most}; best {self.best.seconds:.4g} s")
+        spent, leaders = 0.0, self._leaders(1)
+        while spent < self.most and (f := next(leaders, None)) is not None:
+            spent += _FEW if are_few(self._problem(f)) else 1
+            progress(f"placing, {math.ceil(spent)} of {self.most}; best {self.best.seconds:.4g} s")
             self._place(f, 1)
         for _ in range(_LAST * bool(self.most)):
             if self._done.get(self._name(self.best), -1) >= 1:
@@ -136,9 +140,9 @@ class Refinement:
     def _could_be_best(self, f: Found, effort: int, best: float) -> bool:
         """Return whether a placement of a plan could be the best of all."""
         if are_few(self._problem(f)):
-            return True  # with another split, if not with this one
-        behind = max(_BEHIND, _GAINS * self._gained)
-        if effort > 0 and self.key(f) > best * (1 + behind):
+            if self.key(f) <= best * (1 + _OTHER_SPLIT):
+                return True  # with another split, which the bound below does not know, if not with this one
+        elif effort > 0 and self.key(f) > best * (1 + max(_BEHIND, _GAINS * self._gained)):
             return False
         return self.key(f) <= best or self.bound(f) * handicap(f.candidate, self.gain) < best
 

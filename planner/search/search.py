@@ -24,8 +24,8 @@ from planner.cost.step_time import Candidate
 from planner.search import layers, pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement
-from planner.search.space import Choices, Space, enumerate_candidates
-from planner.search.trials import Found, Trials, candidate_of
+from planner.search.space import Choices, Space, candidate_of, enumerate_candidates
+from planner.search.trials import Found, Trials
 
 Array = np.ndarray
 

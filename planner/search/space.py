@@ -2,25 +2,64 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from compress.policy import compression_ratio
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, names
+from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, name_of, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.cost.coded import LOW_RANK, Coded
+from planner.cost.step_time import Candidate
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
+_NO_RANK = 16  # a candidate's rank of messages that it does not compress; the column has 0
 CODED = 1  # rank of what another codec than low rank compresses
 # Schedules that split the backward are left out: real processes took longer with zb_h1 than predicted (docs/cost.md).
 TRIED = tuple(name for name in names() if not SPECS[name].splits)
-# How many schedules between 1f1b and eager_1f1b are tried.
-BETWEEN = 3
+# How many schedules between 1f1b and eager_1f1b are tried, and up to how many there are all of them.
+BETWEEN, ALL_BETWEEN = 3, 5
+
+
+class Column(NamedTuple):
+    """What the numbers in a column of a space stand for.
+
+    Attributes:
+        value: number -> value of the candidate's field.
+        number: value of the candidate's field -> number.
+    """
+
+    value: Callable[[int], Any] = int
+    number: Callable[[Any], int] = int
+
+
+def _named(names: tuple[str, ...]) -> Column:
+    """Return the column of a field whose values have names."""
+    return Column(lambda number: names[number], names.index)
+
+
+# All that a candidate chooses, in the order in which it is enumerated.
+COLUMNS = {
+    "data": Column(),
+    "pipe": Column(),
+    "tensor": Column(),
+    "micro_batch": Column(),
+    "micro_batches": Column(),
+    "schedule": Column(name_of, code),
+    "chunks": Column(),
+    "save": _named(SAVE_MODES),
+    "zero1": Column(bool),
+    "sequence_parallel": Column(bool),
+    "reduce_dtype": _named(REDUCE_DTYPES),
+    "backward": _named(BACKWARD),
+    "backward_rank": Column(lambda number: number or _NO_RANK),
+    "data_rank": Column(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +105,9 @@ class Choices:
 class Space:
     """Candidates as columns [N], named like the fields of planner.cost.step_time.Candidate.
 
+    COLUMNS says what their numbers stand for.
+
     Attributes:
-        schedule: places in SPECS.
-        save: places in SAVE_MODES.
-        reduce_dtype: places in REDUCE_DTYPES.
-        backward: places in BACKWARD.
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
     """
 
@@ -101,6 +138,25 @@ class Space:
     def take(self, where: Array) -> "Space":
         """Return some of the candidates."""
         return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
+
+
+def candidate_of(space: Space, i: int, counts: tuple[int, ...], coded: Coded = LOW_RANK) -> Candidate:
+    """Return a candidate of the space with a split of the layers.
+
+    Args:
+        space: candidates.
+        i: place of the candidate.
+        counts: layers of each virtual stage.
+        coded: codecs other than low rank.
+    """
+    chosen = {name: column.value(getattr(space, name)[i].item()) for name, column in COLUMNS.items()}
+    return Candidate(**chosen, coded=coded, counts=counts)
+
+
+def numbers_of(candidate: Candidate) -> dict[str, int]:
+    """Return the number that a candidate has in each column."""
+    numbers = {name: column.number(getattr(candidate, name)) for name, column in COLUMNS.items()}
+    return numbers if numbers["backward"] else numbers | {"backward_rank": 0}
 
 
 def divisors(n: int) -> list[int]:
@@ -182,9 +238,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"and meshes of {cluster.devices} devices have data={_listed(smallest)} with micro-batch "
             f"{_listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
         )
-    columns = [np.array(column) for column in zip(*rows)]
-    names = [field.name for field in dataclasses.fields(Space)][:-1]
-    values = dict(zip(names, columns))
+    values = {name: np.array(column) for name, column in zip(COLUMNS, zip(*rows))}
     return Space(**values, slots=-(-model.layers // (values["pipe"] * values["chunks"])))
 
 
@@ -205,8 +259,9 @@ def _schedules(choices: Choices, model: ModelConfig, pipe: int) -> Iterator[tupl
             if pipe * chunks <= model.layers:
                 yield name, chunks
         if between_ends(0).startswith(name + FAMILY[-1]):
-            ends = np.linspace(pipe, 2 * pipe - 1, BETWEEN + 2)[1:-1].round().astype(int).tolist()
-            yield from ((between_ends(most), 1) for most in sorted({*ends} - {pipe, 2 * pipe - 1}))
+            tried = pipe - 2 if pipe - 2 <= ALL_BETWEEN else BETWEEN
+            for most in np.linspace(pipe, 2 * pipe - 1, tried + 2)[1:-1].round().astype(int).tolist():
+                yield between_ends(most), 1
 
 
 def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tuple[bool, ...]:

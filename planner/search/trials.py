@@ -5,8 +5,7 @@ import itertools
 
 import numpy as np
 
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
-from paxtrain.schedule.schedules import name_of
+from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
 from planner.cost.coded import LOW_RANK, Coded
@@ -15,7 +14,7 @@ from planner.cost.step_time import Candidate, Problem
 from planner.placement.place import Placement
 from planner.search.budget import Budget
 from planner.search.pool import Pools
-from planner.search.space import BACKWARD, Space
+from planner.search.space import Space, candidate_of
 from planner.search.splitting import Counts, Splits, slowest
 
 Array = np.ndarray
@@ -59,35 +58,6 @@ class Found:
 def handicap(candidate: Candidate, gain: float) -> float:
     """Return the factor by which a candidate's seconds count more, by `gain` for each kind of compression."""
     return 1 + gain * ((candidate.backward != "none") + (candidate.data_rank > 0) + candidate.compresses_forward)
-
-
-def candidate_of(space: Space, i: int, counts: Counts, coded: Coded = LOW_RANK) -> Candidate:
-    """Return a candidate of the space with a split of the layers.
-
-    Args:
-        space: candidates.
-        i: place of the candidate.
-        counts: layers of each virtual stage.
-        coded: codecs other than low rank.
-    """
-    return Candidate(
-        data=int(space.data[i]),
-        pipe=int(space.pipe[i]),
-        tensor=int(space.tensor[i]),
-        micro_batch=int(space.micro_batch[i]),
-        micro_batches=int(space.micro_batches[i]),
-        schedule=name_of(space.schedule[i]),
-        chunks=int(space.chunks[i]),
-        save=SAVE_MODES[space.save[i]],
-        zero1=bool(space.zero1[i]),
-        sequence_parallel=bool(space.sequence_parallel[i]),
-        reduce_dtype=REDUCE_DTYPES[space.reduce_dtype[i]],
-        backward=BACKWARD[space.backward[i]],
-        backward_rank=int(space.backward_rank[i]) or 16,
-        data_rank=int(space.data_rank[i]),
-        coded=coded,
-        counts=counts,
-    )
 
 
 def _within(

@@ -106,7 +106,8 @@ def test_different_devices_get_different_shares_of_the_layers():
 
 def test_the_zero_bubble_schedule_is_taken_where_it_fits(monkeypatch):
     """With four stages and few micro-batches 1f1b waits longer; the operands that W waits for take memory."""
-    monkeypatch.setattr(space, "BETWEEN", 0)
+    for name in ("BETWEEN", "ALL_BETWEEN"):
+        monkeypatch.setattr(space, name, 0)
     choices = Choices((1,), (4,), (2,), schedules=("1f1b", "zb_h1"), saves=("dots",), backward=(), data_ranks=())
     one = search(choices=choices)
     best, least = one.run().ranked[0], {}
