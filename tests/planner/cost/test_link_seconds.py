@@ -186,7 +186,9 @@ def test_flows_that_cross_a_trunk_share_it_each_by_itself(data, pipe, tensor):
 @pytest.mark.parametrize(("rings", "flows"), [(True, 4.0), (False, 2 + 2 * 0.25)])
 def test_on_cpus_messages_of_other_stages_are_in_the_trunk_a_quarter_of_the_time(rings, flows):
     """Two pipelines leave a site behind stages 0 and 2, and come back behind stage 1."""
-    free = dataclasses.replace(fabric(cluster(8, links={"alpha": 0, "bandwidth": 1e9})), rings=rings)
+    free = dataclasses.replace(
+        fabric(cluster(8, links={"alpha": 0, "bandwidth": np.full((8, 8), 1e9).tolist()})), rings=rings
+    )
     behind = np.arange(8) % 2 == 0
     trunks = Trunks(behind[None], np.array([1e6]))
     forward = paths(dataclasses.replace(free, trunks=trunks), np.arange(8).reshape(1, 2, 4), 1).forward[1][0]
