@@ -19,6 +19,11 @@ from planner.cluster.trunks import Trunks
 
 Array = np.ndarray
 
+# The part of a message's time for which a message of another stage is in the same trunk. On GPUs all stages run a row,
+# and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to the lab's runs
+# on two sites (docs/results.md).
+_OTHER_STAGES = 0.25
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fabric:
@@ -71,7 +76,13 @@ def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
 
 
 def _in_trunks(
-    links: Fabric, slowness: Array, here: Array, there: Array, size: int, counted: Array | None = None
+    links: Fabric,
+    slowness: Array,
+    here: Array,
+    there: Array,
+    size: int,
+    counted: Array | None = None,
+    others: float = 1.0,
 ) -> Array:
     """Return the seconds per byte of flows that may share trunks.
 
@@ -82,6 +93,7 @@ def _in_trunks(
         there: [batch, ...] receiver of each.
         size: flows that each stands for.
         counted: bool [batch, ...] which of them are sent at the same time; None: all.
+        others: part of the flows that is there at the same time, of those elsewhere on the axes behind the second.
     """
     if not links.trunks:
         return slowness
@@ -90,7 +102,8 @@ def _in_trunks(
         inside, outside = behind[here], behind[there]
         for way in (inside & ~outside, outside & ~inside):
             at_once = way if counted is None else way & counted
-            flows = size * np.maximum(at_once.sum(axis=axes, keepdims=True), 1)
+            total, own = at_once.sum(axis=axes, keepdims=True), at_once.sum(axis=1, keepdims=True)
+            flows = size * np.maximum(own + others * (total - own), 1)
             slowness = np.where(way, np.maximum(slowness, flows / rate), slowness)
     return slowness
 
@@ -118,7 +131,8 @@ def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Ar
     crowd = np.maximum(_flows(hosts, crossing, tensor, count), _flows(there, crossing, tensor, count))
     share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
     slowness = links.per_byte[hosts, there] * share
-    return links.alpha[hosts, there], _in_trunks(links, slowness, hosts, there, tensor, crossing)
+    others = 1.0 if links.rings else _OTHER_STAGES
+    return links.alpha[hosts, there], _in_trunks(links, slowness, hosts, there, tensor, crossing, others)
 
 
 def ring_order(hosts: Array) -> Array:

@@ -7,8 +7,9 @@ measuring. Each process times its own part; a pair's time is that of the end tha
     latency     half the round trip of tiny messages; only synchronized clocks could tell the two directions apart
     bandwidth   large messages sent back to back, measured in each direction
 
-Each is timed a few times in a row, and the quickest time counts. The others may show a machine that was busy with
-something else, not the link. Repeats are further apart, so they differ as the link itself does.
+Each is timed a few times in a row, and the quickest time counts, except where pairs share an uplink. The others may
+show a machine that was busy with something else, not the link. Repeats are further apart, so they differ as the link
+itself does.
 """
 
 import dataclasses
@@ -152,11 +153,13 @@ class Exchange:
         self._echo = _program(mesh, [(p, _flipped(p)) for p in pairs], _ECHOES, _TINY)
         both = [(p,) for p in pairs] + [(_flipped(p),) for p in pairs]
         self._send = [_program(mesh, both, BACK_TO_BACK, size) for size in self.sizes]
+        self._meet = _meeting(mesh) if any(r.kind == "trunk" for r in rounds) else None
 
     def __call__(self, number: int) -> MessageTimes:
         """Run one round.
 
-        Before each timed call the pairs exchange tiny messages, so that both ends start together.
+        Before a timed call the pairs exchange tiny messages, so that both ends start together. Pairs that may share an
+        uplink start when all processes have met, and send without a break, which would leave the uplink to the others.
         """
         echo = min(_seconds(self._echo, number) for _ in range(CALLS)) / (2 * _ECHOES)
 
@@ -164,10 +167,14 @@ class Exchange:
             self._echo(number)
             return _seconds(send, branch) / BACK_TO_BACK
 
-        there, back = (
-            [min(call(send, number + offset) for _ in range(CALLS)) for send in self._send]
-            for offset in (0, len(self.rounds))
-        )
+        def typical(send: Branch, branch: int) -> float:
+            if self.rounds[number].kind != "trunk":
+                return min(call(send, branch) for _ in range(CALLS))
+            assert self._meet is not None
+            self._meet()
+            return sum(_seconds(send, branch) for _ in range(CALLS)) / (CALLS * BACK_TO_BACK)
+
+        there, back = ([typical(s, number + offset) for s in self._send] for offset in (0, len(self.rounds)))
         return MessageTimes(echo, there, back)
 
 
@@ -203,6 +210,15 @@ def _program(mesh: Mesh, branches: Sequence[tuple[Pairs, ...]], turns: int, size
         jax.block_until_ready(compiled(x, np.int32(number)))
 
     return run
+
+
+def _meeting(mesh: Mesh) -> Callable[[], None]:
+    """Compile a program that ends once all processes run it."""
+    spec = PartitionSpec(mesh.axis_names)
+    ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=NamedSharding(mesh, spec))()
+    added = jax.shard_map(lambda x: lax.psum(x, mesh.axis_names), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    compiled = jax.jit(added).lower(ones).compile()
+    return lambda: jax.block_until_ready(compiled(ones))
 
 
 def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5) -> float:
@@ -249,8 +265,7 @@ def all_to_all(devices: Sequence[jax.Device], per_host: int, size: int, pause: f
     make = jax.jit(lambda: jnp.zeros((mesh.size, hosts, size // 4), jnp.float32), out_shardings=sharding)
     x = make()
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)).lower(x).compile()
-    small = jax.jit(lambda: jnp.zeros((mesh.size,), jnp.float32), out_shardings=sharding)()
-    meet = jax.jit(jax.shard_map(lambda x: lax.psum(x, ("host", "device")), mesh=mesh, in_specs=spec, out_specs=spec))
+    meet = _meeting(mesh)
 
     def call(_: int) -> None:
         time.sleep(pause)
@@ -258,7 +273,7 @@ def all_to_all(devices: Sequence[jax.Device], per_host: int, size: int, pause: f
 
     seconds = []
     for _ in range(repeats + 1):  # the first call makes the connections
-        jax.block_until_ready(meet(small))
+        meet()
         seconds.append(_seconds(call, 0))
     return min(seconds[1:])
 

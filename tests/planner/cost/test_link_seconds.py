@@ -183,6 +183,18 @@ def test_flows_that_cross_a_trunk_share_it_each_by_itself(data, pipe, tensor):
             assert gloo[1][p] == pytest.approx(max(gloo[0][p], own / data))
 
 
+@pytest.mark.parametrize(("rings", "flows"), [(True, 4.0), (False, 2 + 2 * 0.25)])
+def test_on_cpus_messages_of_other_stages_are_in_the_trunk_a_quarter_of_the_time(rings, flows):
+    """Two pipelines leave a site behind stages 0 and 2, and come back behind stage 1."""
+    free = dataclasses.replace(
+        fabric(cluster(8, links={"alpha": 0, "bandwidth": np.full((8, 8), 1e9).tolist()})), rings=rings
+    )
+    behind = np.arange(8) % 2 == 0
+    trunks = Trunks(behind[None], np.array([1e6]))
+    forward = paths(dataclasses.replace(free, trunks=trunks), np.arange(8).reshape(1, 2, 4), 1).forward[1][0]
+    assert forward[:, :3] * 1e6 == pytest.approx(np.array([[flows, 2.0, flows]] * 2))
+
+
 def test_a_trunk_that_no_flow_crosses_changes_nothing():
     free = fabric(cluster())
     links = dataclasses.replace(free, trunks=Trunks(np.array([[True, True, False, False]]), np.array([1.0])))
