@@ -79,7 +79,12 @@ def variants(
         where: places to probe.
         codecs: names of codecs, as the configuration takes them.
         ranks: ranks at which lowrank is probed.
+
+    Raises:
+        UserError: a name is empty, which would stand for low rank.
     """
+    if not all(codecs):
+        raise UserError(f"--codecs must be names joined by commas, got {','.join(codecs)!r}")
     found = [Variant(_DENSE, _DENSE, config)]
     for place in where:
         for codec in dict.fromkeys(codecs):
