@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from compress.recorder import Record
+from compress.codecs.recorder import Record
 from paxtrain.config import MeshConfig, ModelConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params

@@ -6,7 +6,7 @@ import numpy as np
 
 from compress.codec import wire_bytes
 from compress.lowrank import LowRank
-from compress.recorder import Recorder
+from compress.codecs.recorder import Recorder
 
 SHAPE = (2, 10, 12)
 
