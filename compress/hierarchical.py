@@ -56,9 +56,9 @@ class Hierarchical(Reducer):
 
     Rank d of D is in group d // K. Each rank of a group gets its part of the group's mean by a reduce-scatter of what
     is not compressed. The ranks with the same place in their groups then reduce this part by `reducer`, as if they were
-    all ranks. If all ranks need the whole mean, the ranks of a group gather their parts, uncompressed. So a link between
-    groups carries a K-th of the bytes, compressed, and the error is made on groups' means. What is left out of a part
-    stays with its rank.
+    all ranks. If all ranks need the whole mean, the ranks of a group gather their parts, uncompressed. So links between
+    groups carry a K-th of the compressed bytes, and the error is made on groups' means. What is left out of a part stays
+    with its rank.
 
     Attributes:
         reducer: reducer of the parts between groups.
@@ -147,9 +147,7 @@ class Hierarchical(Reducer):
         part = self.part(shape, shard)
         return part is not None and self.reducer.takes(part, self.between(shard), min_ratio)
 
-    def encode(
-        self, states: list[Any], arrays: list[jax.Array], shards: Shards
-    ) -> tuple[list[jax.Array], Divided]:
+    def encode(self, states: list[Any], arrays: list[jax.Array], shards: Shards) -> tuple[list[jax.Array], Divided]:
         """Return each array as parts for the ranks of the group, and the states; see `Reducer.encode`."""
         parts = [self._parts(x, shard) for x, shard in zip(arrays, shards, strict=True)]
         return parts, Divided(states, [x.shape for x in arrays])
@@ -179,9 +177,7 @@ class Hierarchical(Reducer):
         sums = lax.platform_dependent(narrow, cpu=together, default=each)
         return [x[0].astype(jnp.float32) / self.inside for x in sums]
 
-    def _gathered(
-        self, means: list[jax.Array], shapes: list[tuple[int, ...]], shards: Shards
-    ) -> list[jax.Array]:
+    def _gathered(self, means: list[jax.Array], shapes: list[tuple[int, ...]], shards: Shards) -> list[jax.Array]:
         """Return the means with those whole that all ranks need, in the shapes of their arrays."""
         second = [i for i, shard in enumerate(shards) if shard.dim < 0]
         if not second:

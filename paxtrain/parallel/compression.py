@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from compress import policy
 from compress.codec import Codec, Identity, check_codec, codec_name
 from compress.codecs import named
+from compress.codecs.recorder import Recorder
 from compress.hierarchical import Hierarchical
 from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
 from compress.lowrank import LowRank, RankByLink
 from compress.powersgd import PowerSGD, largest_rank
-from compress.codecs.recorder import Recorder
 from compress.reducer import Reducer, Scattered, Shard, mean, stored
 from paxtrain import tables
 from paxtrain.config import Config
@@ -504,7 +504,9 @@ class Compression:
             alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
             names = ", ".join(name for name, _ in chosen)
             where = f", stages {', '.join(map(str, measured))}" if measured else ""
-            what = f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
+            what = (
+                f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
+            )
             rows.append(("gradients over data", what))
         elif c.chosen("data") != "none":
             rows.append(("gradients over data", f"as they are: all {self.config.mesh.data} data ranks are one group"))

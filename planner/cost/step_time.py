@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def inside(self) -> int:
-        """Data ranks of a group inside which gradients are summed as they are, and between which they are compressed."""
+        """Data ranks of a group, inside which gradients are summed as they are; 1 without groups."""
         return self.coded.grouped(self.data) if self.data_rank else 1
 
     @property
@@ -445,7 +445,7 @@ class Problem:
         """
         c, over = self.candidate, links.compressed
         matrices = c.slots * len(costs.kernels(self.model, c.tensor))
-        # In groups the passes are over a rank's part, and two more cut gradients and one sums them, as Hierarchical says.
+        # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
         passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
         work = passes * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
         ranks = c.data // c.inside

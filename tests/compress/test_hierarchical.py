@@ -1,4 +1,4 @@
-"""Reductions that are dense inside groups of ranks: exact means, the same algorithm in float64, and what is left out."""
+"""Reductions that are dense inside groups of ranks: exact means, the algorithm in float64, and what is left out."""
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +73,15 @@ def in_blocks_of_int8(x, block=16):
 
 
 class Reference:
-    """int8 with error feedback between two groups of two ranks, in numpy and float64, for one array and a shard's dim."""
+    """int8 with error feedback between two groups of two ranks, in float64, for one array and a shard's dim."""
 
     def __init__(self, shape, dim):
-        self.dim, self.cut = dim, 0 if dim < 0 else dim
+        self.dim = dim
         self.errors = np.zeros((RANKS, 2, *self.blocks(np.zeros(shape))[0].shape))  # of each rank's two messages
         self.owned = np.zeros((RANKS, *self.errors.shape[2:]))  # of the rank's part of the mean, if all need it
 
     def blocks(self, x):
-        """Return an array as the blocks that ranks keep. Without ZeRO-1 a group's halves are cut along whatever fits."""
+        """Return an array as the blocks that ranks keep; without ZeRO-1 they are cut along the rows."""
         if self.dim >= 0:
             return np.split(x, RANKS, axis=self.dim)
         return [quarter for half in np.split(x, 2, axis=0) for quarter in np.split(half, 2, axis=0)]

@@ -49,7 +49,7 @@ def test_groups_of_data_ranks_have_a_dotted_setting():
     assert (found.over_data(4), found.over_data(2)) == ("all", "none")
     assert flat_argument("--config.compress.data.inside=2") == "--config.compress.data_inside=2"
     outer = {"outer.every": 10, "outer.groups": 2, "run.steps": 100}
-    with pytest.raises(UserError, match="data.inside=4 does not divide the 2 data ranks that train together"):
+    with pytest.raises(UserError, match=r"data\.inside=4 does not divide the 2 data ranks that train together"):
         load_config("tiny", {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 4, **outer})
 
 
