@@ -56,9 +56,10 @@ class Hierarchical(Reducer):
 
     Rank d of D is in group d // K. Each rank of a group gets its part of the group's mean by a reduce-scatter of what
     is not compressed. The ranks with the same place in their groups then reduce this part by `reducer`, as if they were
-    all ranks. If all ranks need the whole mean, the ranks of a group gather their parts, uncompressed. So links between
-    groups carry a K-th of the compressed bytes, and the error is made on groups' means. What is left out of a part stays
-    with its rank.
+    all ranks. If all ranks need the whole mean, the ranks of a group gather their parts, uncompressed.
+
+    So links between groups carry a K-th of the compressed bytes, and the error is made on groups' means. What is left
+    out of a part stays with its rank.
 
     Attributes:
         reducer: reducer of the parts between groups.
