@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Like, Passes
+from compress.codec import Like, Passes, codec_name
 from compress.collectives import (
     SubAxis,
     all_gather,
@@ -21,7 +21,7 @@ from compress.collectives import (
     packed_scatter,
     reduce_scatter,
 )
-from compress.reducer import LeftOut, Reducer, Shard, Shards
+from compress.reducer import LeftOut, Reducer, Shard, Shards, mean
 
 
 class Divided(NamedTuple):
@@ -222,6 +222,28 @@ class Hierarchical(Reducer):
         assert part is not None
         left, state = self.reducer.release(state, jnp.zeros(part, jnp.float32), self.between(shard))
         return x + self._whole(self.inside * left, x.shape, shard), state
+
+    def problem(self, shape: tuple[int, ...], shard: Shard) -> str:
+        """Return why the reducer cannot exchange between groups of ranks, and what would help; "" if it can.
+
+        Args:
+            shape: shape of an array that it takes.
+            shard: what each rank keeps of its mean.
+        """
+
+        def reduced(x: jax.Array) -> list[jax.Array]:
+            return mean(self, [self.init(shape, shard)], [x], [shard])[0]
+
+        ranks = jax.ShapeDtypeStruct((shard.ranks, *shape), jnp.float32)
+        try:
+            jax.eval_shape(jax.vmap(reduced, axis_name=shard.axis), ranks)
+        except Exception as error:  # the reducer may be a user's, and name the axis of all ranks
+            reason = " ".join(str(error).split())
+            return (
+                f"{codec_name(self.reducer)} does not reduce between groups of ranks ({type(error).__name__}: "
+                f"{reason}); let it exchange by compress.collectives"
+            )
+        return ""
 
     # --- What it costs ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from compress.hierarchical import Hierarchical
 from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
 from compress.lowrank import LowRank, RankByLink
 from compress.powersgd import PowerSGD, largest_rank
-from compress.reducer import Reducer, Scattered, Shard, mean, stored
+from compress.reducer import Reducer, Scattered, Shard, stored
 from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.config.options import PLACES
@@ -460,8 +460,8 @@ class Compression:
                 if (part := within.part(shape, shard)) is not None:
                     _check_shapes(within.codec, part, jnp.float32)
         taken = self.compressed_kernels(self.level)
-        if groups and taken:
-            _check_groups(groups, self.kernels[taken[0]], self.shards[taken[0]])
+        if groups and taken and (problem := groups.problem(self.kernels[taken[0]], self.shards[taken[0]])):
+            raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
         if taken:
             return
         if isinstance(within, PowerSGD) and self._reduced:
@@ -513,34 +513,6 @@ class Compression:
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
         return rows
-
-
-def _check_groups(reducer: Hierarchical, shape: tuple[int, ...], shard: Shard) -> None:
-    """Require that a reducer exchanges between groups of ranks.
-
-    Args:
-        reducer: the reducer in groups.
-        shape: shape of an array that it takes.
-        shard: what each rank keeps of its mean.
-
-    Raises:
-        UserError: it does not, as it names the axis of all ranks.
-    """
-
-    def reduced(x: jax.Array) -> list[jax.Array]:
-        return mean(reducer, [reducer.init(shape, shard)], [x], [shard])[0]
-
-    try:
-        jax.eval_shape(
-            jax.vmap(reduced, axis_name=shard.axis), jax.ShapeDtypeStruct((shard.ranks, *shape), jnp.float32)
-        )
-    except Exception as error:  # a reducer may be a user's
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"compress.data.inside={reducer.inside}: {codec_name(reducer.reducer)} does not reduce between groups of "
-            f"ranks ({type(error).__name__}: {reason}); let it exchange by compress.collectives, or leave "
-            "compress.data.inside out"
-        ) from error
 
 
 def _check_shapes(codec: Codec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
