@@ -349,7 +349,7 @@ class Compression:
 
         They are the ranks of the links, and the names of codecs other than low rank.
         """
-        c, names = self.config.compress, {}
+        c, names = self.config.compress, dict[str, Any]()
         if self.codec is not None or not c.low_rank("backward"):
             names["codec"] = codec_name(self.backward_codec)
         if not c.low_rank("forward"):

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -67,7 +66,7 @@ def test_identity_gives_the_exact_mean_for_every_size_of_groups(dims, inside):
 def in_blocks_of_int8(x, block=16):
     """Return float64 numbers in codes of 8 bits with a bfloat16 scale for each block, decoded."""
     rows = np.pad(x.reshape(-1), (0, -x.size % block)).reshape(-1, block)
-    scale = (np.abs(rows).max(1, keepdims=True) / 127).astype(ml_dtypes.bfloat16).astype(np.float64)
+    scale = (np.abs(rows).max(1, keepdims=True) / 127).astype(jnp.bfloat16).astype(np.float64)
     decoded = np.clip(np.round(rows / scale), -127, 127) * scale
     return decoded.reshape(-1)[: x.size].reshape(x.shape)
 
