@@ -1,8 +1,9 @@
 """Exact search over placements if there are few: all of them are evaluated in batches, without symmetric copies.
 
-Two placements are the same to the simulator in three cases. Tensor groups take other slots of the same host; the data
-rings begin elsewhere, so that data rank d becomes d + 1, or d + K if K data ranks sum gradients as they are; or hosts
-with the same links, trunks and devices are exchanged.
+Two placements are the same to the simulator in three cases. Groups take other slots of the same host; the data rings
+begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links, trunks and devices are exchanged. If
+gradients are summed inside groups of data ranks first, the rings inside and those between groups may begin elsewhere,
+so any data rank may become the first one, too.
 """
 
 from collections.abc import Callable
@@ -48,10 +49,10 @@ def _exchangeable(links: Array, a: int, b: int) -> bool:
     return np.array_equal(links[a, exchange], links[b]) and np.array_equal(links[exchange, a], links[:, b])
 
 
-def placements(data: int, pipe: int, slots: int, twin: Array, most: int, inside: int = 1) -> Array | None:
+def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Array | None:
     """Return all placements without symmetric copies.
 
-    Among the rotations of a placement, those with host 0 in data rank 0, or in the first K of them, are kept.
+    Among the rotations of a placement, those with host 0 in data rank 0 are kept.
 
     Args:
         data: size D of the data axis.
@@ -59,7 +60,6 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int, inside:
         slots: tensor groups per host.
         twin: [H] twin of each host, as `twins` returns it.
         most: largest number of placements, counted also while they are built.
-        inside: data ranks K of a group, see `Candidate.inside`.
 
     Returns:
         [count, D, P] host of each group; None if there are more than `most`.
@@ -72,7 +72,7 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int, inside:
         free = used < slots
         # Among unused twins only the first is free, since the others give the same placements.
         free[:, has_twin] &= (used[:, has_twin] > 0) | (used[:, twin[has_twin]] > 0)
-        if position == pipe * inside - 1:
+        if position == pipe - 1:
             free[(used[:, 0] == 0), 1:] = False
         parent, host = np.nonzero(free)
         if len(parent) > most:

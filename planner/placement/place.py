@@ -281,7 +281,7 @@ def _every(
     fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int, inside: int
 ) -> tuple[Array, Paths] | None:
     """Return all placements [count, D, P] and their paths; see `exact.placements`."""
-    every = exact.placements(data, pipe, data * pipe // len(twins), np.array(twins), most, inside)
+    every = exact.placements(data, pipe, data * pipe // len(twins), np.array(twins), most)
     return None if every is None else (every, paths(fabric, every, tensor, inside))
 
 
