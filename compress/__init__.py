@@ -4,15 +4,15 @@
     reducer.py                              the interface of a reduction over data; Scattered: that of any codec
     lowrank.py                              the codec LowRank: messages between pipeline stages
     powersgd.py                             the reducer PowerSGD: gradients over data
+    hierarchical.py                         the reducer Hierarchical: dense inside groups of ranks, another between
     codecs/                                 codecs by name, and others than low rank
     testing.py                              properties that every codec has
-    collectives.py                          reduce_scatter, right on CPUs, too; many collectives packed into one
+    collectives.py                          collectives over an axis or groups of its ranks, and many packed into one
     policy.py                               rules for what to compress, when to start, and to which rank
     kernels.py                              passes over whole matrices: public op and jnp reference
     gpu/                                    kernels for NVIDIA GPUs: of the passes, and of the algebra on thin factors
     kernel_times.py bench.py                benchmark of the kernels, and its main
     subspace.py                             subspace iteration on thin factors
-    recorder.py                             a record of a link's messages, for studies
 
     error = compress.codec_error(compress.LowRank(16), gradients, steps=8)      # [8] relative errors
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from compress.codec import Passes as Passes
     from compress.codec import codec_error as codec_error
     from compress.codec import wire_bytes as wire_bytes
+    from compress.hierarchical import Hierarchical as Hierarchical
     from compress.lowrank import LowRank as LowRank
     from compress.powersgd import PowerSGD as PowerSGD
     from compress.powersgd import init_power as init_power
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "Codec": "compress.codec",
+    "Hierarchical": "compress.hierarchical",
     "Identity": "compress.codec",
     "LowRank": "compress.lowrank",
     "Passes": "compress.codec",

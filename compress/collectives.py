@@ -1,8 +1,10 @@
-"""A reduce-scatter that is right on CPUs, too, and many collectives packed into one.
+"""Collectives over an axis or within groups of its ranks, a reduce-scatter that is right on CPUs, and many in one.
 
-All functions run per device, inside shard_map or under vmap with the same axis names.
+All functions run per device, inside shard_map or under vmap with the same axis names. They take a `SubAxis` in place of
+an axis's name; then each group of ranks exchanges by itself.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +16,119 @@ from jax import lax
 from jax.typing import DTypeLike
 
 
-def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class SubAxis:
+    """Groups of equally many ranks of a mesh axis; it stands where the axis's name would stand for all of them.
+
+    The ranks of the axis come in sets of neighbours. A group has the ranks of one set, or one rank of each set, those
+    with the same place in it.
+
+    Attributes:
+        axis: name of the mesh axis.
+        ranks: number of its ranks.
+        inside: ranks of a set; a divisor of `ranks`.
+        between: whether a group has one rank of each set.
+    """
+
+    axis: str
+    ranks: int
+    inside: int
+    between: bool
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return self.ranks // self.inside if self.between else self.inside
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each group, in the order of their places in it."""
+        sets = np.arange(self.ranks).reshape(-1, self.inside)
+        return tuple(map(tuple, (sets.T if self.between else sets).tolist()))
+
+
+Axis = str | SubAxis  # ranks that exchange with each other
+
+
+def axis_size(axis: Axis) -> int:
+    """Return the number of ranks that exchange with each other."""
+    return axis.size if isinstance(axis, SubAxis) else lax.axis_size(axis)
+
+
+def axis_index(axis: Axis) -> jax.Array:
+    """Return this rank's place among those that exchange with each other, int []."""
+    if not isinstance(axis, SubAxis):
+        return lax.axis_index(axis)
+    rank = lax.axis_index(axis.axis)
+    return rank // axis.inside if axis.between else rank % axis.inside
+
+
+def _emulated(axis: Axis) -> bool:
+    """Return whether this is a group of ranks that vmap emulates, for which it has no collectives."""
+    return isinstance(axis, SubAxis) and axis.axis not in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _from_group(x: jax.Array, axis: SubAxis) -> jax.Array:
+    """Return the arrays of all ranks of this rank's group, [size, *shape], on ranks that vmap emulates."""
+    groups = np.array(axis.groups)
+    own = np.argwhere(groups == np.arange(axis.ranks)[:, None, None])[:, 1]  # each rank's group
+    return lax.all_gather(x, axis.axis)[jnp.asarray(groups[own])[lax.axis_index(axis.axis)]]
+
+
+def all_to_all(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return the rows [ranks, ...] that all ranks have for this one.
+
+    Args:
+        x: array [ranks, ...] with a row for each rank.
+        axis: name of the mesh axis, or groups of its ranks.
+    """
+    if not isinstance(axis, SubAxis):
+        return lax.all_to_all(x, axis, 0, 0)
+    if _emulated(axis):
+        return jnp.take(_from_group(x, axis), axis_index(axis), axis=1)
+    return lax.all_to_all(x, axis.axis, 0, 0, axis_index_groups=axis.groups)
+
+
+def all_gather(x: jax.Array, axis: Axis, dim: int = 0) -> jax.Array:
+    """Return the arrays of all ranks, joined along a dim.
+
+    Args:
+        x: array of any shape.
+        axis: name of the mesh axis, or groups of its ranks.
+        dim: dim of x along which arrays are joined.
+    """
+    if not isinstance(axis, SubAxis):
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+    if _emulated(axis):
+        rows = jnp.moveaxis(_from_group(x, axis), 0, dim)
+        return rows.reshape(*x.shape[:dim], axis.size * x.shape[dim], *x.shape[dim + 1 :])
+    return lax.all_gather(x, axis.axis, axis_index_groups=axis.groups, axis=dim, tiled=True)
+
+
+def mean_of_ranks(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return the mean of an array over ranks, with the same bits on each of them.
+
+    Args:
+        x: array of any shape.
+        axis: name of the mesh axis, or groups of its ranks.
+    """
+    if not isinstance(axis, SubAxis):
+        return lax.pmean(x, axis)
+    if _emulated(axis):
+        return _from_group(x, axis).mean(0)
+    return lax.pmean(x, axis.axis, axis_index_groups=axis.groups)
+
+
+def narrowed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an array in the dtype in which it is summed over ranks."""
+    dtype = jnp.dtype(dtype)
+    if dtype == x.dtype:
+        return x
+    # Rounded by itself: XLA for CPUs sends wider numbers, and drops a conversion there and back.
+    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """Return this rank's part, along a dim, of the sum of x over an axis.
 
     On CPUs the parts travel by an all-to-all, and each rank adds its own in the ranks' order, in float32 or wider. That
@@ -24,33 +138,38 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
     Args:
         x: array of floating-point numbers, of any shape.
-        axis: name of the mesh axis.
+        axis: name of the mesh axis, or groups of its ranks.
         dim: dim of x that is scattered; its size is a multiple of the axis's.
     """
 
     def exchange(x: jax.Array) -> jax.Array:
-        ranks, size = lax.axis_size(axis), x.shape[dim] // lax.axis_size(axis)
+        ranks, size = axis_size(axis), x.shape[dim] // axis_size(axis)
         parts = x.reshape(*x.shape[:dim], ranks, size, *x.shape[dim + 1 :])
-        parts = lax.all_to_all(jnp.moveaxis(parts, dim, 0), axis, 0, 0)
+        parts = all_to_all(jnp.moveaxis(parts, dim, 0), axis)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return functools.reduce(jnp.add, [part.astype(wide) for part in parts]).astype(x.dtype)
 
-    scatter = functools.partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
+    if _emulated(axis):
+        return exchange(x)
+    name, groups = (axis.axis, axis.groups) if isinstance(axis, SubAxis) else (axis, None)
+    scatter = functools.partial(
+        lax.psum_scatter, axis_name=name, scatter_dimension=dim, axis_index_groups=groups, tiled=True
+    )
     return lax.platform_dependent(x, cpu=exchange, default=scatter)
 
 
-def own_part(x: jax.Array, axis: str | None, dim: int) -> jax.Array:
+def own_part(x: jax.Array, axis: Axis | None, dim: int) -> jax.Array:
     """Return this rank's part, along a dim, of an array that is whole on every rank of an axis.
 
     Args:
         x: array of any shape.
-        axis: name of the mesh axis; None: there is one rank, which has all of it.
+        axis: name of the mesh axis, or groups of its ranks; None: there is one rank, which has all of it.
         dim: dim of x; its size is a multiple of the axis's.
     """
     if axis is None:
         return x
-    size = x.shape[dim] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, axis=dim)
+    size = x.shape[dim] // axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, axis=dim)
 
 
 def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -66,17 +185,17 @@ def packed(reduce: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
     return [part.reshape(x.shape) for part, x in zip(_split(flat, [x.size for x in arrays], 0), arrays)]
 
 
-def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
+def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: Axis) -> list[jax.Array]:
     """Return `reduce_scatter` of each array over its dim, with one collective for all arrays.
 
     Args:
         arrays: arrays of one dtype, of any shapes.
         dims: dim of each array that is scattered; its size is a multiple of the axis's.
-        axis: name of the mesh axis.
+        axis: name of the mesh axis, or groups of its ranks.
     """
     if not arrays:
         return []
-    ranks = lax.axis_size(axis)
+    ranks = axis_size(axis)
     fronts = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     rows = lax.concatenate([x.reshape(ranks, -1) for x in fronts], 1)
     shard = reduce_scatter(rows, axis, 0)
@@ -87,19 +206,19 @@ def packed_scatter(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) 
     ]
 
 
-def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: str) -> list[jax.Array]:
+def packed_gather(arrays: Sequence[jax.Array], dims: Sequence[int], axis: Axis) -> list[jax.Array]:
     """Return lax.all_gather (tiled) of each array along its dim, with one collective for all arrays.
 
     Args:
         arrays: shards of one dtype, of any shapes.
         dims: dim of each array that is gathered.
-        axis: name of the mesh axis.
+        axis: name of the mesh axis, or groups of its ranks.
     """
     if not arrays:
         return []
-    ranks = lax.axis_size(axis)
+    ranks = axis_size(axis)
     fronts = [jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
-    rows = lax.all_gather(lax.concatenate([x.reshape(-1) for x in fronts], 0), axis)
+    rows = all_gather(lax.expand_dims(lax.concatenate([x.reshape(-1) for x in fronts], 0), (0,)), axis)
     return [
         jnp.moveaxis(part.reshape(ranks * x.shape[0], *x.shape[1:]), 0, dim)
         for part, x, dim in zip(_split(rows, [x.size for x in fronts], 1), fronts, dims)

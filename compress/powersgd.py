@@ -18,7 +18,7 @@ from jax import lax
 
 from compress import kernels, policy, subspace
 from compress.codec import Like, Passes
-from compress.collectives import own_part, packed
+from compress.collectives import Axis, mean_of_ranks, own_part, packed
 from compress.reducer import LeftOut, Reducer, Shard, Shards, squares
 
 Factors = tuple[jax.Array, jax.Array]
@@ -73,7 +73,7 @@ def mean_lowrank(
     matrices: Sequence[jax.Array],
     state: PowerState[list[jax.Array]],
     rank: int,
-    axis: str | None,
+    axis: Axis | None,
     implementation: str = "xla",
     form: str = "solve",
     keep: bool = False,
@@ -99,7 +99,7 @@ def mean_lowrank(
         matrices: [n, k] float32 gradients of this data rank.
         state: state of the same matrices, in the same order.
         rank: rank r of the factors, at most the columns of state.q; a lower one leaves q's last columns as they are.
-        axis: name of the data axis; None if there is only one data rank, which needs no collective.
+        axis: name of the data axis, or groups of its ranks; None if there is one data rank, which needs no collective.
         implementation: implementation of the passes over matrices, one of kernels.IMPLEMENTATIONS.
         form: "solve", or "qr" with an orthonormal P: the same product at a higher cost.
         keep: whether the old errors are needed later as well, because the step may be dropped; this saves a copy.
@@ -161,7 +161,7 @@ def _encode(
     return Projected([m for m, _ in projected], [product for _, product in projected], state.q, shapes)
 
 
-def _exchange(kept: Projected, axis: str | None, implementation: str, form: str) -> Arrived:
+def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str) -> Arrived:
     """Return the factors behind both all-reduces; the arguments are those of `mean_lowrank`."""
     mean = functools.partial(_mean, axis=axis)
     basis = (
@@ -285,9 +285,9 @@ class PowerSGD(Reducer):
         return f"rank {self.rank}"
 
 
-def _mean(x: jax.Array, axis: str | None) -> jax.Array:
+def _mean(x: jax.Array, axis: Axis | None) -> jax.Array:
     """Return the mean of x over the data axis, or x itself if there is only one data rank."""
-    return x if axis is None else lax.pmean(x, axis)
+    return x if axis is None else mean_of_ranks(x, axis)
 
 
 def _warm_start(w: jax.Array) -> jax.Array:

@@ -10,22 +10,22 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from compress.codec import Codec, Like, Passes, array_bytes, codec_name
-from compress.collectives import joined, parted
+from compress.collectives import Axis, all_gather, all_to_all, axis_index, joined, parted
 
 
 class Shard(NamedTuple):
     """Part of the mean of an array that a data rank keeps.
 
     Attributes:
-        axis: name of the data axis; None if there is one data rank.
-        ranks: number D of data ranks.
+        axis: name of the data axis; None if there is one data rank. Between groups of data ranks (`Hierarchical`) it is
+            a `collectives.SubAxis`, which the functions of compress.collectives take in place of a name.
+        ranks: number D of ranks of the axis.
         dim: dim along which each rank keeps its part of the mean; -1: each rank keeps all of it.
     """
 
-    axis: str | None
+    axis: Axis | None
     ranks: int
     dim: int
 
@@ -56,7 +56,8 @@ class Reducer(Protocol):
 
     Arrays are float32 gradients of kernels, as one device has them. Derive a reducer from this class. Like a codec it
     must be hashable, with a `repr` that shows every setting, and its functions are traced. If an array is not finite,
-    its mean must not be finite either, because the trainer then skips the step.
+    its mean must not be finite either, because the trainer then skips the step. A reducer that exchanges by the
+    functions of compress.collectives also reduces between groups of ranks.
     """
 
     def init(self, shape: tuple[int, ...], shard: Shard) -> Any:
@@ -153,11 +154,21 @@ class Reducer(Protocol):
             shard: what each rank keeps of its mean.
 
         Returns:
-            Kinds, of "all-reduce", "all-to-all" and "all-gather", with bytes. Arrays share collectives.
+            Kinds, of "all-reduce", "all-to-all" and "all-gather", with bytes. Arrays share collectives. Those inside
+            groups of neighbouring ranks are in `inside_traffic`.
         """
 
+    def inside_traffic(self, shape: tuple[int, ...], shard: Shard) -> tuple[tuple[str, float], ...]:
+        """Return what `traffic` says of the collectives inside groups of neighbouring ranks: none without groups.
+
+        Args:
+            shape: shape of the array.
+            shard: what each rank keeps of its mean.
+        """
+        return ()
+
     def wire_bytes(self, shape: tuple[int, ...], shard: Shard) -> float:
-        """Return the bytes that a rank sends for one array, in all collectives.
+        """Return the bytes that a rank sends for one array, in all collectives of `traffic`.
 
         Args:
             shape: shape of the array.
@@ -223,10 +234,9 @@ def gather(codec: Codec, arrays: list[jax.Array], shards: Shards) -> list[jax.Ar
         return []
     wires = [codec.encode(codec.init(x.shape, x.dtype), x)[0] for x in arrays]
     own = [jax.tree.map(lambda leaf: leaf[None], wire) for wire in wires]
-    found = []
-    for wire, x, shard in zip(
-        _together(lambda rows: lax.all_gather(rows, shards[0].axis, tiled=True), own), arrays, shards
-    ):
+    axis, found = shards[0].axis, []
+    assert axis is not None
+    for wire, x, shard in zip(_together(lambda rows: all_gather(rows, axis), own), arrays, shards, strict=True):
         parts = jax.vmap(lambda one, x=x: codec.decode(one, x))(wire)
         shape = tuple(n * (shard.ranks if d == shard.dim else 1) for d, n in enumerate(x.shape))
         found.append(_whole(parts, shape, shard))
@@ -359,13 +369,13 @@ class Scattered(Reducer):
     def exchange(self, wire: list[Any], kept: list[Cut], shards: Shards) -> list[tuple[Any, Any]]:
         """Return each array's arrived wires, and the codec's new state of the owned part; see `Reducer.exchange`."""
         axis = shards[0].axis
-        received = _together(lambda rows: lax.all_to_all(rows, axis, 0, 0), wire) if axis else wire
+        received = _together(lambda rows: all_to_all(rows, axis), wire) if axis else wire
         arrived: list[tuple[Any, Any]] = [(wires, ()) for wires in received]
         # Those that all ranks need whole.
         second = [i for i, shard in enumerate(shards) if shard.dim < 0]
         encoded = [self.codec.encode(kept[i].old.owned, self._mean(received[i], kept[i])) for i in second]
         own = [jax.tree.map(lambda leaf: leaf[None], wires) for wires, _ in encoded]
-        gathered = _together(lambda rows: lax.all_gather(rows, axis, tiled=True), own) if axis else own
+        gathered = _together(lambda rows: all_gather(rows, axis), own) if axis else own
         for i, wires, (_, owned) in zip(second, gathered, encoded, strict=True):
             arrived[i] = wires, owned
         return arrived
@@ -406,7 +416,7 @@ class Scattered(Reducer):
         part = jax.ShapeDtypeStruct(_part(like.shape, shard), jnp.float32)
         parts = jax.vmap(lambda one: self.codec.residual(one, part), axis_size=shard.ranks)(state.sent)
         if shard.dim < 0:
-            own = lax.axis_index(shard.axis) if shard.axis else 0
+            own = axis_index(shard.axis) if shard.axis else 0
             # In the mean over ranks it must count once.
             parts = parts.at[own].add(shard.ranks * self.codec.residual(state.owned, part))
         return _whole(parts, like.shape, shard)

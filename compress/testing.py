@@ -7,6 +7,7 @@ The trainer relies on each of them. They are about bits, bytes and sums, not abo
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,7 +118,7 @@ def _wire_bytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> bool 
         wire, _ = codec.encode(codec.init(shape, dtype), x[0])
         return codec.decode(codec.exchange(wire, _Hop(((0, 1),))), x[0])[None]
 
-    sent = _sent(step, jax.ShapeDtypeStruct((2, *shape), dtype), "pipe", 2)
+    sent, _ = _sent(step, jax.ShapeDtypeStruct((2, *shape), dtype), "pipe", 2)
     assert sent == declared, f"wire_bytes says {declared}, the program sends {sent}"
     return None
 
@@ -135,8 +136,10 @@ class _Hop:
         return jnp.isin(lax.axis_index("pipe"), jnp.array([receiver for _, receiver in pairs]))
 
 
-def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> float:
+def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> tuple[float, float]:
     """Return the bytes that one rank sends in a function's collectives, if they run over rings, by its StableHLO.
+
+    The first are those among all ranks and between groups of them, the second those inside groups of neighbours.
 
     Args:
         function: function of one rank's part of x.
@@ -148,11 +151,13 @@ def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> float:
     spec = PartitionSpec(axis)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     module: Any = jax.jit(mapped).lower(x).compiler_ir("stablehlo")
-    sent = 0.0
+    sent = [0.0, 0.0]
     for op in _operations(module.operation):
         if op.name in _RING:
-            sent += _RING[op.name](ranks) * sum(_size(str(operand.type)) for operand in op.operands)
-    return sent
+            groups = _groups(op, ranks)
+            near = len(groups) > 1 and bool((np.diff(groups) == 1).all())
+            sent[near] += _RING[op.name](len(groups[0])) * sum(_size(str(operand.type)) for operand in op.operands)
+    return sent[0], sent[1]
 
 
 def _operations(op: Any) -> Iterator[Any]:
@@ -162,6 +167,15 @@ def _operations(op: Any) -> Iterator[Any]:
             for inner in block:
                 yield inner.operation
                 yield from _operations(inner.operation)
+
+
+def _groups(op: Any, ranks: int) -> list[list[int]]:
+    """Return the ranks that exchange with each other in a collective; a permute is among all of them."""
+    if "replica_groups" not in op.attributes:
+        return [list(range(ranks))]
+    # As in dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>.
+    rows = re.findall(r"\[([\d, ]+)\]", str(op.attributes["replica_groups"]))
+    return [list(map(int, row.split(","))) for row in rows] or [[0]]
 
 
 def _size(text: str) -> float:
@@ -321,11 +335,13 @@ def _reduced_bytes(reducer: Reducer) -> bool | None:
         def step(x: jax.Array, shard: Shard = shard) -> jax.Array:
             return mean(reducer, [reducer.init(_KERNEL, shard)], [x[0]], [shard])[0][0][None]
 
-        declared = reducer.wire_bytes(_KERNEL, shard)
-        sent = _sent(step, jax.ShapeDtypeStruct((ranks, *_KERNEL), jnp.float32), "data", ranks)
-        assert math.isclose(sent, declared, rel_tol=1e-9), (
-            f"for dim={shard.dim} of {ranks} ranks wire_bytes says {declared:g}, the program sends {sent:g}"
-        )
+        inside = sum(sent for _, sent in reducer.inside_traffic(_KERNEL, shard))
+        declared = {"wire_bytes": reducer.wire_bytes(_KERNEL, shard), "inside_traffic": inside}
+        found = _sent(step, jax.ShapeDtypeStruct((ranks, *_KERNEL), jnp.float32), "data", ranks)
+        for (name, said), sent in zip(declared.items(), found, strict=True):
+            assert math.isclose(sent, said, rel_tol=1e-9), (
+                f"for dim={shard.dim} of {ranks} ranks {name} says {said:g}, the program sends {sent:g}"
+            )
     return None
 
 

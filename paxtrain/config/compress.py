@@ -41,6 +41,8 @@ class CompressConfig:
             "0,1", or "selective": those whose reductions would end the step.
         data_codec: codec of these gradients, as backward_codec; a class may also be a compress.Reducer.
         data_options: its options.
+        data_inside: data ranks of a group, neighbours with fast links (--config.compress.data.inside). Gradients are
+            summed inside groups as they are, and compressed between them only. 1: each rank is a group.
         weights_codec: codec of the layers' kernels as they are gathered over data before a step, with mesh.zero1; as
             backward_codec, but never lowrank. Empty: they are gathered as they are.
         weights_options: its options.
@@ -80,6 +82,7 @@ class CompressConfig:
     data: str = "none"
     data_codec: str = ""
     data_options: CodecOptions = NO_OPTIONS
+    data_inside: int = 1
     weights_codec: str = ""
     weights_options: CodecOptions = NO_OPTIONS
     outer_codec: str = ""
@@ -106,6 +109,10 @@ class CompressConfig:
         choice("compress.implementation", self.implementation, ("auto", "xla", "triton", "mosaic"))
         bounded("compress", self)
         positive("compress", self, "backward_rank", "forward_rank", "data_rank", "data_rank_min")
+        require(
+            self.data_inside > 0,
+            f"compress.data.inside must be 1 or more data ranks of a group, got {self.data_inside}",
+        )
         require(0 <= self.data_start < 1, f"compress.data_start must be in [0, 1), got {self.data_start}")
         require(self.min_ratio >= 0, f"compress.min_ratio must not be negative, got {self.min_ratio}")
         require(
@@ -183,6 +190,10 @@ class CompressConfig:
         """
         asked = getattr(self, place)
         return "all" if asked == "none" and getattr(self, f"{place}_codec") else asked
+
+    def over_data(self, ranks: int) -> str:
+        """Return what `chosen` says of data, on a number of data ranks: "none" if they are all in one group."""
+        return "none" if 1 < ranks == self.data_inside else self.chosen("data")
 
     @property
     def seconds(self) -> tuple[tuple[float, ...], ...]:

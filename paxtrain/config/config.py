@@ -80,6 +80,7 @@ class Config:
         steps("profile", self.profile, self.run.steps)
         self._check_compression()
         self._check_outer()
+        self._check_inside()
 
     def _check_compression(self) -> None:
         """Require that the compression fits the mesh and the model."""
@@ -153,6 +154,20 @@ class Config:
                 f"compress.{name}={getattr(c, name)} is decided by all data ranks together, but with outer.every="
                 f"{outer.every} groups train apart; choose {known}",
             )
+
+    def _check_inside(self) -> None:
+        """Require that groups of data ranks that sum gradients as they are fit the mesh, and are asked for."""
+        inside, ranks = self.compress.data_inside, self.mesh.data // self.groups
+        require(
+            inside == 1 or self.compress.chosen("data") != "none",
+            f"compress.data.inside={inside} is about gradients that are compressed over data, but none are; choose "
+            "--config.compress.data.codec, or --config.compress.data=all for low rank",
+        )
+        of = f"mesh.data={self.mesh.data}" if self.groups == 1 else f"the {ranks} data ranks that train together"
+        require(
+            ranks % inside == 0,
+            f"compress.data.inside={inside} does not divide {of}; {divisors_near(ranks, inside)} would fit",
+        )
 
     @property
     def groups(self) -> int:

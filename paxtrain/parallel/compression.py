@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from compress import policy
 from compress.codec import Codec, Identity, check_codec, codec_name
 from compress.codecs import named
+from compress.codecs.recorder import Recorder
+from compress.hierarchical import Hierarchical
 from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
 from compress.lowrank import LowRank, RankByLink
 from compress.powersgd import PowerSGD, largest_rank
-from compress.recorder import Recorder
 from compress.reducer import Reducer, Scattered, Shard, stored
+from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.config.options import PLACES
 from paxtrain.errors import UserError
@@ -205,13 +207,15 @@ class Compression:
     @functools.cached_property
     def reducer(self) -> Reducer | None:
         """Reducer of the gradients over data, at its highest level; None if they are reduced as they are."""
-        c = self.config.compress
-        if c.chosen("data") == "none":
+        c, mesh = self.config.compress, self.config.mesh
+        if c.over_data(mesh.data) == "none":
             return None
         if c.low_rank("data"):
-            return PowerSGD(c.data_rank, c.form, self.implementation)
-        made = self._named("data")
-        return made if isinstance(made, Reducer) else Scattered(made)
+            made: Reducer = PowerSGD(c.data_rank, c.form, self.implementation)
+        else:
+            named = self._named("data")
+            made = named if isinstance(named, Reducer) else Scattered(named)
+        return Hierarchical(made, c.data_inside, mesh.reduce_dtype) if c.data_inside > 1 else made
 
     @property
     def level(self) -> int:
@@ -243,6 +247,19 @@ class Compression:
         """Parts of the mean that each data rank keeps of the gradients of the layers' kernels, by path."""
         dims, ranks = self.layout.data_dims()["layers"], self.config.mesh.data
         return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
+
+    @property
+    def _reduced(self) -> dict[Path, tuple[tuple[int, ...], Shard]]:
+        """Shape and shard of what the configured reducer gets of each kernel: all of it, or in groups a rank's part."""
+        found: dict[Path, tuple[tuple[int, ...], Shard]] = {}
+        for path, shape in self.kernels.items():
+            part: tuple[int, ...] | None = shape
+            shard = self.shards[path]
+            if isinstance(self.reducer, Hierarchical):
+                part, shard = self.reducer.part(shape, shard), self.reducer.between(shard)
+            if part is not None:
+                found[path] = part, shard
+        return found
 
     def compressed_kernels(self, level: int) -> tuple[Path, ...]:
         """Return the kernels that the reducer takes at a level."""
@@ -332,13 +349,15 @@ class Compression:
 
         They are the ranks of the links, and the names of codecs other than low rank.
         """
-        c, names = self.config.compress, {}
+        c, names = self.config.compress, dict[str, Any]()
         if self.codec is not None or not c.low_rank("backward"):
             names["codec"] = codec_name(self.backward_codec)
         if not c.low_rank("forward"):
             names["forward codec"] = codec_name(self.forward_codec)
         if self.reducer is not None and not c.low_rank("data"):
             names["data codec"] = self.reducer.describe()
+        elif isinstance(self.reducer, Hierarchical):
+            names["data inside"] = self.reducer.inside
         return {"backward_ranks": list(self._backward_ranks), **names}
 
     def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
@@ -434,16 +453,22 @@ class Compression:
             UserError: it takes none, or its codec does not fit a kernel's part.
         """
         c = self.config.compress
-        if isinstance(reducer, Scattered):
-            for path, shape in self.kernels.items():
-                if (part := reducer.part(shape, self.shards[path])) is not None:
-                    _check_shapes(reducer.codec, part, jnp.float32)
-        if self.compressed_kernels(self.level):
+        groups = reducer if isinstance(reducer, Hierarchical) else None
+        within = groups.reducer if groups else reducer
+        if isinstance(within, Scattered):
+            for shape, shard in self._reduced.values():
+                if (part := within.part(shape, shard)) is not None:
+                    _check_shapes(within.codec, part, jnp.float32)
+        taken = self.compressed_kernels(self.level)
+        if groups and taken and (problem := groups.problem(self.kernels[taken[0]], self.shards[taken[0]])):
+            raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
+        if taken:
             return
-        if isinstance(reducer, PowerSGD):
-            useful = {path: largest_rank(shape, c.min_ratio) for path, shape in self.kernels.items()}
-            n, k = self.matrices[max(useful, key=useful.__getitem__)]
-            what = f"the largest kernel of a layer on a device is {n} x {k}"
+        if isinstance(within, PowerSGD) and self._reduced:
+            useful = {path: largest_rank(shape, c.min_ratio) for path, (shape, _) in self._reduced.items()}
+            n, *rest = self._reduced[max(useful, key=useful.__getitem__)][0]
+            what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"
+            what += f" in {c.data_inside} parts (compress.data.inside)" if groups else ""
             raise UserError(
                 policy.too_large(f"compress.data_rank={c.data_rank}", what, max(useful.values()), c.min_ratio)
             )
@@ -451,6 +476,17 @@ class Compression:
             f"compress.data.codec={c.data_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
             f"(compress.min_ratio) in {self.config.mesh.data} equal parts; choose other options or a smaller min_ratio"
         )
+
+    @property
+    def _sent_in_groups(self) -> str:
+        """Bytes that a device of a compressing stage sends of kernels inside its group and between groups, as text."""
+        if not isinstance(self.reducer, Hierarchical):
+            return ""
+        slots = self.layout.chunks * self.layout.slots
+        some = [(self.kernels[path], self.shards[path]) for path in self.compressed_kernels(self.level)]
+        inside = slots * sum(sent for one in some for _, sent in self.reducer.inside_traffic(*one))
+        between = slots * sum(self.reducer.wire_bytes(*one) for one in some)
+        return f"; a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between"
 
     def describe(self, measured: Sequence[int] = ()) -> list[tuple[str, str]]:
         """Return rows (what, how it is compressed) for the run's first table; `measured` stages were `selective`'s."""
@@ -468,8 +504,12 @@ class Compression:
             alone = "; one data rank, nothing is saved" if self.config.mesh.data == 1 else ""
             names = ", ".join(name for name, _ in chosen)
             where = f", stages {', '.join(map(str, measured))}" if measured else ""
-            what = f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}"
+            what = (
+                f"{c.chosen('data')}{where}: {self.reducer.describe()} of {names}{dense}{alone}{self._sent_in_groups}"
+            )
             rows.append(("gradients over data", what))
+        elif c.chosen("data") != "none":
+            rows.append(("gradients over data", f"as they are: all {self.config.mesh.data} data ranks are one group"))
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
         return rows

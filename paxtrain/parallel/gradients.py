@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.collectives import own_part, packed, packed_scatter, reduce_scatter
+from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
@@ -47,11 +47,7 @@ def _mean(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 def _on_wire(layout: Layout, x: jax.Array) -> jax.Array:
     """Return an array in the dtype in which gradients are summed over data."""
-    dtype = jnp.dtype(layout.config.mesh.reduce_dtype)
-    if dtype == x.dtype:
-        return x
-    # Rounded by itself: XLA for CPUs sends wider numbers, and drops a conversion there and back.
-    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant).astype(dtype)
+    return narrowed(x, layout.config.mesh.reduce_dtype)
 
 
 def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:

@@ -245,7 +245,7 @@ class PreparedRun:
         """Choose the stages that compress over data, unless the checkpoint has chosen them."""
         if self._ranks is None:
             chosen = self.trainer.compression.stages
-            if self.config.compress.data == "selective":
+            if self.config.compress.data == "selective" and self.trainer.compression.reducer is not None:
                 times, source = stage_choice.choose(self.trainer, state)
                 stages = times.chosen()
                 chosen = tuple(self.trainer.compression.level if s in stages else 0 for s in range(len(chosen)))

@@ -91,6 +91,7 @@ def variants(
             for rank in dict.fromkeys(ranks) if codec == LOW_RANK else (0,):
                 one = _codec(own, place, codec, rank)
                 changes: dict[str, Any] = {place: "all"}
+                changes |= {"data_inside": own.compress.data_inside} if place == "data" else {}
                 if rank:
                     changes |= {f"{place}_rank": rank}
                     changes |= {"data_rank_min": min(rank, own.compress.data_rank_min)} if place == "data" else {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from compress.recorder import Record
+from compress.codecs.recorder import Record
 from paxtrain.config import MeshConfig, ModelConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params
@@ -101,7 +101,8 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
 def wire_bytes(trainer: Trainer) -> dict[str, int]:
     """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from compiled HLO.
 
-    Bytes within tensor groups, which are inside hosts, do not count. Collectives are assumed to run over rings. In a
+    Bytes within tensor groups, which are inside hosts, do not count; those inside groups of data ranks
+    (compress.data.inside) do. Collectives are assumed to run over rings. In a
     program with different ranks the HLO does not tell which stage takes which branch. So the bytes that a stage sends
     over data are read from a program whose stages all have that stage's rank.
 

@@ -31,7 +31,7 @@ class Variant:
 def bare(compress: CompressConfig) -> CompressConfig:
     """Return compression that compresses nothing, with the same ranks and thresholds."""
     off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
-    off |= {"error": "lazy"}
+    off |= {"error": "lazy", "data_inside": 1}
     for place in (*PLACES, *OTHERS):
         off |= {f"{place}_codec": "", f"{place}_options": CodecOptions()}
     return dataclasses.replace(compress, **off)
@@ -57,13 +57,15 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     add("cb", "CB", backward="all")
     add("cb_epilogue", "CB epilogue", backward="epilogue")
     add("cb_fe", "CB + FE", backward="epilogue", embedding="fused")
-    add("cb_fe_sc", "CB + FE + SC", backward="epilogue", embedding="fused", data=config.compress.data)
-    add("everything", "everything", backward="all", forward="all", embedding="fused", data="all")
+    inside = {"data_inside": config.compress.data_inside}
+    add("cb_fe_sc", "CB + FE + SC", backward="epilogue", embedding="fused", data=config.compress.data, **inside)
+    add("everything", "everything", backward="all", forward="all", embedding="fused", data="all", **inside)
     own = {place: getattr(config.compress, f"{place}_codec") for place in PLACES}
     for place in (place for place in PLACES if not config.compress.low_rank(place)):
         options = {f"{place}_options": getattr(config.compress, f"{place}_options")}
         label = f"{own[place]} {_WORDS[place]}"
         chosen = {place: config.compress.chosen(place), f"{place}_codec": own[place]}
+        chosen |= inside if place == "data" else {}
         add(f"codec_{place}", label, embedding="fused", **chosen, **options)
     if config.compress.weights_codec:
         label = f"{config.compress.weights_codec} weights"

@@ -10,6 +10,8 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from compress.policy import largest_rank
 from paxtrain.config import CompressConfig
 from paxtrain.config.options import OTHERS, PLACES
@@ -44,6 +46,7 @@ class Coded:
         data: compress.Reducer of the gradients over data.
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
+        inside: CompressConfig.data_inside, data ranks of a group inside which gradients are summed as they are.
         names: what the configuration calls them, by place, for reports.
     """
 
@@ -53,6 +56,7 @@ class Coded:
     data: Any = None
     weights: Any = None
     outer: Any = None
+    inside: int = 1
     names: tuple[tuple[str, str], ...] = ()
 
     def name(self, place: str) -> str:
@@ -71,10 +75,41 @@ class Coded:
         encode, decode, launches = codec.passes()
         return encode, decode, launches
 
-    @property
-    def reduction_passes(self) -> tuple[float, int]:
-        """Passes over the gradients of a reduction over data, and kernels for each array."""
-        return self.passes_of(self.data)
+    def grouped(self, ranks: Any) -> Any:
+        """Return how many data ranks sum gradients as they are: those of a group, or 1 where there are no two groups.
+
+        Args:
+            ranks: number of data ranks, or an array of such numbers.
+        """
+        fits = (ranks % self.inside == 0) & (ranks > self.inside)
+        return np.where(fits, self.inside, 1) if isinstance(ranks, np.ndarray) else self.inside if fits else 1
+
+    def part(self, shape: tuple[Any, Any], ranks: Any, zero1: Any) -> tuple[Any, Any]:
+        """Return the part of a matrix that a rank compresses: all of it, or in groups of data ranks a share.
+
+        Args:
+            shape: rows and columns of the matrix on one device, numbers or arrays.
+            ranks: number of data ranks, likewise.
+            zero1: whether a rank keeps a part of the mean only, likewise.
+        """
+        (n, k), inside = shape, self.grouped(ranks)
+        if self.inside == 1:
+            return shape
+        parts = np.where(zero1, ranks, inside)  # ZeRO-1 splits the dim that its shards have
+        rows, columns = n % parts == 0, k % parts == 0
+        return np.where(rows, n // inside, n), np.where(~rows & columns, k // inside, k)
+
+    def _reducer(self, ranks: int) -> Any:
+        """Return the reducer over data of a number of ranks."""
+        if (inside := self.grouped(ranks)) == 1:
+            return self.data
+        from compress.hierarchical import Hierarchical  # here, since it imports jax, which takes long
+
+        return Hierarchical(self.data, inside)
+
+    def reduction_passes(self, ranks: int) -> tuple[float, int]:
+        """Return the passes over the gradients of a reduction over data, and its kernels for each array."""
+        return self.passes_of(self._reducer(ranks))
 
     def passes_of(self, reducer: Any) -> tuple[float, int]:
         """Return the passes over the gradients of a reducer, and its kernels for each array."""
@@ -128,11 +163,14 @@ class Coded:
             zero1: whether a rank keeps a part of the mean only.
             min_ratio: factor by which the matrix must become smaller.
         """
-        return bool(self.data.takes(shape, _shard(shape, ranks, zero1), min_ratio))
+        return bool(self._reducer(ranks).takes(shape, _shard(shape, ranks, zero1), min_ratio))
 
     def exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
-        """Return the collectives that reduce a matrix over data; the arguments are those of `takes`."""
-        return _exchanges(self.data, shape, ranks, zero1)
+        """Return the collectives that reduce a matrix over data, or between groups; the arguments are those of `takes`.
+
+        Those inside groups are of what is not compressed.
+        """
+        return _exchanges(self._reducer(ranks), shape, ranks, zero1)
 
     def outer_exchanges(self, shape: tuple[int, int], groups: int) -> tuple[CodecExchange, ...]:
         """Return the collectives that average a device's part of a matrix over groups."""
@@ -154,7 +192,7 @@ class Coded:
 
     def reducer_bytes(self, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
         """Return the bytes of the reducer's state of a matrix; the arguments are those of `takes`."""
-        return _reducer_state(self.data, shape, ranks, zero1)
+        return _reducer_state(self._reducer(ranks), shape, ranks, zero1)
 
 
 LOW_RANK = Coded()
@@ -170,7 +208,7 @@ def coded(compress: CompressConfig) -> Coded:
     others += [place for place in OTHERS if getattr(compress, f"{place}_codec")]
     rank = compress.forward_rank if compress.low_rank("forward") and compress.chosen("forward") != "none" else 0
     if not others:
-        return Coded(forward_rank=rank) if rank else LOW_RANK
+        return Coded(forward_rank=rank, inside=compress.data_inside)
     from compress.codec import Codec  # here, since it imports jax, which takes long
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
@@ -185,7 +223,7 @@ def coded(compress: CompressConfig) -> Coded:
             raise UserError(f"compress.{place}.codec={error}") from error
         made[place] = Scattered(found) if reduces and not isinstance(found, Reducer) else found
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
-    return Coded(**made, forward_rank=rank, names=names)
+    return Coded(**made, forward_rank=rank, inside=compress.data_inside, names=names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,9 +246,12 @@ def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _exchanges(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
-    """Return the collectives of a matrix by kind."""
+    """Return the collectives of a matrix by kind; one that cannot be cut into equal parts is reduced as it is."""
     found: dict[str, CodecExchange] = {}
-    for kind, sent in reducer.traffic(shape, _shard(shape, ranks, zero1)):
+    shard = _shard(shape, ranks, zero1)
+    if not reducer.takes(shape, shard, 0.0):
+        return (CodecExchange("all-reduce", 2 * (ranks - 1) / ranks * math.prod(shape) * 4, 1),)
+    for kind, sent in reducer.traffic(shape, shard):
         before = found.get(kind, CodecExchange(kind, 0.0, 0))
         found[kind] = CodecExchange(kind, before.bytes + sent, before.count + 1)
     return tuple(found.values())
@@ -218,9 +259,10 @@ def _exchanges(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) ->
 
 @functools.lru_cache(maxsize=4096)
 def _reducer_state(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
-    """Return the bytes of a reducer's state of a matrix."""
+    """Return the bytes of a reducer's state of a matrix; it has none of one that cannot be cut into equal parts."""
     import jax
 
     from compress.codec import tree_bytes
 
-    return tree_bytes(jax.eval_shape(lambda: reducer.init(shape, _shard(shape, ranks, zero1))))
+    shard = _shard(shape, ranks, zero1)
+    return tree_bytes(jax.eval_shape(lambda: reducer.init(shape, shard))) if reducer.takes(shape, shard, 0.0) else 0

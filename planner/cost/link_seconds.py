@@ -230,6 +230,9 @@ class Paths:
         ring: [batch, P] of a turn of each stage's data-parallel ring.
         scatter: [batch, P] of each stage's reduce-scatter over data, per byte of a rank's whole array.
         swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
+        inside: [batch, P] of a ring's turn, and of a reduce-scatter, inside the slowest of each stage's groups of data
+            ranks; empty without groups.
+        between: the same of the ranks with one place in their groups.
     """
 
     forward: tuple[Array, Array]
@@ -237,6 +240,8 @@ class Paths:
     ring: tuple[Array, Array]
     scatter: tuple[Array, Array]
     swap: tuple[Array, Array]
+    inside: tuple[Array, ...] = ()
+    between: tuple[Array, ...] = ()
 
     def take(self, batch: slice | Array) -> "Paths":
         """Return the paths of some of the placements."""
@@ -263,19 +268,39 @@ def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array,
     )
 
 
-def paths(links: Fabric, hosts: Array, tensor: int) -> Paths:
+def _in_groups(links: Fabric, hosts: Array, tensor: int, inside: int) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return `Paths.inside` and `Paths.between` of placements; the arguments are those of `paths`.
+
+    All groups of a stage exchange at once, as all stages do. So they are priced as stages of fewer ranks.
+    """
+    batch, data, stages = hosts.shape
+    sets = hosts.reshape(batch, data // inside, inside, stages)
+    found = []
+    for ranks in (np.swapaxes(sets, 1, 2), sets):  # [batch, ranks that exchange, groups, P]
+        alike = ranks.reshape(batch, ranks.shape[1], -1)
+        ring = rings(links, alike, tensor)
+        both = (*ring, *_reduce_scatters(links, alike, tensor, ring))
+        found.append(tuple(x.reshape(batch, -1, stages).max(axis=1) for x in both))
+    return found[0], found[1]
+
+
+def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1) -> Paths:
     """Return the paths of placements.
 
     Args:
         links: links of the cluster.
         hosts: int [batch, D, P].
         tensor: T, devices of a group.
+        inside: K, neighbouring data ranks of a group inside which gradients are summed as they are; 1: no groups.
     """
     ring = rings(links, hosts, tensor)
+    groups = _in_groups(links, hosts, tensor, inside) if inside > 1 else ((), ())
     return Paths(
         forward=hops(links, hosts, tensor, 1),
         backward=hops(links, hosts, tensor, -1),
         ring=ring,
         scatter=_reduce_scatters(links, hosts, tensor, ring),
         swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
+        inside=groups[0],
+        between=groups[1],
     )

@@ -41,7 +41,7 @@ def candidate_of_config(config: Config) -> Candidate:
     """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them; of one group."""
     config = config.of_group()
     mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
-    over_data = compress.chosen("data") != "none" and mesh.data > 1
+    over_data = compress.over_data(mesh.data) != "none" and mesh.data > 1
     return Candidate(
         data=mesh.data,
         pipe=mesh.pipe,

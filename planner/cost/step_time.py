@@ -11,7 +11,8 @@ On GPUs a stage whose last op is in the last row reduces each layer's gradient u
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,6 +85,11 @@ class Candidate:
         return self.data * self.pipe
 
     @property
+    def inside(self) -> int:
+        """Data ranks of a group, inside which gradients are summed as they are; 1 without groups."""
+        return self.coded.grouped(self.data) if self.data_rank else 1
+
+    @property
     def parts(self) -> int:
         """Number of parts of the sequence; a device keeps and sends one."""
         return self.tensor if self.sequence_parallel else 1
@@ -99,6 +105,15 @@ class Candidate:
         return max(self.counts) * self.chunks
 
 
+class DataLinks(NamedTuple):
+    """Seconds of collectives among data ranks of each stage, [batch, P]; see `LinkSeconds`."""
+
+    ring_latency: Array
+    ring_per_byte: Array
+    scatter_latency: Array
+    scatter_per_byte: Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkSeconds:
     """Seconds of a candidate's messages on a batch of placements.
@@ -112,6 +127,8 @@ class LinkSeconds:
         scatter_latency: [batch, P] latency of a stage's reduce-scatter over data.
         scatter_per_byte: [batch, P] its seconds per byte of a rank's whole array.
         swap: [batch] of the exchange of the tied embedding's gradients; 0 if it is not tied.
+        inside: the same four inside groups of data ranks; None if there are no groups.
+        between: the same four between groups.
     """
 
     activation: Array
@@ -122,6 +139,14 @@ class LinkSeconds:
     scatter_latency: Array
     scatter_per_byte: Array
     swap: Array
+    inside: DataLinks | None = None
+    between: DataLinks | None = None
+
+    @property
+    def compressed(self) -> DataLinks:
+        """Links over which compressed gradients travel: those between groups, or those of all data ranks."""
+        every = DataLinks(self.ring_latency, self.ring_per_byte, self.scatter_latency, self.scatter_per_byte)
+        return self.between or every
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,10 +278,14 @@ class Problem:
 
     @functools.cached_property
     def factor_bytes(self) -> int:
-        """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are."""
+        """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are.
+
+        In groups of data ranks they are those between groups, where only factors travel.
+        """
         c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
-        factors = sum(c.data_rank * (n + k) for n, k in kernels)
-        rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
+        parts = [c.coded.part(shape, c.data, c.zero1) for shape in kernels]
+        factors = sum(c.data_rank * int(n + k) for n, k in parts)
+        rest = self._rest if c.inside == 1 else 0
         return c.slots * (factors * MASTER + rest * costs.ITEM[c.reduce_dtype])
 
     # --- Seconds ------------------------------------------------------------------------------------------------------
@@ -279,6 +308,8 @@ class Problem:
             scatter_latency=paths.scatter[0],
             scatter_per_byte=paths.scatter[1],
             swap=swap if self.swaps else np.zeros_like(swap),
+            inside=DataLinks(*paths.inside) if c.inside > 1 else None,
+            between=DataLinks(*paths.between) if c.inside > 1 else None,
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:
@@ -288,7 +319,17 @@ class Problem:
             fabric: links of the cluster.
             hosts: int [batch, D, P].
         """
-        return self.evaluate(self.links(paths(fabric, hosts, self.candidate.tensor)), self.kind_of_host[hosts])
+        return self.evaluate(self.links(self.paths(fabric, hosts)), self.kind_of_host[hosts])
+
+    def paths(self, fabric: Fabric, hosts: Array) -> Paths:
+        """Return the paths of placements as candidates of this mesh need them, whether or not they compress.
+
+        Args:
+            fabric: links of the cluster.
+            hosts: int [batch, D, P].
+        """
+        c = self.candidate
+        return paths(fabric, hosts, c.tensor, c.coded.grouped(c.data))
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
         """Return the simulator's durations, with all pipelines of all placements as one batch."""
@@ -368,40 +409,72 @@ class Problem:
         if not c.data_rank:
             return dense, np.full(shape, np.inf), none, edge
         slowest = self.pass_per_byte[kinds].max(axis=1)
-        if c.coded.data is not None:
-            return dense, *self._coded_reductions(links, slowest, reduced), edge
-        matrices = c.slots * len(costs.kernels(self.model, c.tensor))
-        work = POWER_PASSES * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
-        factors = 2 * (2 * links.ring_latency + self.factor_bytes * turn)  # two all-reduces, one for either factor
-        return dense, factors, work, edge
+        small, work = (self._coded if c.coded.data is not None else self._low_rank)(links, slowest)
+        if links.inside is not None:
+            small = small + self._inside_groups(links.inside)
+        if links.inside is not None or c.coded.data is not None:  # what no factors travel with
+            small = small + reduced(c.slots * self._rest)
+        return dense, small, work, edge
 
-    def _coded_reductions(
-        self, links: LinkSeconds, slowest: Array, reduced: Callable[[int], Array]
-    ) -> tuple[Array, Array]:
+    @property
+    def _rest(self) -> int:
+        """Parameters of a layer that are never compressed, on one device."""
+        kernels = costs.kernels(self.model, self.candidate.tensor)
+        return costs.layer_parameters(self.model, self.candidate.tensor) - sum(n * k for n, k in kernels)
+
+    def _inside_groups(self, links: DataLinks) -> Array:
+        """Return the seconds [batch, P] of the reduction of a stage's kernels inside groups of data ranks.
+
+        Args:
+            links: seconds of collectives inside groups.
+        """
+        c = self.candidate
+        numbers = c.slots * sum(n * k for n, k in costs.kernels(self.model, c.tensor))
+        seconds = links.scatter_latency + numbers * costs.ITEM[c.reduce_dtype] * links.scatter_per_byte
+        if c.zero1:
+            return seconds
+        turn = (c.inside - 1) / c.inside * links.ring_per_byte
+        return seconds + links.ring_latency + numbers * MASTER * turn  # the means are gathered
+
+    def _low_rank(self, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
+        """Return the seconds [batch, P] of the all-reduces of a stage's factors, and of the work to make them.
+
+        Args:
+            links: seconds of the messages.
+            slowest: seconds [batch, P] of a pass over a byte.
+        """
+        c, over = self.candidate, links.compressed
+        matrices = c.slots * len(costs.kernels(self.model, c.tensor))
+        # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
+        passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
+        work = passes * self.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
+        ranks = c.data // c.inside
+        turn = (ranks - 1) / ranks * over.ring_per_byte
+        return 2 * (2 * over.ring_latency + self.factor_bytes * turn), work  # two all-reduces, one for either factor
+
+    def _coded(self, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
         """Return the seconds [batch, P] of a stage's exchanges by its codec, and of the codec's work.
 
         Args:
             links: seconds of the messages.
             slowest: seconds [batch, P] of a pass over a byte.
-            reduced: seconds of a reduction of parameters as they are.
         """
-        c, kernels = self.candidate, costs.kernels(self.model, self.candidate.tensor)
-        rest = costs.layer_parameters(self.model, c.tensor) - sum(n * k for n, k in kernels)
+        c, kernels, over = self.candidate, costs.kernels(self.model, self.candidate.tensor), links.compressed
         sent: dict[str, float] = {}
         count: dict[str, int] = {}
         for shape in kernels:
             for kind, size, number in c.coded.exchanges(shape, c.data, c.zero1):
                 sent[kind] = sent.get(kind, 0.0) + size * c.slots
                 count[kind] = max(count.get(kind, 0), number)  # arrays share collectives
-        seconds = reduced(rest * c.slots)
+        seconds, ranks = np.zeros_like(slowest), c.data // c.inside
         for kind, size in sent.items():
             if kind == "all-to-all":
-                whole = size * c.data / (c.data - 1)  # with the rank's part for itself
-                seconds = seconds + count[kind] * links.scatter_latency + whole * links.scatter_per_byte
+                whole = size * ranks / (ranks - 1)  # with the rank's part for itself
+                seconds = seconds + count[kind] * over.scatter_latency + whole * over.scatter_per_byte
             else:
                 turns = 2 if kind == "all-reduce" else 1
-                seconds = seconds + count[kind] * turns * links.ring_latency + size * links.ring_per_byte
-        passes, launches = c.coded.reduction_passes
+                seconds = seconds + count[kind] * turns * over.ring_latency + size * over.ring_per_byte
+        passes, launches = c.coded.reduction_passes(c.data)
         matrices = c.slots * len(kernels)
         work = passes * self.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
         return seconds, work

@@ -3,7 +3,7 @@
 import numpy as np
 
 from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
-from planner.cost.link_seconds import Fabric, paths
+from planner.cost.link_seconds import Fabric
 from planner.cost.rows import Table, numbers, runs
 from planner.cost.simulator import Seconds
 from planner.cost.step_time import Problem
@@ -42,7 +42,7 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
         fabric: links of the cluster.
         hosts: int [D, P], host of each tensor group.
     """
-    links = problem.links(paths(fabric, hosts[None], problem.candidate.tensor))
+    links = problem.links(problem.paths(fabric, hosts[None]))
     kinds = problem.kind_of_host[hosts][None]
     step = problem.evaluate(links, kinds)
     compute = _compute(problem.table, problem.seconds(links, kinds), problem.overlap).mean(axis=0)

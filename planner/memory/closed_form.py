@@ -141,7 +141,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         scan=int(pipeline.scans(min(counts))),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward_rank if compress.chosen("forward") != "none" else 0,
-        data_rank=compress.data_rank if compress.chosen("data") != "none" else 0,
+        data_rank=compress.data_rank if compress.over_data(mesh.data) != "none" else 0,
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
@@ -275,8 +275,8 @@ def _codec_state(shape: Shape) -> Column:
     if shape.coded.data is not None:
         return total + (rank > 0) * shape.slots * chunks * _reducer_states(shape)
     for dims in _matrices(shape):
-        rows = dims[0]
-        columns = functools.reduce(np.multiply, dims[1:])
+        whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
+        rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
         useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from planner.cost.link_seconds import Fabric
-from planner.cost.step_time import MASTER, LinkSeconds, Problem
+from planner.cost.step_time import MASTER, DataLinks, LinkSeconds, Problem
 
 Array = np.ndarray
 
@@ -311,6 +311,8 @@ class _Bound:
             return np.repeat(x, self.worst, axis=0)[:, None]
 
         zero = np.zeros((batch, p))
+        # Of groups of data ranks nothing is known here.
+        free = DataLinks(*(np.zeros((batch * self.worst, p)),) * 4) if c.inside > 1 else None
         links = LinkSeconds(
             **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
             ring_latency=np.full((batch * self.worst, p), case.latency),
@@ -318,6 +320,8 @@ class _Bound:
             scatter_latency=np.full((batch * self.worst, p), scatter[0]),
             scatter_per_byte=over_data(*scatter[1:]),
             swap=np.full(batch * self.worst, self.swap(case, share) if self.problem.swaps else 0.0),
+            inside=free,
+            between=free,
         )
         kinds = np.zeros((batch, p), int) if kinds is None else kinds
         return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)

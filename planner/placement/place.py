@@ -215,7 +215,7 @@ class _Placing:
 
     def _links(self, where: Array) -> tuple[LinkSeconds, Array]:
         """Return the link seconds and the device kinds [batch, D, P] of placements."""
-        found = self.problem.links(paths(self.fabric, where, self.problem.candidate.tensor))
+        found = self.problem.links(self.problem.paths(self.fabric, where))
         return found, self.problem.kind_of_host[where]
 
     def host_order(self, evaluations: int) -> Placement:
@@ -240,7 +240,7 @@ class _Placing:
     def exactly(self, most: int) -> Placement | None:
         """Return the best of all placements; None if there are more than `most` without those that are alike."""
         c, twins = self.problem.candidate, exact.twins(self.fabric, self.problem.kind_of_host)
-        found = _every(self.fabric, c.data, c.pipe, c.tensor, tuple(twins.tolist()), most)
+        found = _every(self.fabric, c.data, c.pipe, c.tensor, tuple(twins.tolist()), most, c.inside)
         if found is None:
             return None
         every, links = found
@@ -278,11 +278,11 @@ class _Placing:
 
 @functools.lru_cache(maxsize=4)
 def _every(
-    fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int
+    fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int, inside: int
 ) -> tuple[Array, Paths] | None:
     """Return all placements [count, D, P] and their paths; see `exact.placements`."""
     every = exact.placements(data, pipe, data * pipe // len(twins), np.array(twins), most)
-    return None if every is None else (every, paths(fabric, every, tensor))
+    return None if every is None else (every, paths(fabric, every, tensor, inside))
 
 
 def _starts(one: _Placing, start: Array | None, rng: np.random.Generator) -> list[anneal.Start]:

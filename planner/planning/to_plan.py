@@ -93,6 +93,7 @@ def sections(
             # One stage has no tied copies to synchronize.
             embedding="auto" if c.pipe == 1 else compress.embedding,
             data=stages or "none",
+            data_inside=c.inside if stages else 1,
             data_rank=c.data_rank if ranked else compress.data_rank,
             data_rank_min=min(compress.data_rank_min, c.data_rank) if ranked else compress.data_rank_min,
             stage_seconds="",

@@ -10,7 +10,6 @@ import numpy as np
 from paxtrain.schedule import schedules
 from paxtrain.schedule.table import IDLE
 from planner.cost import simulator
-from planner.cost.link_seconds import paths
 from planner.cost.rows import Table
 from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit
@@ -152,7 +151,7 @@ def activity(report: Report) -> Activity:
     """
     problem, step, hosts = report.problem, report.step, report.chosen.placement.hosts[None]
     c, table = problem.candidate, problem.table
-    seconds = problem.seconds(problem.links(paths(report.fabric, hosts, c.tensor)), problem.kind_of_host[hosts])
+    seconds = problem.seconds(problem.links(problem.paths(report.fabric, hosts)), problem.kind_of_host[hosts])
     ends = simulator.pipeline(table, seconds, problem.overlap)  # [data, P]
     rank = int(np.argmax(ends.max(axis=1)))
     arrays = {f.name: getattr(seconds, f.name) for f in dataclasses.fields(seconds)}

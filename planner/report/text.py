@@ -70,7 +70,7 @@ def compression(candidate: Candidate) -> str:
     codecs = {place: c.coded.name(place) for place in ("backward", "forward", "data")}
     there = f"fwd{codecs['forward'] or c.coded.forward_rank}" if c.compresses_forward else ""
     between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
-    over = f"data{codecs['data'] or c.data_rank}" if c.data_rank else ""
+    over = f"data{codecs['data'] or c.data_rank}{f'/{c.inside}' * (c.inside > 1)}" if c.data_rank else ""
     return "+".join(filter(None, (between, there, over))) or "none"
 
 
@@ -91,6 +91,7 @@ def compression_words(candidate: Candidate) -> str:
         parts.append(f"activations between stages compressed {how}")
     if c.data_rank:
         how = _how(c.coded.name("data"), c.data_rank)
+        how += f" between groups of {c.inside}" if c.inside > 1 else ""
         parts.append(f"data-parallel gradients on the critical path compressed {how}")
     return " and ".join(parts) or "no compression"
 

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from planner.cost import step_time
-from planner.cost.link_seconds import Fabric, Paths, paths
+from planner.cost.link_seconds import Fabric, Paths
 from planner.cost.step_time import Candidate, Problem
 from planner.placement import anneal
 
@@ -65,7 +65,7 @@ class Pools:
             plain = plain_layouts(c, problem.cluster.devices_per_host)
             starts = _without(self._starts(problem), plain)
             hosts = np.concatenate([plain, starts])
-            self._pools[key] = Pool(hosts, paths(self.fabric, hosts, c.tensor), len(plain))
+            self._pools[key] = Pool(hosts, problem.paths(self.fabric, hosts), len(plain))
         return self._pools[key]
 
     def add(self, problem: Problem, hosts: Array) -> bool:
@@ -74,7 +74,7 @@ class Pools:
         if not len(_without(hosts[None], pool.hosts)):
             return False
         pool.hosts = np.concatenate([pool.hosts, hosts[None]])
-        pool.paths = pool.paths.join(paths(self.fabric, hosts[None], problem.candidate.tensor))
+        pool.paths = pool.paths.join(problem.paths(self.fabric, hosts[None]))
         return True
 
     def _starts(self, problem: Problem) -> Array:
@@ -94,7 +94,7 @@ class Pools:
         hosts = np.array([start.order[start.layout] for start in begin])
         if several:
             hosts = np.concatenate([hosts, hosts[:, :, ::-1]])
-        where = paths(self.fabric, hosts, c.tensor)
+        where = problem.paths(self.fabric, hosts)
         hops = (where.forward[1][:, :, :-1].sum(2) + where.backward[1][:, :, 1:].sum(2)).max(1)
         ring = where.ring[1].max(1)
         costs = [x / x.min() if x.min() > 0 else x for x in (hops, ring)]

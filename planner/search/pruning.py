@@ -291,7 +291,7 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     factors = space.slots * space.chunks * (rest * size + space.data_rank * sides * MASTER)
     passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
     small = 4 * latency + 2 * factors * share
-    if facts.coded.data is not None:  # of another codec nothing is known here
+    if facts.coded.data is not None or facts.coded.inside > 1:  # of another codec, or of groups, nothing is known here
         small, passes = np.zeros_like(small), np.zeros_like(passes)
     splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
     last = np.where(splits, facts.costs["backward_weights"], facts.costs["backward"])

@@ -288,5 +288,6 @@ def _compressions(
         takes = all(choices.coded.takes(shape, data, True, choices.min_ratio) for shape in kernels)
         over += [CODED] if choices.data_ranks and takes else []
     elif data > 1:
-        over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in kernels)]
+        parts = [choices.coded.part(shape, data, True) for shape in kernels]
+        over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in parts)]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]

@@ -9,7 +9,7 @@ from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
 from planner.cost.coded import LOW_RANK, Coded
-from planner.cost.link_seconds import Fabric, Paths, paths
+from planner.cost.link_seconds import Fabric, Paths
 from planner.cost.step_time import Candidate, Problem
 from planner.placement.place import Placement
 from planner.search.budget import Budget
@@ -126,7 +126,7 @@ class Trials:
         """
         given = None
         if only is not None and some:
-            given = only, paths(self.fabric, only, int(self.space.tensor[some[0]]))
+            given = only, self.problem(some[0], self.splits.even(some[0])).paths(self.fabric, only)
         problems = [self.problem(i, self.splits.even(i)) for i in some]
         used = [given or self.pools.of(problem).placements for problem in problems]
         memory, index = [float(self.bytes[i]) for i in some], list(some)
@@ -162,9 +162,8 @@ class Trials:
         """Return a plan with its split moved layer by layer, on its placement, as long as that makes it quicker."""
         for _ in range(_AROUND):
             hosts = f.placement.hosts[None]
-            found = self._with(
-                f, self.splits.around(f.candidate.counts), hosts, paths(self.fabric, hosts, f.candidate.tensor)
-            )
+            where = Problem(self.cluster, self.model, f.candidate).paths(self.fabric, hosts)
+            found = self._with(f, self.splits.around(f.candidate.counts), hosts, where)
             best = min(found, key=lambda other: other.seconds, default=f)
             if best.seconds >= f.seconds * (1 - 1e-9):
                 break
@@ -182,10 +181,11 @@ class Trials:
         even = self.splits.even(f.index)
         some = [even, *self.splits.around(even), *self.splits.around(f.candidate.counts)]
         some += self.splits.found.get((f.candidate.pipe, f.candidate.chunks), [])
-        pool = self.pools.of(Problem(self.cluster, self.model, f.candidate))
+        problem = Problem(self.cluster, self.model, f.candidate)
+        pool = self.pools.of(problem)
         other = [counts for counts in dict.fromkeys(some) if counts != f.candidate.counts]
         here = f.placement.hosts[None]
-        known = pool.placements if everywhere else (here, paths(self.fabric, here, f.candidate.tensor))
+        known = pool.placements if everywhere else (here, problem.paths(self.fabric, here))
         found = [*self._with(f, other, *known), *self._exchanged(f)]
         best: dict[Counts, Found] = {}
         for other_split in sorted(found, key=lambda one: one.seconds):
@@ -210,7 +210,7 @@ class Trials:
             if kinds[a] != kinds[b]:
                 splits.append(self.splits.best(problem, kinds[order]))
             new = hosts[:, order][None]
-            found += self._with(f, splits, new, paths(self.fabric, new, c.tensor))
+            found += self._with(f, splits, new, problem.paths(self.fabric, new))
         return found
 
     def _with(self, f: Found, every: list[Counts], hosts: Array, where: Paths) -> list[Found]:

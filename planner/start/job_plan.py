@@ -281,7 +281,8 @@ def describe(decision: Decision, machines: Machines) -> str:
         for place, rank in ranks.items()
     }
     between = f"{backward} gradients between stages {words['backward']}"
-    over = f"gradients over data of stages {data} {words['data']}"
+    groups = f" between groups of {compress.data_inside} ranks" if compress.data_inside > 1 else ""
+    over = f"gradients over data of stages {data} {words['data']}{groups}"
     parts = [between] * (backward != "none") + [over] * (data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))
     if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:

@@ -9,7 +9,7 @@ import pytest
 
 import compress
 from compress.codec import check_codec, codec_name
-from compress.recorder import Recorder
+from compress.codecs.recorder import Recorder
 from tests.compress.topk import TopK
 
 SHAPE = (2, 20, 24)

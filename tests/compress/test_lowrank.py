@@ -10,8 +10,8 @@ import pytest
 
 from compress import lowrank
 from compress.codec import wire_bytes
+from compress.codecs.recorder import Recorder
 from compress.lowrank import LowRank
-from compress.recorder import Recorder
 
 SHAPE, RANK, STEPS = (2, 20, 24), 6, 24
 N, K = 40, 24

@@ -147,6 +147,28 @@ def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys
         finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward": "all"})
 
 
+def test_groups_of_data_ranks_continue_bit_for_bit(home, tmp_path, capsys):
+    """With the errors of their parts; other groups have errors of other parts, and are refused."""
+    changes = {
+        "mesh__data": 4,
+        "compress__backward": "none",
+        "compress__data_codec": "int8",
+        "compress__data_inside": 2,
+        "compress__data_start": 0.0,
+        "compress__data_adapt_every": 0,
+    }
+    _, state = finished(home, tmp_path / "whole", run__steps=8, **changes)
+    assert "between groups of 2 of" in capsys.readouterr().out
+    finished(home, tmp_path / "run", run__steps=4, **changes)
+    _, again = finished(home, tmp_path / "run", run__steps=8, **changes)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert not [path for path in state if not np.array_equal(state[path], again[path])]
+    errors = [value for path, value in state.items() if ".codec" in path]
+    assert errors and all(np.any(error) for error in errors)
+    with pytest.raises(UserError, match=r"data codec is Quantised.* between groups of 2 there and Quantised.*\) here"):
+        finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__data_inside": 1})
+
+
 def test_other_link_ranks_are_refused_though_the_shapes_are_equal():
     """A link's rank is in the zero columns of its state, and its wire is cut to the rank that this run has."""
     ranks = {name: compression(name).link_settings() for name in ("4,2,4", "2,4,4")}

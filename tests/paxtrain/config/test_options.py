@@ -43,6 +43,16 @@ def test_a_codec_that_is_named_takes_all_messages_unless_some_are_chosen():
     assert configured(NESTED).compress.chosen("backward") == "epilogue"
 
 
+def test_groups_of_data_ranks_have_a_dotted_setting():
+    found = load_config("tiny", {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 2}).compress
+    assert found.data_inside == 2
+    assert (found.over_data(4), found.over_data(2)) == ("all", "none")
+    assert flat_argument("--config.compress.data.inside=2") == "--config.compress.data_inside=2"
+    outer = {"outer.every": 10, "outer.groups": 2, "run.steps": 100}
+    with pytest.raises(UserError, match=r"data\.inside=4 does not divide the 2 data ranks that train together"):
+        load_config("tiny", {"mesh.data": 4, "compress.data.codec": "int8", "compress.data.inside": 4, **outer})
+
+
 def test_a_plan_keeps_codecs(tmp_path):
     config = configured(NESTED)
     made = plan.Plan(config.mesh, config.pipeline, config.batch, config.compress)

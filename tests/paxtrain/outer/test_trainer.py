@@ -84,6 +84,14 @@ def test_an_exchange_after_each_step_of_sgd_is_dense_training(zero1):
         assert_close(shared(later, other), shared(dense, right), 2e-6)
 
 
+def test_gradients_may_be_summed_inside_pairs_of_a_groups_data_ranks():
+    tokens, pairs = batches(2, 32), {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
+    made, state, _ = trained(config((8, 1, 1), optimizer=SGD, compress=pairs), tokens)
+    dense, right, _ = trained(config((8, 1, 1), optimizer=SGD), tokens)
+    assert made.compression.reducer.inside == 2 and dense.compression.reducer is None
+    assert_close(shared(made, state), shared(dense, right), 2e-6)
+
+
 @pytest.mark.parametrize(
     "mesh, groups, optimizer", [((4, 2, 1), 2, "adamw"), ((4, 1, 2), 4, "adamw"), ((4, 2, 1), 2, "muon")]
 )

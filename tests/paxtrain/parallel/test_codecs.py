@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import compress
+from paxtrain import tables
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
@@ -195,6 +196,154 @@ def test_weights_travel_as_codes_and_evaluation_takes_them_as_they_are():
     assert 1e-6 < abs(loss / right - 1) < 0.02
     rows = dict(coded.compression.describe())
     assert rows["weights over data"].startswith("kernels: QuantisedBlocks(bits=8")
+
+
+# --- In groups of data ranks ------------------------------------------------------------------------------------------
+
+GROUPS = {"data_codec": "int8", "data_options": {"block": 32}, "data_inside": 2}
+EXACT = {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "chunks", "zero1"),
+    [((4, 2, 1), "eager_1f1b", 1, True), ((4, 1, 2), "eager_1f1b", 1, False), ((4, 2, 1), "1f1b", 1, False),
+     ((4, 2, 1), "gpipe", 1, True), ((4, 2, 1), "interleaved_1f1b", 2, True), ((4, 2, 1), "zb_h1", 1, False)],
+)  # fmt: skip
+def test_identity_between_groups_is_the_dense_reduction(mesh, schedule, chunks, zero1):
+    """Sums are in another order. The tied table and norms, which travel as they are, have the same bits."""
+    how = {"micro_batches": 4, "zero1": zero1, "schedule": schedule, "chunks": chunks}
+    _, grads, *_ = evaluated(config(mesh, **how, **EXACT))
+    _, right, *_ = evaluated(config(mesh, **how))
+    assert_close(grads, right, 2e-6)
+    for mine, dense in zip(jax.tree.leaves(grads["final_norm"]), jax.tree.leaves(right["final_norm"]), strict=True):
+        np.testing.assert_array_equal(mine, dense)
+
+
+def test_one_group_of_all_data_ranks_is_the_dense_program():
+    alike = [trainer(config((4, 2, 1), **changes)) for changes in ({}, GROUPS | {"data_inside": 4})]
+    texts = [trained.step.lower(trained.abstract_state(), trained.abstract_batch()).as_text() for trained in alike]
+    assert texts[0] == texts[1]
+    assert alike[1].compression.stages == (0, 0)
+    assert dict(alike[1].compression.describe())["gradients over data"] == (
+        "as they are: all 4 data ranks are one group"
+    )
+
+
+def by_group(trained, stage):
+    """Return the bytes that a device of a stage sends over data in each kind: inside groups of two, and otherwise."""
+    sent = ({}, {})
+    stride = trained.config.mesh.pipe * trained.config.mesh.tensor
+    for op in probe.collectives(trained, compiled(trained).as_text(), stage):
+        ranks = sorted({number // stride for number in op.groups[0]}) if op.groups else list(range(4))
+        if op.kind in RING and len(ranks) > 1:
+            near = len(ranks) == 2 and ranks[1] - ranks[0] == 1
+            sent[near][op.kind] = sent[near].get(op.kind, 0) + RING[op.kind](len(ranks)) * op.bytes * op.executions
+    return sent[1], sent[0]
+
+
+RING = {"all-to-all": lambda n: (n - 1) / n, "all-gather": lambda n: n - 1, "all-reduce": lambda n: 2 * (n - 1) / n}
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize("codec", [GROUPS, {"data": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}])
+def test_a_group_sends_kernels_as_they_are_and_between_groups_what_is_declared(codec, zero1):
+    """Of the compiled program, on four data ranks; beside them two norms for the log are summed over data."""
+    coded, dense = (trainer(config((4, 2, 1), zero1=zero1, **changes)) for changes in (codec, {}))
+    reducer, shards = coded.compression.reducer, coded.compression.shards
+    slots = 2  # layers of a stage
+    for stage in (0, 1):
+        (near, far), (none, before) = by_group(coded, stage), by_group(dense, stage)
+        assert none == {}
+        inside, between, plain = {}, {}, {}
+        for path, shape in coded.compression.kernels.items():
+            for kind, size in reducer.inside_traffic(shape, shards[path]):
+                inside[kind] = inside.get(kind, 0) + slots * size
+            for kind, size in reducer.traffic(shape, shards[path]):
+                between[kind] = between.get(kind, 0) + slots * size
+            kind, times = ("all-to-all", 3 / 4) if zero1 else ("all-reduce", 6 / 4)
+            plain[kind] = plain.get(kind, 0) + times * slots * 4 * np.prod(shape)
+        scattered = {"all-to-all": inside["reduce-scatter"]}  # on CPUs
+        assert near == scattered | ({} if zero1 else {"all-gather": inside["all-gather"]})
+        expected = {kind: before[kind] - plain.get(kind, 0) + between.get(kind, 0) for kind in RING if kind in before}
+        expected |= {kind: size for kind, size in between.items() if kind not in before}
+        expected["all-reduce"] = expected.get("all-reduce", 0) + 2 * 3 / 4 * 2 * 4
+        assert {kind: far[kind] for kind in expected if kind != "all-gather"} == pytest.approx(
+            {kind: size for kind, size in expected.items() if kind != "all-gather"}
+        )
+        assert far["all-gather"] == pytest.approx(expected["all-gather"], abs=32)  # which also gathers the norm
+
+
+def test_the_error_of_a_group_has_the_shape_of_its_ranks_part():
+    losses, state = trained_steps(config((4, 2, 1), **GROUPS, data_start=0.0), 12)
+    dense, _ = trained_steps(config((4, 2, 1)), 12)
+    assert losses[-1] < losses[0] - 0.5
+    assert max(abs(np.subtract(losses, dense))) > 1e-6
+    made = trainer(config((4, 2, 1), **GROUPS)).compression
+    for error, (path, _) in zip(state.codec["data"].sent, [(path, 0) for path in made.data_kernels] * 2):
+        size = np.prod(made.kernels[path])
+        assert error.shape[:4] == (4, 2, 1, 2)  # of data, pipe and tensor; to two groups
+        assert np.prod(error.shape[4:]) == size / 4
+        assert np.any(error)
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_groups_on_the_virtual_mesh_are_those_of_the_real_one(zero1):
+    c = config((4, 2, 1), zero1=zero1, micro_batches=3, **EXACT)
+    one = dataclasses.replace(c.mesh, data=1, pipe=1)
+    emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
+    params = jax.jit(emulated.layout.from_canonical)(canonical())
+    tokens = batch(emulated)
+    run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, *_ = jax.device_get(run(params, tokens))
+    right_loss, _, right, _ = evaluated(c)
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert_close(grads, right, 1e-5)
+
+
+def test_the_table_says_what_travels_inside_groups_and_between():
+    trained = trainer(config((4, 2, 1), **GROUPS))
+    trained.compression.check()
+    text = dict(trained.compression.describe())["gradients over data"]
+    kernels = 2 * sum(n * k for n, k in trained.compression.matrices.values())  # two layers on a stage
+    inside, between = kernels / 2 * 4, kernels / 4 * (1 + 2 / 32)
+    assert "between groups of 2 of " in text
+    assert f"a device sends {tables.size(inside, 'B')} inside its group and {tables.size(between, 'B')} between" in text
+    settings = trained.compression.link_settings()
+    assert settings["data codec"].endswith("between groups of 2")
+    low = trainer(config((4, 2, 1), data="all", data_rank=2, data_rank_min=2, data_inside=2)).compression
+    assert low.link_settings()["data inside"] == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class OverAll(compress.PowerSGD):
+    """A reducer that averages over the axis that it is given by jax's own collectives."""
+
+    rank: int = 2
+
+    def exchange(self, wire, kept, shards):
+        jax.lax.pmean(wire[0], shards[0].axis)
+        return super().exchange(wire, kept, shards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_codec": "int8", "data_inside": 0}, ["compress.data.inside must be 1 or more", "got 0"]),
+        ({"data_codec": "int8", "data_inside": 3}, ["compress.data.inside=3 does not divide mesh.data=4", "2 or 4"]),
+        ({"data_inside": 2}, ["compress.data.inside=2 is about", "choose --config.compress.data.codec"]),
+        (
+            {"data_codec": f"{__name__}:OverAll", "data_inside": 2},
+            ["OverAll(rank=2", "does not reduce between groups", "unbound axis name", "compress.collectives"],
+        ),
+        ({"data": "all", "data_rank": 64, "data_inside": 2}, ["compress.data_rank=64", "in 2 parts"]),
+        ({"data_codec": "identity", "data_inside": 2}, ["compress.data.codec=identity makes no kernel"]),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(UserError) as error:
+        trainer(config((4, 2, 1), **changes)).compression.check()
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
 
 
 @dataclasses.dataclass(frozen=True)

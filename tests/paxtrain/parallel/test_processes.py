@@ -49,6 +49,7 @@ def test_no_program_of_several_processes_has_a_reduce_scatter():
         values((2, 2, 2)),
         values((4, 2, 1), zero1=False, **everything),
         values((4, 1, 2), optimizer={"name": "muon"}),
+        values((4, 2, 1), data_codec="int8", data_inside=2),
     ]
     for output in run_processes(KINDS, json.dumps(configurations)):
         *programs, control = json.loads(output.splitlines()[-1])

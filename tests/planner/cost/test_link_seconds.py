@@ -86,6 +86,34 @@ def test_each_pair_of_an_all_to_all_by_itself(data, pipe, tensor, nics, fan_out)
         np.testing.assert_array_equal(found, (latency, per_byte))
 
 
+@pytest.mark.parametrize("gloo", [False, True])
+def test_groups_of_data_ranks_are_rings_of_their_own(gloo):
+    """Four data ranks on a host each: pairs of neighbours at once, and then those with one place."""
+    links = dataclasses.replace(fabric(cluster(4, 1)), rings=not gloo)
+    found = paths(links, np.array([2, 0, 3, 1]).reshape(1, 4, 1), 1, inside=2)
+    for pairs, (latency, per_byte, scatter_latency, scatter_per_byte) in (
+        (((2, 0), (3, 1)), found.inside),
+        (((2, 3), (0, 1)), found.between),
+    ):
+        slowest = max(max(links.per_byte[a, b], links.per_byte[b, a]) for a, b in pairs)
+        assert per_byte[0, 0] == pytest.approx(slowest)
+        assert scatter_per_byte[0, 0] == pytest.approx(slowest / 2)
+        assert latency[0, 0] == scatter_latency[0, 0] == max(links.alpha[a, b] for a, b in pairs)
+    whole = paths(links, np.array([2, 0, 3, 1]).reshape(1, 4, 1), 1)
+    assert whole.inside == whole.between == ()
+    np.testing.assert_array_equal(whole.ring, found.ring)
+
+
+def test_groups_on_one_host_share_its_nic_between_them():
+    """Two ranks and two stages on each host: inside nothing leaves it, and between all four send at once."""
+    links = fabric(cluster(2, 4, seed=None))
+    found = paths(links, np.array([[0, 0], [0, 0], [1, 1], [1, 1]])[None], 1, inside=2)
+    np.testing.assert_allclose(found.inside[1], 1 / 300e9)
+    np.testing.assert_allclose(found.between[1], 4 / 25e9)
+    both = found.join(found).take(np.array([1]))
+    np.testing.assert_array_equal(both.between, found.between)
+
+
 def test_a_full_fan_out_reduces_over_many_hosts_in_less_time_than_a_ring():
     """With NICs as the only limit both take (D-1)/D of the array; with full links an all-to-all takes 1/D."""
     hosts = np.arange(8).reshape(1, 8, 1)

@@ -117,6 +117,50 @@ def test_an_identity_codec_over_data_takes_no_less_than_the_reduction():
     assert (work > 0).all()
 
 
+SITES = {"mesh.data": 4, "mesh.pipe": 2, "compress.data.codec": "int8"}
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_groups_inside_sites_send_a_share_between_them(zero1):
+    """Two sites of two hosts, with a thousandth of the rate between them; each host has both stages of a data rank."""
+    some = cluster(4, 2, seed=None)
+    apart = np.abs(np.subtract.outer(np.arange(4) // 2, np.arange(4) // 2)) == 1
+    slow = dataclasses.replace(some, samples=np.where(apart, some.samples / 1e3, some.samples))
+    values = SMALL | SITES | {"mesh.zero1": zero1}
+    config = paxtrain.load_config("tiny", values | {"compress.data.inside": 2})
+    flat, groups, whole, dense = (
+        planner.simulate(paxtrain.load_config("tiny", values | changes), slow)
+        for changes in ({}, {"compress.data.inside": 2}, {"compress.data.inside": 4}, {"compress.data.codec": ""})
+    )
+    assert whole.seconds == dense.seconds and not whole.compressed.any()
+    assert groups.compressed.all() and groups.seconds < flat.seconds < dense.seconds
+    problem = Problem(slow, config.model, candidate_of_config(config))
+    hosts = host_order(problem.candidate, 2)
+    links = problem.links(problem.paths(fabric(slow), hosts))
+    _, small, _, _ = problem._reductions(links, problem.kind_of_host[hosts])
+    kernels = 4 * 12 * 64 * 64  # of the four layers of a stage
+    near = 2 / some.samples[0, 0, 1]  # seconds per byte: both stages share the NIC
+    far = 2 / slow.samples[0, 0, 3]
+    inside, between = 1e-5 + kernels / 2 * 4 * near, 1e-5 + kernels / 4 * (1 + 2 / 64) * far
+    if not zero1:  # the mean's messages, and the means
+        inside, between = 2 * inside, 2 * between
+    rest = 4 * problem._rest * 4 * 3 / 4 * far * (1 if zero1 else 2) + (1 if zero1 else 2) * 3e-5
+    np.testing.assert_allclose(small, inside + between + rest, rtol=1e-6)
+
+
+def test_low_rank_between_groups_is_of_a_ranks_part():
+    some = cluster(4, 2, seed=None)
+    low = {"mesh.data": 4, "mesh.pipe": 2, "compress.data": "all", "compress.data_rank": 4}
+    problems = [
+        Problem(some, c.model, candidate_of_config(c))
+        for c in (paxtrain.load_config("tiny", SMALL | low | {"compress.data.inside": k}) for k in (1, 2))
+    ]
+    rest = 4 * problems[0]._rest * 4
+    shapes = ((64, 192), (64, 64), (64, 256), (256, 64))
+    assert problems[0].factor_bytes == 4 * sum(4 * (n + k) for n, k in shapes) * 4 + rest
+    assert problems[1].factor_bytes == 4 * sum(4 * (n // 2 + k) for n, k in shapes) * 4
+
+
 GROUPS = {"mesh.data": 4, "mesh.pipe": 2, "outer.groups": 2, "outer.every": 10}
 
 

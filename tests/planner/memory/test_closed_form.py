@@ -147,6 +147,17 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
             "mesh": {"zero1": False},
             "compress": {"backward": "epilogue", "backward_codec": "topk", "data_codec": "int8"},
         },
+        {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data_codec": "int8", "data_inside": 2}},
+        {
+            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "zero1": False},
+            "compress": {"data_codec": "int4", "data_inside": 2},
+        },
+        {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data": "all", "data_rank": 8, "data_inside": 2}},
+        {
+            "mesh": {"data": 4, "pipe": 2, "tensor": 1, "zero1": False},
+            "compress": {"data": "all", "data_rank": 8, "data_inside": 2},
+        },
+        {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data_codec": "int8", "data_inside": 4}},
         {"compress": {"backward_codec": "int8", "backward_options": {"feedback": False}}},
         {"compress": {"forward_codec": "int8", "backward": "all", "backward_rank": 4}},
         {"compress": {"forward": "all", "forward_codec": "topk", "backward_codec": "int4"}},

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Candidate, Problem
 from planner.placement import bounds, exact
@@ -27,6 +28,7 @@ def problems(draw):
     tensor = draw(st.sampled_from([t for t in (1, 2, 4) if per_host % t == 0]))
     groups = hosts * per_host // tensor
     data = draw(st.sampled_from([d for d in range(1, groups + 1) if groups % d == 0 and groups // d <= MODEL.layers]))
+    coded = draw(st.sampled_from([LOW_RANK, Coded(inside=2)]))
     pipe = groups // data
     return problem(
         data,
@@ -42,6 +44,7 @@ def problems(draw):
         sequence_parallel=tensor > 1 and draw(st.booleans()),
         backward=draw(st.sampled_from(["none", "epilogue", "all"])) if pipe > 1 else "none",
         data_rank=draw(st.sampled_from([0, 8])) if data > 1 else 0,
+        coded=coded,
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paxtrain.errors import UserError
 from planner.bench.placement import against_exhaustive
+from planner.cost.coded import Coded
 from planner.cost.link_seconds import fabric, rings
 from planner.cost.step_time import Candidate, Problem, host_order
 from planner.placement import anneal, exact
@@ -48,6 +49,22 @@ def test_exact_search_misses_nothing(hosts, data, pipe, slots):
     few = exact.placements(data, pipe, slots, exact.twins(links, made.kind_of_host), 10_000)
     assert len(few) < len(everything)
     assert best_of(made, links, few) == values.min()
+
+
+@pytest.mark.parametrize(("hosts", "data", "pipe", "inside"), [(4, 4, 1, 2), (6, 6, 1, 3), (8, 4, 2, 2)])
+def test_exact_search_misses_nothing_in_groups_of_data_ranks(hosts, data, pipe, inside):
+    """The rings inside groups and those between may begin anywhere, but which ranks are a group matters."""
+    made = problem(cluster(hosts, 1, seed=1), data, pipe, 1, data_rank=32, coded=Coded(inside=inside))
+    links = fabric(made.cluster)
+    every = np.array(list(itertools.permutations(range(hosts)))).reshape(-1, data, pipe)
+    values = objective(made, links)(every)
+    few = exact.placements(data, pipe, 1, exact.twins(links, made.kind_of_host), 50_000)
+    assert len(few) == len(every) // data
+    assert best_of(made, links, few) == values.min()
+    assert place(made, links).seconds == pytest.approx(values.min())
+    other, same = (objective(made, links)(np.roll(every, by, axis=1)) for by in (1, inside))
+    np.testing.assert_allclose(same, values)
+    assert np.abs(other - values).max() > 1e-3 * values.min()
 
 
 def test_equal_hosts_are_exchanged_for_nothing():

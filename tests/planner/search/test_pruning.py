@@ -49,7 +49,9 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
 GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(Cluster)} | {"fan_out": 2.0})
 
 
-@pytest.mark.parametrize("forward", [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8))])
+@pytest.mark.parametrize(
+    "forward", [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8)), Coded(inside=2)]
+)
 @pytest.mark.parametrize(
     "some", [cluster(), HETERO, cluster(2, 8, seed=None), GLOO], ids=["uneven", "kinds", "alike", "gloo"]
 )

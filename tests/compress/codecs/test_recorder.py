@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from compress.codec import wire_bytes
+from compress.codecs.recorder import Recorder
 from compress.lowrank import LowRank
-from compress.recorder import Recorder
 
 SHAPE = (2, 10, 12)
 
