@@ -86,11 +86,12 @@ def test_the_report_offers_what_compression_would_gain(config, lossless):
         assert offer["gain"] == pytest.approx(1 - offer["step_seconds"] / best)
         assert (f"--compress={flag} " in text) == (offer["gain"] > 5e-4)
         assert offer["loss"] and "docs/study.md" in offer["loss"]
-    assert max(offer["gain"] for offer in offers.values()) > 0.05
+    most = max(offers, key=lambda flag: offers[flag]["gain"])
+    assert offers[most]["gain"] > 0.05
     # Whoever follows an offer gets at least that: the search then looks at these plans among others.
     asked = planner.plan(config, slow_cluster(), dataclasses.replace(SLOW, compress=("data",), gain=0.0))
     assert asked.ranked[0].seconds <= offers["data"]["step_seconds"] * (1 + 1e-9)
-    assert "--compress=data" in lossless.html() and "Compression" in lossless.html()
+    assert f"--compress={most}" in lossless.html() and "Compression" in lossless.html()
 
 
 def test_a_codec_that_the_configuration_names_is_asked_for(config):
