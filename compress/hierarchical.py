@@ -37,7 +37,7 @@ class Divided(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """What has arrived at a rank after the exchanges inside its group and between groups.
+    """The values that have arrived at a rank after the exchanges inside its group and between groups.
 
     Attributes:
         kept: what the reducer between groups has kept of the parts.

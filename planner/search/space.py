@@ -27,7 +27,7 @@ BETWEEN, ALL_BETWEEN = 3, 5
 
 
 class Column(NamedTuple):
-    """What the numbers in a column of a space stand for.
+    """The meaning of the numbers in a column of a space.
 
     Attributes:
         value: number -> value of the candidate's field.
