@@ -17,7 +17,8 @@ _STEP = ("compress", "compress/codecs", "paxtrain/config", "paxtrain/model", "pa
 _DEVICES = ("paxtrain/process", "paxtrain/data", "paxtrain/devices", "paxtrain/xla")
 _RUN = (*_DEVICES, "paxtrain/parallel", "paxtrain/outer", "paxtrain/run")
 _TRAINER = (*_STEP, *_RUN, "paxtrain/profiling")
-_PREDICTION = ("planner/cluster", "planner/cost", "planner/memory", "planner/placement")
+_COST = ("planner/cluster", "planner/pipeline", "planner/cost")
+_PREDICTION = (*_COST, "planner/memory", "planner/placement")
 _PLANNING = (*_PREDICTION, "planner/search", "planner/report", "planner/planning")
 MAY_IMPORT = {
     "compress": ("compress/gpu",),
@@ -40,24 +41,25 @@ MAY_IMPORT = {
     "paxtrain/bench": _TRAINER,
     "paxtrain": (*_TRAINER, "paxtrain/huggingface", "paxtrain/study", "paxtrain/bench"),
     "planner/cluster": ("paxtrain/config", "paxtrain/devices"),
+    "planner/pipeline": ("paxtrain/schedule",),
     "planner/cost": (
         "compress",
         "compress/codecs",
         "paxtrain/config",
         "paxtrain/devices",
         "paxtrain/schedule",
-        "planner/cluster",
+        *_COST,
     ),
     "planner/memory": (*_TRAINER, "planner/cost"),
-    "planner/placement": ("paxtrain/config", "planner/cluster", "planner/cost"),
+    "planner/placement": ("paxtrain/config", *_COST),
     "planner/search": (*_STEP, "paxtrain/devices", *_PREDICTION),
     "planner/report": (*_TRAINER, "paxtrain/study", *_PREDICTION, "planner/search"),
     "planner/planning": (*_TRAINER, "paxtrain/study", *_PLANNING),
     "planner/answers": (*_TRAINER, *_PLANNING),
     "planner/export": ("paxtrain/config", "paxtrain/schedule"),
     "planner/measure": (*_TRAINER, "planner/cluster", "planner/cost"),
-    "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", "planner/cluster", "planner/cost"),
-    "planner/published": ("paxtrain/config", "planner/cluster", "planner/cost"),
+    "planner/fit": ("paxtrain/config", "paxtrain/devices", "paxtrain/schedule", *_COST),
+    "planner/published": ("paxtrain/config", *_COST),
     "planner/start": (*_TRAINER, *_PLANNING, "planner/measure", "planner/fit"),
     "planner/jobs": ("paxtrain/config", "paxtrain/process", "planner/memory", "planner/supervision"),
     "planner/supervision": ("paxtrain/process",),

@@ -16,12 +16,12 @@ from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.row_layout import lay_out, warm_up_then_alternate
 from paxtrain.schedule.schedules import SPECS, ScheduleSpec, build, code
-from planner.cost import rows
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.gpu import correctness, many, options
 from planner.gpu.section import FULL
 from planner.memory import closed_form
+from planner.pipeline import rows
 from planner.search import layers, pruning
 from planner.search.space import Choices, candidate_of, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements

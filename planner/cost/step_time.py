@@ -1,7 +1,7 @@
 """The step time of a candidate on placements: compute, transfers, data-parallel reductions and the optimizer, joined.
 
 A step is what paxtrain.parallel.step runs. Weights are gathered over data (ZeRO-1), and the pipeline runs
-(planner.cost.simulator). Each stage reduces its gradients over data when its last op is done, and the tied embedding's
+(planner.pipeline.simulator). Each stage reduces its gradients over data when its last op is done, and the tied embedding's
 two gradients are exchanged. When all is reduced, the optimizer updates. With compression over data, the stages are
 chosen for each placement by the trainer's rule (compress.policy.selective).
 
@@ -20,10 +20,10 @@ from paxtrain.config import ModelConfig, parallel
 from paxtrain.schedule.schedules import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost import simulator
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths, paths
-from planner.cost.rows import Table
+from planner.pipeline import simulator
+from planner.pipeline.rows import Table
 
 Array = np.ndarray
 

@@ -4,9 +4,9 @@ import numpy as np
 
 from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
 from planner.cost.link_seconds import Fabric
-from planner.cost.rows import Table, numbers, runs
-from planner.cost.simulator import Seconds
 from planner.cost.step_time import Problem
+from planner.pipeline.rows import Table, numbers, runs
+from planner.pipeline.simulator import Seconds
 
 Array = np.ndarray
 
@@ -17,7 +17,7 @@ def _compute(table: Table, seconds: Seconds, overlap: bool) -> Array:
     Args:
         table: schedule.
         seconds: durations of the candidate's pipelines.
-        overlap: see `planner.cost.simulator.pipeline`.
+        overlap: see `planner.pipeline.simulator.pipeline`.
     """
     found = np.zeros((len(seconds.forward), table.stages))
     phases = {"forward": seconds.forward, "backward": seconds.backward, "weights": seconds.weights}

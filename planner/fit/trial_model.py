@@ -22,11 +22,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.cost import closed_forms, ideal, simulator
-from planner.cost.rows import Table
+from planner.cost import closed_forms
 from planner.fit.constants import NAMES
 from planner.fit.pipelines import PipelineBatch, kinds, pipeline_batches
 from planner.fit.trials import Trial
+from planner.pipeline import ideal, simulator
+from planner.pipeline.rows import Table
 
 Array = np.ndarray
 METHODS = ("simulate", "rows", "pipette", "amp")

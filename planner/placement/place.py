@@ -14,8 +14,8 @@ import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cost.link_seconds import Fabric, Paths, paths
-from planner.cost.rows import runs
 from planner.cost.step_time import LinkSeconds, Problem, host_order
+from planner.pipeline.rows import runs
 from planner.placement import anneal, bounds, exact
 from planner.placement.climb import Climbed, climb, racks_of
 from planner.placement.surrogate import Surrogate

@@ -9,10 +9,10 @@ import dataclasses
 
 import numpy as np
 
-from planner.cost import simulator
-from planner.cost.rows import runs
-from planner.cost.simulator import Seconds
 from planner.cost.step_time import Problem
+from planner.pipeline import simulator
+from planner.pipeline.rows import runs
+from planner.pipeline.simulator import Seconds
 
 Array = np.ndarray
 

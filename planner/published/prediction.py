@@ -1,6 +1,6 @@
 """The step of a published run by the planner's own costs, links and schedules, as another trainer would run it.
 
-Differences from this trainer: ops begin as soon as their messages are there (planner.cost.ideal), attention may keep
+Differences from this trainer: ops begin as soon as their messages are there (planner.pipeline.ideal), attention may keep
 its scores in memory, tensor ranks may send a part each of a message that they all hold, and weights may be sharded over
 data (FSDP), gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have ranks.
 """
@@ -12,9 +12,9 @@ import numpy as np
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
-from planner.cost import ideal
 from planner.cost.link_seconds import Paths, fabric, paths
 from planner.cost.step_time import MASTER, Candidate, LinkSeconds, Problem
+from planner.pipeline import ideal
 from planner.published.runs import PER_HOST, PublishedRun
 
 Array = np.ndarray

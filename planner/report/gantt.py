@@ -9,8 +9,8 @@ import numpy as np
 
 from paxtrain.schedule import schedules
 from paxtrain.schedule.table import IDLE
-from planner.cost import simulator
-from planner.cost.rows import Table
+from planner.pipeline import simulator
+from planner.pipeline.rows import Table
 from planner.report.contents import Report
 from planner.report.svg import GRID, INK, SOFT, Svg, box, duration, ticks, unit
 from planner.report.text import share

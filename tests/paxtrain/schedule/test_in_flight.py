@@ -8,9 +8,9 @@ from paxtrain.errors import UserError
 from paxtrain.schedule import buffers
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import SPECS, between_ends, build
-from planner.cost import ideal, simulator
-from planner.cost.rows import Table, runs
-from planner.cost.simulator import Seconds
+from planner.pipeline import ideal, simulator
+from planner.pipeline.rows import Table, runs
+from planner.pipeline.simulator import Seconds
 from tests.paxtrain.schedule.test_table_file import config, gradients
 
 

@@ -13,9 +13,9 @@ from paxtrain.parallel.step import Trainer
 from paxtrain.schedule import table_file
 from paxtrain.schedule.drawing import draw_schedule
 from paxtrain.schedule.schedules import SPECS, build
-from planner.cost import simulator
-from planner.cost.rows import Table
-from planner.cost.simulator import Seconds
+from planner.pipeline import simulator
+from planner.pipeline.rows import Table
+from planner.pipeline.simulator import Seconds
 
 # 1F1B as torch.distributed.pipelining prints it: two ranks, three micro-batches.
 TORCH_1F1B = "0F0,0F1,,0B0,0F2,0B1,,0B2\n,1F0,1B0,1F1,1B1,1F2,1B2,\n"

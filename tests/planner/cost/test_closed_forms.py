@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from planner.cost import closed_forms, simulator
-from planner.cost.rows import Table
+from planner.cost import closed_forms
+from planner.pipeline import simulator
+from planner.pipeline.rows import Table
 
 
 def _arrays(stages, micro_batches=1, seed=0):

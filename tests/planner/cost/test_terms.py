@@ -7,9 +7,10 @@ import pytest
 
 from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TERMS, TRANSFER
 from planner.cost import compute as costs
-from planner.cost import link_seconds, simulator
+from planner.cost import link_seconds
 from planner.cost.step_time import Candidate, Problem
 from planner.cost.terms import terms
+from planner.pipeline import simulator
 from tests.planner.examples import MODEL, cluster, placements
 
 CANDIDATES = [

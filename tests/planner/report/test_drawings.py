@@ -9,8 +9,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from planner.cost.rows import Table
-from planner.cost.simulator import Seconds
+from planner.pipeline.rows import Table
+from planner.pipeline.simulator import Seconds
 from planner.report import drawings, gantt, svg
 from tests.planner.examples import placements
 from tests.planner.report.reports import made_report

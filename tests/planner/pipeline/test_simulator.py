@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from paxtrain.schedule import schedules
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE
-from planner.cost import ideal
-from planner.cost.rows import Table
-from planner.cost.simulator import Seconds, concatenate, pipeline, timeline
+from planner.pipeline import ideal
+from planner.pipeline.rows import Table
+from planner.pipeline.simulator import Seconds, concatenate, pipeline, timeline
 
 TABLES = [
     *[

@@ -14,7 +14,7 @@ receive is posted, and so does gloo's on CPUs. The backends differ in what waits
 
 All of this is maxima and sums, so the result is monotone in every duration, and what is added to the state of all
 stages is added to the result. So the steady part costs a few repetitions of its rows, whatever the number of
-micro-batches (planner.cost.repetition).
+micro-batches (planner.pipeline.repetition).
 
 References:
     Pipette (Yim et al., DATE 2024) for the transfers that 1F1B exposes. Max-plus linear systems: Baccelli et al.,
@@ -28,8 +28,8 @@ from collections.abc import Callable
 import numpy as np
 
 from paxtrain.schedule.table import ALONG, BETWEEN
-from planner.cost.repetition import repeat
-from planner.cost.rows import Row, Run, Table, Where, numbers, runs
+from planner.pipeline.repetition import repeat
+from planner.pipeline.rows import Row, Run, Table, Where, numbers, runs
 
 Array = np.ndarray
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from planner.cost import simulator
-from planner.cost.rows import Table, runs
-from planner.cost.simulator import Seconds
+from planner.pipeline import simulator
+from planner.pipeline.rows import Table, runs
+from planner.pipeline.simulator import Seconds
 
 
 def seconds(table: Table, seed: int, spread: float, batch: int = 24) -> Seconds:

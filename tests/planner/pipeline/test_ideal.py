@@ -7,9 +7,9 @@ import pytest
 
 from paxtrain.schedule import schedules
 from paxtrain.schedule.table import UNDER
-from planner.cost import ideal, simulator
-from planner.cost.rows import Table, runs
-from planner.cost.simulator import Seconds
+from planner.pipeline import ideal, simulator
+from planner.pipeline.rows import Table, runs
+from planner.pipeline.simulator import Seconds
 
 SIZES = ((1, 3), (2, 5), (4, 3), (4, 40), (3, 200))
 TABLES = [

@@ -2,7 +2,7 @@
 
 A message begins when it is made, holds no stage, and waits for no other message. Systems with separate transfer calls,
 such as Megatron-LM, come close to this model, and this module models trials of them. The executor's rows let a stage
-also wait for what it sends (planner.cost.simulator): this module shows that they cost nothing as long as a transfer is
+also wait for what it sends (planner.pipeline.simulator): this module shows that they cost nothing as long as a transfer is
 no longer than the op that it lies under.
 """
 
@@ -10,9 +10,9 @@ import collections
 
 import numpy as np
 
-from planner.cost.repetition import EQUAL
-from planner.cost.rows import Row, Table, numbers, runs
-from planner.cost.simulator import Seconds, spread
+from planner.pipeline.repetition import EQUAL
+from planner.pipeline.rows import Row, Table, numbers, runs
+from planner.pipeline.simulator import Seconds, spread
 
 Array = np.ndarray
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from planner.cost.rows import Row
+from planner.pipeline.rows import Row
 
 Array = np.ndarray
 
