@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from planner.cluster.cluster import Cluster
+    from planner.cost.candidate import Candidate
     from planner.cost.simulate import SimulatedStep, simulate
-    from planner.cost.step_time import Candidate
     from planner.planning.options import PlanOptions
     from planner.planning.planning import Plans, RankedPlan, plan
 
 # The module and the name in it of each public name.
 _EXPORTS = {
-    "Candidate": "planner.cost.step_time:Candidate",
+    "Candidate": "planner.cost.candidate:Candidate",
     "Cluster": "planner.cluster.cluster:Cluster",
     "PlanOptions": "planner.planning.options:PlanOptions",
     "Plans": "planner.planning.planning:Plans",

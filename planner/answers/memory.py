@@ -17,7 +17,7 @@ from planner.answers.free_choice import freed
 from planner.cluster.cluster import Cluster, of_hosts
 from planner.cluster.device_sheets import SHEETS
 from planner.cluster.variants import parts_of_a_host, with_devices
-from planner.cost.step_time import Candidate
+from planner.cost.candidate import Candidate
 from planner.memory import closed_form
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions

@@ -13,8 +13,9 @@ from paxtrain.bench.steps import PipelinedStep, configuration, interleave
 from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost import step_time
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import fabric
+from planner.cost.step_time import Problem
 from planner.measure import profile_cluster, profile_compute
 from planner.measure.compute_timing import KINDS, LoopTimer, OptimizerTimer
 from planner.measure.machines import find_machines
@@ -39,7 +40,7 @@ def _executed(schedule: str, chunks: int, save: str) -> Config:
 
 def predicted(cluster: Cluster, config: Config) -> float:
     """Return the planner's seconds of a step, in host order."""
-    candidate = step_time.Candidate(
+    candidate = Candidate(
         data=1,
         pipe=config.mesh.pipe,
         tensor=1,
@@ -50,8 +51,8 @@ def predicted(cluster: Cluster, config: Config) -> float:
         chunks=config.pipeline.virtual_stages,
         save=config.pipeline.save,
     )
-    problem = step_time.Problem(cluster, config.model, candidate)
-    return float(problem.step(fabric(cluster), step_time.host_order(candidate, 1)).total[0])
+    problem = Problem(cluster, config.model, candidate)
+    return float(problem.step(fabric(cluster), host_order(candidate, 1)).total[0])
 
 
 def _sample(turns: dict[str, LoopTimer], optimizer: OptimizerTimer) -> dict[str, dict[str, float]]:

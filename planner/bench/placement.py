@@ -8,8 +8,9 @@ import numpy as np
 
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import Fabric, fabric
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.step_time import Problem
 from planner.placement import bounds, exact
 from planner.placement.gain import gain
 from planner.placement.place import place

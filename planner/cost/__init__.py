@@ -4,7 +4,7 @@
     sizes.py                what a candidate keeps on a device and sends, in bytes and parameters
     link_seconds.py         bandwidths to seconds per byte, for messages and rings of a placement
     compute.py              a layer on a device kind; the seconds of its all-reduces over tensor
-    reductions.py           the gather of the weights and the reduction of the gradients over data
+    data_axis.py            the gather of the weights and the reduction of the gradients over data
     step_time.py            the whole step: bytes times seconds per byte, and the pipeline's simulation
     terms.py                a step's terms by stage, to be compared with a run's breakdown
     coded.py                what codecs other than low rank declare

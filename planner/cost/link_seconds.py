@@ -11,6 +11,7 @@ messages use all links of a host at once.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -304,3 +305,47 @@ def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1) -> Paths:
         inside=groups[0],
         between=groups[1],
     )
+
+
+class DataLinks(NamedTuple):
+    """Seconds of collectives among data ranks of each stage, [batch, P]; see `LinkSeconds`."""
+
+    ring_latency: Array
+    ring_per_byte: Array
+    scatter_latency: Array
+    scatter_per_byte: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinkSeconds:
+    """Seconds of a candidate's messages on a batch of placements.
+
+    Attributes:
+        activation: [batch, D, P] of a message with activations, by sender.
+        gradient: [batch, D, P] of a message with a gradient, by sender.
+        packed: [batch, D, P] of a compressed gradient, by sender.
+        ring_latency: [batch, P] latency of one turn of a stage's data-parallel ring.
+        ring_per_byte: [batch, P] seconds per byte of that turn.
+        scatter_latency: [batch, P] latency of a stage's reduce-scatter over data.
+        scatter_per_byte: [batch, P] its seconds per byte of a rank's whole array.
+        swap: [batch] of the exchange of the tied embedding's gradients; 0 if it is not tied.
+        inside: the same four inside groups of data ranks; None if there are no groups.
+        between: the same four between groups.
+    """
+
+    activation: Array
+    gradient: Array
+    packed: Array
+    ring_latency: Array
+    ring_per_byte: Array
+    scatter_latency: Array
+    scatter_per_byte: Array
+    swap: Array
+    inside: DataLinks | None = None
+    between: DataLinks | None = None
+
+    @property
+    def compressed(self) -> DataLinks:
+        """Links over which compressed gradients travel: those between groups, or those of all data ranks."""
+        every = DataLinks(self.ring_latency, self.ring_per_byte, self.scatter_latency, self.scatter_per_byte)
+        return self.between or every

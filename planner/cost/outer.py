@@ -8,7 +8,8 @@ import numpy as np
 from paxtrain.config import Config
 from planner.cost import compute as costs
 from planner.cost.link_seconds import Fabric, rings
-from planner.cost.step_time import MASTER, Problem
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 
 Array = np.ndarray
 

@@ -6,10 +6,11 @@ import numpy as np
 
 from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
 from planner.cost.outer import exchange_seconds
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.step_time import Problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 A message begins when it is made, holds no stage, and waits for no other message. Systems with separate transfer calls,
 such as Megatron-LM, come close to this model, and this module models trials of them. The executor's rows let a stage
-also wait for what it sends (planner.pipeline.simulator): this module shows that they cost nothing as long as a transfer is
-no longer than the op that it lies under.
+also wait for what it sends (planner.pipeline.simulator). This module shows that they cost nothing as long as a transfer
+is no longer than the op that it lies under.
 """
 
 import collections

@@ -30,8 +30,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.cost.link_seconds import Fabric
-from planner.cost.step_time import MASTER, DataLinks, LinkSeconds, Problem
+from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 
 Array = np.ndarray
 

@@ -13,8 +13,9 @@ import time
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cost.link_seconds import Fabric, Paths, paths
-from planner.cost.step_time import LinkSeconds, Problem, host_order
+from planner.cost.candidate import host_order
+from planner.cost.link_seconds import Fabric, LinkSeconds, Paths, paths
+from planner.cost.step_time import Problem
 from planner.pipeline.rows import runs
 from planner.placement import anneal, bounds, exact
 from planner.placement.climb import Climbed, climb, racks_of

@@ -3,7 +3,8 @@
 import numpy as np
 
 from planner.cost import closed_forms
-from planner.cost.step_time import MASTER, Problem
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 from planner.placement import anneal
 from planner.placement.place import slots_per_host
 

@@ -15,7 +15,8 @@ from paxtrain.devices.gpus import GPUS
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.candidate import Candidate, host_order
+from planner.cost.step_time import Problem
 from planner.cost.terms import terms
 from planner.memory import closed_form
 from planner.placement.gain import gain

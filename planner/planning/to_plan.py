@@ -10,7 +10,8 @@ from paxtrain.config.options import NO_OPTIONS
 from paxtrain.config.plan import Plan
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
-from planner.cost.step_time import Candidate, Step
+from planner.cost.candidate import Candidate
+from planner.cost.step_time import Step
 from planner.search import layers
 
 

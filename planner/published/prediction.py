@@ -1,8 +1,9 @@
 """The step of a published run by the planner's own costs, links and schedules, as another trainer would run it.
 
-Differences from this trainer: ops begin as soon as their messages are there (planner.pipeline.ideal), attention may keep
-its scores in memory, tensor ranks may send a part each of a message that they all hold, and weights may be sharded over
-data (FSDP), gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have ranks.
+Differences from this trainer: ops begin as soon as their messages are there (planner.pipeline.ideal), attention may
+keep its scores in memory, tensor ranks may send a part each of a message that they all hold, and weights may be sharded
+over data (FSDP), gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have
+ranks.
 """
 
 import dataclasses
@@ -12,8 +13,10 @@ import numpy as np
 from planner.cluster.cluster import ASSUMED, Cluster, Shares
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
-from planner.cost.link_seconds import Paths, fabric, paths
-from planner.cost.step_time import MASTER, Candidate, LinkSeconds, Problem
+from planner.cost.candidate import Candidate
+from planner.cost.link_seconds import LinkSeconds, Paths, fabric, paths
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 from planner.pipeline import ideal
 from planner.published.runs import PER_HOST, PublishedRun
 

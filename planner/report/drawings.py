@@ -6,8 +6,8 @@ import math
 import numpy as np
 
 from planner.cluster.cluster import between
+from planner.cost.candidate import host_order
 from planner.cost.link_seconds import ring_order
-from planner.cost.step_time import host_order
 from planner.report.contents import Report, slower
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, box, duration, png, ramp, ticks, unit, width_of
 from planner.report.text import percent

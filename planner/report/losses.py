@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from paxtrain.config import ModelConfig
 from paxtrain.study.loss_probe_file import WORDS, LossProbe, ProbedCodec, excess
-from planner.cost.step_time import Candidate
+from planner.cost.candidate import Candidate
 
 SOURCE = "docs/study.md"
 WIDTH = 64  # hidden size of the study's model, of which its ranks are a part

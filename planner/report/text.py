@@ -4,7 +4,7 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
-from planner.cost.step_time import Candidate
+from planner.cost.candidate import Candidate
 from planner.report import losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration

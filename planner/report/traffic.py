@@ -6,7 +6,7 @@ import numpy as np
 
 from planner.cost import compute as costs
 from planner.cost.link_seconds import ring_order
-from planner.cost.step_time import MASTER
+from planner.cost.sizes import MASTER
 from planner.report.contents import Report
 
 Array = np.ndarray

@@ -7,7 +7,9 @@ import numpy as np
 from paxtrain.schedule.schedules import code
 from planner.cluster.cluster import between
 from planner.cost import closed_forms
-from planner.cost.step_time import MASTER, Candidate, Problem
+from planner.cost.candidate import Candidate
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 from planner.placement.rules import amp_rule, pipette_rule
 from planner.search import layers, pruning
 from planner.search.search import Search

@@ -8,9 +8,9 @@ import dataclasses
 
 import numpy as np
 
-from planner.cost import step_time
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import Fabric, Paths
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.placement import anneal
 
 Array = np.ndarray
@@ -43,7 +43,7 @@ class Pool:
 
 def plain_layouts(candidate: Candidate, per_host: int) -> Array:
     """Return layouts [1 or 2, D, P] of devices in order: pipeline neighbors side by side, then data ranks."""
-    hosts = step_time.host_order(candidate, per_host)
+    hosts = host_order(candidate, per_host)
     if per_host == candidate.tensor:
         return hosts
     groups = np.arange(candidate.groups).reshape(1, candidate.pipe, candidate.data)

@@ -25,7 +25,8 @@ from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
 from planner.cost.coded import LOW_RANK, Coded
-from planner.cost.step_time import MASTER, POWER_PASSES
+from planner.cost.data_axis import POWER_PASSES
+from planner.cost.sizes import MASTER
 from planner.search.space import BACKWARD, Space
 
 Array = np.ndarray

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.candidate import Candidate
+from planner.cost.step_time import Problem
 from planner.placement.bounds import lower
 from planner.placement.place import are_few, place, quickly
 from planner.search.trials import Found, Trials, handicap

@@ -19,8 +19,8 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
+from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Candidate
 from planner.search import layers, pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement

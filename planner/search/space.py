@@ -13,8 +13,8 @@ from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, name_of, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
+from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
-from planner.cost.step_time import Candidate
 
 Array = np.ndarray
 BACKWARD = ("none", "epilogue", "all")
@@ -103,7 +103,7 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Space:
-    """Candidates as columns [N], named like the fields of planner.cost.step_time.Candidate.
+    """Candidates as columns [N], named like the fields of planner.cost.candidate.Candidate.
 
     COLUMNS says what their numbers stand for.
 

@@ -8,9 +8,10 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
+from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.placement.place import Placement
 from planner.search.budget import Budget
 from planner.search.pool import Pools

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from paxtrain.config import Config, from_dict, to_dict
+from planner.cost.candidate import Candidate
 from planner.cost.coded import coded
-from planner.cost.step_time import Candidate
 from planner.search import layers
 
 MODEL = {"vocab_size": 257, "layers": 8, "hidden": 64, "heads": 4, "sequence": 32, "dtype": "float32"}

@@ -14,8 +14,9 @@ import numpy as np
 from configs import gpt_8b
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster, between
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.step_time import Problem
 from tests.cluster import scenario as scenarios
 from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split

@@ -5,8 +5,9 @@ Growth is by data ranks, then by stages; with eight hosts also by data ranks alo
 
 import numpy as np
 
+from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Problem, host_order
+from planner.cost.step_time import Problem
 from tests.cluster.laboratory import Bench, Lab
 from tests.cluster.models import Split
 from tests.cluster.scenario import Scenario

@@ -9,8 +9,9 @@ import dataclasses
 import numpy as np
 
 from planner.cluster.cluster import Cluster
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.step_time import Problem
 from planner.placement.place import place
 from planner.search.budget import Budget
 from planner.search.search import Options, Search

@@ -17,8 +17,10 @@ from compress.policy import compression_ratio
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import MASTER, Candidate, Problem, host_order
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 from tests.cluster import scenario as scenarios
 from tests.cluster.experiments import compression
 from tests.cluster.laboratory import Bench, Lab, summary

@@ -10,8 +10,10 @@ import numpy as np
 
 from planner.cluster.cluster import Cluster
 from planner.cost import closed_forms
+from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric, paths
-from planner.cost.step_time import MASTER, Problem, host_order
+from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
 from planner.placement.place import place
 from tests.cluster import scenario as scenarios
 from tests.cluster.experiments import growth, joint

@@ -9,9 +9,10 @@ import compress
 import paxtrain
 import planner
 from compress.codecs.quantised import QuantisedBlocks
+from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric, paths
 from planner.cost.simulate import candidate_of_config
-from planner.cost.step_time import Problem, host_order
+from planner.cost.step_time import Problem
 from tests.planner.examples import cluster
 
 SMALL = {"model.layers": 8, "model.hidden": 64, "model.heads": 4, "mesh.pipe": 4, "mesh.tensor": 1, "mesh.data": 2}
@@ -144,7 +145,7 @@ def test_groups_inside_sites_send_a_share_between_them(zero1):
     inside, between = 1e-5 + kernels / 2 * 4 * near, 1e-5 + kernels / 4 * (1 + 2 / 64) * far
     if not zero1:  # the mean's messages, and the means
         inside, between = 2 * inside, 2 * between
-    rest = 4 * problem._rest * 4 * 3 / 4 * far * (1 if zero1 else 2) + (1 if zero1 else 2) * 3e-5
+    rest = 4 * problem.rest * 4 * 3 / 4 * far * (1 if zero1 else 2) + (1 if zero1 else 2) * 3e-5
     np.testing.assert_allclose(small, inside + between + rest, rtol=1e-6)
 
 
@@ -155,7 +156,7 @@ def test_low_rank_between_groups_is_of_a_ranks_part():
         Problem(some, c.model, candidate_of_config(c))
         for c in (paxtrain.load_config("tiny", SMALL | low | {"compress.data.inside": k}) for k in (1, 2))
     ]
-    rest = 4 * problems[0]._rest * 4
+    rest = 4 * problems[0].rest * 4
     shapes = ((64, 192), (64, 64), (64, 256), (256, 64))
     assert problems[0].factor_bytes == 4 * sum(4 * (n + k) for n, k in shapes) * 4 + rest
     assert problems[1].factor_bytes == 4 * sum(4 * (n // 2 + k) for n, k in shapes) * 4

@@ -14,7 +14,8 @@ from planner.cluster.cluster import Cluster
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
 from planner.cost import link_seconds, step_time
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.candidate import Candidate, host_order
+from planner.cost.step_time import Problem
 from tests.planner.examples import MODEL, cluster, placements, reordered
 
 CANDIDATES = [
@@ -190,7 +191,7 @@ def test_compression_over_data_takes_the_stages_that_end_the_step():
     )
     c = Candidate(4, 4, 1, 1, 4, "eager_1f1b", (3, 3, 3, 3))
     problem, packed = Problem(slow, MODEL, c), Problem(slow, MODEL, dataclasses.replace(c, data_rank=32))
-    hosts = step_time.host_order(c, 4)
+    hosts = host_order(c, 4)
     dense, small = (p.step(link_seconds.fabric(slow), hosts) for p in (problem, packed))
     assert small.compressed.any() and not dense.compressed.any()
     assert small.total < dense.total

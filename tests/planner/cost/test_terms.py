@@ -8,7 +8,8 @@ import pytest
 from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TERMS, TRANSFER
 from planner.cost import compute as costs
 from planner.cost import link_seconds
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.candidate import Candidate
+from planner.cost.step_time import Problem
 from planner.cost.terms import terms
 from planner.pipeline import simulator
 from tests.planner.examples import MODEL, cluster, placements

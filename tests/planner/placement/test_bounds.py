@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.placement import bounds, exact
 from tests.planner.examples import MODEL, cluster, placements
 

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.placement.climb import _average_linkage, climb, exchanges, racks, racks_of
 from planner.placement.place import place, quickly
 from tests.planner.examples import MODEL, cluster

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from paxtrain.errors import UserError
 from planner.bench.placement import against_exhaustive
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import Coded
 from planner.cost.link_seconds import fabric, rings
-from planner.cost.step_time import Candidate, Problem, host_order
+from planner.cost.step_time import Problem
 from planner.placement import anneal, exact
 from planner.placement.gain import gain
 from planner.placement.place import place

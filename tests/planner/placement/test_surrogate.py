@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric, paths
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.pipeline import simulator
 from planner.placement.surrogate import Surrogate
 from tests.planner.examples import MODEL, cluster, placements

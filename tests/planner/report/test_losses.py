@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from planner.cost.candidate import Candidate
 from planner.cost.coded import Coded
-from planner.cost.step_time import Candidate
 from planner.report import losses
 
 DENSE = Candidate(

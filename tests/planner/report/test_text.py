@@ -9,7 +9,7 @@ import pytest
 
 from paxtrain.devices.gpus import GPUS
 from paxtrain.run import metrics
-from planner.cost.step_time import Candidate
+from planner.cost.candidate import Candidate
 from planner.report import contents, page
 from planner.report import text as report
 from planner.report.svg import width_of

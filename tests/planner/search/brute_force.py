@@ -13,8 +13,9 @@ import numpy as np
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cluster.trunks import Trunks
+from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric, paths
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
 from planner.search.space import Choices

@@ -11,8 +11,9 @@ from paxtrain.config import REDUCE_DTYPES, SAVE_MODES
 from paxtrain.schedule.schedules import SPECS
 from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
+from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
-from planner.cost.step_time import Candidate, Problem
+from planner.cost.step_time import Problem
 from planner.search import layers, pruning
 from planner.search.space import BACKWARD, Choices, enumerate_candidates
 from tests.planner.examples import MODEL, cluster, placements

@@ -1,0 +1,147 @@
+"""Seconds of what crosses the data axis: the gather of the weights, and the reduction of the gradients."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cost import compute as costs
+from planner.cost.link_seconds import DataLinks, LinkSeconds
+from planner.cost.sizes import MASTER, Sizes
+
+Array = np.ndarray
+
+# PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
+POWER_PASSES = 7
+POWER_LAUNCHES = 12  # kernels per matrix
+
+
+class Reductions(NamedTuple):
+    """Seconds [batch, P] of the reduction of each stage's gradients.
+
+    Attributes:
+        dense: of its layers' gradients as they are.
+        compressed: of the same in compressed form; inf if nothing compresses them.
+        work: of making the compressed form, and of reading it.
+        embedding: of the embedding's gradients, with the exchange of the tied one's.
+    """
+
+    dense: Array
+    compressed: Array
+    work: Array
+    embedding: Array
+
+
+def gather(sizes: Sizes, links: LinkSeconds, meets: Array) -> Array:
+    """Return the seconds [batch, P] of the all-gather of the weights, including the embedding, in compute dtype.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of the messages.
+        meets: stages whose data ranks gather and reduce an embedding, bool [P].
+    """
+    c = sizes.candidate
+    if not c.zero1 or c.data == 1:
+        return np.zeros(links.ring_latency.shape)
+    weights = np.full(c.pipe, sizes.layer_weights)
+    weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype]
+    return links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
+
+
+def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, kinds: Array) -> Reductions:
+    """Return the seconds of the reduction of each stage's gradients.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of the messages.
+        meets: stages whose data ranks gather and reduce an embedding, bool [P].
+        per_byte: seconds [kinds] of a pass over a byte.
+        kinds: device kinds [batch, D, P] (indices) of all groups.
+    """
+    c, shape = sizes.candidate, links.ring_latency.shape
+    edge, none, never = np.zeros(shape), np.zeros(shape), np.full(shape, np.inf)
+    if c.pipe > 1:
+        edge[:, 0] = edge[:, -1] = links.swap
+    if c.data == 1:
+        return Reductions(none, never, none, edge)
+    turn = (c.data - 1) / c.data * links.ring_per_byte
+    size = costs.ITEM[c.reduce_dtype]
+
+    def reduced(parameters: int) -> Array:
+        if c.zero1:
+            return links.scatter_latency + parameters * size * links.scatter_per_byte
+        return 2 * (links.ring_latency + parameters * size * turn)  # an all-reduce
+
+    dense, table = reduced(sizes.layer_parameters), reduced(sizes.embedding_parameters)
+    edge[:, meets] += table[:, meets]
+    if not c.data_rank:
+        return Reductions(dense, never, none, edge)
+    slowest = per_byte[kinds].max(axis=1)
+    small, work = (_coded if c.coded.data is not None else _low_rank)(sizes, links, slowest)
+    if links.inside is not None:
+        small = small + _inside_groups(sizes, links.inside)
+    if links.inside is not None or c.coded.data is not None:  # what no factors travel with
+        small = small + reduced(c.slots * sizes.rest)
+    return Reductions(dense, small, work, edge)
+
+
+def _inside_groups(sizes: Sizes, links: DataLinks) -> Array:
+    """Return the seconds [batch, P] of the reduction of a stage's kernels inside groups of data ranks.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of collectives inside groups.
+    """
+    c = sizes.candidate
+    numbers = c.slots * sizes.kernel_parameters
+    seconds = links.scatter_latency + numbers * costs.ITEM[c.reduce_dtype] * links.scatter_per_byte
+    if c.zero1:
+        return seconds
+    turn = (c.inside - 1) / c.inside * links.ring_per_byte
+    return seconds + links.ring_latency + numbers * MASTER * turn  # the means are gathered
+
+
+def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
+    """Return the seconds [batch, P] of the all-reduces of a stage's factors, and of the work to make them.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of the messages.
+        slowest: seconds [batch, P] of a pass over a byte.
+    """
+    c, over = sizes.candidate, links.compressed
+    matrices = c.slots * len(sizes.kernels)
+    # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
+    passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
+    work = passes * sizes.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
+    ranks = c.data // c.inside
+    turn = (ranks - 1) / ranks * over.ring_per_byte
+    return 2 * (2 * over.ring_latency + sizes.factor_bytes * turn), work  # two all-reduces, one for either factor
+
+
+def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Array]:
+    """Return the seconds [batch, P] of a stage's exchanges by its codec, and of the codec's work.
+
+    Args:
+        sizes: the candidate's.
+        links: seconds of the messages.
+        slowest: seconds [batch, P] of a pass over a byte.
+    """
+    c, over = sizes.candidate, links.compressed
+    sent: dict[str, float] = {}
+    count: dict[str, int] = {}
+    for shape in sizes.kernels:
+        for kind, size, number in c.coded.exchanges(shape, c.data, c.zero1):
+            sent[kind] = sent.get(kind, 0.0) + size * c.slots
+            count[kind] = max(count.get(kind, 0), number)  # arrays share collectives
+    seconds, ranks = np.zeros_like(slowest), c.data // c.inside
+    for kind, size in sent.items():
+        if kind == "all-to-all":
+            whole = size * ranks / (ranks - 1)  # with the rank's part for itself
+            seconds = seconds + count[kind] * over.scatter_latency + whole * over.scatter_per_byte
+        else:
+            turns = 2 if kind == "all-reduce" else 1
+            seconds = seconds + count[kind] * turns * over.ring_latency + size * over.ring_per_byte
+    passes, launches = c.coded.reduction_passes(c.data)
+    matrices = c.slots * len(sizes.kernels)
+    work = passes * sizes.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
+    return seconds, work

@@ -1,0 +1,100 @@
+"""What a candidate keeps on a device and sends, in parameters and bytes."""
+
+import functools
+
+import numpy as np
+
+from paxtrain.config import ModelConfig
+from planner.cost import compute as costs
+from planner.cost.candidate import Candidate
+
+Array = np.ndarray
+
+MASTER = 4  # bytes of a float32 gradient or master weight
+
+
+class Sizes:
+    """The sizes of one candidate of a model."""
+
+    def __init__(self, model: ModelConfig, candidate: Candidate) -> None:
+        self.model, self.candidate = model, candidate
+
+    @functools.cached_property
+    def message(self) -> int:
+        """Bytes of a message between stages, as it is."""
+        return costs.message_bytes(self.model, self.candidate.micro_batch, self.candidate.parts)
+
+    @property
+    def _message_shape(self) -> tuple[int, int, int]:
+        """Shape of a message between stages."""
+        c = self.candidate
+        return c.micro_batch, self.model.sequence // c.parts, self.model.hidden
+
+    @functools.cached_property
+    def activation(self) -> int:
+        """Bytes of a message with activations on the wire."""
+        c = self.candidate
+        if c.coded.forward is not None:
+            return c.coded.message_bytes(self._message_shape, self.model.dtype, "forward")
+        rank = c.coded.forward_rank
+        return costs.packed_bytes(self.model, c.micro_batch, rank, c.parts) if rank else self.message
+
+    @functools.cached_property
+    def packed(self) -> int:
+        """Bytes of a compressed gradient between stages."""
+        c, model = self.candidate, self.model
+        if c.coded.backward is not None:
+            return c.coded.message_bytes(self._message_shape, model.dtype)
+        return costs.packed_bytes(model, c.micro_batch, c.backward_rank, c.parts)
+
+    @functools.cached_property
+    def layer_parameters(self) -> int:
+        """Parameters of a stage's layer slots on one device."""
+        return self.candidate.slots * costs.layer_parameters(self.model, self.candidate.tensor)
+
+    @functools.cached_property
+    def kernels(self) -> list[tuple[int, int]]:
+        """Shapes of the matrices of a layer that may be compressed, on one device."""
+        return costs.kernels(self.model, self.candidate.tensor)
+
+    @property
+    def kernel_parameters(self) -> int:
+        """Parameters of these matrices."""
+        return sum(n * k for n, k in self.kernels)
+
+    @property
+    def rest(self) -> int:
+        """Parameters of a layer that are never compressed, on one device."""
+        return costs.layer_parameters(self.model, self.candidate.tensor) - self.kernel_parameters
+
+    @functools.cached_property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding on one device of the first stage."""
+        return costs.embedding_parameters(self.model, self.candidate.tensor, self.candidate.pipe)
+
+    @property
+    def swaps(self) -> bool:
+        """The first and the last stage exchange the gradients of the tied embedding."""
+        return self.candidate.pipe > 1 and self.model.tied_head
+
+    @functools.cached_property
+    def factor_bytes(self) -> int:
+        """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are.
+
+        In groups of data ranks they are those between groups, where only factors travel.
+        """
+        c = self.candidate
+        parts = [c.coded.part(shape, c.data, c.zero1) for shape in self.kernels]
+        factors = sum(c.data_rank * int(n + k) for n, k in parts)
+        rest = self.rest if c.inside == 1 else 0
+        return c.slots * (factors * MASTER + rest * costs.ITEM[c.reduce_dtype])
+
+    @functools.cached_property
+    def layer_weights(self) -> int:
+        """Bytes of a stage's layers as they are gathered, those of all ranks together."""
+        c, dtype = self.candidate, self.model.dtype
+        whole = self.layer_parameters * costs.ITEM[dtype]
+        if c.coded.weights is None:
+            return whole
+        sent = sum(c.data * c.coded.weight_bytes(shape, c.data, dtype) for shape in self.kernels)
+        return whole - c.slots * (self.kernel_parameters * costs.ITEM[dtype] - sent)
