@@ -1,8 +1,8 @@
 """Declarations of a configuration's codecs, for predictions.
 
-Low rank's bytes and passes are closed forms over ranks (compute.py, sizes.py, data_axis.py), since the search tries many ranks.
-Of any other codec the configuration names one, with its options, and the planner asks it. What activations go through
-is given, low rank too: no search decides it.
+Low rank's bytes and passes are closed forms over ranks (compute.py, sizes.py, data_axis.py), since the search tries
+many ranks. Of any other codec the configuration names one, with its options, and the planner asks it. What activations
+go through is given, low rank too: no search decides it.
 """
 
 import dataclasses
