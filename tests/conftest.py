@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, and a fast compiler; set before anything starts the backend."""
 
+import gc
 import os
 
 import jax
@@ -18,6 +19,14 @@ os.environ.setdefault("XLA_FLAGS", _FLAGS)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the tests that do not import it
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def garbage_of_its_own():
+    """Set aside what a file's tests have left, so that later collections of garbage do not go through it again."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Mains run inside this process. If nothing is compiled, a separate process would take most of a test's time."""
 
-import gc
 import importlib.util
 import sys
 from types import ModuleType
@@ -32,16 +31,12 @@ def run(monkeypatch: pytest.MonkeyPatch, module: ModuleType, *arguments: object)
     monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(flags_parser(sys.argv)))
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     before = set(flags.FLAGS)
-    # A main collects garbage when it begins and ends. In a process that has run many tests, that takes a second of all
-    # that they have left, which is set aside here.
-    gc.freeze()
     try:
         command_line.run(module.main, module.define_flags, getattr(module, "HINT", None))
         return 0
     except SystemExit as end:
         return end.code
     finally:
-        gc.unfreeze()
         for name in set(flags.FLAGS) - before:
             delattr(flags.FLAGS, name)
         flags.FLAGS.unparse_flags()

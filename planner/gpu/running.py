@@ -102,7 +102,7 @@ def describe_devices() -> dict[str, Any]:
 # --- In the process that starts them ----------------------------------------------------------------------------------
 
 
-def _environment(part: SectionPart, process: int, out: pathlib.Path) -> dict[str, str]:
+def _environment(part: SectionPart, process: int, size: str, out: pathlib.Path) -> dict[str, str]:
     """Return the environment of one of a part's processes; `out` is the folder of the records."""
     own = dict(part.environment)
     if "XLA_FLAGS" not in own:
@@ -110,7 +110,9 @@ def _environment(part: SectionPart, process: int, out: pathlib.Path) -> dict[str
         # time. Whole programs are not kept: each part compiles its own.
         own["JAX_COMPILATION_CACHE_DIR"] = str(out / "tuned")
         own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"
-    flags = [os.environ.get("XLA_FLAGS", ""), own.pop("XLA_FLAGS", "")]
+    # Toy size shows that parts run. Most of its time is compiling, which is quicker without LLVM's optimizations.
+    quick = "--xla_backend_optimization_level=0" if size == TOY else ""
+    flags = [os.environ.get("XLA_FLAGS", ""), quick, own.pop("XLA_FLAGS", "")]
     found = os.environ | own | {"XLA_FLAGS": " ".join(filter(None, flags)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # the 1.3B model's plain step needs most of a GPU
     if part.processes > 1:
@@ -176,7 +178,7 @@ def start_part(section: Section, part: SectionPart, size: str, out: pathlib.Path
         command += [f"--part={part.name}", f"--result={result}"]
         if part.processes > 1:
             command.append(f"--coordinator=127.0.0.1:{_free_port()}")
-        commands = [([*command, f"--process={i}"], _environment(part, i, out)) for i in range(part.processes)]
+        commands = [([*command, f"--process={i}"], _environment(part, i, size, out)) for i in range(part.processes)]
         with _started(commands, log) as processes:
             reason = _wait(processes, seconds)
         if result.exists():

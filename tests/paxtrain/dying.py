@@ -124,12 +124,14 @@ ssize_t pwritev(int fd, const struct iovec *parts, int n, off_t at) {
 
 # Imports everything, then runs each line of its input in a fork, and prints "started PID" and "ended STATUS".
 _SERVER = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import paxtrain.run.training, tensorboardX, orbax.checkpoint, tensorstore, matplotlib.figure
 from paxtrain import command_line
 from tests import mains
 
 train = mains.load("paxtrain.train")
+gc.collect()
+gc.freeze()  # else each fork copies all that the modules hold when it collects garbage
 
 for line in sys.stdin:
     job = json.loads(line)
