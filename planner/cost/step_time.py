@@ -199,6 +199,15 @@ class Problem(Sizes):
         alone = self.candidate.data == 2 and not self.overlap
         return data_axis.gather(self, links, self.meets) * (EXCHANGE if alone else 1.0)
 
+    def reductions(self, links: LinkSeconds, kinds: Array) -> data_axis.Reductions:
+        """Return the seconds of the reduction of each stage's gradients.
+
+        Args:
+            links: seconds of the messages.
+            kinds: device kinds [batch, D, P] (indices) of all groups.
+        """
+        return data_axis.reduction(self, links, self.meets, self.pass_per_byte, kinds)
+
     def evaluate(self, links: LinkSeconds, kinds: Array) -> Step:
         """Return the steps for link seconds.
 
@@ -220,7 +229,7 @@ class Problem(Sizes):
         c = self.candidate
         ranks = pipelines.reshape(*kinds.shape)
         finish = ranks.max(axis=1)
-        dense, factors, passes, edge = data_axis.reduction(self, links, self.meets, self.pass_per_byte, kinds)
+        dense, factors, passes, edge = self.reductions(links, kinds)
         # A layer is reduced once all data ranks have its gradient; the last layer's reduction comes after the last op.
         begin = (ranks - self.hides[kinds, np.arange(c.pipe)]).max(axis=1)
         scans = parallel.scans("auto", min(c.counts))

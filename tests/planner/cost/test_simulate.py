@@ -113,7 +113,7 @@ def test_an_identity_codec_over_data_takes_no_less_than_the_reduction():
     ]
     hosts = host_order(problems[0].candidate, 4)
     links = problems[1].links(paths(fabric(some), hosts, 1))
-    dense, coded, work, _ = problems[1]._reductions(links, problems[1].kind_of_host[hosts])
+    dense, coded, work, _ = problems[1].reductions(links, problems[1].kind_of_host[hosts])
     np.testing.assert_allclose(coded, dense + links.scatter_latency, rtol=1e-9)
     assert (work > 0).all()
 
@@ -138,7 +138,7 @@ def test_groups_inside_sites_send_a_share_between_them(zero1):
     problem = Problem(slow, config.model, candidate_of_config(config))
     hosts = host_order(problem.candidate, 2)
     links = problem.links(problem.paths(fabric(slow), hosts))
-    _, small, _, _ = problem._reductions(links, problem.kind_of_host[hosts])
+    _, small, _, _ = problem.reductions(links, problem.kind_of_host[hosts])
     kernels = 4 * 12 * 64 * 64  # of the four layers of a stage
     near = 2 / some.samples[0, 0, 1]  # seconds per byte: both stages share the NIC
     far = 2 / slow.samples[0, 0, 3]
