@@ -15,7 +15,7 @@ form the same decoded bits. docs/codecs.md has a complete codec of 30 lines, top
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jax.typing import DTypeLike
 
 Like = jax.Array | jax.ShapeDtypeStruct
 Pairs = tuple[tuple[int, int], ...]
+Tree: TypeAlias = Any  # a pytree of arrays or of their shapes, for which jax has no type
+State: TypeAlias = Tree  # what a codec or a reducer keeps from one call to the next: its own pytree, or () for nothing
+Wire: TypeAlias = Tree  # all that crosses a link in one exchange: a codec's or a reducer's own pytree
 
 
 class Crossing(Protocol):
@@ -32,7 +35,7 @@ class Crossing(Protocol):
     def pairs(self) -> Pairs:
         """(sender, receiver) stages."""
 
-    def send(self, wire: Any, pairs: Pairs) -> Any:
+    def send(self, wire: Wire, pairs: Pairs) -> Wire:
         """Return the wire that arrives over some of the pairs, in one message; other receivers get anything."""
 
     def receives(self, pairs: Pairs) -> jax.Array:
@@ -65,7 +68,7 @@ class Codec(Protocol):
     setting.
     """
 
-    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def init(self, shape: tuple[int, ...], dtype: DTypeLike) -> State:
         """Return the state before the first message.
 
         Args:
@@ -76,7 +79,7 @@ class Codec(Protocol):
             A pytree of arrays; () if the codec keeps no state. Checkpoints contain it.
         """
 
-    def encode(self, state: Any, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Any]:
+    def encode(self, state: State, x: jax.Array, active: jax.Array | bool = True) -> tuple[Wire, State]:
         """Return the wire of a message, which is all that crosses the link, and the next state.
 
         Args:
@@ -91,7 +94,7 @@ class Codec(Protocol):
             is not finite, the decoded wire must not be finite either, because the trainer then skips the step.
         """
 
-    def decode(self, wire: Any, like: Like) -> jax.Array:
+    def decode(self, wire: Wire, like: Like) -> jax.Array:
         """Return the message that a wire encodes.
 
         Args:
@@ -99,7 +102,7 @@ class Codec(Protocol):
             like: array or shape whose shape and dtype the result has.
         """
 
-    def residual(self, state: Any, like: Like) -> jax.Array:
+    def residual(self, state: State, like: Like) -> jax.Array:
         """Return what earlier messages left out and the next one brings; zeros without error feedback.
 
         Args:
@@ -108,7 +111,7 @@ class Codec(Protocol):
         """
         return jnp.zeros(like.shape, like.dtype)
 
-    def exchange(self, wire: Any, crossing: Crossing) -> Any:
+    def exchange(self, wire: Wire, crossing: Crossing) -> Wire:
         """Return the wire that arrives at this stage, given the one that it sends.
 
         Args:
@@ -117,7 +120,7 @@ class Codec(Protocol):
         """
         return crossing.send(wire, crossing.pairs)
 
-    def on_link(self, state: Any, sender: jax.Array | int) -> Any:
+    def on_link(self, state: State, sender: jax.Array | int) -> State:
         """Return the first state of one link, given the one that `init` returns for all.
 
         Args:
@@ -211,7 +214,7 @@ def array_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: Tree) -> int:
     """Return the bytes of all arrays of a tree of arrays or of their shapes."""
     return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
@@ -286,7 +289,7 @@ def codec_error(codec: Codec, x: jax.Array, steps: int = 1) -> jax.Array:
         Karimireddy et al. 2019, Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
     """
 
-    def send(carry: tuple[Any, jax.Array], step: jax.Array) -> tuple[tuple[Any, jax.Array], jax.Array]:
+    def send(carry: tuple[State, jax.Array], step: jax.Array) -> tuple[tuple[State, jax.Array], jax.Array]:
         state, missing = carry
         wire, state = codec.encode(state, x, True)
         missing = missing + x.astype(jnp.float32) - codec.decode(wire, x).astype(jnp.float32)
@@ -299,14 +302,14 @@ def codec_error(codec: Codec, x: jax.Array, steps: int = 1) -> jax.Array:
     return missing / jnp.where(norm == 0, 1, norm)
 
 
-def _first_message(codec: Codec, message: jax.ShapeDtypeStruct) -> tuple[Any, Any, Any]:
+def _first_message(codec: Codec, message: jax.ShapeDtypeStruct) -> tuple[State, Wire, State]:
     """Return the shapes of the first state, of the first message's wire, and of the state after it."""
     before = jax.eval_shape(lambda: codec.init(message.shape, message.dtype))
     wire, after = jax.eval_shape(codec.encode, before, message, jax.ShapeDtypeStruct((), jnp.bool_))
     return before, wire, after
 
 
-def _shapes(tree: Any) -> str:
+def _shapes(tree: Tree) -> str:
     """Return the shapes and dtypes of a tree of array shapes as text: "float32[2,3], int32[4]"."""
     leaves = jax.tree.leaves(tree)
     return ", ".join(f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]" for leaf in leaves) or "nothing"

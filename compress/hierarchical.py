@@ -5,13 +5,13 @@ All functions run per device, inside shard_map or under vmap with the same axis 
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Like, Passes, codec_name
+from compress.codec import Like, Passes, State, codec_name
 from compress.collectives import (
     SubAxis,
     all_gather,
@@ -21,7 +21,7 @@ from compress.collectives import (
     packed_scatter,
     reduce_scatter,
 )
-from compress.reducer import LeftOut, Reducer, Shard, Shards, mean
+from compress.reducer import Arrived, Kept, LeftOut, Reducer, Shard, Shards, mean
 
 
 class Divided(NamedTuple):
@@ -32,7 +32,7 @@ class Divided(NamedTuple):
         shapes: shapes of the arrays.
     """
 
-    states: list[Any]
+    states: list[State]
     shapes: list[tuple[int, ...]]
 
 
@@ -45,8 +45,8 @@ class Grouped(NamedTuple):
         means: this rank's parts of the means.
     """
 
-    kept: Any
-    arrived: Any
+    kept: Kept
+    arrived: Arrived
     means: list[jax.Array]
 
 
@@ -137,7 +137,7 @@ class Hierarchical(Reducer):
 
     # --- The reduction ------------------------------------------------------------------------------------------------
 
-    def init(self, shape: tuple[int, ...], shard: Shard) -> Any:
+    def init(self, shape: tuple[int, ...], shard: Shard) -> State:
         """Return the state of the reducer between groups for a part; see `Reducer.init`."""
         part = self.part(shape, shard)
         assert part is not None, f"{shape} cannot be cut into {self.inside} parts"
@@ -148,7 +148,7 @@ class Hierarchical(Reducer):
         part = self.part(shape, shard)
         return part is not None and self.reducer.takes(part, self.between(shard), min_ratio)
 
-    def encode(self, states: list[Any], arrays: list[jax.Array], shards: Shards) -> tuple[list[jax.Array], Divided]:
+    def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[list[jax.Array], Divided]:
         """Return each array as parts for the ranks of the group, and the states; see `Reducer.encode`."""
         parts = [self._parts(x, shard) for x, shard in zip(arrays, shards, strict=True)]
         return parts, Divided(states, [x.shape for x in arrays])
@@ -198,7 +198,7 @@ class Hierarchical(Reducer):
             found[i] = x
         return found
 
-    def update(self, arrived: Grouped, kept: Divided, shards: Shards) -> tuple[list[Any], LeftOut]:
+    def update(self, arrived: Grouped, kept: Divided, shards: Shards) -> tuple[list[State], LeftOut]:
         """Return the next states, and how much is left out of this rank's parts; see `Reducer.update`."""
         return self.reducer.update(arrived.arrived, arrived.kept, [self.between(shard) for shard in shards])
 
@@ -208,7 +208,7 @@ class Hierarchical(Reducer):
 
     # --- What is left out ---------------------------------------------------------------------------------------------
 
-    def residual(self, state: Any, like: Like, shard: Shard) -> jax.Array:
+    def residual(self, state: State, like: Like, shard: Shard) -> jax.Array:
         """Return what is left out of this rank's part of its group's mean, K times; see `Reducer.residual`."""
         part = self.part(like.shape, shard)
         assert part is not None
@@ -216,7 +216,7 @@ class Hierarchical(Reducer):
         # One rank of K holds it, and in the mean over ranks it must count as the group's.
         return self._whole(self.inside * left, like.shape, shard)
 
-    def release(self, state: Any, x: jax.Array, shard: Shard) -> tuple[jax.Array, Any]:
+    def release(self, state: State, x: jax.Array, shard: Shard) -> tuple[jax.Array, State]:
         """Return the array with what was left out of this rank's part; see `Reducer.release`."""
         part = self.part(x.shape, shard)
         assert part is not None

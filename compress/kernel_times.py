@@ -17,17 +17,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from compress import kernels
+from compress.codec import Tree
 from compress.lowrank import LowRank, LowRankState
 from compress.powersgd import PowerState, init_power, mean_lowrank
 
-Pass = Callable[[Any, Any], Any]  # (carry, inputs) -> carry
+Pass = Callable[[Tree, Tree], Tree]  # (carry, inputs) -> carry
 
 
 class Matrices(NamedTuple):
@@ -100,17 +101,17 @@ class Operation(NamedTuple):
 
     name: str
     step: Pass
-    carry: Any
-    inputs: Any
+    carry: Tree
+    inputs: Tree
     bytes: int
 
 
-def _loop(step: Pass, iterations: int, carry: Any, inputs: Any) -> Any:
+def _loop(step: Pass, iterations: int, carry: Tree, inputs: Tree) -> Tree:
     """Return the carry after a number of steps."""
     return lax.fori_loop(0, iterations, lambda _, carry: step(carry, inputs), carry)
 
 
-def seconds(step: Pass, carry: Any, inputs: Any, repeats: int, iterations: int) -> float:
+def seconds(step: Pass, carry: Tree, inputs: Tree, repeats: int, iterations: int) -> float:
     """Return the median time of a step, in seconds.
 
     Args:

@@ -6,12 +6,12 @@ All functions run per device, inside shard_map or under vmap with the same axis 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
-from compress.codec import Codec, Like, Passes, array_bytes, codec_name
+from compress.codec import Codec, Like, Passes, State, Tree, Wire, array_bytes, codec_name
 from compress.collectives import Axis, all_gather, all_to_all, axis_index, joined, parted
 
 
@@ -31,6 +31,8 @@ class Shard(NamedTuple):
 
 
 Shards = Sequence[Shard]  # one for each array
+Kept: TypeAlias = Any  # what a reducer's `encode` keeps for its other functions, arrays or not
+Arrived: TypeAlias = Any  # what a reducer's `exchange` returns, likewise
 
 
 class LeftOut(NamedTuple):
@@ -60,7 +62,7 @@ class Reducer(Protocol):
     functions of compress.collectives also reduces between groups of ranks.
     """
 
-    def init(self, shape: tuple[int, ...], shard: Shard) -> Any:
+    def init(self, shape: tuple[int, ...], shard: Shard) -> State:
         """Return the state of one array before the first step; it has the same structure for all arrays.
 
         Args:
@@ -77,7 +79,7 @@ class Reducer(Protocol):
             min_ratio: factor by which the configuration asks arrays to become smaller.
         """
 
-    def encode(self, states: list[Any], arrays: list[jax.Array], shards: Shards) -> tuple[Any, Any]:
+    def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[Wire, Kept]:
         """Return what a rank sends first, and what it keeps for the other functions.
 
         Args:
@@ -86,7 +88,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def exchange(self, wire: Any, kept: Any, shards: Shards) -> Any:
+    def exchange(self, wire: Wire, kept: Kept, shards: Shards) -> Arrived:
         """Return what has arrived at this rank after all exchanges.
 
         Args:
@@ -95,7 +97,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def update(self, arrived: Any, kept: Any, shards: Shards) -> tuple[list[Any], LeftOut]:
+    def update(self, arrived: Arrived, kept: Kept, shards: Shards) -> tuple[list[State], LeftOut]:
         """Return the next state of each array, and how much this rank has left out.
 
         Args:
@@ -104,7 +106,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def decode(self, arrived: Any, kept: Any, shards: Shards) -> list[jax.Array]:
+    def decode(self, arrived: Arrived, kept: Kept, shards: Shards) -> list[jax.Array]:
         """Return this rank's part of the mean of each array, in float32.
 
         Args:
@@ -113,7 +115,7 @@ class Reducer(Protocol):
             shards: what each rank keeps of each mean.
         """
 
-    def residual(self, state: Any, like: Like, shard: Shard) -> jax.Array:
+    def residual(self, state: State, like: Like, shard: Shard) -> jax.Array:
         """Return what this rank has left out of an array so far; zeros without error feedback.
 
         The sum of all means plus the mean of the ranks' residuals is the sum of the gradients' means.
@@ -125,7 +127,7 @@ class Reducer(Protocol):
         """
         return jnp.zeros(like.shape, jnp.float32)
 
-    def release(self, state: Any, x: jax.Array, shard: Shard) -> tuple[jax.Array, Any]:
+    def release(self, state: State, x: jax.Array, shard: Shard) -> tuple[jax.Array, State]:
         """Return the array plus what earlier steps left out, and a state that has left out nothing.
 
         The trainer calls it for an array that the present level leaves as it is, and another level does not.
@@ -185,8 +187,8 @@ class Reducer(Protocol):
 
 
 def mean(
-    reducer: Reducer, states: list[Any], arrays: list[jax.Array], shards: Shards
-) -> tuple[list[jax.Array], list[Any], LeftOut]:
+    reducer: Reducer, states: list[State], arrays: list[jax.Array], shards: Shards
+) -> tuple[list[jax.Array], list[State], LeftOut]:
     """Return this rank's parts of the means of gradients, the next states, and how much this rank has left out.
 
     Args:
@@ -201,12 +203,12 @@ def mean(
     return reducer.decode(arrived, kept, shards), states, left_out
 
 
-def stored(states: list[Any]) -> Any:
+def stored(states: list[State]) -> Tree:
     """Return states of equal structure as one tree, with a list of arrays for each array; () if there are none."""
     return jax.tree.map(lambda *arrays: list(arrays), *states) if states else ()
 
 
-def each(together: Any, structure: jax.tree_util.PyTreeDef, count: int) -> list[Any]:
+def each(together: Tree, structure: jax.tree_util.PyTreeDef, count: int) -> list[State]:
     """Return the states that `stored` has put together.
 
     Args:
@@ -256,8 +258,8 @@ class ScatteredState(NamedTuple):
         owned: the codec's state of the part of the mean that this rank sends to all; () if it keeps the part alone.
     """
 
-    sent: Any
-    owned: Any
+    sent: State
+    owned: State
 
 
 class Cut(NamedTuple):
@@ -273,9 +275,9 @@ class Cut(NamedTuple):
 
     shape: tuple[int, ...]
     old: ScatteredState
-    sent: Any
+    sent: State
     parts: jax.Array
-    wire: Any
+    wire: Wire
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -305,7 +307,7 @@ def _whole(parts: jax.Array, shape: tuple[int, ...], shard: Shard) -> jax.Array:
     return jnp.moveaxis(parts, 0, _place(shape, shard)).reshape(shape)
 
 
-def _together(exchange: Callable[[jax.Array], jax.Array], wires: list[Any]) -> list[Any]:
+def _together(exchange: Callable[[jax.Array], jax.Array], wires: list[Wire]) -> list[Wire]:
     """Return wires after an exchange of arrays [D, size], in one collective for all of them.
 
     Args:
@@ -357,7 +359,7 @@ class Scattered(Reducer):
 
     def encode(
         self, states: list[ScatteredState], arrays: list[jax.Array], shards: Shards
-    ) -> tuple[list[Any], list[Cut]]:
+    ) -> tuple[list[Wire], list[Cut]]:
         """Return the wires of all parts of each array, and what the rank keeps of it; see `Reducer.encode`."""
         kept = []
         for state, x, shard in zip(states, arrays, shards, strict=True):
@@ -366,11 +368,11 @@ class Scattered(Reducer):
             kept.append(Cut(x.shape, state, sent, parts, wire))
         return [cut.wire for cut in kept], kept
 
-    def exchange(self, wire: list[Any], kept: list[Cut], shards: Shards) -> list[tuple[Any, Any]]:
+    def exchange(self, wire: list[Wire], kept: list[Cut], shards: Shards) -> list[tuple[Wire, State]]:
         """Return each array's arrived wires, and the codec's new state of the owned part; see `Reducer.exchange`."""
         axis = shards[0].axis
         received = _together(lambda rows: all_to_all(rows, axis), wire) if axis else wire
-        arrived: list[tuple[Any, Any]] = [(wires, ()) for wires in received]
+        arrived: list[tuple[Wire, State]] = [(wires, ()) for wires in received]
         # Those that all ranks need whole.
         second = [i for i, shard in enumerate(shards) if shard.dim < 0]
         encoded = [self.codec.encode(kept[i].old.owned, self._mean(received[i], kept[i])) for i in second]
@@ -380,22 +382,22 @@ class Scattered(Reducer):
             arrived[i] = wires, owned
         return arrived
 
-    def _decoded(self, wires: Any, cut: Cut) -> jax.Array:
+    def _decoded(self, wires: Wire, cut: Cut) -> jax.Array:
         """Return the parts that wires encode, [D, *part]."""
         return jax.vmap(lambda wire: self.codec.decode(wire, cut.like))(wires)
 
-    def _mean(self, wires: Any, cut: Cut) -> jax.Array:
+    def _mean(self, wires: Wire, cut: Cut) -> jax.Array:
         """Return the mean of the parts that wires encode, added in the ranks' order."""
         parts = self._decoded(wires, cut)
         return functools.reduce(jnp.add, [parts[i] for i in range(len(parts))]) / len(parts)
 
-    def _residuals(self, states: Any, cut: Cut) -> jax.Array:
+    def _residuals(self, states: State, cut: Cut) -> jax.Array:
         """Return what the codec has left out of each part, [D, *part]."""
         run = jax.vmap(lambda state: self.codec.residual(state, cut.like), axis_size=len(cut.parts))
         return run(states)
 
     def update(
-        self, arrived: list[tuple[Any, Any]], kept: list[Cut], shards: Shards
+        self, arrived: list[tuple[Wire, State]], kept: list[Cut], shards: Shards
     ) -> tuple[list[ScatteredState], LeftOut]:
         """Return the next states, and how far this rank's messages are from what was to be sent; see `Reducer`."""
         asked = [cut.parts + self._residuals(cut.old.sent, cut) for cut in kept]
@@ -403,7 +405,7 @@ class Scattered(Reducer):
         states = [ScatteredState(cut.sent, owned) for cut, (_, owned) in zip(kept, arrived, strict=True)]
         return states, LeftOut(squares(left), squares(asked))
 
-    def decode(self, arrived: list[tuple[Any, Any]], kept: list[Cut], shards: Shards) -> list[jax.Array]:
+    def decode(self, arrived: list[tuple[Wire, State]], kept: list[Cut], shards: Shards) -> list[jax.Array]:
         """Return this rank's part of each mean, or all of it; see `Reducer.decode`."""
         means = []
         for (wires, _), cut, shard in zip(arrived, kept, shards, strict=True):

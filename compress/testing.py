@@ -8,8 +8,8 @@ The trainer relies on each of them. They are about bits, bytes and sums, not abo
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Pairs, array_bytes, check_codec, codec_name
+from compress.codec import Codec, Pairs, State, Tree, Wire, array_bytes, check_codec, codec_name
 from compress.reducer import Reducer, Scattered, Shard, mean
+
+_Mlir: TypeAlias = Any  # a module or an operation of MLIR, for which jax has no public type
 
 RANKS = 4  # data ranks that vmap emulates
 _MESSAGES = 6
@@ -90,12 +92,12 @@ def _given(shape: tuple[int, ...], dtype: DTypeLike) -> list[jax.Array]:
     return [jnp.asarray(common + rng.normal(size=shape), dtype) for _ in range(_MESSAGES)]
 
 
-def _bits(tree: Any) -> list[bytes]:
+def _bits(tree: Tree) -> list[bytes]:
     """Return the bytes of all arrays of a tree."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-def _sum(arrays: list[Any]) -> np.ndarray:
+def _sum(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
     """Return the sum of arrays in float64."""
     return np.sum([np.asarray(x, np.float64) for x in arrays], axis=0)
 
@@ -129,14 +131,14 @@ class _Hop:
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
 
-    def send(self, wire: Any, pairs: Pairs) -> Any:
+    def send(self, wire: Wire, pairs: Pairs) -> Wire:
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, "pipe", pairs), wire)
 
     def receives(self, pairs: Pairs) -> jax.Array:
         return jnp.isin(lax.axis_index("pipe"), jnp.array([receiver for _, receiver in pairs]))
 
 
-def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> tuple[float, float]:
+def _sent(function: Callable[[Tree], Tree], x: Tree, axis: str, ranks: int) -> tuple[float, float]:
     """Return the bytes that one rank sends in a function's collectives, if they run over rings, by its StableHLO.
 
     The first are those among all ranks and between groups of them, the second those inside groups of neighbours.
@@ -150,7 +152,7 @@ def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> tuple[
     mesh = jax.make_mesh((ranks,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     spec = PartitionSpec(axis)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    module: Any = jax.jit(mapped).lower(x).compiler_ir("stablehlo")
+    module: _Mlir = jax.jit(mapped).lower(x).compiler_ir("stablehlo")
     sent = [0.0, 0.0]
     for op in _operations(module.operation):
         if op.name in _RING:
@@ -160,7 +162,7 @@ def _sent(function: Callable[..., Any], x: Any, axis: str, ranks: int) -> tuple[
     return sent[0], sent[1]
 
 
-def _operations(op: Any) -> Iterator[Any]:
+def _operations(op: _Mlir) -> Iterator[_Mlir]:
     """Yield the operations in an MLIR operation."""
     for region in op.regions:
         for block in region:
@@ -169,7 +171,7 @@ def _operations(op: Any) -> Iterator[Any]:
                 yield from _operations(inner.operation)
 
 
-def _groups(op: Any, ranks: int) -> list[list[int]]:
+def _groups(op: _Mlir, ranks: int) -> list[list[int]]:
     """Return the ranks that exchange with each other in a collective; a permute is among all of them."""
     if "replica_groups" not in op.attributes:
         return [list(range(ranks))]
@@ -201,7 +203,7 @@ def _passes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 def _same_bits(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     @jax.jit
-    def sender(state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def sender(state: State, x: jax.Array) -> tuple[Wire, State, jax.Array]:
         wire, state = codec.encode(state, x, True)
         return wire, state, codec.decode(wire, x)
 
@@ -271,6 +273,9 @@ def _resumes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 
 # --- Over data --------------------------------------------------------------------------------------------------------
 
+# (states, gradients) -> (means, states, residuals) of all emulated ranks.
+_Reduction = Callable[[State, jax.Array], tuple[jax.Array, State, jax.Array]]
+
 
 def _reducer_properties(reducer: Reducer) -> Iterator[tuple[str, Callable[[], bool | None]]]:
     """Yield names and checks of a reducer's properties."""
@@ -297,24 +302,24 @@ def _gradients(steps: int = _MESSAGES) -> list[jax.Array]:
     return [jnp.asarray(common + rng.normal(size=(RANKS, *_KERNEL)), jnp.float32) for _ in range(steps)]
 
 
-def _reduction(reducer: Reducer, shard: Shard) -> Callable[..., Any]:
+def _reduction(reducer: Reducer, shard: Shard) -> _Reduction:
     """Return the jitted step (states, gradients) -> (means, states, residuals) of all emulated ranks."""
     settled: Any = reducer  # a Protocol is not known to be hashable
     return _jitted(settled, shard)
 
 
 @functools.lru_cache(maxsize=8)
-def _jitted(reducer: Any, shard: Shard) -> Callable[..., Any]:
+def _jitted(reducer: Reducer, shard: Shard) -> _Reduction:
     """Return what `_reduction` returns."""
 
-    def one(state: Any, x: jax.Array) -> tuple[Any, Any, jax.Array]:
+    def one(state: State, x: jax.Array) -> tuple[jax.Array, State, jax.Array]:
         means, states, _ = mean(reducer, [state], [x], [shard])
         return means[0], states[0], reducer.residual(states[0], x, shard)
 
     return jax.jit(jax.vmap(one, axis_name="data"))
 
 
-def _start(reducer: Reducer, shard: Shard) -> Any:
+def _start(reducer: Reducer, shard: Shard) -> State:
     """Return the first state of all emulated ranks."""
     state = reducer.init(_KERNEL, shard)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (RANKS, *jnp.shape(x))), state)

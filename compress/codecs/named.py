@@ -19,7 +19,7 @@ class LibraryCodec(NamedTuple):
     """
 
     path: str
-    fixed: Mapping[str, Any] = types.MappingProxyType({})
+    fixed: Mapping[str, object] = types.MappingProxyType({})
 
 
 # Low rank is here for its options; the trainer makes it from the configuration's ranks.
@@ -40,7 +40,7 @@ def known() -> str:
     return f"{', '.join(sorted([*NAMES, LOW_RANK]))} or package.module:Class"
 
 
-def build(name: str, options: Mapping[str, Any], protocols: tuple[type, ...] = (Codec,)) -> Any:
+def build(name: str, options: Mapping[str, object], protocols: tuple[type, ...] = (Codec,)) -> Any:
     """Return the codec of a name, with its options.
 
     Args:
@@ -108,7 +108,7 @@ def _required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _typed(name: str, key: str, value: Any, hint: Any) -> Any:
+def _typed(name: str, key: str, value: object, hint: object) -> object:
     """Return an option's value in its type.
 
     Args:

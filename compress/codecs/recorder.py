@@ -1,13 +1,13 @@
 """A codec around another one that keeps a record of the last messages, for studies."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Crossing, Like, Passes
+from compress.codec import Codec, Crossing, Like, Passes, State, Wire
 
 
 class Record(NamedTuple):
@@ -21,7 +21,7 @@ class Record(NamedTuple):
         residual: [capacity, *shape] the inner codec's residual after each message.
     """
 
-    inner: Any
+    inner: State
     seen: jax.Array
     given: jax.Array
     decoded: jax.Array
@@ -45,7 +45,7 @@ class Recorder(Codec):
         empty = jnp.zeros((self.capacity, *shape), dtype)
         return Record(self.codec.init(shape, dtype), jnp.int32(0), empty, empty, empty)
 
-    def encode(self, state: Record, x: jax.Array, active: jax.Array | bool = True) -> tuple[Any, Record]:
+    def encode(self, state: Record, x: jax.Array, active: jax.Array | bool = True) -> tuple[Wire, Record]:
         """Return the inner codec's wire, and the record with the message if it is active.
 
         Args:
@@ -67,7 +67,7 @@ class Recorder(Codec):
             write(state.residual, self.codec.residual(inner, x)),
         )
 
-    def decode(self, wire: Any, like: Like) -> jax.Array:
+    def decode(self, wire: Wire, like: Like) -> jax.Array:
         """Return the message that the inner codec decodes."""
         return self.codec.decode(wire, like)
 
@@ -75,7 +75,7 @@ class Recorder(Codec):
         """Return the inner codec's residual."""
         return self.codec.residual(state.inner, like)
 
-    def exchange(self, wire: Any, crossing: Crossing) -> Any:
+    def exchange(self, wire: Wire, crossing: Crossing) -> Wire:
         """Exchange the wire as the inner codec does.
 
         Args:

@@ -1,14 +1,14 @@
 """The codec `LowRankRemainder`: two thin factors, and what they leave out in few bits."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Like, Passes
+from compress.codec import Codec, Like, Passes, State
 from compress.codecs.quantised import QuantisedBlocks, QuantisedWire
 from compress.lowrank import LowRank, LowRankState, LowRankWire
 
@@ -22,7 +22,7 @@ class RemainderState(NamedTuple):
     """
 
     low: LowRankState
-    error: Any
+    error: State
 
 
 class RemainderWire(NamedTuple):

@@ -1,14 +1,13 @@
 """The base of codecs that round a message, block by block, and may add the error to the next one."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from compress.codec import Codec, Like
+from compress.codec import Codec, Like, Wire
 
 LARGEST_BLOCK = 65536
 
@@ -25,7 +24,7 @@ class Rounding(Codec):
 
     feedback: bool
 
-    def rounded(self, x: jax.Array) -> Any:
+    def rounded(self, x: jax.Array) -> Wire:
         """Return the wire of float32 numbers of any shape."""
         raise NotImplementedError
 
@@ -40,7 +39,7 @@ class Rounding(Codec):
 
     def encode(
         self, state: jax.Array | tuple[()], x: jax.Array, active: jax.Array | bool = True
-    ) -> tuple[Any, jax.Array | tuple[()]]:
+    ) -> tuple[Wire, jax.Array | tuple[()]]:
         """Return the rounding of x plus the error of earlier messages, and the next error.
 
         Args:

@@ -10,23 +10,23 @@ kernel may run it in Pallas's interpreter, by `mg.force_gpu_interpret_mode`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
+from jax.typing import DTypeLike
 
 from compress.gpu import tcgen05, wgmma
-from compress.gpu.tiles import Ref, RowRefs, matrices, most_parts, split
+from compress.gpu.tiles import Index, Ref, Result, RowRefs, matrices, most_parts, split
 from compress.gpu.tma import TILE, Units
 
 UNITS = {"wgmma": wgmma.UNITS, "tcgen05": tcgen05.UNITS}
 AVAILABLE = jax.__version_info__ >= (0, 12)  # earlier versions do not let a kernel update its operands
 
 
-def fits(units: Units, size: tuple[int, int], rank: int, *dtypes: Any) -> bool:
+def fits(units: Units, size: tuple[int, int], rank: int, *dtypes: DTypeLike) -> bool:
     """Return whether the kernels take matrices, factors of a rank, and their dtypes.
 
     Args:
@@ -39,7 +39,9 @@ def fits(units: Units, size: tuple[int, int], rank: int, *dtypes: Any) -> bool:
     return whole and rank in (16, 32, 64, 128) and all(dtype == jnp.bfloat16 for dtype in dtypes)
 
 
-def _launch(program: Callable[..., None], name: str, grid: tuple[int, int, int], ins: tuple, outs: tuple) -> Any:
+def _launch(
+    program: Callable[..., None], name: str, grid: tuple[int, int, int], ins: tuple, outs: tuple
+) -> list[Result]:
     """Run a kernel.
 
     Args:
@@ -82,7 +84,7 @@ def _rows(
     p: jax.Array | None = None,
     w: jax.Array | None = None,
     q: jax.Array | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Result, Result]:
     """Run a pass of the row kernel over matrices; the further arguments are those of triton.py's.
 
     Returns:
@@ -100,7 +102,7 @@ def _rows(
     out = jax.ShapeDtypeStruct((batch, n, k), jnp.bfloat16) if m is None and p is not None else None
     y = None if q is None else jax.ShapeDtypeStruct((batch, parts, n, q.shape[-1]), jnp.float32)
 
-    def program(b: Any, row: Any, part: Any, flag: Ref | None, *refs: Ref | None) -> None:
+    def program(b: Index, row: Index, part: Index, flag: Ref | None, *refs: Ref | None) -> None:
         *whole, y = refs
         x, m, p, w, q, out = (ref if ref is None else ref.at[b] for ref in whole)
         first = part * chunk
@@ -179,7 +181,7 @@ def backproject(units: Units, m: jax.Array, p: jax.Array) -> tuple[jax.Array, ja
     own = pl.cdiv(rank, units.rows)
     parts, chunk = split(across * batch, along, units.programs(rank), most_parts(n, m.dtype, rank))
 
-    def program(b: Any, tile: Any, part: Any, m: Ref, p: Ref, s: Ref, g: Ref) -> None:
+    def program(b: Index, tile: Index, part: Index, m: Ref, p: Ref, s: Ref, g: Ref) -> None:
         first = part * chunk
         trips = chunk if along % chunk == 0 else jnp.minimum(chunk, along - first)
         run = functools.partial(units.column_program, first=first, trips=trips)

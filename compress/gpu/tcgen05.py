@@ -8,7 +8,6 @@ products stay in tensor memory.
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
 
-from compress.gpu.tiles import Ref, RowRefs, add
+from compress.gpu.tiles import Index, Ref, Result, RowRefs, add
 from compress.gpu.tma import TILE, Units, block, order, present, stream
 
 _ROWS = 128  # rows of tensor memory
@@ -41,41 +40,41 @@ class _Sum:
         mg.async_store_tmem(total, mg.layout_cast(jnp.zeros(total.shape, jnp.float32), mg.Layout.TCGEN05))
         mg.commit_tmem()
 
-    def add(self, t: jax.Array, a: Any, b: Any) -> None:
+    def add(self, t: jax.Array, a: Ref, b: Ref) -> None:
         """Start to add the product a b of step t, and wait for that of the step before."""
         mg.tcgen05_mma(self.total, a, b, self.barriers.at[lax.rem(t, 2)])
         pl.when(t > 0)(lambda: mg.barrier_wait(self.barriers.at[lax.rem(t + 1, 2)]))
 
-    def result(self, trips: Any) -> jax.Array:
+    def result(self, trips: Index) -> jax.Array:
         """Return the sum of all steps' products, zeros if there were no steps."""
         trips = jnp.asarray(trips, jnp.int32)
         pl.when(trips > 0)(lambda: mg.barrier_wait(self.barriers.at[lax.rem(trips + 1, 2)]))
         return mg.async_load_tmem(self.total)
 
 
-def _scratch(columns: int, barriers: int) -> tuple[Any, Any]:
+def _scratch(columns: int, barriers: int) -> tuple[object, object]:
     """Return tensor memory [128, columns], and barriers at which the matrix units arrive."""
     return mg.TMEM((_ROWS, columns), jnp.float32), mg.Barrier(num_barriers=barriers, orders_tensor_core=True)
 
 
-def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
+def _row_program(refs: RowRefs, row: Index, first: Index, trips: Index) -> None:
     """Compute 128 rows; the arguments are those of Units.row_program."""
     _, x, m, p, w, q, out, y = refs
     rows, thin = pl.ds(row * _ROWS, _ROWS), refs.rank
     wide = block((_ROWS, TILE), lambda t: (row, first + t), held=1)
     slim = block((TILE, thin), lambda t: (first + t, 0), held=1)
 
-    def step(p_tile: Any, decoded: Any, done: Any, total: _Sum | None, own: Any, t: jax.Array, *tiles: Any) -> None:
+    def step(p_tile: Ref, decoded: Ref, done: Ref, total: _Sum | None, own: Ref, t: jax.Array, *tiles: Ref) -> None:
         found = iter(tiles)
         x_tile, m_tile, w_tile, q_tile = (None if ref is None else next(found) for ref in (x, m, w, q))
-        value: Any = None if m_tile is None else m_tile[...]
+        value: Result = None if m_tile is None else m_tile[...]
         if w_tile is not None:
             mg.tcgen05_mma(decoded, p_tile, w_tile.T, done, accumulate=False)
             mg.barrier_wait(done)
             product = mg.async_load_tmem(decoded).astype(jnp.bfloat16)
             mg.wait_load_tmem()
             value = product if value is None else add(value, -product)
-        loaded: list[Any] = [some for some in (x_tile, m_tile) if some is not None]
+        loaded: list[Ref] = [some for some in (x_tile, m_tile) if some is not None]
         tile = loaded[0] if loaded else own.at[lax.rem(t, 2)]
         if out is not None:
             tile[...] = value if x_tile is None else add(x_tile[...], value)
@@ -86,7 +85,9 @@ def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
         if out is not None:
             mg.wait_smem_to_gmem(1, wait_read_only=True)  # until the tile before has left
 
-    def scoped(p_tile: Any, arrived: Any, decoding: Any, summing: Any, own: Any) -> None:
+    def scoped(
+        p_tile: Ref, arrived: Ref, decoding: tuple[Ref, Ref] | None, summing: tuple[Ref, Ref] | None, own: Ref
+    ) -> None:
         if p is not None:
             mg.copy_gmem_to_smem(p.at[rows], p_tile, arrived)
             mg.barrier_wait(arrived)
@@ -110,13 +111,13 @@ def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
     )
 
 
-def _column_program(a: Ref, p: Ref, s: Ref, column: Any, first: Any, trips: Any) -> None:
+def _column_program(a: Ref, p: Ref, s: Ref, column: Index, first: Index, trips: Index) -> None:
     """Compute 128 rows of s; the arguments are those of Units.column_program."""
     thin = p.shape[-1]
     wide = block((TILE, _ROWS), lambda t: (first + t, column), like=a.shape[-1], held=1)  # a factor may be narrow
     slim = block((TILE, thin), lambda t: (first + t, 0), held=1)
 
-    def scoped(summing: Any) -> None:
+    def scoped(summing: tuple[Ref, Ref]) -> None:
         total, ins = _Sum(*summing), [(a, wide), (p, slim)]
         stream(lambda t, a, p: total.add(t, a.T, p), trips, ins, stages=_stages(ins))
         s[pl.ds(column * _ROWS, _ROWS)] = total.result(trips)

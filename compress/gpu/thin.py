@@ -13,7 +13,7 @@ products are brought to the common scale when they are added up.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pt
 from jax.typing import DTypeLike
 
-from compress.gpu.tiles import Index, Ref, call, dot, load, mask_of, matrices, store, thin_columns, zero_index
+from compress.gpu.tiles import Index, Ref, Result, call, dot, load, mask_of, matrices, store, thin_columns, zero_index
 
 _ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
 _BLOCK = 16  # columns that are eliminated one by one, before products update the rest
@@ -314,8 +314,14 @@ def _right_kernel(
 
 
 def _launch(
-    kernel: Any, name: str, rank: int, grid: tuple[int, int, int], ins: tuple, outs: tuple, **options: Any
-) -> Any:
+    kernel: Callable[..., None],
+    name: str,
+    rank: int,
+    grid: tuple[int, int, int],
+    ins: tuple,
+    outs: tuple,
+    **options: object,
+) -> Sequence[Result]:
     """Run a kernel of this module.
 
     Args:

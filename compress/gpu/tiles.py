@@ -1,7 +1,7 @@
 """Parts that kernels share: the row kernel's operands, tiles with masked edges, products of tiles, and launches."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pt
 from jax.typing import DTypeLike
 
-# A matrix that a kernel reads or writes, [rows, columns]; Pallas has no public type for it.
-Ref = Any
+# A matrix that a kernel reads or writes, [rows, columns], or its barriers; Pallas has no public type for them.
+Ref: TypeAlias = Any
+Result: TypeAlias = Any  # an array if the pass has the operands that make it, otherwise None
 Index = int | jax.Array
 
 
@@ -66,7 +67,7 @@ def mask_of(start: Index, block: int, size: int, dim: int) -> jax.Array | None:
     return None if size % block == 0 else jnp.expand_dims(start + jnp.arange(block) < size, 1 - dim)
 
 
-def tile_of(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...], *part: Index) -> tuple[Any, jax.Array | None]:
+def tile_of(ref: Ref, start: tuple[Index, Index], block: tuple[int, ...], *part: Index) -> tuple[Ref, jax.Array | None]:
     """Return a tile of ref [rows, columns], and the mask of its elements that lie within ref, or None if all do.
 
     Args:
@@ -155,7 +156,7 @@ def call(
     ins: tuple,
     outs: tuple,
     **keywords: Any,
-) -> Any:
+) -> Sequence[Result]:
     """Run a kernel over a grid of programs, each of which gets the whole arrays of its batch index.
 
     Args:

@@ -1,12 +1,12 @@
 """Tiles of matrices that come to shared memory by TMA, which the kernels on the Mosaic GPU backend share."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as mg
 
-from compress.gpu.tiles import Ref
+from compress.gpu.tiles import Index, Ref, Result
 
 TILE = 64  # columns of a tile, and rows of a factor's: 128 bytes of a row, which are a swizzle
 
@@ -53,7 +53,7 @@ def block(shape: tuple[int, int], place: Callable[..., tuple], like: int | None 
 
 
 def stream(
-    step: Callable[..., Any], trips: Any, ins: list, total: jax.Array | None = None, *, stages: int = 3
+    step: Callable[..., Result], trips: Index, ins: list, total: jax.Array | None = None, *, stages: int = 3
 ) -> jax.Array | None:
     """Run a step for each tile, while later tiles are loaded.
 

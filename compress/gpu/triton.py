@@ -10,7 +10,7 @@ order of summation is fixed, so equal inputs give equal bits. docs/gpu.md has th
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from compress.gpu.tiles import (
     Index,
     Ref,
+    Result,
     RowRefs,
     add,
     call,
@@ -147,7 +148,7 @@ def _row_kernel(
         trips *= active[0].astype(jnp.int32)
     p_tile = None if p is None else load(p, (row, zero), (blocks.rows, thin_columns(p.shape[1])))
 
-    def step(trip: jax.Array, total: Any) -> Any:  # the sum [rows, r] of y, or None without q
+    def step(trip: jax.Array, total: Result) -> Result:  # the sum [rows, r] of y, or None without q
         column = (first + trip) * blocks.columns
         value = _sum_tile(x, m, p_tile, w, (row, column), zero=zero, shape=shape, dtype=dtype, interpret=interpret)
         if out is not None:
@@ -204,7 +205,7 @@ def _rows(
     q: jax.Array | None = None,
     keep: bool = False,
     interpret: bool,
-) -> tuple[Any, Any]:
+) -> tuple[Result, Result]:
     """Run a pass of the row kernel over matrices.
 
     Args:

@@ -6,7 +6,6 @@ stay in registers.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mg
 
-from compress.gpu.tiles import Ref, RowRefs, add
+from compress.gpu.tiles import Index, Ref, Result, RowRefs, add
 from compress.gpu.tma import TILE, Units, block, order, present, stream
 
 _ROWS = 64  # rows of a WGMMA
 
 
-def _product(a: Any, b: Any) -> jax.Array:
+def _product(a: Ref, b: Ref) -> jax.Array:
     """Return a b in float32, of tiles in shared memory."""
 
     def run(total: Ref) -> jax.Array:
@@ -35,7 +34,7 @@ def _zeros(columns: int) -> jax.Array:
     return mg.layout_cast(jnp.zeros((_ROWS, columns), jnp.float32), mg.Layout.WGMMA)
 
 
-def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
+def _row_program(refs: RowRefs, row: Index, first: Index, trips: Index) -> None:
     """Compute 64 rows; the arguments are those of Units.row_program."""
     _, x, m, p, w, q, out, y = refs
     rows = pl.ds(row * _ROWS, _ROWS)
@@ -43,10 +42,10 @@ def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
     wide = block((_ROWS, TILE), lambda t: (row, first + t), like=thin)
     slim = block((TILE, thin), lambda t: (first + t, 0))
 
-    def step(p_tile: Ref | None, formed: Ref | None, t: jax.Array, *tiles: Any) -> jax.Array | None:
+    def step(p_tile: Ref | None, formed: Ref | None, t: jax.Array, *tiles: Ref) -> jax.Array | None:
         found = iter(tiles)
         x_tile, m_tile, w_tile, q_tile = (None if ref is None else next(found) for ref in (x, m, w, q))
-        value: Any = None if m_tile is None else m_tile[...]
+        value: Result = None if m_tile is None else m_tile[...]
         if w_tile is not None:
             product = _product(p_tile, w_tile.T).astype(jnp.bfloat16)
             value = product if value is None else add(value, -product)
@@ -60,7 +59,7 @@ def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
             mg.copy_smem_to_gmem(formed_tile, out.at[rows, pl.ds((first + t) * TILE, TILE)])
         return None if q_tile is None else next(found) + _product(formed_tile, q_tile)
 
-    def scoped(p_tile: Any, barrier: Any, formed: Ref | None) -> None:
+    def scoped(p_tile: Ref, barrier: Ref, formed: Ref | None) -> None:
         if p is not None:
             mg.copy_gmem_to_smem(p.at[rows], p_tile, barrier)
             mg.barrier_wait(barrier)
@@ -79,7 +78,7 @@ def _row_program(refs: RowRefs, row: Any, first: Any, trips: Any) -> None:
     )
 
 
-def _column_program(a: Ref, p: Ref, s: Ref, column: Any, first: Any, trips: Any) -> None:
+def _column_program(a: Ref, p: Ref, s: Ref, column: Index, first: Index, trips: Index) -> None:
     """Compute 64 rows of s; the arguments are those of Units.column_program."""
     thin = p.shape[-1]
     wide = block((TILE, _ROWS), lambda t: (first + t, column), like=thin)
