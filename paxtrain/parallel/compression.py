@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from compress import policy
-from compress.codec import Codec, Identity, check_codec, codec_name
+from compress.codec import Codec, Identity, Tree, check_codec, codec_name
 from compress.codecs import named
 from compress.codecs.recorder import Recorder
 from compress.hierarchical import Hierarchical
@@ -34,7 +34,7 @@ from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule
 
-State = dict[str, Any]
+State = dict[str, Tree]  # of a run: the codecs' states by place
 Path = tuple[str, str]
 
 
@@ -81,7 +81,7 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
 
 
 @functools.lru_cache(maxsize=1024)
-def _takes(reducer: Any, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
+def _takes(reducer: Reducer, shape: tuple[int, ...], shard: Shard, min_ratio: float) -> bool:
     return reducer.takes(shape, shard, min_ratio)
 
 
@@ -295,7 +295,7 @@ class Compression:
         path = self.data_kernels[0]
         return jax.tree.structure(jax.eval_shape(lambda: self._init_kernel(path)))
 
-    def _init_kernel(self, path: Path) -> Any:
+    def _init_kernel(self, path: Path) -> Tree:
         """Return the reducer's first state of a kernel."""
         assert self.reducer
         return self.reducer.init(self.kernels[path], self.shards[path])
@@ -324,7 +324,7 @@ class Compression:
         every = (mesh.data, mesh.pipe, mesh.tensor)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[None, :, None], (*every, *x.shape[1:])), one)
 
-    def _init_link(self, codec: Codec, sender: jax.Array) -> Any:
+    def _init_link(self, codec: Codec, sender: jax.Array) -> Tree:
         """Return the first state of a link's codec, [chunks, *shape].
 
         Args:
@@ -334,7 +334,7 @@ class Compression:
         state = codec.on_link(codec.init(self.message.shape, self.message.dtype), sender)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.layout.chunks, *jnp.shape(x))), state)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return what a saved state depends on, as JSON values; if it differs, the compression starts afresh."""
         config, mesh = self.config, self.config.mesh
         return {
@@ -344,12 +344,12 @@ class Compression:
             "message": list(self.message.shape),
         }
 
-    def link_settings(self) -> dict[str, Any]:
+    def link_settings(self) -> dict[str, object]:
         """Return the settings of the links that the shapes of a saved state do not show, as JSON values.
 
         They are the ranks of the links, and the names of codecs other than low rank.
         """
-        c, names = self.config.compress, dict[str, Any]()
+        c, names = self.config.compress, dict[str, object]()
         if self.codec is not None or not c.low_rank("backward"):
             names["codec"] = codec_name(self.backward_codec)
         if not c.low_rank("forward"):

@@ -12,12 +12,13 @@ References:
 """
 
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import Tree
 from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel.compression import Compression
@@ -25,6 +26,8 @@ from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.collectives import gather, permute
 from paxtrain.pipeline.program import Weights, layers_of
+
+T = TypeVar("T")  # a pytree of arrays
 
 
 def _swap_edges(layout: Layout, x: jax.Array) -> jax.Array:
@@ -155,7 +158,7 @@ def _packed_means(layout: Layout, arrays: list[jax.Array], dims: list[int]) -> l
     return means
 
 
-def means(layout: Layout, tree: Any, dims: Any) -> Any:
+def means(layout: Layout, tree: T, dims: Tree) -> T:
     """Return `_mean` of each array of a tree, packed if XLA does not bucket collectives (see weights.py).
 
     Args:
@@ -180,8 +183,8 @@ def means(layout: Layout, tree: Any, dims: Any) -> Any:
 
 @jax.named_scope("compression")
 def _compressed_layers(
-    compression: Compression, layers: list[Params], state: Any, level: int
-) -> tuple[list[Params], Any, LeftOut]:
+    compression: Compression, layers: list[Params], state: Tree, level: int
+) -> tuple[list[Params], Tree, LeftOut]:
     """Return the layers' mean gradients over data by the reducer, with this device's statistics.
 
     Kernels that the reducer takes at this level are compressed. All other arrays are packed and reduced densely.
@@ -240,8 +243,8 @@ def layer_gradients(grads: Weights) -> list[Params]:
 
 
 def reduce_layers(
-    compression: Compression, level: int, layers: list[Params], state: Any
-) -> tuple[list[Params], Any, LeftOut]:
+    compression: Compression, level: int, layers: list[Params], state: Tree
+) -> tuple[list[Params], Tree, LeftOut]:
     """Reduce the gradients of layers of one stage over data.
 
     Args:

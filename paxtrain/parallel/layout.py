@@ -17,7 +17,6 @@ is split over data (Rajbhandari et al. 2020, stage 1, with the master weights sp
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,8 @@ from jax.sharding import PartitionSpec
 from paxtrain.config import Config
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE, Group
+from paxtrain.model.transformer import Params
 from paxtrain.pipeline.program import Program
-
-Params = dict[str, Any]
 
 # The dim of a mesh-layout array that is split over tensor, by the last one or two names of its path.
 _TENSOR_DIM = {

@@ -7,18 +7,19 @@ Functions run inside `shard_map`.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import State, Tree
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression import Compression
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.closing import store
-from paxtrain.pipeline.program import Weights, layers_of
+from paxtrain.pipeline.program import Layers, Weights, layers_of
 from paxtrain.pipeline.rings import write_front
 
 
@@ -33,7 +34,7 @@ class Reduced(NamedTuple):
     """
 
     gradients: Params
-    state: Any
+    state: Tree
     left_out: jax.Array
 
 
@@ -45,7 +46,7 @@ class LayerState(NamedTuple):
         stats: Statistics of its compression on this device.
     """
 
-    kernels: Any
+    kernels: Tree
     stats: LeftOut
 
 
@@ -63,18 +64,18 @@ class DataReduction:
 
     compression: Compression
     ranks: tuple[int, ...]
-    state: Any
+    state: Tree
 
     @property
     def layout(self) -> Layout:
         """Layout of the parameters."""
         return self.compression.layout
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[State]:
         """Return the state of each layer slot before the step."""
         return self._states(self.state, LeftOut(jnp.float32(0), jnp.float32(0)))
 
-    def _states(self, state: Any, stats: LeftOut) -> list[Any]:
+    def _states(self, state: Tree, stats: LeftOut) -> list[State]:
         """Return the state of each layer slot, given that of all; the first one has all statistics."""
         slots, count = self.layout.chunks * self.layout.slots, len(self.compression.data_kernels)
         if not count:
@@ -92,7 +93,7 @@ class DataReduction:
         return self.layout.config.mesh.data > 1 and len({self.ranks[s] for s in stages}) == 1
 
     @jax.named_scope("reduce_gradients")
-    def layer(self, stages: tuple[int, ...], total: Params, state: Any) -> tuple[Params, Any]:
+    def layer(self, stages: tuple[int, ...], total: Params, state: State) -> tuple[Params, State]:
         """Return the mean gradient of one layer over data, and its new state.
 
         Args:
@@ -122,7 +123,7 @@ class DataReduction:
         return {"token": gradients.reduce_tables(layout, grads.embedding["token"], edges), **positions}, final_norm
 
     @jax.named_scope("reduce_gradients")
-    def whole(self, stages: tuple[int, ...], grads: Weights, states: list[Any]) -> tuple[Weights, list[Any]]:
+    def whole(self, stages: tuple[int, ...], grads: Weights, states: list[State]) -> tuple[Weights, list[State]]:
         """Return the accumulators with all mean gradients at their front, and the new states.
 
         Args:
@@ -149,7 +150,7 @@ class DataReduction:
         fronts = write_front((grads.embedding, grads.final_norm), (), (embedding, final_norm))
         return Weights(fronts[0], chunks, fronts[1]), self._states(state, stats)
 
-    def _joined(self, states: list[Any]) -> Any:
+    def _joined(self, states: list[State]) -> Tree:
         """Return the state of all layers, given that of each."""
         count = len(self.compression.data_kernels)
         if not count:
@@ -158,7 +159,7 @@ class DataReduction:
         return stored([one for state in states for one in each(state.kernels, structure, count)])
 
     @jax.named_scope("reduce_gradients")
-    def finish(self, grads: Weights, states: list[Any]) -> Reduced:
+    def finish(self, grads: Weights, states: list[State]) -> Reduced:
         """Return the gradients in mesh layout, with the tied embedding's exchanged between first and last stage.
 
         Args:
@@ -185,7 +186,7 @@ class DataReduction:
             tree = gradients.sum_over_sequence(tree)
         return Reduced(tree, self._joined(states), self._left_out(states))
 
-    def _left_out(self, states: list[Any]) -> jax.Array:
+    def _left_out(self, states: list[State]) -> jax.Array:
         """Return the relative error of the stage's compression."""
         if not any(self.ranks):
             return jnp.float32(0)
@@ -197,6 +198,6 @@ class DataReduction:
         return jnp.where(jnp.array(self.ranks)[lax.axis_index("pipe")] > 0, error, 0.0)
 
 
-def _rows(segment: Any) -> list[Params]:
+def _rows(segment: Layers) -> list[Params]:
     """Return the accumulators of a segment with a leading dim of layers: one for each, or a scanned one's stack."""
     return [jax.tree.map(lambda x: x[None], own) for own in segment] if isinstance(segment, list) else [segment]

@@ -12,7 +12,7 @@ References:
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from compress import policy
+from compress.codec import State
 from paxtrain.parallel import gradients
 from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import BATCH_SPEC, CODEC_SPEC, Trainer, TrainState
 from paxtrain.pipeline import executor
+from paxtrain.pipeline.program import Weights
 from paxtrain.pipeline.rings import only_if
 from paxtrain.process import distributed
+
+T = TypeVar("T")  # a pytree of arrays
 
 _REPEATS = 5
 
@@ -72,11 +76,11 @@ def _seconds(run: Callable[[], object]) -> float:
     return median
 
 
-def _spread(tree: Any) -> Any:
+def _spread(tree: T) -> T:
     return jax.tree.map(lambda x: x[None, None, None], tree)
 
 
-def _local(tree: Any) -> Any:
+def _local(tree: T) -> T:
     return jax.tree.map(lambda x: x[0, 0, 0], tree)
 
 
@@ -88,7 +92,7 @@ def pipelined(trainer: Trainer) -> jax.stages.Wrapped:
         loss and the unreduced gradients of each device, with leading dims [data, pipe, tensor].
     """
 
-    def backward(params: Params, tokens: jax.Array, codec: Any) -> Any:
+    def backward(params: Params, tokens: jax.Array, codec: State) -> tuple[jax.Array, Weights]:
         stage = trainer.stage(params, tokens, None)
         between = _local({direction: codec[direction] for direction in ("backward", "forward")})
         loss, grads, *_ = executor.loss_and_gradients(
@@ -111,7 +115,7 @@ def reduction(trainer: Trainer, level: int) -> jax.stages.Wrapped:
         only shows that the stage has reduced its gradients; the other stages do nothing.
     """
 
-    def one(chosen: jax.Array, grads: Any, state: Any) -> jax.Array:
+    def one(chosen: jax.Array, grads: Weights, state: State) -> jax.Array:
         layers = gradients.layer_gradients(_local(grads))
 
         def body(total: jax.Array) -> jax.Array:
@@ -141,7 +145,7 @@ def measure(trainer: Trainer, state: TrainState) -> StageTimes:
     whole = _seconds(lambda: backward(state.params, tokens, state.codec))
     _, grads = backward(state.params, tokens, state.codec)
 
-    def seconds(program: Callable[..., Any], stage: int) -> float:
+    def seconds(program: Callable[..., object], stage: int) -> float:
         return _seconds(lambda: program(jnp.int32(stage), grads, state.codec["data"]))
 
     dense, compressed = (

@@ -1,8 +1,11 @@
 """The state that a stage carries from row to row, and gradients on their way within a row."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+
+from compress.codec import State, Tree, Wire
+from paxtrain.pipeline.program import Weights
 
 Cell = dict[str, jax.Array]  # one stage's columns of a row of the table
 
@@ -23,20 +26,20 @@ class Carry(NamedTuple):
         scratch: see Stage.scratch.
     """
 
-    gradient_out: Any
-    gradients: Any
-    grads: Any
-    inbox: Any
-    links: dict[str, Any]
+    gradient_out: jax.Array | tuple[()]
+    gradients: jax.Array | tuple[()]
+    grads: Weights | tuple[()]
+    inbox: jax.Array
+    links: dict[str, State]
     loss: jax.Array
     output: jax.Array
-    reduced: Any
-    residuals: Any
-    scratch: Any
+    reduced: list[State] | tuple[()]
+    residuals: Tree
+    scratch: Tree
 
 
 class Mail(NamedTuple):
     """Gradients that are on their way: as they are, and compressed; None if none of that kind travels."""
 
     plain: jax.Array | None
-    wire: Any
+    wire: Wire

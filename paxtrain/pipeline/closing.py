@@ -7,13 +7,14 @@ Reduced gradients lie at the front of the accumulators, whose rest is then of no
 pipeline still holds its rings.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax import lax
 
+from compress.codec import State, Tree
 from paxtrain.model.transformer import Params
-from paxtrain.pipeline.program import Close, Place, Step, Weights, layers_of
+from paxtrain.pipeline.program import Close, Layers, Place, Step, Weights, layers_of
 from paxtrain.pipeline.rings import read, write_front
 from paxtrain.pipeline.stage import Stage
 
@@ -24,25 +25,25 @@ class Reduction(Protocol):
     Each call takes float32 accumulators in the stage's layout, and the states that the call before returned.
     """
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[State]:
         """Return, for each layer slot of the stage, what the reduction keeps from step to step, before the step."""
 
     def closes(self, stages: tuple[int, ...]) -> bool:
         """Return whether these stages can reduce layer by layer, within their last op."""
 
-    def layer(self, stages: tuple[int, ...], total: Params, state: Any) -> tuple[Params, Any]:
+    def layer(self, stages: tuple[int, ...], total: Params, state: State) -> tuple[Params, State]:
         """Return the reduced gradient of a layer and its new state."""
 
     def rest(self, stages: tuple[int, ...], grads: Weights) -> tuple[Params, Params]:
         """Return the reduced gradients of the embedding and of the final norm."""
 
-    def whole(self, stages: tuple[int, ...], grads: Weights, states: list[Any]) -> tuple[Weights, list[Any]]:
+    def whole(self, stages: tuple[int, ...], grads: Weights, states: list[State]) -> tuple[Weights, list[State]]:
         """Return the accumulators with all reduced gradients at their front, and the new states."""
 
 
 def close_layers(
-    stage: Stage, chunk: int, x: Any, totals: list[Any], step: Step, close: Close, backward: bool
-) -> tuple[Any, list[Any], list[Any]]:
+    stage: Stage, chunk: int, x: Tree, totals: list[Layers], step: Step, close: Close, backward: bool
+) -> tuple[Tree, list[Layers], list[State]]:
     """Run a step of each layer of a chunk and reduce each layer's gradient behind it.
 
     Args:
@@ -58,7 +59,7 @@ def close_layers(
         The value x, the accumulators with the reduced gradients at their front, and the states of all slots.
     """
     totals, states, numbers = list(totals), list(close.states), range(len(totals))
-    before: Any = ()  # the gradients reduced last
+    before: Params | tuple[()] = ()  # the gradients reduced last
 
     def both(place: Place, weights: Params, carry: tuple, total: Params) -> tuple[tuple, Params]:
         x, before = carry
@@ -85,8 +86,8 @@ def close_layers(
 
 
 def _scanned(
-    stage: Stage, chunk: int, number: int, x: Any, total: Any, step: Step, close: Close, backward: bool
-) -> tuple[Any, Any]:
+    stage: Stage, chunk: int, number: int, x: Tree, total: Tree, step: Step, close: Close, backward: bool
+) -> tuple[Tree, Tree]:
     """Run a scanned segment as `close_layers` does: each turn reduces the gradient of the layer before."""
     count = stage.program.segments[number].count
 
@@ -108,7 +109,7 @@ def _scanned(
     return x, write_front(total, (last,), close.reduce(read(total, (last,)), ())[0])
 
 
-def reduce_segment(total: Any, states: list[Any], close: Close) -> tuple[Any, list[Any]]:
+def reduce_segment(total: Layers, states: list[State], close: Close) -> tuple[Layers, list[State]]:
     """Return a segment's accumulators with reduced gradients at their front, and its layers' states.
 
     Args:
@@ -120,7 +121,7 @@ def reduce_segment(total: Any, states: list[Any], close: Close) -> tuple[Any, li
     return store(total, [reduced for reduced, _ in found]), [state for _, state in found]
 
 
-def store(total: Any, reduced: list[Params]) -> Any:
+def store(total: Layers, reduced: list[Params]) -> Layers:
     """Return a segment's accumulators with the reduced gradients of its layers at their front."""
     if isinstance(total, list):
         return [write_front(own, (), new) for own, new in zip(total, reduced, strict=True)]
@@ -129,7 +130,7 @@ def store(total: Any, reduced: list[Params]) -> Any:
     return total
 
 
-def close_rest(chunk: int, grads: Weights, close: Close, reduced: tuple[Params, Params]) -> tuple[Weights, list[Any]]:
+def close_rest(chunk: int, grads: Weights, close: Close, reduced: tuple[Params, Params]) -> tuple[Weights, list[State]]:
     """Return accumulators and states behind the last op: with all gradients reduced that were final before.
 
     Args:

@@ -4,14 +4,16 @@ Messages between stages leave through `permute`: uncompressed gradients from `ex
 `messages.py`.
 """
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+T = TypeVar("T")  # a pytree of arrays
 
-def permute(x: Any, axis: str, pairs: tuple[tuple[int, int], ...]) -> Any:
+
+def permute(x: T, axis: str, pairs: tuple[tuple[int, int], ...]) -> T:
     """Permute a tree's leaves over an axis, as `lax.ppermute` does, on a real or a virtual mesh.
 
     Args:

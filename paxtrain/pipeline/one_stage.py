@@ -1,18 +1,18 @@
 """The step of a single stage, which has no rows: F and B of each micro-batch in turn."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import State
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.stage import Stage
 
 
-def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tuple[jax.Array, Weights, list[Any]]:
+def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tuple[jax.Array, Weights, list[State]]:
     """Return loss and gradients of a single stage, and the reduction's states; residuals bypass the ring.
 
     The last micro-batch is outside the loop if its B reduces the gradients over data.

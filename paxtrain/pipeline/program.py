@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 
+from compress.codec import State, Tree
 from paxtrain.config import ModelConfig
 from paxtrain.model.tensor_parallel import Group
 from paxtrain.model.transformer import Params
 from paxtrain.pipeline.rings import Index
+
+# A segment's weights, or their accumulators: a list of its layers' trees, or one stacked tree if it is scanned.
+Layers: TypeAlias = list[Params] | Params
 
 
 class Weights(NamedTuple):
@@ -26,7 +30,7 @@ class Weights(NamedTuple):
     """
 
     embedding: Params
-    chunks: list[list[Any]]
+    chunks: list[list[Layers]]
     final_norm: Params
 
 
@@ -100,7 +104,7 @@ class Place(NamedTuple):
     layer: int | jax.Array
     at: Index
 
-    def of(self, parts: list[Any]) -> Any:
+    def of(self, parts: list[Tree]) -> Tree:
         """Return the part that holds this layer.
 
         Args:
@@ -110,7 +114,7 @@ class Place(NamedTuple):
 
 
 # A step of one layer: (place, weights, x, part) -> (x, part).
-Step = Callable[[Place, Params, Any, Any], tuple[Any, Any]]
+Step = Callable[[Place, Params, Tree, Tree], tuple[Tree, Tree]]
 
 
 class Close(NamedTuple):
@@ -122,12 +126,12 @@ class Close(NamedTuple):
         states: states of the stage's layer slots.
     """
 
-    run: Callable[..., tuple[Any, list[Any], list[Any]]]
-    reduce: Callable[[Params, Any], tuple[Params, Any]]
-    states: list[Any]
+    run: Callable[..., tuple[Tree, list[Layers], list[State]]]
+    reduce: Callable[[Params, State], tuple[Params, State]]
+    states: list[State]
 
 
-def layers_of(part: Any) -> list[Params]:
+def layers_of(part: Layers) -> list[Params]:
     """Return the layers of a segment's weights or accumulators, one tree for each."""
     if isinstance(part, list):
         return part

@@ -5,21 +5,22 @@ matrix products of the weights' gradients add to their accumulators.
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from compress.codec import Like, Tree
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Params
 
 # Equations that only call a jaxpr.
 _CALLS = ("jit", "remat2", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
 
-Values = dict[core.Var, Any]
+Values = dict[core.Var, jax.Array]
 Atom = core.Var | core.Literal
 
 
@@ -31,7 +32,7 @@ def save_policy(save: str) -> Callable[[Callable], Callable]:
         return functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     names = jax.checkpoint_policies.save_only_these_names(*transformer.SAVED_NAMES)
 
-    def keep(primitive: core.Primitive, *args: Any, **params: Any) -> bool:
+    def keep(primitive: core.Primitive, *args: object, **params: object) -> bool:
         # With its own outputs (context and softmax sums) kept, flash attention's forward does not run twice.
         return primitive.name.startswith("dot_product_attention_fwd") or names(primitive, *args, **params)
 
@@ -50,11 +51,11 @@ class SplitVjp:
         AssertionError: a copy of a weight would be kept.
     """
 
-    def __init__(self, function: Callable, weights: Params, x: jax.Array, *rest: Any):
+    def __init__(self, function: Callable, weights: Params, x: jax.Array, *rest: Tree):
         self._function = function
         where: list[int] = []
 
-        def probe(weights: Params, x: jax.Array, *rest: Any) -> Any:
+        def probe(weights: Params, x: jax.Array, *rest: Tree) -> Tree:
             _, vjp = jax.vjp(lambda w, x: function(w, x, *rest), weights, x)
             ids = {id(w): i for i, w in enumerate(jax.tree.leaves(weights))}
             where.extend(ids.get(id(residual), -1) for residual in jax.tree.leaves(vjp))
@@ -67,7 +68,7 @@ class SplitVjp:
         floats = {leaf.shape for leaf in self.kept if jnp.issubdtype(leaf.dtype, jnp.floating)}
         assert not kernels & floats, "a weight is kept as a residual"
 
-    def forward(self, weights: Params, x: jax.Array, *rest: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(self, weights: Params, x: jax.Array, *rest: Tree) -> tuple[jax.Array, list[jax.Array]]:
         """Run F of the function.
 
         Args:
@@ -112,7 +113,7 @@ class SplitVjp:
         return inlined(backward, flat, barriers)
 
 
-def value(values: Values, atom: Atom) -> Any:
+def value(values: Values, atom: Atom) -> jax.Array:
     """Return the value of an atom."""
     return atom.val if isinstance(atom, core.Literal) else values[atom]
 
@@ -131,13 +132,13 @@ def run(equations: Iterable[core.JaxprEqn], values: Values, barriers: bool = Fal
             inner = equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
             if barriers and equation.primitive.name == "remat2":
                 inputs = lax.optimization_barrier(inputs)
-            made = evaluate(inner, *inputs, barriers=barriers)
+            made: Tree = evaluate(inner, *inputs, barriers=barriers)
         else:
             made = equation.primitive.bind(*inputs, **equation.params)
         values.update(zip(equation.outvars, made if equation.primitive.multiple_results else [made], strict=True))
 
 
-def evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: Any, barriers: bool = False) -> list[Any]:
+def evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: jax.Array, barriers: bool = False) -> list[jax.Array]:
     """Return the outputs of a jaxpr, closed or without constants.
 
     Args:
@@ -150,7 +151,7 @@ def evaluate(jaxpr: core.Jaxpr | core.ClosedJaxpr, *inputs: Any, barriers: bool 
     return [value(values, atom) for atom in jaxpr.outvars]
 
 
-def inlined(function: Callable, arguments: list[Any], barriers: bool = False) -> core.ClosedJaxpr:
+def inlined(function: Callable, arguments: Sequence[Like], barriers: bool = False) -> core.ClosedJaxpr:
     """Return the jaxpr of a function with all equations of its calls in one list.
 
     Args:
@@ -260,7 +261,7 @@ class AddingBackward:
             totals: accumulators of the weights' gradients.
         """
         inputs = [*self._constants, *jax.tree.leaves(weights), *kept, g]
-        values: dict[Any, Any] = dict(zip(self._inputs, inputs, strict=True))
+        values: Values = dict(zip(self._inputs, inputs, strict=True))
         run(self._products.rest, values)
         leaves, structure = jax.tree.flatten(totals)
         for number, total in enumerate(leaves):

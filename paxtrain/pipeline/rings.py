@@ -1,16 +1,19 @@
 """In-place building blocks of the executor: slots of rings, accumulators, and work that may be skipped."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import Tree
+
 Index = tuple[jax.Array | int, ...]
+T = TypeVar("T")  # a pytree of arrays
 
 
-def read(ring: Any, index: Index) -> Any:
+def read(ring: T, index: Index) -> T:
     """Return ring[index] of every leaf; an empty index means the whole leaf."""
 
     def read_leaf(r: jax.Array) -> jax.Array:
@@ -20,7 +23,7 @@ def read(ring: Any, index: Index) -> Any:
     return jax.tree.map(read_leaf, ring) if index else ring
 
 
-def write(ring: Any, index: Index, value: Any) -> Any:
+def write(ring: T, index: Index, value: Tree) -> T:
     """Return the ring after ring[index] = value, in place if XLA can.
 
     Args:
@@ -36,7 +39,7 @@ def write(ring: Any, index: Index, value: Any) -> Any:
     return jax.tree.map(write_leaf, ring, value) if index else value
 
 
-def write_front(ring: Any, index: Index, value: Any) -> Any:
+def write_front(ring: T, index: Index, value: Tree) -> T:
     """Return the ring after `write` of values that fill only the front of their slot.
 
     Args:
@@ -54,7 +57,7 @@ def write_front(ring: Any, index: Index, value: Any) -> Any:
     return jax.tree.map(write_leaf, ring, value)
 
 
-def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
+def write_some(ring: T, index: Index, values: dict[int, jax.Array]) -> T:
     """Return the ring after `write` to some of its leaves.
 
     Args:
@@ -67,12 +70,12 @@ def write_some(ring: Any, index: Index, values: dict[int, jax.Array]) -> Any:
     return jax.tree.unflatten(structure, new)
 
 
-def add(total: Any, delta: Any) -> Any:
+def add(total: T, delta: Tree) -> T:
     """Return total + delta, leaf by leaf, in the dtypes of total."""
     return jax.tree.map(lambda t, d: t + d.astype(t.dtype), total, delta)
 
 
-def add_some(total: Any, index: Index, deltas: dict[int, jax.Array]) -> Any:
+def add_some(total: T, index: Index, deltas: dict[int, jax.Array]) -> T:
     """Return the total with deltas added to some of its leaves.
 
     Args:
@@ -84,7 +87,7 @@ def add_some(total: Any, index: Index, deltas: dict[int, jax.Array]) -> Any:
     return write_some(total, index, {n: add(read(leaves[n], index), delta) for n, delta in deltas.items()})
 
 
-def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+def only_if(condition: jax.Array, body: Callable[[T], T], carry: T) -> T:
     """Return body(carry) if the condition holds, else carry: a loop of 0 or 1 trips, which copies nothing.
 
     Args:
@@ -95,7 +98,7 @@ def only_if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
 
 
-def always(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+def always(condition: jax.Array, body: Callable[[T], T], carry: T) -> T:
     """Return body(carry) whatever the condition is, for rows in which idle stages compute on scrap.
 
     Args:

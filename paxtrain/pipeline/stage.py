@@ -1,17 +1,22 @@
 """One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import State, Tree
 from paxtrain.model import transformer
 from paxtrain.model.transformer import Dropout, Params
-from paxtrain.pipeline.program import Close, Place, Program, Step, Weights
+from paxtrain.pipeline.program import Close, Layers, Place, Program, Step, Weights
 from paxtrain.pipeline.residuals import AddingBackward, SplitVjp, save_policy
 from paxtrain.pipeline.rings import Index, add, add_some, always, only_if, read, write, write_some
 from paxtrain.pipeline.split_backward import SplitBackward
+
+# A segment's residuals: a list of its layers' leaves, or one list of stacked leaves if it is scanned.
+Residuals: TypeAlias = list[jax.Array] | list[list[jax.Array]]
+Ring: TypeAlias = jax.Array | list[Residuals]  # what F keeps of a chunk: its input (save="inputs"), or all residuals
 
 
 class Stage:
@@ -81,7 +86,7 @@ class Stage:
         """Return the document starts of a micro-batch, see transformer.document_starts."""
         return None if self._starts is None else self._starts[mb]
 
-    def _layer_residuals(self, lead: tuple[int, ...]) -> list[Any]:
+    def _layer_residuals(self, lead: tuple[int, ...]) -> list[Residuals]:
         """Return uninitialized residuals of a chunk, with leading dims; every slot is written before it is read."""
         leaves = self._split.leaves if self._split else self._vjp.kept
 
@@ -93,13 +98,13 @@ class Stage:
             for segment in self.program.segments
         ]
 
-    def residuals(self, slots: int) -> Any:
+    def residuals(self, slots: int) -> Ring:
         """Return the ring of the values that F leaves for B, and B for W, with `slots` slots."""
         if self.program.save == "inputs":
             return lax.empty((slots, *self.message.shape), self.message.dtype)
         return self._layer_residuals((slots,))
 
-    def scratch(self) -> Any:
+    def scratch(self) -> list[Residuals] | tuple[()]:
         """Return a buffer for the residuals of scanned layers in B of save="inputs".
 
         Without it XLA makes one per row.
@@ -115,8 +120,8 @@ class Stage:
         )
 
     def _each_layer(
-        self, chunk: int, x: Any, parts: list[Any], step: Step, backward: bool = False
-    ) -> tuple[Any, list[Any]]:
+        self, chunk: int, x: Tree, parts: list[Tree], step: Step, backward: bool = False
+    ) -> tuple[Tree, list[Tree]]:
         """Run a step of each layer of a chunk, and return x and the layers' parts after it.
 
         Args:
@@ -153,7 +158,9 @@ class Stage:
         own = self._layer_of[chunk, self.program.segments[number].start + layer]
         return Place(own, number, layer, (layer,)), weights
 
-    def run_segment(self, chunk: int, number: int, x: Any, part: Any, step: Step, backward: bool) -> tuple[Any, Any]:
+    def run_segment(
+        self, chunk: int, number: int, x: Tree, part: Tree, step: Step, backward: bool
+    ) -> tuple[Tree, Tree]:
         """Run a step of each layer of one segment, and return x and the segment's part after it.
 
         Args:
@@ -167,7 +174,7 @@ class Stage:
         segment, weights = self.program.segments[number], self.weights.chunks[chunk][number]
         layers = self._layer_of[chunk, segment.start : segment.start + segment.count]
 
-        def one(turn: Any, carry: tuple) -> tuple:
+        def one(turn: int | jax.Array, carry: tuple) -> tuple:
             return step(*self.at(chunk, number, segment.count - 1 - turn if backward else turn), *carry)
 
         def unrolled(carry: tuple) -> tuple:
@@ -181,8 +188,8 @@ class Stage:
         return (only_if if segment.optional else always)(layers[0] >= 0, unrolled, (x, part))
 
     def _run_layers(
-        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Any], slot: Index
-    ) -> tuple[jax.Array, list[Any]]:
+        self, chunk: int, mb: jax.Array, x: jax.Array, residuals: list[Residuals], slot: Index
+    ) -> tuple[jax.Array, list[Residuals]]:
         rest = self._dropout(mb), self._documents(mb)
 
         def step(place: Place, weights: Params, x: jax.Array, part: list) -> tuple[jax.Array, list]:
@@ -191,7 +198,7 @@ class Stage:
 
         return self._each_layer(chunk, x, residuals, step)
 
-    def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Any, slot: Index) -> tuple[jax.Array, Any]:
+    def forward(self, chunk: int, mb: jax.Array, x: jax.Array, residuals: Ring, slot: Index) -> tuple[jax.Array, Ring]:
         """Run F of a chunk.
 
         Args:
@@ -209,7 +216,7 @@ class Stage:
         y, _ = self._run_layers(chunk, mb, x, self._layer_residuals(()), ())
         return y, write(residuals, slot, x)
 
-    def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+    def forward_once(self, chunk: int, mb: jax.Array, x: jax.Array) -> tuple[jax.Array, Ring]:
         """Run F of a chunk whose B follows at once. Return its output and residuals without a ring.
 
         Args:
@@ -231,8 +238,8 @@ class Stage:
         return self._run_layers(chunk, mb, x, self._layer_residuals(()), ())[0]
 
     def _accumulate(
-        self, chunk: int, x: Any, grads: Weights, step: Step, backward: bool, close: Close | None
-    ) -> tuple[Any, Weights, list[Any]]:
+        self, chunk: int, x: Tree, grads: Weights, step: Step, backward: bool, close: Close | None
+    ) -> tuple[Tree, Weights, list[State]]:
         """Run a step of each layer over the accumulators; return also the states of `close`."""
         totals, states = grads.chunks[chunk], []
         if close:
@@ -245,13 +252,13 @@ class Stage:
         self,
         chunk: int,
         mb: jax.Array,
-        residuals: Any,
+        residuals: Ring,
         slot: Index,
         g: jax.Array,
         grads: Weights,
-        scratch: Any,
+        scratch: list[Residuals] | tuple[()],
         close: Close | None = None,
-    ) -> tuple[jax.Array, Weights, Any, list[Any]]:
+    ) -> tuple[jax.Array, Weights, list[Residuals] | tuple[()], list[State]]:
         """Run the whole backward of a chunk.
 
         Args:
@@ -283,8 +290,8 @@ class Stage:
         return g, grads, scratch, states
 
     def input_gradient(
-        self, chunk: int, residuals: Any, slot: Index, g: jax.Array, grads: Weights
-    ) -> tuple[jax.Array, Weights, Any]:
+        self, chunk: int, residuals: list[Residuals], slot: Index, g: jax.Array, grads: Weights
+    ) -> tuple[jax.Array, Weights, list[Residuals]]:
         """Run B of a chunk whose W comes later.
 
         Args:
@@ -311,8 +318,8 @@ class Stage:
         return g, _with_chunk(grads, chunk, list(totals)), list(residuals)
 
     def weight_gradients(
-        self, chunk: int, residuals: Any, slot: Index, grads: Weights, close: Close | None = None
-    ) -> tuple[Weights, list[Any]]:
+        self, chunk: int, residuals: list[Residuals], slot: Index, grads: Weights, close: Close | None = None
+    ) -> tuple[Weights, list[State]]:
         """Run W of a chunk. Return the accumulators with its matrices' gradients added, and the states of `close`.
 
         Args:
@@ -390,5 +397,5 @@ class Stage:
         return loss + value, g, {**embedding, "token": token}, add(final_norm, norm)
 
 
-def _with_chunk(grads: Weights, chunk: int, totals: list[Any]) -> Weights:
+def _with_chunk(grads: Weights, chunk: int, totals: list[Layers]) -> Weights:
     return grads._replace(chunks=[totals if c == chunk else old for c, old in enumerate(grads.chunks)])

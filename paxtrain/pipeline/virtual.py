@@ -8,10 +8,14 @@ sends on the real mesh, since this program has no collectives. Such a function t
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
+
+from compress.codec import Tree
+
+Specs: TypeAlias = Any  # a PartitionSpec, or a tree or tree prefix of them
 
 
 def _axes(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
@@ -56,7 +60,7 @@ def _join(x: jax.Array, spec: PartitionSpec, sizes: Mapping[str, int]) -> jax.Ar
     return x.transpose([order.index(f) for f in factors]).reshape([n * k for n, k in zip(shard, counts)])
 
 
-def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Any, out_specs: Any) -> Callable:
+def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Specs, out_specs: Specs) -> Callable:
     """Return what `jax.shard_map(f, in_specs=..., out_specs=..., check_vma=False)` does, for one device.
 
     Args:
@@ -67,11 +71,11 @@ def shard_map(f: Callable, sizes: Mapping[str, int], in_specs: Any, out_specs: A
         out_specs: PartitionSpecs of the results, likewise.
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
 
-        def one(leaves: list[jax.Array]) -> Any:
+        def one(leaves: list[jax.Array]) -> Tree:
             return f(*jax.tree.unflatten(structure, leaves))
 
         # The major axis is the outermost vmap, which takes the first dim.

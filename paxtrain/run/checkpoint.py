@@ -15,13 +15,14 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 
+from compress.codec import Tree
 from paxtrain import files
 from paxtrain.config import CheckpointConfig
 from paxtrain.errors import UserError
 from paxtrain.process import distributed
 from paxtrain.run import checkpoint_reading, checkpoint_record
 from paxtrain.run.checkpoint_reading import Wanted
-from paxtrain.run.checkpoint_record import Meta, Tree
+from paxtrain.run.checkpoint_record import Meta
 
 _SET_ASIDE = "set_aside"
 _UNFINISHED = ".orbax-checkpoint-tmp"

@@ -11,10 +11,11 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
+from compress.codec import Tree
 from paxtrain.errors import UserError, whole
 from paxtrain.process import distributed
 from paxtrain.run import checkpoint_record
-from paxtrain.run.checkpoint_record import Meta, Tree
+from paxtrain.run.checkpoint_record import Meta
 
 # Function that returns the top-level keys to read, given a checkpoint's metadata, the kinds of its arrays by path, and
 # its name.

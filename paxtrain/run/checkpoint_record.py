@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from compress.codec import Tree
 from paxtrain.errors import UserError
 from paxtrain.process import distributed
 
-Tree = Any  # a pytree of arrays or of their shapes
 Meta = dict[str, Any]  # JSON values
 
 

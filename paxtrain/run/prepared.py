@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from compress import Codec
+from compress.codec import Tree
 from paxtrain import files
 from paxtrain.config import Config, to_dict
 from paxtrain.data import tokenizer
@@ -25,7 +26,7 @@ from paxtrain.process import distributed, supervised
 from paxtrain.process.stopping import Stop
 from paxtrain.run import checkpoint, checkpoint_reading, checkpoint_record, metrics, report, sampling
 from paxtrain.run.checkpoint_reading import Wanted
-from paxtrain.run.checkpoint_record import Meta, Tree
+from paxtrain.run.checkpoint_record import Meta
 from paxtrain.run.run_lock import RunLock
 from paxtrain.tables import table
 
