@@ -143,7 +143,9 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
 # --- Configuration ----------------------------------------------------------------------------------------------------
 
 
-def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None) -> dict[str, Any]:
+def to_config(
+    config: ModelConfig, dtype: str, *, begin: int | None = None, end: int | None = None
+) -> dict[str, object]:
     """Return the config.json of an architecture.
 
     Args:
@@ -196,7 +198,7 @@ def to_config(config: ModelConfig, dtype: str, *, begin: int | None = None, end:
     }
 
 
-def _demand(values: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[Any, ...]]) -> None:
+def _demand(values: Mapping[str, object], where: str, wanted: Mapping[str, tuple[object, ...]]) -> None:
     """Require that settings have implemented values; the first value of each is its default."""
     for name, known in wanted.items():
         if (value := values.get(name, known[0])) not in known:
@@ -206,7 +208,7 @@ def _demand(values: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[An
             )
 
 
-def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
     """Return the fields of ModelConfig that a config.json determines.
 
     Args:
@@ -232,7 +234,7 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, object]:
     """Return the fields of ModelConfig that a GPT-2's config.json determines."""
     wanted = {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -255,7 +257,7 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, object]:
     """Return the fields of ModelConfig that a Llama's config.json determines."""
     _demand(values, where, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}

@@ -1,7 +1,7 @@
 """Export: a checkpoint of a run, written as a model of transformers."""
 
 import pathlib
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
         write_json(folder / INDEX, index)
 
 
-def _special(settings: dict[str, Any], name: str, tokenizer: Tokenizer) -> int | None:
+def _special(settings: Mapping[str, object], name: str, tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that settings name, as text or as an object with its content."""
     token = settings.get(name)
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
-def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, object]:
     """Return a run's tokenizer_config.json: an imported model's, or one that fits the tokenizers of prepared data."""
     if (run / SETTINGS).exists():
         return read_json(run / SETTINGS)

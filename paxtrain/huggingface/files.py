@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ SETTINGS = "tokenizer_config.json"  # beside tokenizer.json; an import keeps it 
 _NO_WEIGHTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
-def write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, values: Mapping[str, object]) -> None:
     """Write an object as JSON."""
     files.write(path, json.dumps(values, indent=2) + "\n")
 

@@ -2,6 +2,7 @@
 
 import pathlib
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from paxtrain.huggingface.files import CONFIG, SETTINGS, ModelArrays, read_json,
 from paxtrain.run import checkpoint, sampling
 
 
-def _check_architecture(config: Config, fields: dict[str, Any], folder: pathlib.Path) -> None:
+def _check_architecture(config: Config, fields: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Require that the configuration's model is the one whose `fields` the folder has."""
     mine, theirs = dict(sampling.architecture(config.model)), dict(fields)
     for name, zero in (("kv_heads", theirs["heads"]), ("intermediate", 4 * theirs["hidden"])):
@@ -29,7 +30,7 @@ def _check_architecture(config: Config, fields: dict[str, Any], folder: pathlib.
         )
 
 
-def _imported_settings(folder: pathlib.Path, values: dict[str, Any]) -> dict[str, Any]:
+def _imported_settings(folder: pathlib.Path, values: Mapping[str, object]) -> dict[str, object]:
     """Return a model's tokenizer_config.json, with the tokens that its config.json gives only by id."""
     settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
     tokenizer = load(folder / sampling.TOKENIZER)

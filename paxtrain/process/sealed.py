@@ -13,6 +13,7 @@ import hmac
 import json
 import secrets
 import struct
+from collections.abc import Mapping
 from typing import Any, Self
 
 _NONCE = 32  # bytes of the random number
@@ -74,7 +75,7 @@ class Seal:
         return content
 
 
-def encode(message: Any) -> bytes:
+def encode(message: Mapping[str, object]) -> bytes:
     """Return a JSON value as the content of a message."""
     return json.dumps(message, separators=(",", ":")).encode()
 
@@ -139,7 +140,7 @@ class SealedStream:
         """True if the connection is closed or closing."""
         return self._writer.is_closing()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Queue a JSON object."""
         self.write(encode(message))
 

@@ -16,15 +16,17 @@ References:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from paxtrain.errors import whole
 from paxtrain.schedule import buffers, proof, table_file
 from paxtrain.schedule.row_layout import Op, Ops, closed_form, lay_out, warm_up_then_alternate
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE, UNDER, Schedule
+
+Numbers: TypeAlias = float | np.ndarray  # a number, or an array of them
 
 ORDERS = ("paired", "alternating", "forwards_first")
 
@@ -54,9 +56,9 @@ class ScheduleSpec:
 
     ops: Callable[[int, int, int, bool], Ops]
     order: str
-    in_flight: Callable[[Any, Any, Any, Any], Any]
+    in_flight: Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]
     activation_slots: int
-    gradient_slots: Callable[[Any, Any], Any]
+    gradient_slots: Callable[[Numbers, Numbers], Numbers]
     masked: bool = False
     splits: bool = False
     interleaves: bool = False
@@ -84,7 +86,7 @@ class ScheduleSpec:
             return ALONG
         return BETWEEN if self.order == "alternating" and not overlap else UNDER
 
-    def masks(self, overlap: Any) -> Any:
+    def masks(self, overlap: ArrayLike) -> np.bool_ | NDArray[np.bool_]:
         """Return whether idle stages compute on scrap by default: not if transfers block devices, as on CPUs.
 
         There scrap would take cores from other stages.
@@ -94,7 +96,7 @@ class ScheduleSpec:
         """
         return self.masked & np.asarray(overlap, bool)
 
-    def residual_slots(self, stage: Any, stages: Any, chunks: Any, micro_batches: Any) -> Any:
+    def residual_slots(self, stage: Numbers, stages: Numbers, chunks: Numbers, micro_batches: Numbers) -> Numbers:
         """Return the slots of residuals that a stage has in use at most, without the scrap slot.
 
         Args:
@@ -167,7 +169,7 @@ def _between(most: int) -> ScheduleSpec:
     expose theirs, as in 1f1b. With P it is 1f1b, with 2P-1 the order of eager_1f1b, whose idle stages skip here.
     """
 
-    def in_flight(s: Any, p: Any, v: Any, m: Any) -> Any:
+    def in_flight(s: Numbers, p: Numbers, v: Numbers, m: Numbers) -> Numbers:
         return p - s + np.maximum(most - p - s, 0)
 
     def ops(stages: int, chunks: int, m: int, overlap: bool) -> Ops:
@@ -239,7 +241,7 @@ class _Specs(dict[str, ScheduleSpec]):
 FILE, FAMILY = ".csv", "1f1b:"
 
 
-def names(which: Callable[[ScheduleSpec], Any] = lambda spec: True) -> tuple[str, ...]:
+def names(which: Callable[[ScheduleSpec], object] = lambda spec: True) -> tuple[str, ...]:
     """Return the names of the schedules that are described here, of those for whose spec `which` holds."""
     return tuple(name for name in SPECS if not outside(name) and which(SPECS[name]))
 

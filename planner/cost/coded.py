@@ -8,14 +8,20 @@ go through is given, low rank too: no search decides it.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from compress.policy import largest_rank
 from paxtrain.config import CompressConfig
 from paxtrain.config.options import OTHERS, PLACES
 from paxtrain.errors import UserError
+from paxtrain.schedule.schedules import Numbers
+
+if TYPE_CHECKING:  # they import jax, which takes long
+    from compress.codec import Codec
+    from compress.reducer import Reducer, Shard
 
 # Of low rank, reads and writes of the whole matrix: to encode (project and back-project), and to decode.
 MESSAGE_PASSES = 2, 1, 8  # and the kernels of either
@@ -50,12 +56,12 @@ class Coded:
         names: what the configuration calls them, by place, for reports.
     """
 
-    backward: Any = None
-    forward: Any = None
+    backward: "Codec | None" = None
+    forward: "Codec | None" = None
     forward_rank: int = 0
-    data: Any = None
-    weights: Any = None
-    outer: Any = None
+    data: "Reducer | None" = None
+    weights: "Codec | None" = None
+    outer: "Reducer | None" = None
     inside: int = 1
     names: tuple[tuple[str, str], ...] = ()
 
@@ -75,7 +81,7 @@ class Coded:
         encode, decode, launches = codec.passes()
         return encode, decode, launches
 
-    def grouped(self, ranks: Any) -> Any:
+    def grouped(self, ranks: Numbers) -> Numbers:
         """Return how many data ranks sum gradients as they are: those of a group, or 1 where there are no two groups.
 
         Args:
@@ -84,7 +90,7 @@ class Coded:
         fits = (ranks % self.inside == 0) & (ranks > self.inside)
         return np.where(fits, self.inside, 1) if isinstance(ranks, np.ndarray) else self.inside if fits else 1
 
-    def part(self, shape: tuple[Any, Any], ranks: Any, zero1: Any) -> tuple[Any, Any]:
+    def part(self, shape: tuple[Numbers, Numbers], ranks: Numbers, zero1: ArrayLike) -> tuple[Any, Any]:
         """Return the part of a matrix that a rank compresses: all of it, or in groups of data ranks a share.
 
         Args:
@@ -99,7 +105,7 @@ class Coded:
         rows, columns = n % parts == 0, k % parts == 0
         return np.where(rows, n // inside, n), np.where(~rows & columns, k // inside, k)
 
-    def _reducer(self, ranks: int) -> Any:
+    def _reducer(self, ranks: int) -> "Reducer":
         """Return the reducer over data of a number of ranks."""
         if (inside := self.grouped(ranks)) == 1:
             return self.data
@@ -111,7 +117,7 @@ class Coded:
         """Return the passes over the gradients of a reduction over data, and its kernels for each array."""
         return self.passes_of(self._reducer(ranks))
 
-    def passes_of(self, reducer: Any) -> tuple[float, int]:
+    def passes_of(self, reducer: "Reducer") -> tuple[float, int]:
         """Return the passes over the gradients of a reducer, and its kernels for each array."""
         encode, decode, launches = reducer.passes()
         return encode + decode, 2 * launches
@@ -213,7 +219,7 @@ def coded(compress: CompressConfig) -> Coded:
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
 
-    made: dict[str, Any] = {}
+    made: dict[str, Codec | Reducer] = {}
     for place in others:
         name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
         try:
@@ -227,7 +233,7 @@ def coded(compress: CompressConfig) -> Coded:
 
 
 @functools.lru_cache(maxsize=4096)
-def _message(codec: Any, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+def _message(codec: "Codec", shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     """Return the bytes of a message of a shape and dtype on the wire, and those of its link's state."""
     import jax
 
@@ -236,7 +242,7 @@ def _message(codec: Any, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     return codec.wire_bytes(shape, dtype), tree_bytes(jax.eval_shape(lambda: codec.init(shape, dtype)))
 
 
-def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> Any:
+def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> "Shard":
     """Return what a rank keeps of a matrix: its rows, if they can be split, or its columns."""
     from compress.reducer import Shard
 
@@ -245,7 +251,7 @@ def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _exchanges(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+def _exchanges(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
     """Return the collectives of a matrix by kind; one that cannot be cut into equal parts is reduced as it is."""
     found: dict[str, CodecExchange] = {}
     shard = _shard(shape, ranks, zero1)
@@ -258,7 +264,7 @@ def _exchanges(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) ->
 
 
 @functools.lru_cache(maxsize=4096)
-def _reducer_state(reducer: Any, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
+def _reducer_state(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> int:
     """Return the bytes of a reducer's state of a matrix; it has none of one that cannot be cut into equal parts."""
     import jax
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from paxtrain import files
 
@@ -51,7 +50,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def describe(**more: Any) -> dict[str, Any]:
+def describe(**more: object) -> dict[str, object]:
     """Return the facts of this start, and `more`, as JSON values."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -66,10 +65,10 @@ def describe(**more: Any) -> dict[str, Any]:
     }
 
 
-def record(out: pathlib.Path, start: Mapping[str, Any]) -> None:
+def record(out: pathlib.Path, start: Mapping[str, object]) -> None:
     """Add a start to the folder's list; a list that cannot be read is put aside."""
     path = out / FILE
-    starts: list[Any] = []
+    starts: list[object] = []
     try:
         starts = json.loads(path.read_text())
         if not isinstance(starts, list):

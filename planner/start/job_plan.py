@@ -9,8 +9,8 @@ import gc
 import json
 import pathlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.start import allocation, run_record
 
+Asked = TypeVar("Asked")
+Told = TypeVar("Told")
+
 PROFILES = "profile"
 # Measured at a job's start: two sizes, chosen by how slow the links are, and as much compute as there is time for.
 _REPEATS, _MICRO_BATCHES = 3, (1, 2, 4)
@@ -50,14 +53,14 @@ class PlanRequest:
         compute_hosts: as ProfileOptions has it.
     """
 
-    values: dict[str, Any]
+    values: Mapping[str, Mapping[str, object]]
     options: PlanOptions
     out: pathlib.Path
     seconds: float
     age: float
     compute_hosts: int = 0
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, object]:
         """Return what a plan depends on besides the nodes, as JSON values.
 
         Raises:
@@ -87,7 +90,7 @@ class Decision:
     given: bool = False
 
 
-def measurable(values: dict[str, Any]) -> Config:
+def measurable(values: Mapping[str, Any]) -> Config:
     """Return the configuration without what a plan decides, as it is measured whatever its mesh is."""
     save = read_section(PipelineConfig, values.get("pipeline", {}), "pipeline").save
     return from_dict({**values, "mesh": {}, "pipeline": {"save": save}, "batch": {}, "compress": {}, "outer": {}})
@@ -128,7 +131,7 @@ def decide(
             measured = _profile(group, machines, config, request)
     seconds = time.monotonic() - began
 
-    def search(_: object) -> Any:
+    def search(_: object) -> dict[str, object]:
         if measured is None:
             [found] = kept
             more = f", which is of {found.hosts} hosts" * (found.hosts > len(machines.hosts))
@@ -156,10 +159,10 @@ def _source(again: bool, reason: str, why: str) -> str:
     return f"{reason} (--replan: {why})" if again else f"made anew (--replan): {why}"
 
 
-def _told(write: Callable[[Any], Any], out: pathlib.Path) -> Callable[[Any], Any]:
+def _told(write: Callable[[Asked], Told], out: pathlib.Path) -> Callable[[Asked], Told]:
     """Return the same function, except that it reports a disk that fails as bad input."""
 
-    def told(values: Any) -> Any:
+    def told(values: Asked) -> Told:
         try:
             return write(values)
         except OSError as error:
@@ -211,7 +214,7 @@ def _profile(group: ProcessGroup, machines: Machines, config: Config, request: P
     return cluster, "".join(f"; {text}" for what, text in said if what == "left out" and "links" in text)
 
 
-def _ends(cluster: Cluster) -> dict[str, Any]:
+def _ends(cluster: Cluster) -> dict[str, object]:
     """Return the slowest and the fastest link between hosts: from, to, bytes/s and seconds of latency."""
     off = clusters.between(cluster)
     if not off.any():
@@ -225,7 +228,7 @@ def _ends(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _search(cluster: Cluster, request: PlanRequest, links: dict[str, Any]) -> Any:
+def _search(cluster: Cluster, request: PlanRequest, links: dict[str, object]) -> dict[str, object]:
     """Search, and write plan and report; return the plan as JSON values.
 
     Args:

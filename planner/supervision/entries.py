@@ -12,7 +12,7 @@ from planner.supervision.first_cause import FaultCause, HostReport
 from planner.supervision.slow_step import SlowStepNote, StepView
 
 # Types of the values, as dataclasses where `dataclasses.asdict` made them.
-KINDS: Mapping[str, Any] = types.MappingProxyType(
+KINDS: Mapping[str, object] = types.MappingProxyType(
     {
         "here": str,
         "name": str,
@@ -28,7 +28,7 @@ KINDS: Mapping[str, Any] = types.MappingProxyType(
 )
 
 
-def _is_tuple(value: Any, inner: tuple[Any, ...]) -> bool:
+def _is_tuple(value: object, inner: tuple[object, ...]) -> bool:
     if not isinstance(value, list):
         return False
     if inner[1:] == (Ellipsis,):
@@ -36,7 +36,7 @@ def _is_tuple(value: Any, inner: tuple[Any, ...]) -> bool:
     return len(value) == len(inner) and all(map(_is, value, inner))
 
 
-def _is(value: Any, kind: Any) -> bool:
+def _is(value: Any, kind: object) -> bool:
     """Return whether a JSON value can be one of a type: a scalar, union, tuple, mapping, or dataclass of them."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -58,6 +58,6 @@ def _is_digits(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) < 10
 
 
-def fits(kind: str, value: Any) -> bool:
+def fits(kind: str, value: object) -> bool:
     """Return whether a value is one that entries of this kind have; no value fits a kind that is not known."""
     return kind in KINDS and _is(value, KINDS[kind])

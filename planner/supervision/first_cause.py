@@ -74,7 +74,7 @@ class HostReport:
         spans = {rank: (long, ended and ended + seconds) for rank, (long, ended) in self.silences.items()}
         return dataclasses.replace(self, worker=worker, silences=spans)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the report as JSON values."""
         return dataclasses.asdict(self)
 

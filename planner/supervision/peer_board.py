@@ -65,7 +65,7 @@ class PeerBoard:
         for listener in self._listeners:
             listener(name)
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Put a JSON value on every host's board. Only one host may put entries of a given name."""
         before = self._entries[name].version if name in self._entries else 0
         self.store(name, BoardEntry(value, max(before + 1, time.time_ns()), time.monotonic()))

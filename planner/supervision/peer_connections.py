@@ -17,7 +17,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from paxtrain.errors import UserError
@@ -51,7 +51,7 @@ class PeerConnection:
         self.stream = stream
         self.trip = 0.0
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Queue a message."""
         self.write(sealed.encode(message))
 
@@ -109,7 +109,7 @@ class PeerConnections:
         addresses: Sequence[tuple[str, int]],
         run: str,
         secret: bytes,
-        fits: Callable[[str, Any], bool] = lambda kind, value: True,
+        fits: Callable[[str, object], bool] = lambda kind, value: True,
     ) -> None:
         """Describe the connections; `start` opens them.
 
@@ -124,15 +124,15 @@ class PeerConnections:
         self._secret, self._fits = secret, fits
         self._boot = secrets.token_hex(8)  # distinguishes this process from an earlier one on the same host
         self.board = PeerBoard(self._forward)
-        self.aside: Any = None
-        self.asides: dict[int, Any] = {}
+        self.aside: float | None = None
+        self.asides: dict[int, float | None] = {}
         self.refused: set[int] = set()
         self._connections: dict[int, list[PeerConnection]] = {}  # by neighbour; each side may have opened one
         self._made: set[PeerConnection] = set()  # all that may be open, in use or not
         self._heard: dict[int, float] = {}
         self._silences: dict[int, tuple[float, float]] = {}  # by neighbour: seconds of silence, and the time of its end
         self._server = SealedServer(secret, self._answer, self._say)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     # --- The board ----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class PeerConnections:
             if connection is not source:
                 connection.write(line)
 
-    def _message(self, name: str) -> dict[str, Any]:
+    def _message(self, name: str) -> dict[str, object]:
         entry = self.board[name]
         return {"name": name, "value": entry.value, "version": entry.version, "age": entry.age}
 
@@ -193,12 +193,12 @@ class PeerConnections:
         with contextlib.suppress(OSError):  # the reader is gone
             print(text, file=sys.stderr, flush=True)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _hello(self, rank: int | None, what: str) -> dict[str, Any]:
+    def _hello(self, rank: int | None, what: str) -> dict[str, object]:
         known = None if rank is None else self._boot_of(rank)
         joined = not self.missing
         return {"run": self._run, "rank": self._me, "boot": self._boot, "you": known, "joined": joined, "what": what}

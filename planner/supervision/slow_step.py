@@ -80,7 +80,7 @@ class StepView:
             self, worker=dataclasses.replace(self.worker, told_age=self.worker.told_age + seconds)
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the view as JSON values."""
         return dataclasses.asdict(self)
 
