@@ -119,21 +119,42 @@ def trunks_of(groups: Sequence[UplinkGroup], hosts: int, times: Sequence[Array],
     Args:
         groups: the groups.
         hosts: number of hosts.
-        times: for each group seconds [repeats, n + 1, 2, n] of a message: the n pairs alone, then all of them; there
-            and back; of each pair, NaN if it does not send.
+        times: for each group seconds [repeats, 2, 2, n] of a message: alone, then with the others; there and back; of
+            each of n pairs. Groups without repeats show nothing.
         size: bytes of a message.
     """
     behind, bandwidth = [], []
     for some, seconds in zip(groups, times):
-        alone = np.median(np.diagonal(seconds[:, :-1], axis1=1, axis2=3), axis=0)
+        if not len(seconds):
+            continue
+        alone = np.median(seconds[:, 0], axis=0)
         # The pair that is done last is another one each time, so times are not averaged over repeats, but rates are.
-        every = [[shared_rate(*both, size) for both in zip(alone, one)] for one in seconds[:, -1]]
+        every = [[shared_rate(*both, size) for both in zip(alone, one)] for one in seconds[:, 1]]
         told = [[rate for rate in way if rate is not None] for way in zip(*every)]
         rates = [statistics.median(way) for way in told if len(way) > len(seconds) / 2]
         if rates:
             behind.append(np.isin(np.arange(hosts), some.inside))
             bandwidth.append(min(rates))
     return Trunks(np.array(behind), np.array(bandwidth)) if behind else None
+
+
+def by_group(groups: Sequence[UplinkGroup], taken: Sequence[Array]) -> list[Array]:
+    """Return the times of each group as `trunks_of` takes them, of the repeats in which all its rounds were run.
+
+    Args:
+        groups: the groups.
+        taken: seconds [2, pairs] of each round that was run, there and back, in the order of `plan`, repeat after
+            repeat; the time limit may come in the midst of one.
+    """
+    counts = [len(crossing(some)) for some in groups]
+    every, first = sum(counts) + len(counts), 0
+    found: list[Array] = []
+    for count in counts:
+        begins = range(first, len(taken) - count, every)
+        seconds = [[np.hstack(taken[begin : begin + count]), taken[begin + count]] for begin in begins]
+        found.append(np.array(seconds).reshape(-1, 2, 2, count))
+        first += count + 1
+    return found
 
 
 def profile_trunks(
@@ -157,65 +178,54 @@ def profile_trunks(
         return None, ""
     repeats = min(options.repeats, _REPEATS)
     size = max(options.sizes) if options.sizes else affordable(group, machines, rounds, repeats, until)[1]
-    mine = machines.of_process[group.process]
-    me = machines.hosts[mine]
+    me = machines.hosts[machines.of_process[group.process]]
     with group.watch(me, "the other hosts while the programs for shared uplinks were compiled"):
         exchange = link_timing.Exchange(machines.devices, rounds, (size,))
-    found: list[Array] = []
-    with tqdm(total=repeats * len(rounds), desc="uplinks", unit="round", disable=group.process > 0 or None) as progress:
-        for _ in range(repeats):
-            taken = []
-            for number in range(len(rounds)):
-                with group.watch(me, "the other hosts that send at once"):
-                    taken.append(dataclasses.astuple(exchange(number)))
-                progress.update()
+    taken: list[Array] = []
+    total = repeats * len(rounds)
+    with tqdm(total=total, desc="uplinks", unit="round", disable=group.process > 0 or None) as progress:
+        for done in range(total):
+            number = done % len(rounds)
+            with group.watch(me, "the other hosts that send at once"):
+                times = exchange(number)
 
-            def verdict(values: list[list[tuple]]) -> bool:
-                found.append(_of_pairs(rounds, machines.of_process, values))
-                return time.monotonic() < until
+            def verdict(values: list[tuple], number: int = number) -> bool:
+                taken.append(_of_pairs(rounds[number], machines.of_process, values))
+                # Sizes that were chosen for the time let the first repeat end, which compiling may have delayed.
+                first = not options.sizes and len(taken) < len(rounds)
+                return first or time.monotonic() < until
 
-            if not group.gather(taken, verdict):
+            go_on = group.gather(dataclasses.astuple(times), verdict)
+            progress.update()
+            if not go_on:
                 break
-    trunks = _found(group, machines, groups, found, size)
-    among = f"{len(groups)} " + f"of {len(every)} " * (len(groups) < len(every)) + "sites and racks"
-    if trunks is None:
+
+    def shown(_: object) -> tuple[list[tuple[list[bool], float]], int]:
+        times = by_group(groups, taken)
+        trunks = trunks_of(groups, len(machines.hosts), times, size)
+        return [(behind.tolist(), rate) for behind, rate in trunks or ()], sum(len(some) > 0 for some in times)
+
+    told, measured = group.gather(None, shown)
+    among = f"{measured} " + f"of {len(every)} " * (measured < len(every)) + "sites and racks"
+    among += ", since the time limit came" * (measured < len(groups))
+    if not told:
         return None, f"no shared uplink was found among {among}"
+    trunks = Trunks(np.array([behind for behind, _ in told]), np.array([rate for _, rate in told]))
     rates = ", ".join(f"{8e-6 * rate:,.4g} Mbit/s for {int(behind.sum())} hosts" for behind, rate in trunks)
     return trunks, f"{len(trunks)} found among {among}: {rates}"
 
 
-def _of_pairs(rounds: Sequence[Round], of_process: Sequence[int], values: list[list[tuple]]) -> Array:
-    """Return the seconds [rounds, 2, most pairs] of each round's pairs, there and back, NaN beyond its own.
+def _of_pairs(one: Round, of_process: Sequence[int], values: list[tuple]) -> Array:
+    """Return the seconds [2, pairs] of a message of a round's pairs, there and back.
 
     Args:
-        rounds: the rounds.
+        one: the round.
         of_process: host of each process.
-        values: fields of MessageTimes by process and round.
+        values: fields of MessageTimes by process.
     """
-    found = np.full((len(rounds), 2, _MOST), np.nan)
-    for number, one in enumerate(rounds):
-        times = [MessageTimes(*fields[number]) for fields in values]
-        for i, pair in enumerate(one.hosts):
-            # A process that drives all devices times them all.
-            ends = [t for host, t in zip(of_process, times) if host in pair] or times
-            found[number, :, i] = [max(t.there[0] for t in ends), max(t.back[0] for t in ends)]
-    return found
-
-
-def _found(
-    group: ProcessGroup, machines: Machines, groups: list[UplinkGroup], found: list[Array], size: int
-) -> Trunks | None:
-    """Return the uplinks that process 0 has found, on every process."""
-
-    def verdict(_: object) -> list[tuple[list[bool], float]]:
-        every, times, first = np.array(found), [], 0
-        np.set_printoptions(linewidth=200, precision=4)
-        for some in groups:
-            count = len(crossing(some))
-            times.append(every[:, first : first + count + 1, :, :count])
-            first += count + 1
-        trunks = trunks_of(groups, len(machines.hosts), times, size)
-        return [(behind.tolist(), rate) for behind, rate in trunks or ()]
-
-    told = group.gather(None, verdict)
-    return Trunks(np.array([behind for behind, _ in told]), np.array([rate for _, rate in told])) if told else None
+    times, found = [MessageTimes(*fields) for fields in values], []
+    for pair in one.hosts:
+        # A process that drives all devices times them all.
+        ends = [t for host, t in zip(of_process, times) if host in pair] or times
+        found.append([max(t.there[0] for t in ends), max(t.back[0] for t in ends)])
+    return np.array(found).T

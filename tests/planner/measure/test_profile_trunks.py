@@ -1,5 +1,6 @@
 """Shared uplinks: which hosts are asked for them, and what their times tell."""
 
+import dataclasses
 import time
 
 import jax
@@ -38,10 +39,7 @@ def test_racks_are_not_told_by_messages_that_take_the_sites_uplink():
         far = [places[a][0] != places[b][0] for a, b in pairs]
         together = transfer([10.0] * len(pairs), 20.0) if all(far) else np.array(alone)
         assert all(far) or not any(far)
-        seconds = np.full((len(pairs) + 1, 2, len(pairs)), np.nan)
-        seconds[:-1][np.arange(len(pairs)), :, np.arange(len(pairs))] = np.array(alone)[:, None]
-        seconds[-1] = together
-        times.append(seconds[None])
+        times.append(np.array([[[alone] * 2, [together] * 2]]))
     found = profile_trunks.trunks_of(groups, len(places), times, SIZE)
     assert found.behind.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
     assert found.bandwidth == pytest.approx([20.0, 20.0])
@@ -101,18 +99,37 @@ def test_the_rate_of_an_uplink_is_told_from_messages_alone_and_together(rates, s
 def test_uplinks_are_those_of_the_groups_whose_messages_wait():
     hosts = 5
     groups = [UplinkGroup(some, [h for h in range(hosts) if h not in some]) for some in ([0, 1], [2, 3], [0, 2])]
-    times = np.full((3, 3, 2, 2), np.nan)  # repeats, rounds, ways, pairs
-    for i in range(2):
-        times[:, i, :, i] = 1.0
-    free, slow = times.copy(), times.copy()
-    free[:, 2], slow[:, 2] = 1.1, 2.0
-    slow[0, 2] = 1.0  # a single repeat says nothing
+    free = np.ones((3, 2, 2, 2))  # repeats, alone and together, ways, pairs
+    slow = free.copy()
+    free[:, 1], slow[:, 1] = 1.1, 2.0
+    slow[0, 1] = 1.0  # a single repeat says nothing
     one_way = slow.copy()
-    one_way[:, 2, 1] = 4.0
+    one_way[:, 1, 1] = 4.0
     found = profile_trunks.trunks_of(groups, hosts, [free, slow, one_way], SIZE)
     assert found.behind.tolist() == [[False, False, True, True, False], [True, False, True, False, False]]
     assert found.bandwidth == pytest.approx([SIZE, SIZE / 2])  # two messages in two seconds, and in four
     assert profile_trunks.trunks_of(groups, hosts, [free] * 3, SIZE) is None
+    assert profile_trunks.trunks_of(groups, hosts, [slow[:0]] * 3, SIZE) is None
+
+
+def test_every_pair_is_compared_with_its_own_time_alone():
+    """The first pair's own link is slower than its share of the uplink, so only the others wait."""
+    groups = profile_trunks.groups_of([("w", "")] * 3 + [("e", "")] * 3)
+    rates, uplink = [2.0, 10.0, 10.0], 12.0
+    alone, together = SIZE / np.array(rates), transfer(rates, uplink)
+    assert together[0] == alone[0]
+    taken = []
+    for one in profile_trunks.plan(groups, 1) * 2:
+        seconds = dict(zip(one.hosts, together if len(one.hosts) > 1 else alone[[min(one.hosts[0]) % 3]]))
+        seconds = {host: took for pair, took in seconds.items() for host in pair}
+        values = [(0.0, [seconds.get(host, 0.1)], [seconds.get(host, 0.1)]) for host in range(6)]  # one is idle
+        taken.append(profile_trunks._of_pairs(one, range(6), values))
+    for done, repeats in ((16, [2, 2]), (15, [2, 1]), (8, [1, 1]), (7, [1, 0]), (3, [0, 0])):
+        times = profile_trunks.by_group(groups, taken[:done])
+        assert [len(seconds) for seconds in times] == repeats
+        found = profile_trunks.trunks_of(groups, 6, times, SIZE)
+        rates = [] if found is None else found.bandwidth.tolist()
+        assert rates == pytest.approx([uplink] * np.count_nonzero(repeats), rel=0.1)
 
 
 def test_in_no_round_two_pairs_take_the_same_trunk_and_all_pairs_meet():
@@ -142,7 +159,12 @@ def test_uplinks_of_two_sites_are_timed_on_all_devices():
     )
     options = ProfileOptions(sizes=(1024,), repeats=2)
     _, said = profile_trunks.profile_trunks(ProcessGroup(30), machines, options, time.monotonic() + 60)
-    assert "among 2 sites and racks" in said
+    assert said.endswith("among 2 sites and racks") or "among 2 sites and racks: " in said
+    late = profile_trunks.profile_trunks(ProcessGroup(30), machines, options, time.monotonic())
+    assert late == (None, "no shared uplink was found among 0 of 2 sites and racks, since the time limit came")
+    small = dataclasses.replace(options, sizes=())
+    _, said = profile_trunks.profile_trunks(ProcessGroup(30), machines, small, time.monotonic())
+    assert "among 2 sites and racks" in said and "limit" not in said
     alone = profile_trunks.profile_trunks(
         ProcessGroup(30), Machines(("a",), (0,), (), 1, ("cpu",), (1.0,), ("",)), options, time.monotonic() + 60
     )
