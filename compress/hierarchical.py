@@ -231,13 +231,15 @@ class Hierarchical(Reducer):
             shard: what each rank keeps of its mean.
         """
 
+        other = shard._replace(axis="ranks of groups")  # what names the axis of all ranks itself does not find it
+
         def reduced(x: jax.Array) -> list[jax.Array]:
-            return mean(self, [self.init(shape, shard)], [x], [shard])[0]
+            return mean(self, [self.init(shape, other)], [x], [other])[0]
 
         ranks = jax.ShapeDtypeStruct((shard.ranks, *shape), jnp.float32)
         try:
-            jax.eval_shape(jax.vmap(reduced, axis_name=shard.axis), ranks)
-        except Exception as error:  # the reducer may be a user's, and name the axis of all ranks
+            jax.eval_shape(jax.vmap(reduced, axis_name=other.axis), ranks)
+        except Exception as error:  # the reducer may be a user's
             reason = " ".join(str(error).split())
             return (
                 f"{codec_name(self.reducer)} does not reduce between groups of ranks ({type(error).__name__}: "

@@ -208,13 +208,15 @@ class Compression:
     def reducer(self) -> Reducer | None:
         """Reducer of the gradients over data, at its highest level; None if they are reduced as they are."""
         c, mesh = self.config.compress, self.config.mesh
-        if c.over_data(mesh.data) == "none":
+        if c.chosen("data") == "none":
             return None
         if c.low_rank("data"):
             made: Reducer = PowerSGD(c.data_rank, c.form, self.implementation)
         else:
             named = self._named("data")
             made = named if isinstance(named, Reducer) else Scattered(named)
+        if c.over_data(mesh.data) == "none":
+            return None  # behind _named, which refuses a codec that does not exist
         return Hierarchical(made, c.data_inside, mesh.reduce_dtype) if c.data_inside > 1 else made
 
     @property
@@ -464,7 +466,12 @@ class Compression:
             raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
         if taken:
             return
-        if isinstance(within, PowerSGD) and self._reduced:
+        if not self._reduced:
+            raise UserError(
+                f"compress.data.inside={c.data_inside} cuts no kernel of a layer on a device into equal parts; choose "
+                "another number of ranks, or leave compress.data.inside out"
+            )
+        if isinstance(within, PowerSGD):
             useful = {path: largest_rank(shape, c.min_ratio) for path, (shape, _) in self._reduced.items()}
             n, *rest = self._reduced[max(useful, key=useful.__getitem__)][0]
             what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"

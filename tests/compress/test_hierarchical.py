@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import compress
 from compress import collectives
@@ -279,11 +278,3 @@ def test_collectives_of_groups_are_those_of_their_ranks_alone(between):
                 np.testing.assert_allclose(means[rank], some.mean(0), rtol=1e-5, atol=1e-6)
                 np.testing.assert_allclose(scattered[rank], some.sum(0)[mine], rtol=1e-5, atol=1e-6)
                 np.testing.assert_array_equal(own[rank], x[rank][mine])
-
-
-def test_a_reducer_that_names_the_axis_itself_fails_loudly_between_groups():
-    """lax knows no SubAxis, so a reducer cannot average over all ranks where it should over one place's."""
-    with pytest.raises(NameError, match="unbound axis name"):
-        jax.eval_shape(
-            jax.vmap(lambda x: lax.pmean(x, SubAxis("data", 4, 2, True)), axis_name="data"), jnp.zeros((4, 2))
-        )

@@ -9,6 +9,8 @@ import pytest
 import compress
 from paxtrain import tables
 from paxtrain.errors import UserError
+from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import probe
@@ -317,6 +319,16 @@ class OverAll(compress.PowerSGD):
         return super().exchange(wire, kept, shards)
 
 
+@dataclasses.dataclass(frozen=True)
+class NamesTheAxis(compress.PowerSGD):
+    """A reducer that averages over all data ranks, whatever axis it is given; between groups means would be wrong."""
+
+    rank: int = 2
+
+    def exchange(self, wire, kept, shards):
+        return super().exchange(wire, kept, [shard._replace(axis="data") for shard in shards])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -327,8 +339,13 @@ class OverAll(compress.PowerSGD):
             {"data_codec": f"{__name__}:OverAll", "data_inside": 2},
             ["OverAll(rank=2", "does not reduce between groups", "unbound axis name", "compress.collectives"],
         ),
+        (
+            {"data_codec": f"{__name__}:NamesTheAxis", "data_inside": 2},
+            ["NamesTheAxis(rank=2", "does not reduce between groups", "unbound axis name: data"],
+        ),
         ({"data": "all", "data_rank": 64, "data_inside": 2}, ["compress.data_rank=64", "in 2 parts"]),
         ({"data_codec": "identity", "data_inside": 2}, ["compress.data.codec=identity makes no kernel"]),
+        ({"data_codec": "int5", "data_inside": 4}, ["compress.data.codec=int5"]),  # though one group needs none
     ],
 )
 def test_groups_that_do_not_fit_are_refused(changes, words):
@@ -336,6 +353,13 @@ def test_groups_that_do_not_fit_are_refused(changes, words):
         trainer(config((4, 2, 1), **changes)).compression.check()
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("codec", [{"data": "all", "data_rank": 4}, {"data_codec": "int8"}])
+def test_groups_whose_parts_would_not_be_equal_are_refused(codec):
+    made = Compression(Layout(config((10, 1, 1), data_inside=5, **codec)))
+    with pytest.raises(UserError, match=r"compress\.data\.inside=5 cuts no kernel of a layer"):
+        made.check()
 
 
 @dataclasses.dataclass(frozen=True)
