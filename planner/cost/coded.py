@@ -82,7 +82,7 @@ class Coded:
         return encode, decode, launches
 
     def grouped(self, ranks: Numbers) -> Numbers:
-        """Return how many data ranks sum gradients as they are: those of a group, or 1 where there are no two groups.
+        """Return how many data ranks sum gradients as they are: those of a group, or 1 unless there are equal groups.
 
         Args:
             ranks: number of data ranks, or an array of such numbers.

@@ -94,7 +94,8 @@ def _in_trunks(
         there: [batch, ...] receiver of each.
         size: flows that each stands for.
         counted: bool [batch, ...] which of them are sent at the same time; None: all.
-        others: part of the flows that is there at the same time, of those elsewhere on the axes behind the second.
+        others: share of a flow's time for which a flow of another stage, elsewhere on the axes behind the second, is
+            in the same trunk.
     """
     if not links.trunks:
         return slowness
