@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 RUN := $(VENV)/bin/python
 
-.PHONY: help train plan study bench gpu lab test test-clusters test-slow lint docs clean
+.PHONY: help train plan study bench gpu lab test test-clusters test-slow exports lint docs clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -45,6 +45,10 @@ test-clusters: $(VENV)/dev.txt  ## the tests on emulated clusters (root)
 
 test-slow: $(VENV)/dev.txt  ## the tests that take minutes
 	$(RUN) -m pytest -m slow $(ARGS)
+
+exports: $(VENV)/dev.txt  ## plans for other trainers, read by their own parsers, in environments of gigabytes
+	$(RUN) -m tests.environment tests/planner/export/parsers/*.py
+	$(RUN) -m pytest -m slow tests/planner/export/test_parsers.py $(ARGS)
 
 lint: $(VENV)/dev.txt  ## rules, format and types
 	$(RUN) -m ruff check

@@ -2,7 +2,8 @@
 
 A plan's `device_order` has a device for each position of the mesh, counted over data, pipe and tensor. Other trainers
 count their ranks in an order of their own, and launchers put ranks on hosts. If the ranks of each host follow each
-other, a list of the hosts is enough (a hostfile). Otherwise each rank is named with its host (a rankfile of Open MPI).
+other, a list of the hosts is enough (a hostfile). Otherwise each rank is named with its host (a rankfile of Open MPI),
+and a script tells the trainer its rank, which trainers do not ask Open MPI for.
 """
 
 import dataclasses
@@ -12,6 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from paxtrain.config.plan import Plan
+
+_RANK = """# Run a command as the rank that Open MPI started, on its device in ranks.csv: sh rank.sh COMMAND...
+table=$(dirname "$0")/ranks.csv
+export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"
+export LOCAL_RANK="$(awk -F, -v rank="$RANK" '$1 == rank { print $3 }' "$table")"
+export MASTER_ADDR="${MASTER_ADDR:-$(awk -F, '$1 == 0 { print $2 }' "$table")}" MASTER_PORT="${MASTER_PORT:-29500}"
+# The same as MaxText asks for it.
+export JAX_COORDINATOR_IP="$MASTER_ADDR" JAX_COORDINATOR_PORT="$MASTER_PORT"
+export NNODES="$WORLD_SIZE" NODE_RANK="$RANK" SLURM_STEP_GPUS="$LOCAL_RANK"
+exec "$@"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +62,22 @@ class Ranks:
     per_host: int
 
     @property
+    def nodes(self) -> int:
+        """Number of hosts."""
+        return len(self.host) // self.per_host
+
+    @property
+    def first(self) -> str:
+        """Name of the host of rank 0."""
+        return self.names[self.host[0]]
+
+    @property
     def follow(self) -> bool:
         """Return whether the ranks of each host follow each other, a host's devices at a time."""
         return bool((self.host.reshape(-1, self.per_host) == self.host[:: self.per_host, None]).all())
 
     def files(self) -> dict[str, str]:
-        """Return the table of all ranks, and a hostfile or a rankfile, by name."""
+        """Return the table of all ranks, and a hostfile, or a rankfile with a script for each rank, by name."""
         rows = [
             f"{rank},{self.names[host]},{device},{','.join(map(str, position))}"
             for rank, (host, device, position) in enumerate(zip(self.host, self.device, self.positions.tolist()))
@@ -65,7 +87,24 @@ class Ranks:
             hosts = [f"{self.names[host]} slots={self.per_host}\n" for host in self.host[:: self.per_host]]
             return {"ranks.csv": table, "hostfile": "".join(hosts)}
         slots = [f"rank {n}={self.names[h]} slot={d}\n" for n, (h, d) in enumerate(zip(self.host, self.device))]
-        return {"ranks.csv": table, "rankfile": "".join(slots)}
+        return {"ranks.csv": table, "rankfile": "".join(slots), "rank.sh": _RANK}
+
+    def mpirun(self, program: str) -> str:
+        """Return the command that starts a program by the rankfile."""
+        return f"mpirun -n {len(self.host)} --rankfile rankfile sh rank.sh {program}"
+
+    def torchrun(self, program: str, variables: str = "") -> str:
+        """Return the command that starts a program of PyTorch as all ranks.
+
+        Args:
+            program: what follows `python`.
+            variables: variables of its environment, "NAME=value".
+        """
+        if not self.follow:
+            return self.mpirun(" ".join([*(["env", variables] if variables else []), "python", program]))
+        where = f"--nproc_per_node={self.per_host} --nnodes={self.nodes} --node_rank=N --master_addr={self.first}"
+        command = " ".join([*([variables] if variables else []), "torchrun", where, program])
+        return f"{command}, on each host; N is its line in hostfile, from 0 on"
 
 
 def ranks(plan: Plan, order: Sequence[str]) -> Ranks:

@@ -24,9 +24,13 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     where = ranks(plan, ("data", "pipe", "tensor"))
     settings = {**_model(model), **_parallel(plan, layers)}
     text = "".join(f"{key}={_written(value)}\n" for key, value in settings.items())
-    start = "python -m maxtext.trainers.pre_train.train base.yml $(cat maxtext.args) run_name=... dataset_path=..."
+    program = "python -m maxtext.trainers.pre_train.train $(cat maxtext.args) run_name=... dataset_path=..."
+    start = where.mpirun(program)
+    if where.follow:
+        variables = f"JAX_COORDINATOR_IP={where.first} JAX_COORDINATOR_PORT=29500 NNODES={where.nodes} NODE_RANK=N"
+        start = f"{variables} {program}, on each host; N is its line in hostfile, from 0 on"
     said = (*common(plan), *_inexpressible(plan, layers))
-    return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, f"{start}, a process per host", said)
+    return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, start, said)
 
 
 def _written(value: object) -> str:
@@ -48,6 +52,8 @@ def _model(model: ModelConfig) -> dict[str, object]:
         "vocab_size": model.padded_vocab,
         "logits_via_embedding": model.tied_head,
         "max_target_length": model.sequence,
+        "normalization_layer_epsilon": model.norm_epsilon,
+        **({"rope_max_timescale": round(model.rope_theta)} if llama else {}),
         "dtype": model.dtype,
     }
 
@@ -72,7 +78,9 @@ def _parallel(plan: Plan, layers: tuple[int, ...]) -> dict[str, object]:
         return found | {
             "per_device_batch_size": batch.global_batch / mesh.devices,
             "num_pipeline_microbatches": micro_batches,
-            "num_layers_per_pipeline_stage": max(layers),
+            "num_layers_per_pipeline_stage": sum(layers) // len(layers),
+            "num_pipeline_repeats": plan.pipeline.virtual_stages,
+            "pipeline_parallel_layers": sum(layers) // len(layers) * len(layers),
             "scan_layers": False,
         }
     return found | {
@@ -86,13 +94,13 @@ def _inexpressible(plan: Plan, layers: tuple[int, ...]) -> list[str]:
     if plan.mesh.pipe > 1:
         found.append(f"MaxText runs its circular pipeline, GPipe with repeats, instead of {plan.pipeline.table}")
         if len(set(layers)) > 1:
-            found.append(f"MaxText has the same number of layers on all stages, not {','.join(map(str, layers))}")
+            each, rest = divmod(sum(layers), len(layers))
+            outside = f", and runs {rest} of the {sum(layers)} layers outside of its pipeline" if rest else ""
+            found.append(f"MaxText has {each} layers on every stage, not {','.join(map(str, layers))}{outside}")
         if plan.batch.global_batch // plan.mesh.data // plan.batch.micro_batch % plan.mesh.pipe:
             found.append(
-                "MaxText needs micro-batches that are a multiple of the stages; change micro_batch or the batch"
+                "MaxText refuses micro-batches that are no multiple of the stages; change micro_batch or the batch"
             )
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes remat_policy={_REMAT[plan.pipeline.save]}, which comes near")
-    if plan.device_order and list(plan.device_order) != sorted(plan.device_order):
-        found.append("jax takes devices in the order of the processes, so start them in the order of ranks.csv")
     return found

@@ -3,7 +3,7 @@
 Ranks count tensor fastest, then data, then pipe; with --use-tp-pp-dp-mapping tensor, pipe, data.
 
 References:
-    NVIDIA/Megatron-LM, megatron/training/arguments.py, core_v0.16.
+    NVIDIA/Megatron-LM, megatron/training/arguments.py, core_v0.19.2.
 """
 
 from paxtrain.config import ModelConfig
@@ -29,11 +29,10 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     mapping, where = best_order(plan, _ORDERS)
     lines = [*_model(model), *_parallel(plan, layers), *_memory(plan, layers), *([mapping] if mapping else [])]
     files = {"megatron.args": "\n".join(lines) + "\n", **where.files()}
-    nodes = len(where.host) // where.per_host
-    start = f"torchrun --nproc_per_node={where.per_host} --nnodes={nodes} ... pretrain_gpt.py $(cat megatron.args) ..."
-    if not where.follow:
-        start = f"mpirun -n {plan.mesh.devices} --rankfile rankfile python pretrain_gpt.py $(cat megatron.args) ..."
-    return Exported("Megatron-LM core_v0.16", files, start, (*common(plan), *_inexpressible(plan, model)))
+    # Its validate_args refuses tensor parallelism without on GPUs before Blackwell.
+    variables = "CUDA_DEVICE_MAX_CONNECTIONS=1" if plan.mesh.tensor > 1 else ""
+    start = where.torchrun("pretrain_gpt.py $(cat megatron.args) ...", variables)
+    return Exported("Megatron-LM core_v0.19.2", files, start, (*common(plan), *_inexpressible(plan, model)))
 
 
 def _model(model: ModelConfig) -> list[str]:
@@ -45,6 +44,7 @@ def _model(model: ModelConfig) -> list[str]:
         f"--num-attention-heads {model.heads}",
         f"--seq-length {model.sequence}",
         f"--max-position-embeddings {model.sequence}",
+        f"--norm-epsilon {model.norm_epsilon:g}",
         f"--make-vocab-size-divisible-by {model.vocab_multiple}",
         "--attention-dropout 0.0",
         f"--hidden-dropout {model.residual_dropout}",

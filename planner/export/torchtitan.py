@@ -10,8 +10,13 @@ from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
 from planner.export.exported import Exported, common, ranks
 
-# Layers and hidden size of the models that torchtitan has, and their configurations.
-_FLAVORS = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
+# Layers, hidden size, feed-forward part, heads and those of keys of torchtitan's models, and their configurations.
+_FLAVORS = {
+    (32, 4096, 14336, 32, 8): "llama3_8b",
+    (80, 8192, 28672, 64, 8): "llama3_70b",
+    (126, 16384, 53248, 128, 8): "llama3_405b",
+}
+_VOCABULARY = 128256  # of all of them
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"}
 _RECOMPUTED = {"inputs": "FullAC", "layer_inputs": "FullAC", "dots": "SelectiveAC", "residuals": None}
 
@@ -26,15 +31,7 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     """
     where = ranks(plan, ("pipe", "data", "tensor"))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
-    start = (
-        f"torchrun --nproc_per_node={where.per_host} --nnodes={len(where.host) // where.per_host} ... "
-        "-m torchtitan.train --module torchtitan_plan --config planned"
-    )
-    if not where.follow:
-        start = (
-            f"mpirun -n {plan.mesh.devices} --rankfile rankfile python -m torchtitan.train --module torchtitan_plan "
-            "--config planned"
-        )
+    start = where.torchrun("-m torchtitan.train --module torchtitan_plan --config planned", "PYTHONPATH=.")
     return Exported("torchtitan 0.3.0", files, start, (*common(plan), *_inexpressible(plan, model)))
 
 
@@ -52,7 +49,7 @@ def modules(layers: tuple[int, ...]) -> list[list[str]]:
 def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> str:
     """Return the Python file that torchtitan imports."""
     mesh, batch = plan.mesh, plan.batch
-    flavor = _FLAVORS.get((model.layers, model.hidden), "llama3_8b")
+    flavor = _flavor(model) or "llama3_8b"
     shard, replicate = (mesh.data, 1) if mesh.zero1 else (1, mesh.data)
     recomputed = _RECOMPUTED[plan.pipeline.save]
     local = batch.global_batch // mesh.data if mesh.pipe > 1 else batch.micro_batch
@@ -69,6 +66,7 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
         f"    config.training.local_batch_size = {local}",
         f"    config.training.global_batch_size = {batch.global_batch}",
         f"    config.training.seq_len = {model.sequence}",
+        *(["    config.training.disable_cuda_graphs = True"] if mesh.pipe > 1 else []),  # pipelines need it
         "    config.parallelism = ParallelismConfig(",
         f"        data_parallel_replicate_degree={replicate},",
         f"        data_parallel_shard_degree={shard},",
@@ -89,13 +87,23 @@ def _configuration(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> s
     return "\n".join([*lines, "    )", f"    config.activation_checkpoint = {kept}", "    return config", ""])
 
 
+def _flavor(model: ModelConfig) -> str | None:
+    """Return the name of torchtitan's configuration of a model, or None if it has none."""
+    sizes = (model.layers, model.hidden, model.ffn, model.heads, model.key_value_heads)
+    return _FLAVORS.get(sizes) if model.family == "llama" and not model.tied_head else None
+
+
 def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     found = []
-    if (model.layers, model.hidden) not in _FLAVORS or model.family != "llama":
+    if _flavor(model) is None:
         found.append(
-            f"torchtitan has no model of {model.layers} layers of size {model.hidden} ({model.family}); add its "
-            "flavor, and put its configuration in the place of llama3_8b"
+            f"torchtitan has no model of {model.layers} layers of size {model.hidden} ({model.family}) with these "
+            "heads and this feed-forward part; add its flavor, and put its configuration in the place of llama3_8b"
         )
+    elif model.vocab_size != _VOCABULARY:
+        found.append(f"torchtitan's model has a vocabulary of {_VOCABULARY}, not {model.vocab_size}")
+    if _flavor(model) == "llama3_405b":
+        found.append("torchtitan's llama3_405b multiplies in float8 by torchao, and steps take less than the plan says")
     if plan.mesh.pipe > 1 and plan.pipeline.table not in _SCHEDULES:
         found.append(f"torchtitan runs 1F1B instead of {plan.pipeline.table}, so its transfers are exposed differently")
     if plan.mesh.zero1 and plan.mesh.data > 1:
@@ -103,5 +111,5 @@ def _inexpressible(plan: Plan, model: ModelConfig) -> list[str]:
     if plan.pipeline.save in ("inputs", "dots"):
         found.append(f"save={plan.pipeline.save} becomes {_RECOMPUTED[plan.pipeline.save]}, which keeps something else")
     if plan.mesh.reduce_dtype == "bfloat16":
-        found.append("the dtype of reduced gradients is that of the training section; set mixed_precision_reduce there")
+        found.append("torchtitan reduces gradients in float32 alone, so reductions take twice as long as in bfloat16")
     return found

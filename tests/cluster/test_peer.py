@@ -7,7 +7,6 @@ from paxtrain.data.preparation import prepare
 from tests.cluster import hosts
 from tests.cluster.experiments import peer
 from tests.cluster.laboratory import Lab
-from tests.cluster.peer import environment
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 SIZES = {"global_batch": 16, "layers": 2, "hidden": 32, "sequence": 16}
@@ -21,14 +20,14 @@ def both(tmp_path_factory):
     (folder / "corpus.txt").write_text(" ".join(map(str, range(16_000))))
     prepare([str(folder / "corpus.txt")], folder / "data")
     lab = Lab(folder / "lab", str(folder / "data"))
-    with peer.Both.up(lab, KINDS, environment.python(), STEPS) as both:
+    with peer.Both.up(lab, KINDS, peer.ENVIRONMENT.python, STEPS) as both:
         yield both
 
 
 def test_both_systems_train_the_same(both):
     """PyTorch is an independent reference of the model, the gradients, their mean over data, and the optimizer."""
     if both.theirs is None:
-        pytest.skip(f"there is no PyTorch in {environment.folder()}; the experiment peer makes it")
+        pytest.skip(f"there is no PyTorch in {peer.ENVIRONMENT.folder}; the experiment peer makes it")
     theirs = both.losses(peer.PYTORCH, STEPS)
     for kind in KINDS:
         np.testing.assert_allclose(both.losses(kind, STEPS), theirs, rtol=1e-5)

@@ -22,10 +22,10 @@ from paxtrain.parallel.optimizer import learning_rate
 from tests.cluster import hosts
 from tests.cluster.laboratory import Bench, Lab, summary
 from tests.cluster.models import Split
-from tests.cluster.peer import environment
 from tests.cluster.records import Records
 from tests.cluster.scenario import Scenario
 from tests.cluster.session import Session, Workers
+from tests.environment import Environment
 
 RATES = (1000.0, 200.0, 50.0, 20.0)  # Mbit/s
 MESHES = ((2, 4, 1), (4, 2, 1))
@@ -33,6 +33,7 @@ SHARE = 0.2  # of a core for each host
 STEPS, EVALUATED = 100, 25  # of training, for the losses
 COMPARED = 5  # first steps whose losses are compared
 PORT = 9913
+ENVIRONMENT = Environment(pathlib.Path(__file__).parents[1] / "peer" / "pytorch.py", "torch")
 PYTORCH, DENSE = "PyTorch 1F1B + DDP", "eager_1f1b"
 COMPRESSED = INT8, LOW_RANK = "eager_1f1b, int8", "eager_1f1b, rank 8"
 PARTS, PARTS_AT = ("1f1b", DENSE), 200.0  # whose steps are broken down, and at which rate
@@ -153,7 +154,7 @@ class Both:
             cluster.set_rates(None)
             theirs = None
             if python is not None:
-                command = [str(python), str(environment.SCRIPT)]
+                command = [str(python), str(ENVIRONMENT.script)]
                 one_thread = {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
                 theirs = stack.enter_context(Workers(cluster, command, PORT, folder / "logs" / "pytorch", one_thread))
                 theirs.ask("load", name=PYTORCH, **task(split, lab.data, folder, steps))
@@ -223,7 +224,7 @@ def run(lab: Lab) -> None:
         if _done(records, mesh):
             continue
         place = _name(mesh)
-        with Both.up(lab, kinds(mesh), environment.make(), COMPARED) as both:
+        with Both.up(lab, kinds(mesh), ENVIRONMENT.make(), COMPARED) as both:
             if f"{place} losses" not in records:  # first: PyTorch's workers begin with the first weights
                 first = {kind: both.losses(kind, COMPARED) for kind in both.names if kind not in COMPRESSED}
                 records.add(f"{place} losses", mesh=mesh, first=first, torch=both.theirs.ask_one(0, "version"))

@@ -6,7 +6,7 @@
 
 The model is paxtrain's GPT-2, written as one would for PyTorch, from the same weights, on the same batches, with the
 same optimizer. Tasks come as lines of JSON on standard input, as those of tests.cluster.worker do; it is started by
-tests.cluster.experiments.peer in an environment of its own (tests.cluster.peer.environment).
+tests.cluster.experiments.peer in an environment of its own (tests.environment).
 """
 
 import argparse

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import os
 import runpy
+import subprocess
 import sys
 import types
 
@@ -70,9 +72,30 @@ def test_a_hostfile_is_enough_if_the_ranks_of_each_host_follow_each_other():
     crossed = megatron.export(plan([0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]), MODEL, (8,) * 4)
     assert "rankfile" in crossed.files and "mpirun" in crossed.command
     assert crossed.files["rankfile"].splitlines()[1] == "rank 1=b slot=0"
+    # Tensor parallelism needs a variable that validate_args asks for.
+    for one in (straight, side, crossed):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in one.command
     for one in (straight, side, crossed):
         lines = one.files["ranks.csv"].splitlines()
         assert len(lines) == 17 and len({line.split(",", 1)[1] for line in lines}) == 17
+
+
+def test_ranks_of_a_rankfile_get_their_variables(tmp_path):
+    """Open MPI starts rank.sh on every host; trainers read the variables that torchrun would set."""
+    order = [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]
+    for module in (megatron, torchtitan, maxtext):
+        found = module.export(plan(order), MODEL, (8,) * 4)
+        assert "mpirun -n 16 --rankfile rankfile sh rank.sh" in found.command
+        for name, text in found.files.items():
+            (tmp_path / name).write_text(text)
+        rows = [line.split(",") for line in found.files["ranks.csv"].splitlines()[1:]]
+        for rank, _, device, *_ in (rows[0], rows[6], rows[15]):
+            given = {"PATH": os.environ["PATH"], "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "16"}
+            said = subprocess.run(["sh", tmp_path / "rank.sh", "env"], env=given, capture_output=True, text=True).stdout
+            got = dict(line.split("=", 1) for line in said.splitlines())
+            assert (got["RANK"], got["NODE_RANK"], got["WORLD_SIZE"], got["NNODES"]) == (rank, rank, "16", "16")
+            assert got["LOCAL_RANK"] == got["SLURM_STEP_GPUS"] == device
+            assert got["MASTER_ADDR"] == got["JAX_COORDINATOR_IP"] == rows[0][1] and got["MASTER_PORT"].isdigit()
 
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
@@ -140,7 +163,9 @@ def test_torchtitan_gets_a_configuration_that_runs(monkeypatch, tmp_path):
     path = tmp_path / "torchtitan_plan.py"
     path.write_text(found.files["torchtitan_plan.py"])
     config = runpy.run_path(str(path))["planned"]()
-    assert config.training == Recorded(local_batch_size=32, global_batch_size=64, seq_len=8192)
+    assert config.training == Recorded(
+        local_batch_size=32, global_batch_size=64, seq_len=8192, disable_cuda_graphs=True
+    )
     p = config.parallelism
     assert (p.data_parallel_shard_degree, p.pipeline_parallel_degree, p.tensor_parallel_degree) == (2, 4, 2)
     assert p.pipeline_parallel_schedule == "1F1B" and p.pipeline_parallel_microbatch_size == 2
@@ -165,7 +190,12 @@ def test_maxtext_gets_settings_that_multiply_up():
     assert s["shard_optimizer_over_data"] == "true" and s["decoder_block"] == "llama2"
     assert any("circular pipeline" in words for words in found.inexpressible)
     uneven = maxtext.export(plan(pipe_layers="9,9,8,6"), MODEL, (9, 9, 8, 6)).inexpressible
-    assert any("not 9,9,8,6" in words for words in uneven)
+    assert any("8 layers on every stage, not 9,9,8,6" in words for words in uneven)
+    odd = dataclasses.replace(MODEL, layers=34)
+    found = maxtext.export(plan(pipe_layers="9,9,9,7"), odd, (9, 9, 9, 7))
+    s = dict(line.split("=", 1) for line in found.files["maxtext.args"].splitlines())
+    assert (s["num_layers_per_pipeline_stage"], s["pipeline_parallel_layers"]) == ("8", "32")
+    assert any("runs 2 of the 34 layers outside" in words for words in found.inexpressible)
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""Exports as the trainers that they are for understand them: their own parsers, in environments apart.
+
+`make exports` makes the environments and runs these tests. Without an environment its tests are skipped.
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+
+import pytest
+
+from paxtrain.config import BatchConfig
+from planner.export import maxtext, megatron, torchtitan
+from tests.environment import Environment
+from tests.planner.export import cases
+from tests.planner.export.cases import DEVICES, GPT2, LLAMA, Case
+
+pytestmark = pytest.mark.slow
+SCRIPTS = pathlib.Path(__file__).with_name("parsers")
+TRAINERS = {"megatron": megatron, "torchtitan": torchtitan, "maxtext": maxtext}
+ENVIRONMENTS = {name: Environment(SCRIPTS / f"parse_{name}.py") for name in TRAINERS}
+FILES = {"megatron": "megatron.args", "torchtitan": "torchtitan_plan.py", "maxtext": "maxtext.args"}
+ALL = [*cases.cases(LLAMA), *cases.cases(GPT2)]
+LLAMAS = ALL[: cases.COUNT]  # torchtitan has no GPT-2
+
+
+def ask(trainer: str, texts: list[str], folder: pathlib.Path, devices: int = DEVICES) -> list[dict]:
+    """Return what a trainer's parser makes of each text, in its own process."""
+    environment = ENVIRONMENTS[trainer]
+    if environment.python is None:
+        needs = ", ".join(environment.dependencies)
+        pytest.skip(f"there is no environment with {needs} in {environment.folder}; make exports makes it")
+    (folder / "cases.json").write_text(json.dumps([{"text": text, "devices": devices} for text in texts]))
+    command = [environment.python, "-W", "ignore", environment.script, folder / "cases.json", folder / "answers.json"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "answers.json").read_text())
+
+
+def export(trainer: str, case: Case):
+    """Return what the planner writes for a trainer."""
+    return TRAINERS[trainer].export(case.plan, case.model, case.layers)
+
+
+def text(trainer: str, case: Case) -> str:
+    """Return the file that a trainer's parser reads."""
+    return export(trainer, case).files[FILES[trainer]]
+
+
+@pytest.fixture(scope="module")
+def megatrons(tmp_path_factory):
+    return ask("megatron", [text("megatron", case) for case in ALL], tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.fixture(scope="module")
+def torchtitans(tmp_path_factory):
+    return ask("torchtitan", [text("torchtitan", case) for case in LLAMAS], tmp_path_factory.mktemp("torchtitan"))
+
+
+@pytest.fixture(scope="module")
+def maxtexts(tmp_path_factory):
+    return ask("maxtext", [text("maxtext", case) for case in ALL], tmp_path_factory.mktemp("maxtext"))
+
+
+def offsets(layers: tuple[int, ...]) -> list[list[int]]:
+    """Return first layer and number of layers of each virtual stage."""
+    return [[sum(layers[:stage]), count] for stage, count in enumerate(layers)]
+
+
+def check_ranks(trainer: str, case: Case, found: dict) -> None:
+    """Require that each rank has, by the trainer, the position that the plan gives to the device it runs on."""
+    rows = [line.split(",") for line in export(trainer, case).files["ranks.csv"].splitlines()[1:]]
+    for rank, (number, host, device, *position) in enumerate(rows):
+        assert int(number) == rank and list(map(int, position)) == found["positions"][rank]
+        place = case.plan.hosts.index(host) * case.plan.devices_per_host + int(device)
+        assert case.positions[place] == tuple(found["positions"][rank])
+
+
+# --- Megatron-LM ------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_understands_all_plans(megatrons):
+    for case, found in zip(ALL, megatrons, strict=True):
+        assert "refused" not in found, (found, case)
+        model, mesh = case.model, case.plan.mesh
+        check_ranks("megatron", case, found)
+        assert found["layers"] == offsets(case.layers) and found["micro_batches"] == case.micro_batches
+        assert found["sequence_parallel"] == mesh.sequence_parallel
+        assert found["zero1"] == (mesh.zero1 and mesh.data > 1) and found["reduce_dtype"] == mesh.reduce_dtype
+        assert found["sizes"] == [model.layers, model.hidden, model.ffn, model.heads]
+        assert found["kv_heads"] == model.key_value_heads and found["gated"] == (model.family == "llama")
+        assert found["norm_epsilon"] == model.norm_epsilon and found["tied"] == model.tied_head
+        assert found["dtype"] == model.dtype
+        whole = {"inputs": max(case.layers), "layer_inputs": 1}.get(case.plan.pipeline.save)
+        recompute = {"dots": ["selective", None, None], "residuals": [None, None, None]}
+        assert found["recompute"] == recompute.get(case.plan.pipeline.save, ["full", "uniform", whole])
+
+
+def test_megatron_refuses_what_is_wrong(tmp_path):
+    case = next(c for c in ALL if "layout" in text("megatron", c) and (c.plan.mesh.pipe, c.plan.mesh.tensor) == (4, 2))
+    right = text("megatron", case)
+    wrong = {
+        "unrecognized arguments: --micro-batchsize": right.replace("--micro-batch-size", "--micro-batchsize"),
+        "world size (16) is not divisible": right.replace(
+            "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3"
+        ),
+        "must be divisible by pipeline_model_parallel_size": right.replace("Et", "Et|t", 1),
+        "layers": right.replace(f"--num-layers {case.model.layers}", f"--num-layers {case.model.layers + 4}"),
+        "must be divisible by eval_micro_batch_size": right.replace("--global-batch-size 64", "--global-batch-size 65"),
+    }
+    assert right not in wrong.values()
+    first, *others = ask("megatron", [right, *wrong.values()], tmp_path)
+    assert "refused" not in first
+    for why, found in zip(wrong, others, strict=True):
+        assert why in found.get("refused", ""), (why, found)
+
+
+def test_megatron_counts_ranks_otherwise_without_the_flag(tmp_path):
+    """A control: what is read of ranks depends on the flag that the export chose."""
+    case = next(c for c in ALL if "mapping" in text("megatron", c) and c.plan.mesh.data > 1 and c.plan.mesh.pipe > 1)
+    right = text("megatron", case)
+    with_flag, without = ask("megatron", [right, right.replace("--use-tp-pp-dp-mapping\n", "")], tmp_path)
+    check_ranks("megatron", case, with_flag)
+    assert without["positions"] != with_flag["positions"] and without["layers"] == with_flag["layers"]
+
+
+# --- torchtitan -------------------------------------------------------------------------------------------------------
+
+
+def test_torchtitan_understands_all_plans(torchtitans):
+    for case, found in zip(LLAMAS, torchtitans, strict=True):
+        assert "refused" not in found, (found, case)
+        mesh, pipeline = case.plan.mesh, case.plan.pipeline
+        check_ranks("torchtitan", case, found)
+        assert found["layers"] == offsets(case.layers) and found["micro_batches"] == case.micro_batches
+        assert found["sequence_parallel"] == mesh.sequence_parallel
+        assert found["zero1"] == (mesh.zero1 and mesh.data > 1) and found["sequence"] == case.model.sequence
+        recomputed = {"dots": "SelectiveAC.Config", "residuals": None}.get(pipeline.save, "FullAC.Config")
+        assert found["recompute"] == recomputed
+        if mesh.pipe > 1:
+            interleaved = pipeline.schedule == "interleaved_1f1b"
+            assert found["schedule"] == ("Interleaved1F1B" if interleaved else "1F1B")
+
+
+def test_torchtitan_has_the_models_that_exports_name(tmp_path):
+    sizes = ((32, 4096, 14336, 32, 8), (80, 8192, 28672, 64, 8), (126, 16384, 53248, 128, 8))
+    names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
+    plain = next(c for c in LLAMAS if c.plan.mesh.pipe == 1)
+    models = [dataclasses.replace(LLAMA, **dict(zip(names, each))) for each in sizes]
+    named = [Case(plain.plan, model, (model.layers,)) for model in models]
+    *found, largest = ask("torchtitan", [text("torchtitan", case) for case in named], tmp_path)
+    assert [tuple(each["sizes"]) for each in found] == [(*each, LLAMA.vocab_size) for each in sizes[:2]]
+    told = [" ".join(export("torchtitan", case).inexpressible) for case in named]
+    assert not any("no model" in words or "vocabulary" in words for words in told)
+    # The environment has no torchao, which the largest needs.
+    assert "torchao" in largest["refused"] and ["torchao" in words for words in told] == [False, False, True]
+
+
+def test_torchtitan_refuses_what_is_wrong(tmp_path):
+    case = next(c for c in LLAMAS if c.plan.pipeline.pipe_layers and c.plan.mesh.pipe == 4 and len(c.layers) == 4)
+    right = text("torchtitan", case)
+    wrong = {
+        "tensor_parallel_size": right.replace("tensor_parallel_degree", "tensor_parallel_size"),
+        "Invalid parallel dims": right.replace("pipeline_parallel_degree=4", "pipeline_parallel_degree=8"),
+        "CUDA graphs do not support pipeline": right.replace(
+            "disable_cuda_graphs = True", "disable_cuda_graphs = False"
+        ),
+        "must be evenly divisible by": right.replace("microbatch_size=2", "microbatch_size=3"),
+        "other parameters": right.replace("'layers.5', ", ""),
+        "does not run 4 stages": right.replace('"1F1B"', '"Interleaved1F1B"'),
+        "Unknown schedule": right.replace('"1F1B"', '"2F2B"'),
+    }
+    assert right not in wrong.values()
+    first, *others = ask("torchtitan", [right, *wrong.values()], tmp_path)
+    assert "refused" not in first
+    for why, found in zip(wrong, others, strict=True):
+        assert why in found.get("refused", ""), (why, found)
+
+
+# --- MaxText ----------------------------------------------------------------------------------------------------------
+
+
+def test_maxtext_understands_all_plans(maxtexts):
+    for case, found in zip(ALL, maxtexts, strict=True):
+        model, mesh, pipeline = case.model, case.plan.mesh, case.plan.pipeline
+        assert "refused" not in found, (found, case)
+        check_ranks("maxtext", case, found)
+        assert set(found["others"]) == {1} and found["global_batch"] == case.plan.batch.global_batch
+        assert found["micro_batches"] == case.micro_batches
+        assert found["sequence_parallel"] == mesh.sequence_parallel
+        assert found["zero1"] == (mesh.zero1 and mesh.data > 1) and found["sequence"] == model.sequence
+        if mesh.pipe > 1:
+            each = model.layers // len(case.layers)
+            assert found["stages"] == [each, pipeline.virtual_stages, each * len(case.layers)]
+            told = [words for words in export("maxtext", case).inexpressible if "layers on every stage" in words]
+            assert bool(told) == (len(set(case.layers)) > 1)
+        assert found["sizes"] == [model.layers, model.hidden, model.ffn, model.heads]
+        assert [found["kv_heads"], found["head_dim"]] == [model.key_value_heads, model.head_dim]
+        llama = model.family == "llama"
+        assert found["activations"] == (["silu", "linear"] if llama else ["gelu"])
+        assert found["decoder"] == ("llama2" if llama else "gpt3") and found["dtype"] == model.dtype
+        assert found["norm_epsilon"] == model.norm_epsilon and found["vocab"] == model.padded_vocab
+        assert found["tied"] == model.tied_head
+
+
+def test_maxtext_refuses_what_is_wrong(tmp_path):
+    case = next(c for c in ALL if c.plan.mesh.pipe == 4 and c.plan.mesh.tensor == 2)
+    right = text("maxtext", case)
+    wrong = {
+        "'ici_tensors_parallelism' not in": right.replace("ici_tensor_parallelism", "ici_tensors_parallelism"),
+        "stages (4)": right.replace("num_layers_per_pipeline_stage=", "num_layers_per_pipeline_stage=1"),
+        "must be divisible by the number of": right.replace(
+            "num_pipeline_microbatches=16", "num_pipeline_microbatches=15"
+        ),
+        "ICI": right.replace("ici_data_parallelism=2", "ici_data_parallelism=4"),
+    }
+    assert right not in wrong.values()
+    first, *others = ask("maxtext", [right, *wrong.values()], tmp_path)
+    assert "refused" not in first
+    for why, found in zip(wrong, others, strict=True):
+        assert why in found.get("refused", ""), (why, found)
+
+
+def test_maxtext_refuses_micro_batches_that_the_export_says_it_refuses(tmp_path):
+    batch = BatchConfig(24, 2)  # six micro-batches, which four stages do not divide
+    stages = [case for case in LLAMAS if (case.plan.mesh.data, case.plan.mesh.pipe) == (2, 4)]
+    odd = [dataclasses.replace(case, plan=dataclasses.replace(case.plan, batch=batch)) for case in stages]
+    found = ask("maxtext", [text("maxtext", case) for case in odd], tmp_path)
+    for case, each in zip(odd, found, strict=True):
+        assert any("refuses micro-batches" in words for words in export("maxtext", case).inexpressible)
+        assert "must be divisible by the number of" in each["refused"]
