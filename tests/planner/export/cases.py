@@ -1,4 +1,4 @@
-"""Plans whose exports the parsers of other trainers are to take: every pair of two choices is in one of them."""
+"""Plans whose exports the parsers of other trainers are to take: each pair of choices that fit is in one of them."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "torchtitan==0.3.0"]
+# dependencies = ["torch==2.13.0", "torchtitan==0.3.0", "triton"]
 # ///
 """What torchtitan makes of a configuration: its own ConfigManager, mesh, split of the model and pipeline schedule.
 
