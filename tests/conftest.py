@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def garbage_of_its_own():
+def set_aside_what_is_left():
     """Set aside what a file's tests have left, so that later collections of garbage do not go through it again."""
     yield
     gc.collect()

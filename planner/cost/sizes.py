@@ -1,4 +1,4 @@
-"""What a candidate keeps on a device and sends, in parameters and bytes."""
+"""Parameters and bytes that a candidate keeps on a device and sends."""
 
 import functools
 

@@ -77,6 +77,15 @@ def check_ranks(trainer: str, case: Case, found: dict) -> None:
         assert case.positions[place] == tuple(found["positions"][rank])
 
 
+def check_refused(trainer: str, right: str, wrong: dict[str, str], folder: pathlib.Path) -> None:
+    """Require that a trainer takes a text, and refuses wrong ones for the reasons that are their keys."""
+    assert right not in wrong.values()
+    first, *others = ask(trainer, [right, *wrong.values()], folder)
+    assert "refused" not in first
+    for why, found in zip(wrong, others, strict=True):
+        assert why in found.get("refused", ""), (why, found)
+
+
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
 
@@ -109,11 +118,7 @@ def test_megatron_refuses_what_is_wrong(tmp_path):
         "layers": right.replace(f"--num-layers {case.model.layers}", f"--num-layers {case.model.layers + 4}"),
         "must be divisible by eval_micro_batch_size": right.replace("--global-batch-size 64", "--global-batch-size 65"),
     }
-    assert right not in wrong.values()
-    first, *others = ask("megatron", [right, *wrong.values()], tmp_path)
-    assert "refused" not in first
-    for why, found in zip(wrong, others, strict=True):
-        assert why in found.get("refused", ""), (why, found)
+    check_refused("megatron", right, wrong, tmp_path)
 
 
 def test_megatron_counts_ranks_otherwise_without_the_flag(tmp_path):
@@ -171,11 +176,7 @@ def test_torchtitan_refuses_what_is_wrong(tmp_path):
         "does not run 4 stages": right.replace('"1F1B"', '"Interleaved1F1B"'),
         "Unknown schedule": right.replace('"1F1B"', '"2F2B"'),
     }
-    assert right not in wrong.values()
-    first, *others = ask("torchtitan", [right, *wrong.values()], tmp_path)
-    assert "refused" not in first
-    for why, found in zip(wrong, others, strict=True):
-        assert why in found.get("refused", ""), (why, found)
+    check_refused("torchtitan", right, wrong, tmp_path)
 
 
 # --- MaxText ----------------------------------------------------------------------------------------------------------
@@ -215,11 +216,7 @@ def test_maxtext_refuses_what_is_wrong(tmp_path):
         ),
         "ICI": right.replace("ici_data_parallelism=2", "ici_data_parallelism=4"),
     }
-    assert right not in wrong.values()
-    first, *others = ask("maxtext", [right, *wrong.values()], tmp_path)
-    assert "refused" not in first
-    for why, found in zip(wrong, others, strict=True):
-        assert why in found.get("refused", ""), (why, found)
+    check_refused("maxtext", right, wrong, tmp_path)
 
 
 def test_maxtext_refuses_micro_batches_that_the_export_says_it_refuses(tmp_path):
