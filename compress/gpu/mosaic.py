@@ -3,7 +3,7 @@
 The two kernels are those of triton.py, written for the matrix units of Hopper (wgmma.py) and of Blackwell (tcgen05.py).
 Tiles come by TMA, some at a time, and a program goes over them. Long sums are split among programs as there.
 
-They need jax 0.12, and whole tiles, as `fits` tells; kernels.py gives other matrices to triton.py. The caller of a
+They need jax 0.11.2, and whole tiles, as `fits` tells; kernels.py gives other matrices to triton.py. The caller of a
 kernel may run it in Pallas's interpreter, by `mg.force_gpu_interpret_mode`.
 """
 
@@ -23,7 +23,7 @@ from compress.gpu.tiles import Index, Ref, Result, RowRefs, matrices, most_parts
 from compress.gpu.tma import TILE, Units
 
 UNITS = {"wgmma": wgmma.UNITS, "tcgen05": tcgen05.UNITS}
-AVAILABLE = jax.__version_info__ >= (0, 12)  # earlier versions do not let a kernel update its operands
+AVAILABLE = jax.__version_info__ >= (0, 11, 2)  # earlier versions do not let a kernel update its operands
 
 
 def fits(units: Units, size: tuple[int, int], rank: int, *dtypes: DTypeLike) -> bool:

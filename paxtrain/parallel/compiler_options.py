@@ -21,10 +21,10 @@ if jax.__version_info__ < (0, 11, 1):  # later ones have no such option
 # XLA's default estimate of a transfer's time comes from the data sheet, and real links are slower. By it gradients
 # between stages travel under the last two of F's products only, and compressed ones under none; by this one, under all
 # of F. If idle stages skip, F is a loop, under which they travel in any case. There, and if rings keep parts of
-# micro-batches, XLA would copy rings with this estimate. With jax 0.12.0 XLA ends the process in it, at a fusion with
+# micro-batches, XLA would copy rings with this estimate. From jax 0.11 on XLA ends the process in it, at a fusion with
 # several results ("Check failed: buffer != nullptr").
 GPU_ESTIMATE: dict[str, Any] = {}
-if jax.__version_info__ < (0, 12):
+if jax.__version_info__ < (0, 11):
     GPU_ESTIMATE["xla_gpu_enable_analytical_latency_estimator"] = True
 
 # What XLA puts into CUDA graphs by default.

@@ -1,5 +1,6 @@
 """The parts' processes: started one after another and ended when their time is up; each outcome is written at once."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -102,7 +103,7 @@ def describe_devices() -> dict[str, Any]:
 # --- In the process that starts them ----------------------------------------------------------------------------------
 
 
-def _environment(part: SectionPart, process: int, size: str, out: pathlib.Path) -> dict[str, str]:
+def _environment(section: Section, part: SectionPart, process: int, size: str, out: pathlib.Path) -> dict[str, str]:
     """Return the environment of one of a part's processes; `out` is the folder of the records."""
     own = dict(part.environment)
     if "XLA_FLAGS" not in own:
@@ -115,6 +116,8 @@ def _environment(part: SectionPart, process: int, size: str, out: pathlib.Path) 
     flags = [os.environ.get("XLA_FLAGS", ""), quick, own.pop("XLA_FLAGS", "")]
     found = os.environ | own | {"XLA_FLAGS": " ".join(filter(None, flags)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # the 1.3B model's plain step needs most of a GPU
+    if not section.timed:
+        found.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for all that run at once
     if part.processes > 1:
         share, visible = part.devices // part.processes, os.environ.get("CUDA_VISIBLE_DEVICES", "")
         every = visible.split(",") if visible else [str(i) for i in range(part.devices)]
@@ -178,7 +181,9 @@ def start_part(section: Section, part: SectionPart, size: str, out: pathlib.Path
         command += [f"--part={part.name}", f"--result={result}"]
         if part.processes > 1:
             command.append(f"--coordinator=127.0.0.1:{_free_port()}")
-        commands = [([*command, f"--process={i}"], _environment(part, i, size, out)) for i in range(part.processes)]
+        commands = [
+            ([*command, f"--process={i}"], _environment(section, part, i, size, out)) for i in range(part.processes)
+        ]
         with _started(commands, log) as processes:
             reason = _wait(processes, seconds)
         if result.exists():
@@ -225,6 +230,41 @@ def _skip(part: SectionPart, setting: Setting, left: float) -> str:
     return "" if left > 0 else "the time was spent"
 
 
+def _pending(
+    section: Section, record: SectionRecord, setting: Setting, until: float
+) -> Iterator[tuple[SectionPart, str]]:
+    """Yield the parts that are not done, each with the reason to skip it, empty if there is none."""
+    for part in section.parts[setting.size]:
+        before = record.parts.get(part.name)
+        if before is None or before.status != DONE:
+            yield part, _skip(part, setting, until - time.monotonic())
+
+
+def _outcomes(
+    section: Section, record: SectionRecord, setting: Setting, out: pathlib.Path, until: float, bar: tqdm
+) -> Iterator[tuple[str, PartOutcome]]:
+    """Run a section's parts, those that measure no time side by side, and yield each one's outcome when it is known."""
+
+    def start(part: SectionPart) -> tuple[str, PartOutcome]:
+        bar.set_description(f"{section.name}: {part.name}")
+        seconds = max(until - time.monotonic(), _LEAST)
+        return part.name, start_part(section, part, setting.size, out, seconds)
+
+    # Each process compiles on more than one core.
+    workers = 1 if section.timed else max((os.cpu_count() or 1) // 2, 1)
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        started = []
+        for part, reason in _pending(section, record, setting, until):
+            if reason:
+                yield part.name, PartOutcome(SKIPPED, reason=reason)
+            elif section.timed:
+                yield start(part)
+            else:
+                started.append(pool.submit(start, part))
+        for future in concurrent.futures.as_completed(started):
+            yield future.result()
+
+
 def run_all(
     table: Sequence[Section], setting: Setting, out: pathlib.Path, minutes: float, again: bool
 ) -> Iterator[SectionRecord]:
@@ -245,18 +285,11 @@ def run_all(
             record = sections.load(out, section.name)
             if record is None or record.setting != setting or again:
                 record = SectionRecord(section.name, setting)
-            for part in section.parts[setting.size]:
-                bar.set_description(f"{section.name}: {part.name}")
-                before = record.parts.get(part.name)
-                if before is None or before.status != DONE:
-                    left = began + budget - time.monotonic()
-                    if reason := _skip(part, setting, left):
-                        outcome = PartOutcome(SKIPPED, reason=reason)
-                    else:
-                        outcome = start_part(section, part, setting.size, out, max(left, _LEAST))
-                    record.enter(part.name, outcome)
-                    sections.save(out, record)
-                    if outcome.status != DONE:
-                        bar.write(f"{section.name}, {part.name}: {outcome.status}, {outcome.reason}")
+            bar.update(len(record.results()))
+            for name, outcome in _outcomes(section, record, setting, out, began + budget, bar):
+                record.enter(name, outcome)
+                sections.save(out, record)
+                if outcome.status != DONE:
+                    bar.write(f"{section.name}, {name}: {outcome.status}, {outcome.reason}")
                 bar.update()
             yield record

@@ -47,6 +47,7 @@ class Section:
         parts: parts by size, FULL and TOY, the most valuable ones first.
         describe: function (results by part, folder for pictures) -> text of the page.
         several: whether the section is about several GPUs, so that its budget counts only where there are some.
+        timed: whether the parts measure time or memory; those of other sections share the devices and run side by side.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Section:
     parts: Mapping[str, tuple[SectionPart, ...]]
     describe: Callable[[dict[str, Result], pathlib.Path], str]
     several: bool = False
+    timed: bool = True
 
     def part(self, size: str, name: str) -> SectionPart:
         """Return a part by its name."""

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
+import threading
 import time
 
 import pytest
@@ -97,6 +99,25 @@ def test_a_budget_that_is_spent_skips_the_rest_of_its_section(calls, tmp_path, m
     assert records[0].parts["b"].reason == "the time was spent"
     # 20 s of the second section's are left, and a part that has begun gets a minute at least.
     assert calls == [("a", 60), ("c", 60)]
+
+
+def test_parts_that_measure_no_time_run_side_by_side(tmp_path, monkeypatch):
+    both = threading.Barrier(2)
+
+    def start(found, part, size, out, seconds):
+        try:
+            both.wait(0.5)
+        except threading.BrokenBarrierError:
+            return PartOutcome(FAILED, reason="it ran alone")
+        return PartOutcome(DONE)
+
+    monkeypatch.setattr(running, "start_part", start)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    parts = (SectionPart("a", measured), SectionPart("b", measured))
+    [free] = run([sections(*parts, timed=False)], tmp_path / "free")
+    assert {name: part.status for name, part in free.parts.items()} == {"a": DONE, "b": DONE}
+    [timed] = run([sections(*parts)], tmp_path / "timed")
+    assert {part.reason for part in timed.parts.values()} == {"it ran alone"}
 
 
 def test_parts_for_more_gpus_than_there_are_are_skipped_with_a_note(calls, tmp_path):
