@@ -96,10 +96,12 @@ def _parts(
     settings: dict[str, Any], pipeline: dict[str, Any], schedules: Sequence[str], steps: int
 ) -> tuple[SectionPart, ...]:
     arguments = {"model": "gpt_1_3b", "settings": settings, "save": "dots", "steps": steps}
-    found = [SectionPart(name, measure, arguments, {"XLA_FLAGS": flags}) for name, (flags, _) in TRIED.items()]
     emulated = {"settings": pipeline, "schedules": schedules, "steps": steps}
-    found.append(SectionPart(_IN_GRAPHS, pipelined, emulated))
-    found.append(SectionPart(_BY_HOST, pipelined, emulated, {"XLA_FLAGS": f"{_GRAPHS}={','.join(GRAPHED)}"}))
+    found = [
+        SectionPart(_IN_GRAPHS, pipelined, emulated),
+        SectionPart(_BY_HOST, pipelined, emulated, {"XLA_FLAGS": f"{_GRAPHS}={','.join(GRAPHED)}"}),
+    ]
+    found += [SectionPart(name, measure, arguments, {"XLA_FLAGS": flags}) for name, (flags, _) in TRIED.items()]
     return tuple(found)
 
 
