@@ -80,8 +80,11 @@ def on_gpu(capability: float) -> tuple[str, ...]:
     The kernels are laid out for data-centre GPUs. `LARGEST_RANK` is the largest rank that they take; on an A100 it is
     LARGEST_RANK_A100, because a multiprocessor has less shared memory there.
     """
+    if not 8 <= capability < 11:
+        return ("xla",)
     units = {9: ("wgmma",), 10: ("tcgen05",)}.get(int(capability), ()) if MOSAIC_AVAILABLE else ()
-    return (*units, "triton", "xla") if 8 <= capability < 11 else ("xla",)
+    # On an H200 "triton" encodes in three quarters of the time of "wgmma" (docs/gpu.md). No B200 has been measured.
+    return ("triton", *units, "xla") if capability < 10 else (*units, "triton", "xla")
 
 
 def _units(implementation: str, size: tuple[int, ...], rank: int, *dtypes: DTypeLike) -> mosaic.Units | None:

@@ -6,7 +6,8 @@
     right   what follows from w: the factor that is sent, and the next q
 
 All take partial sums as the passes leave them. A launch ends where a program needs what all others have found. The
-r x r factorisation is short, so each program makes its own, which costs no launch.
+r x r factorisation is short up to rank 64, so each program makes its own, which costs no launch. Beyond that a program
+by itself comes first (`left_factor`, `fit_factor`). It works in quarters, which stay in registers.
 
 The largest magnitude of a column is known only when all blocks are. So each block is scaled by its own, and the blocks'
 products are brought to the common scale when they are added up.
@@ -27,6 +28,7 @@ from compress.gpu.tiles import Index, Ref, Result, call, dot, load, mask_of, mat
 _ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
 _BLOCK = 16  # columns that are eliminated one by one, before products update the rest
 _HELD = 8192  # elements of the blocks' products that a program holds at once
+_OWN = 64  # largest rank whose factorisation every program makes for itself
 
 Flag = jax.Array | bool
 
@@ -95,62 +97,94 @@ def _one_if_zero(largest: jax.Array) -> jax.Array:
     return jnp.where(largest == 0, 1, largest)
 
 
-def _sum(parts: Ref, row: Index, zero: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """Return rows of the sum of partial sums [parts, n, r], with zeros beyond the edges.
+def _sum(parts: Ref, row: Index, column: Index, block: tuple[int, int]) -> jax.Array:
+    """Return a block of the sum of partial sums [parts, n, r], with zeros beyond the edges.
 
     Args:
         parts: partial sums.
         row: first row.
-        zero: result of `zero_index`, which works outside of loops only.
+        column: first column; what comes of `zero_index`, which works outside of loops only.
         block: rows and columns of the result.
     """
-    total = load(parts, (row, zero), block, zero)
+    first = column * 0
+    total = load(parts, (row, column), block, first)
     for part in range(1, parts.shape[0]):
-        total += load(parts, (row, zero), block, zero + part)
+        total += load(parts, (row, column), block, first + part)
     return total
 
 
-def _largest(largest: Ref, thin: int, held: int) -> jax.Array:
+def _largest(largest: Ref, column: Index, thin: int, held: int) -> jax.Array:
     """Return the largest magnitude of all blocks' columns, [1, thin]; 1 for zero columns.
 
     Args:
         largest: largest magnitudes [blocks, r] of the blocks' columns.
+        column: first column.
         thin: columns of the result.
         held: number of blocks to read at once.
     """
     zero = zero_index()
 
     def step(trip: jax.Array, total: jax.Array) -> jax.Array:
-        tile = load(largest, (trip * held, zero), (held, thin))
+        tile = load(largest, (trip * held, column), (held, thin))
         return jnp.maximum(total, jnp.max(tile, axis=0, keepdims=True))
 
     trips = pl.cdiv(largest.shape[0], held)
-    return _one_if_zero(lax.fori_loop(0, trips, step, jnp.zeros((1, thin), jnp.float32)))
+    return _one_if_zero(lax.fori_loop(zero, trips, step, jnp.zeros((1, thin), jnp.float32)))
 
 
-def _add_blocks(largest: Ref, grams: Ref, thin: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude of each column, [1, thin], and the Gram matrix of the columns in units of it.
+def _add_blocks(largest: Ref, grams: Ref, row: Index, column: Index, thin: int) -> tuple[jax.Array, jax.Array]:
+    """Return the largest magnitude of each column, [1, thin], and a part of the Gram matrix in units of it.
 
     Args:
         largest: largest magnitudes [blocks, r] of the blocks' columns.
         grams: Gram matrices [blocks, r, r] of the blocks, in units of the blocks' largest magnitudes.
-        thin: columns of a factor's tile.
+        row: first row of the part.
+        column: first column of the part.
+        thin: rows and columns of the part.
     """
-    blocks, zero = grams.shape[0], zero_index()
+    blocks = grams.shape[0]
     held = min(pl.next_power_of_2(blocks), max(1, _HELD // thin**2))
-    common = _largest(largest, thin, held)
+    starts = row, column
+    common = [_largest(largest, start, thin, held) for start in starts]
 
     def step(trip: jax.Array, total: jax.Array) -> jax.Array:
-        ratio = load(largest, (trip * held, zero), (held, thin)) / common
-        index = pl.ds(trip * held, held), pl.ds(zero, thin), pl.ds(zero, thin)
-        masks = [mask_of(zero, thin, grams.shape[2], dim) for dim in (0, 1)]
+        left, right = (load(largest, (trip * held, start), (held, thin)) / c for start, c in zip(starts, common))
+        index = pl.ds(trip * held, held), pl.ds(row, thin), pl.ds(column, thin)
+        masks = [mask_of(start, thin, grams.shape[2], dim) for dim, start in enumerate(starts)]
         inside = jnp.expand_dims(trip * held + jnp.arange(held) < blocks, (1, 2))
         for mask in masks:
             inside = inside if mask is None else inside & mask[None]
         tile = pt.load(grams.at[index], mask=jnp.broadcast_to(inside, (held, thin, thin)), other=0)
-        return total + jnp.sum(tile * ratio[:, :, None] * ratio[:, None, :], axis=0)
+        return total + jnp.sum(tile * left[:, :, None] * right[:, None, :], axis=0)
 
-    return common, lax.fori_loop(0, pl.cdiv(blocks, held), step, jnp.zeros((thin, thin), jnp.float32))
+    trips = pl.cdiv(blocks, held)
+    return common[1], lax.fori_loop(0, trips, step, jnp.zeros((thin, thin), jnp.float32))
+
+
+def _lengths(gram: jax.Array, dim: int) -> jax.Array:
+    """Return what scales columns to at most unit length, as a column [r, 1] if `dim` is 0, or as a row [1, r]."""
+    return lax.rsqrt(jnp.maximum(_diagonal(gram, dim), 1))
+
+
+def _factor_quarters(quarter: Callable[[int, int], jax.Array], inverse: Ref, interpret: bool) -> None:
+    """Write the inverse of the lower Cholesky factor of a matrix that is given in quarters.
+
+    With the factors L and M of the diagonal's quarters it is [[L^-1, 0], [-M^-1 B L^-1, M^-1]], where B is the quarter
+    below L, times L^-T, and M that of what B leaves.
+
+    Args:
+        quarter: function (row, column) -> quarter of the matrix, [_OWN, _OWN].
+        inverse: result [r, r].
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    zero = zero_index()
+    first = _inverse_cholesky(quarter(0, 0), interpret)
+    below = dot(quarter(1, 0), first, interpret, trans_b=True)
+    last = _inverse_cholesky(quarter(1, 1) - dot(below, below, interpret, trans_b=True), interpret)
+    store(inverse, (zero, zero), first)
+    store(inverse, (zero, zero + _OWN), jnp.zeros_like(first))
+    store(inverse, (zero + _OWN, zero), -dot(last, dot(below, first, interpret), interpret))
+    store(inverse, (zero + _OWN, zero + _OWN), last)
 
 
 def _keep(active: Ref | None, new: jax.Array, old: Ref, kept: Ref, row: jax.Array) -> None:
@@ -198,11 +232,43 @@ def _gram_kernel(y: Ref, largest: Ref, gram: Ref, *, chunk: int, thin: int, inte
     store(gram, (zero, zero), lax.fori_loop(0, trips, step, jnp.zeros((thin, thin), jnp.float32)))
 
 
+def _left_factor_kernel(
+    largest: Ref, grams: Ref, scale: Ref, length: Ref, inverse: Ref, *, shift: float, thin: int, interpret: bool
+) -> None:
+    """Compute what turns the factor into the preconditioned p: scale and length of its columns, and their inverse.
+
+    Args:
+        largest: largest magnitudes [blocks, r].
+        grams: Gram matrices [blocks, r, r].
+        scale: result [1, r], by which columns are divided.
+        length: result [1, r], by which they are multiplied then.
+        inverse: result [r, r], by whose transpose they are multiplied then.
+        shift: what is added to the diagonal of unit columns' Gram matrix.
+        thin: columns of the factor's tile.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    starts = [zero_index() + half * _OWN for half in range(thin // _OWN)]
+    diagonal = [_add_blocks(largest, grams, start, start, _OWN) for start in starts]
+    for start, (columns, gram) in zip(starts, diagonal):
+        store(scale, (zero_index(), start), columns)
+        store(length, (zero_index(), start), _lengths(gram, 1))
+
+    def quarter(row: int, column: int) -> jax.Array:
+        gram = diagonal[row][1] if row == column else _add_blocks(largest, grams, starts[row], starts[column], _OWN)[1]
+        unit = _lengths(diagonal[row][1], 0) * gram * _lengths(diagonal[column][1], 1)
+        return unit + jnp.where(_eye(_OWN), shift, 0.0) if row == column else unit
+
+    _factor_quarters(quarter, inverse, interpret)
+
+
 def _left_kernel(
     active: Ref | None,
     y: Ref,
-    largest: Ref,
-    grams: Ref,
+    largest: Ref | None,
+    grams: Ref | None,
+    scale: Ref | None,
+    length: Ref | None,
+    inverse: Ref | None,
     old: Ref | None,
     p: Ref,
     kept: Ref | None,
@@ -218,6 +284,9 @@ def _left_kernel(
         y: partial sums [parts, n, r] of the factor.
         largest: largest magnitudes [blocks, r].
         grams: Gram matrices [blocks, r, r].
+        scale: result [1, r] of `left_factor`, in place of the last two.
+        length: result [1, r] of it.
+        inverse: result [r, r] of it.
         old: factor [n, r] that an inactive message keeps.
         p: result [n, r].
         kept: p or old [n, r].
@@ -226,23 +295,64 @@ def _left_kernel(
         interpret: whether Pallas's interpreter runs the kernel.
     """
     row, zero = pl.program_id(0) * _ROWS, zero_index()
-    scale, gram = _add_blocks(largest, grams, thin)
-    across, along = (lax.rsqrt(jnp.maximum(_diagonal(gram, dim), 1)) for dim in (0, 1))
-    inverse = _inverse_cholesky(across * gram * along + jnp.where(_eye(thin), shift, 0.0), interpret)
-    tile = dot(_sum(y, row, zero, (_ROWS, thin)) / scale * along, inverse, interpret, trans_b=True)
+    if inverse is None:
+        divisor, gram = _add_blocks(largest, grams, zero, zero, thin)
+        unit = _lengths(gram, 0) * gram * _lengths(gram, 1) + jnp.where(_eye(thin), shift, 0.0)
+        factor, found = _lengths(gram, 1), _inverse_cholesky(unit, interpret)
+    else:
+        # Columns beyond the rank are zeros, whatever they are divided by.
+        divisor = _one_if_zero(load(scale, (zero, zero), (1, thin)))
+        factor, found = load(length, (zero, zero), (1, thin)), load(inverse, (zero, zero), (thin, thin))
+    tile = dot(_sum(y, row, zero, (_ROWS, thin)) / divisor * factor, found, interpret, trans_b=True)
     store(p, (row, zero), tile)
     if kept is not None:
         _keep(active, tile, old, kept, row)
 
 
+def _fit_factor_kernel(g: Ref, scale: Ref, inverse: Ref, *, ridge: float, thin: int, interpret: bool) -> None:
+    """Compute what turns s into w: the scale of g, and the inverse of the Cholesky factor of g / scale + ridge.
+
+    Args:
+        g: partial sums [parts, r, r].
+        scale: result [1, 1].
+        inverse: result [r, r].
+        ridge: what is added to g's diagonal, in units of the largest element of that.
+        thin: columns of the factor's tile.
+        interpret: whether Pallas's interpreter runs the kernel.
+    """
+    starts = [zero_index() + half * _OWN for half in range(thin // _OWN)]
+    diagonal = [_sum(g, start, start, (_OWN, _OWN)) for start in starts]
+    largest = _one_if_zero(functools.reduce(jnp.maximum, [jnp.max(_diagonal(gram, 1)) for gram in diagonal]))
+    store(scale, (zero_index(), zero_index()), jnp.full((1, 1), largest))
+
+    def quarter(row: int, column: int) -> jax.Array:
+        if row != column:
+            return _sum(g, starts[row], starts[column], (_OWN, _OWN)) / largest
+        return diagonal[row] / largest + jnp.where(_eye(_OWN), ridge, 0.0)
+
+    _factor_quarters(quarter, inverse, interpret)
+
+
 def _fit_kernel(
-    s: Ref, g: Ref, w: Ref, largest: Ref, squares: Ref, *, ridge: float, thin: int, interpret: bool
+    s: Ref,
+    g: Ref | None,
+    scale: Ref | None,
+    inverse: Ref | None,
+    w: Ref,
+    largest: Ref,
+    squares: Ref,
+    *,
+    ridge: float,
+    thin: int,
+    interpret: bool,
 ) -> None:
     """Compute the program's rows of w = s (g + ridge)^-1, and their columns' largest magnitudes and squared norms.
 
     Args:
         s: partial sums [parts, k, r].
         g: partial sums [parts, r, r].
+        scale: result [1, 1] of `fit_factor`, in place of g.
+        inverse: result [r, r] of it.
         w: result [k, r].
         largest: largest magnitudes [1, r].
         squares: squared norms [1, r], in units of the largest magnitudes.
@@ -251,15 +361,19 @@ def _fit_kernel(
         interpret: whether Pallas's interpreter runs the kernel.
     """
     row, zero = pl.program_id(1) * _ROWS, zero_index()
-    gram = _sum(g, zero, zero, (thin, thin))
-    scale = _one_if_zero(jnp.max(_diagonal(gram, 1)))
-    inverse = _inverse_cholesky(gram / scale + jnp.where(_eye(thin), ridge, 0.0), interpret)
-    tile = dot(_sum(s, row, zero, (_ROWS, thin)) / scale, inverse, interpret, trans_b=True)
-    tile = dot(tile, inverse, interpret)
-    found = jnp.max(jnp.abs(tile), axis=0, keepdims=True)
+    divisor: jax.Array
+    if inverse is None:
+        gram = _sum(g, zero, zero, (thin, thin))
+        divisor = _one_if_zero(jnp.max(_diagonal(gram, 1)))
+        found = _inverse_cholesky(gram / divisor + jnp.where(_eye(thin), ridge, 0.0), interpret)
+    else:
+        divisor, found = load(scale, (zero, zero), (1, 1)), load(inverse, (zero, zero), (thin, thin))
+    tile = dot(_sum(s, row, zero, (_ROWS, thin)) / divisor, found, interpret, trans_b=True)
+    tile = dot(tile, found, interpret)
+    highest = jnp.max(jnp.abs(tile), axis=0, keepdims=True)
     store(w, (row, zero), tile)
-    store(largest, (zero, zero), found)
-    store(squares, (zero, zero), jnp.sum(jnp.square(tile / _one_if_zero(found)), axis=0, keepdims=True))
+    store(largest, (zero, zero), highest)
+    store(squares, (zero, zero), jnp.sum(jnp.square(tile / _one_if_zero(highest)), axis=0, keepdims=True))
 
 
 def _right_kernel(
@@ -296,7 +410,7 @@ def _right_kernel(
     row, zero = pl.program_id(0) * _ROWS, zero_index()
     blocks = largest.shape[0]
     held = min(pl.next_power_of_2(blocks), _HELD // thin)
-    scale = _largest(largest, thin, held)
+    scale = _largest(largest, zero, thin, held)
 
     def step(trip: jax.Array, total: jax.Array) -> jax.Array:
         block = (trip * held, zero), (held, thin)
@@ -381,18 +495,33 @@ def left(
         (jax.ShapeDtypeStruct((batch, blocks, 1, r), f32), jax.ShapeDtypeStruct((batch, blocks, r, r), f32)),
         interpret=interpret,
     )
+    largest = largest.reshape(batch, blocks, r)
+    found: tuple = (largest, grams, None, None, None)
+    if r > _OWN:
+        row = jax.ShapeDtypeStruct((batch, 1, r), f32)
+        factor = _launch(
+            functools.partial(_left_factor_kernel, shift=shift, interpret=interpret),
+            "lowrank_left_factor",
+            r,
+            (1, 1, batch),
+            (largest, grams),
+            (row, row, jax.ShapeDtypeStruct((batch, r, r), f32)),
+            interpret=interpret,
+        )
+        found = (None, None, *factor)
     flag = None if old is None else _flag(active)
+    at = 1 + (flag is not None) + sum(operand is not None for operand in found)
     p, kept = _launch(
         functools.partial(_left_kernel, shift=shift, interpret=interpret),
         "lowrank_left",
         r,
         (tiles, 1, batch),
-        (flag, y, largest.reshape(batch, blocks, r), grams, matrices(old)),
+        (flag, y, *found, matrices(old)),
         (
             jax.ShapeDtypeStruct((batch, n, r), dtype),
             old if old is None else jax.ShapeDtypeStruct((batch, n, r), old.dtype),
         ),
-        input_output_aliases={} if old is None else {3 + (flag is not None): 1},
+        input_output_aliases={} if old is None else {at: 1},
         interpret=interpret,
     )
     return p.reshape(*lead, n, r), kept if kept is None else kept.reshape(*lead, n, r)
@@ -413,12 +542,24 @@ def fit(
     s, g, f32 = _batched(s), _batched(g), jnp.float32
     batch, tiles = len(s), pl.cdiv(k, _ROWS)
     norm = jax.ShapeDtypeStruct((batch, tiles, 1, r), f32)
+    found: tuple = (g, None, None)
+    if r > _OWN:
+        factor = _launch(
+            functools.partial(_fit_factor_kernel, ridge=ridge, interpret=interpret),
+            "lowrank_fit_factor",
+            r,
+            (1, 1, batch),
+            (g,),
+            (jax.ShapeDtypeStruct((batch, 1, 1), f32), jax.ShapeDtypeStruct((batch, r, r), f32)),
+            interpret=interpret,
+        )
+        found = (None, *factor)
     w, largest, squares = _launch(
         functools.partial(_fit_kernel, ridge=ridge, interpret=interpret),
         "lowrank_fit",
         r,
         (1, tiles, batch),
-        (s, g),
+        (s, *found),
         (jax.ShapeDtypeStruct((batch, k, r), f32), norm, norm),
         interpret=interpret,
     )

@@ -62,8 +62,8 @@ class CompressConfig:
         compressed_seconds: for data=selective, the seconds of each stage's compressed reduction.
         min_ratio: smallest ratio of a matrix's bytes to its factors' bytes; other matrices stay dense.
         implementation: implementation of the passes over whole matrices: "xla", "triton" or "mosaic" (Pallas kernels),
-            or "auto": mosaic on H100, H200 and B200 GPUs with jax 0.12, triton there with older ones, for ranks up to
-            128, and triton on A100 GPUs for ranks up to 64.
+            or "auto": triton on H100 and H200 GPUs for ranks up to 128 and on A100 GPUs for ranks up to 64, and mosaic
+            on B200 GPUs (triton with a jax before 0.11.2).
     """
 
     backward: str = "none"

@@ -66,7 +66,7 @@ def settle_implementation(config: Config, device: jax.Device, codec: Codec | Non
     if found is None:
         needs = {
             "triton": "NVIDIA A100, H100, H200 or B200 GPUs",
-            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.12",
+            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.11.2",
         }[asked]
         version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
         raise UserError(

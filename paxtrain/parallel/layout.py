@@ -105,7 +105,7 @@ class Layout:
             layer_of=tuple(tuple(tuple(map(int, slots)) for slots in stage) for stage in self.layer_of),
             counts=self.counts,
             save=config.pipeline.save,
-            scan_layers=config.pipeline.scans(min(self.counts)),
+            scan_layers=config.pipeline.scans(self.counts),
             splits=config.pipeline.spec.splits and self.stages > 1,
             group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,

@@ -16,7 +16,7 @@ from paxtrain.xla.module import HloInstruction, HloModule, array_bytes, arrays
 # Opcodes that launch no kernel: they name, order or repeat what others make, or belong to collectives.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"}
 _FREE |= {"opt-barrier", "partition-id", "replica-id", "add-dependency", "async-start", "async-update", "async-done"}
-_FREE |= {"copy-done", "send", "send-done", "recv", "recv-done"}
+_FREE |= {"copy-done", "fusion-done", "send", "send-done", "recv", "recv-done"}
 _FREE |= {f"{kind}{end}" for kind in COLLECTIVES for end in ("", "-start", "-done")}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -116,7 +116,7 @@ def _written(body: dict[str, HloInstruction], root: HloInstruction) -> int:
 def _bytes(module: HloModule, computation: str, op: HloInstruction) -> int:
     """Return the bytes that one run of a kernel reads and writes."""
     body = module.computations[computation]
-    if op.opcode == "fusion":
+    if op.opcode in ("fusion", "fusion-start"):
         fused = module.computations[op.callees()[0][1]]
         root = next(inner for inner in fused.values() if inner.root)
         parameters = {int(inner.arguments): inner for inner in fused.values() if inner.opcode == "parameter"}

@@ -232,7 +232,7 @@ class Problem(Sizes):
         dense, factors, passes, edge = self.reductions(links, kinds)
         # A layer is reduced once all data ranks have its gradient; the last layer's reduction comes after the last op.
         begin = (ranks - self.hides[kinds, np.arange(c.pipe)]).max(axis=1)
-        scans = parallel.scans("auto", min(c.counts))
+        scans = parallel.scans("auto", min(c.counts), len(c.counts))
 
         def end(seconds: Array, begin: Array) -> Array:
             return np.maximum(finish + seconds / c.slots, begin + seconds) + edge
@@ -294,7 +294,7 @@ def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths,
     """
     found, alike = np.empty((len(splits), len(kinds))), {}
     for n, counts in enumerate(splits):
-        alike.setdefault((max(counts), parallel.scans("auto", min(counts))), []).append(n)
+        alike.setdefault((max(counts), parallel.scans("auto", min(counts), len(counts))), []).append(n)
     for members in alike.values():
         some = [splits[n] for n in members]
         candidate = dataclasses.replace(problem.candidate, counts=some[0])

@@ -181,6 +181,7 @@ _SAVES = [
 _TWO = {"virtual": True, "mesh.data": 1, "mesh.pipe": 2, "mesh.tensor": 1}
 _SCHEDULES = [_TWO | {"name": f"{name}, 1x2x1"} | settings_of(name) for name in names()]
 _SPLIT = [_TWO | {"name": f"{name}, 1x2x1"} | settings_of(name) for name in names(lambda spec: spec.splits)[:1]]
+_UNTUNED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}  # finding fast products takes most of the time of compiling
 _DETERMINISTIC = {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"}
 _MODEL = {
     "model.layers": 4,
@@ -206,7 +207,7 @@ def _gradients(
     """Return the parts of a dtype: the save modes together, and each schedule, whose compiling takes longer."""
     parts = {"save modes": saves} | {case["name"]: [case] for case in schedules}
     return [
-        SectionPart(f"{dtype}, {name}", gradients, {"model": model, "cases": cases, "dtype": dtype})
+        SectionPart(f"{dtype}, {name}", gradients, {"model": model, "cases": cases, "dtype": dtype}, _UNTUNED)
         for name, cases in parts.items()
     ]
 

@@ -69,8 +69,15 @@ def _sums(rows: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-_MESSAGES = [["message", 1, 4096, k, rank] for rank in (16, 128) for k in (3072, 12288)]
-_GRADIENTS = [["gradient", 1, 3072, 12288, 128], ["gradient", 8, 2048, 8192, 128]]
+_SIZES = {"elements": 1 << 29, "repeats": 10}
+
+
+def _messages(rank: int) -> SectionPart:
+    cases = [["message", 1, 4096, k, rank] for k in (3072, 12288)]
+    return SectionPart(f"messages, rank {rank}", measure, {"cases": cases, "iterations": 50} | _SIZES)
+
+
+_GRADIENTS = [["gradient", 1, 3072, 12288, rank] for rank in (128, 64, 16)] + [["gradient", 8, 2048, 8192, 128]]
 
 SECTION = Section(
     name="kernels",
@@ -78,12 +85,9 @@ SECTION = Section(
     seconds=130,
     parts={
         FULL: (
-            SectionPart(
-                "messages", measure, {"cases": _MESSAGES, "elements": 1 << 29, "repeats": 10, "iterations": 50}
-            ),
-            SectionPart(
-                "gradients", measure, {"cases": _GRADIENTS, "elements": 1 << 29, "repeats": 10, "iterations": 20}
-            ),
+            _messages(128),
+            _messages(16),
+            SectionPart("gradients", measure, {"cases": _GRADIENTS, "iterations": 20} | _SIZES),
         ),
         TOY: (
             SectionPart(

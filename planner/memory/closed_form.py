@@ -138,7 +138,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         schedule=code(pipeline.table),
         save=SAVE_MODES.index(pipeline.save),
         zero1=int(mesh.zero1),
-        scan=int(pipeline.scans(min(counts))),
+        scan=int(pipeline.scans(counts)),
         backward_rank=max(ranks, default=0),
         forward_rank=compress.forward_rank if compress.chosen("forward") != "none" else 0,
         data_rank=compress.data_rank if compress.over_data(mesh.data) != "none" else 0,

@@ -59,7 +59,7 @@ class Budget:
             save=space.save,
             zero1=space.zero1.astype(int),
             sequence_parallel=space.sequence_parallel.astype(int),
-            scan=scans(self.scan_layers, common) * 1,
+            scan=scans(self.scan_layers, common, space.pipe * space.chunks) * 1,
             backward_rank=space.backward_rank,
             forward_rank=np.where((space.pipe > 1) & self.coded.compresses_forward, max(self.coded.forward_rank, 1), 0),
             data_rank=space.data_rank,

@@ -306,7 +306,7 @@ def test_triton_needs_a_gpu():
         ("8.0", 64, "triton", "triton"),
         ("8.0", 65, "xla", "xla"),
         ("8.6", 16, "xla", "xla"),
-        ("9.0", 16, "wgmma", "triton"),
+        ("9.0", 16, "triton", "triton"),
         ("9.0", 200, "xla", "xla"),
         ("10.0", 16, "tcgen05", "triton"),
         ("12.0", 16, "xla", "xla"),
