@@ -5,9 +5,10 @@
     fit     w = s (g + ridge)^-1 in the same way, and the norm of each column of its rows
     right   what follows from w: the factor that is sent, and the next q
 
-All take partial sums as the passes leave them. A launch ends where a program needs what all others have found. The
-r x r factorisation is short up to rank 64, so each program makes its own, which costs no launch. Beyond that a program
-by itself comes first (`left_factor`, `fit_factor`). It works in quarters, which stay in registers.
+All take partial sums as the passes leave them. A launch ends where a program needs what all others have found. Each
+program makes the r x r factorisation for itself, which costs no launch. Beyond rank 64 a program needs a multiprocessor
+of its own for that. If there are more programs than multiprocessors, the factorisation is a launch by itself instead
+(`left_factor`, `fit_factor`), in quarters, which stay in registers.
 
 The largest magnitude of a column is known only when all blocks are. So each block is scaled by its own, and the blocks'
 products are brought to the common scale when they are added up.
@@ -28,7 +29,8 @@ from compress.gpu.tiles import Index, Ref, Result, call, dot, load, mask_of, mat
 _ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
 _BLOCK = 16  # columns that are eliminated one by one, before products update the rest
 _HELD = 8192  # elements of the blocks' products that a program holds at once
-_OWN = 64  # largest rank whose factorisation every program makes for itself
+_QUARTER = 64  # rows and columns of a quarter of the largest matrix that is factorised
+_MULTIPROCESSORS = 132  # of an H100 or H200
 
 Flag = jax.Array | bool
 
@@ -173,7 +175,7 @@ def _factor_quarters(quarter: Callable[[int, int], jax.Array], inverse: Ref, int
     below L, times L^-T, and M that of what B leaves.
 
     Args:
-        quarter: function (row, column) -> quarter of the matrix, [_OWN, _OWN].
+        quarter: function (row, column) -> quarter of the matrix, [_QUARTER, _QUARTER].
         inverse: result [r, r].
         interpret: whether Pallas's interpreter runs the kernel.
     """
@@ -182,9 +184,9 @@ def _factor_quarters(quarter: Callable[[int, int], jax.Array], inverse: Ref, int
     below = dot(quarter(1, 0), first, interpret, trans_b=True)
     last = _inverse_cholesky(quarter(1, 1) - dot(below, below, interpret, trans_b=True), interpret)
     store(inverse, (zero, zero), first)
-    store(inverse, (zero, zero + _OWN), jnp.zeros_like(first))
-    store(inverse, (zero + _OWN, zero), -dot(last, dot(below, first, interpret), interpret))
-    store(inverse, (zero + _OWN, zero + _OWN), last)
+    store(inverse, (zero, zero + _QUARTER), jnp.zeros_like(first))
+    store(inverse, (zero + _QUARTER, zero), -dot(last, dot(below, first, interpret), interpret))
+    store(inverse, (zero + _QUARTER, zero + _QUARTER), last)
 
 
 def _keep(active: Ref | None, new: jax.Array, old: Ref, kept: Ref, row: jax.Array) -> None:
@@ -247,16 +249,18 @@ def _left_factor_kernel(
         thin: columns of the factor's tile.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    starts = [zero_index() + half * _OWN for half in range(thin // _OWN)]
-    diagonal = [_add_blocks(largest, grams, start, start, _OWN) for start in starts]
+    starts = [zero_index() + half * _QUARTER for half in range(thin // _QUARTER)]
+    diagonal = [_add_blocks(largest, grams, start, start, _QUARTER) for start in starts]
     for start, (columns, gram) in zip(starts, diagonal):
         store(scale, (zero_index(), start), columns)
         store(length, (zero_index(), start), _lengths(gram, 1))
 
     def quarter(row: int, column: int) -> jax.Array:
-        gram = diagonal[row][1] if row == column else _add_blocks(largest, grams, starts[row], starts[column], _OWN)[1]
+        gram = (
+            diagonal[row][1] if row == column else _add_blocks(largest, grams, starts[row], starts[column], _QUARTER)[1]
+        )
         unit = _lengths(diagonal[row][1], 0) * gram * _lengths(diagonal[column][1], 1)
-        return unit + jnp.where(_eye(_OWN), shift, 0.0) if row == column else unit
+        return unit + jnp.where(_eye(_QUARTER), shift, 0.0) if row == column else unit
 
     _factor_quarters(quarter, inverse, interpret)
 
@@ -320,15 +324,15 @@ def _fit_factor_kernel(g: Ref, scale: Ref, inverse: Ref, *, ridge: float, thin: 
         thin: columns of the factor's tile.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    starts = [zero_index() + half * _OWN for half in range(thin // _OWN)]
-    diagonal = [_sum(g, start, start, (_OWN, _OWN)) for start in starts]
+    starts = [zero_index() + half * _QUARTER for half in range(thin // _QUARTER)]
+    diagonal = [_sum(g, start, start, (_QUARTER, _QUARTER)) for start in starts]
     largest = _one_if_zero(functools.reduce(jnp.maximum, [jnp.max(_diagonal(gram, 1)) for gram in diagonal]))
     store(scale, (zero_index(), zero_index()), jnp.full((1, 1), largest))
 
     def quarter(row: int, column: int) -> jax.Array:
         if row != column:
-            return _sum(g, starts[row], starts[column], (_OWN, _OWN)) / largest
-        return diagonal[row] / largest + jnp.where(_eye(_OWN), ridge, 0.0)
+            return _sum(g, starts[row], starts[column], (_QUARTER, _QUARTER)) / largest
+        return diagonal[row] / largest + jnp.where(_eye(_QUARTER), ridge, 0.0)
 
     _factor_quarters(quarter, inverse, interpret)
 
@@ -456,6 +460,11 @@ def _flag(active: Flag) -> jax.Array | None:
     return None if active is True else jnp.asarray(active, bool).reshape(1)
 
 
+def _apart(rank: int, programs: int) -> bool:
+    """Return whether the factorisation is a launch by itself, before as many programs that use it."""
+    return rank > _QUARTER and programs > _MULTIPROCESSORS
+
+
 def _batched(parts: jax.Array) -> jax.Array:
     """Return partial sums [*, parts, n, r] reshaped to [b, parts, n, r]."""
     return parts.reshape(-1, *parts.shape[-3:])
@@ -497,7 +506,7 @@ def left(
     )
     largest = largest.reshape(batch, blocks, r)
     found: tuple = (largest, grams, None, None, None)
-    if r > _OWN:
+    if _apart(r, batch * tiles):
         row = jax.ShapeDtypeStruct((batch, 1, r), f32)
         factor = _launch(
             functools.partial(_left_factor_kernel, shift=shift, interpret=interpret),
@@ -543,7 +552,7 @@ def fit(
     batch, tiles = len(s), pl.cdiv(k, _ROWS)
     norm = jax.ShapeDtypeStruct((batch, tiles, 1, r), f32)
     found: tuple = (g, None, None)
-    if r > _OWN:
+    if _apart(r, batch * tiles):
         factor = _launch(
             functools.partial(_fit_factor_kernel, ridge=ridge, interpret=interpret),
             "lowrank_fit_factor",
