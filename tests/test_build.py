@@ -247,7 +247,7 @@ def test_targets_have_no_circles():
 def test_requirements_have_lower_and_upper_bounds():
     for name in (path.name for path in ROOT.glob("requirements*.txt")):
         for distribution, bounds in requirements(name).items():
-            assert re.fullmatch(r">=[\d.]+,<[\d.]+|==[\d.]+", bounds), f"{name}: {distribution} {bounds}"
+            assert re.fullmatch(r">=[\d.]+,(!=[\d.]+,)*<[\d.]+|==[\d.]+", bounds), f"{name}: {distribution} {bounds}"
 
 
 def test_requirements_are_what_is_imported():

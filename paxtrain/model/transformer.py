@@ -30,6 +30,8 @@ References:
 """
 
 import functools
+import os
+import re
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,6 +50,7 @@ Params = dict[str, Any]
 # Values that save="dots" keeps of a layer besides its input. No matrix product runs again, and no collective except
 # the all-gathers of sequence parallelism: their results would have the whole sequence.
 SAVED_NAMES = ("qkv", "context", "middle", "up")
+_DETERMINISTIC = re.compile(r"--(xla_gpu_deterministic_ops|xla_gpu_exclude_nondeterministic_ops)(?:=(\w*))?(?!\S)")
 
 
 class Dropout(NamedTuple):
@@ -166,11 +169,20 @@ def _dropout(x: jax.Array, rate: float, dropout: Dropout | None, place: jax.Arra
     return jnp.where(tp.own(keep, 1, group), x / (1 - rate), 0).astype(x.dtype)
 
 
+def _deterministic() -> bool:
+    """Return whether XLA_FLAGS ask for deterministic ops on GPUs."""
+    given = _DETERMINISTIC.findall(os.environ.get("XLA_FLAGS", ""))
+    return any(value.lower() in ("", "1", "true") for value in dict(given).values())
+
+
 def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
     """Return `config` with attention="auto" replaced: "cudnn" if the device runs flash attention, else "xla".
 
+    With deterministic ops "auto" is "xla": there XLA loses the compiled graphs of cuDNN's attention, and the first step
+    fails (seen with jax 0.11.2 on an H200; openxla/xla#46500 says why).
+
     Raises:
-        UserError: "cudnn" is asked for, and the device cannot run it.
+        UserError: "cudnn" is asked for, and the device or XLA_FLAGS do not allow it.
     """
     named = str(getattr(device, "compute_capability", "0.0")) if device.platform == "gpu" else "0.0"
     major, _, minor = named.partition(".")
@@ -179,7 +191,13 @@ def settle_attention(config: ModelConfig, device: jax.Device) -> ModelConfig:
         raise UserError(
             f"model.attention=cudnn needs NVIDIA GPUs from Ampere on, got {device.device_kind}; auto or xla would work"
         )
-    return config.with_attention(capability)
+    if not _deterministic():
+        return config.with_attention(capability)
+    if config.attention == "cudnn" and device.platform == "gpu":
+        raise UserError(
+            "model.attention=cudnn fails with the deterministic ops that XLA_FLAGS ask for; auto or xla would work"
+        )
+    return config.with_attention((0, 0))
 
 
 def _queries_keys_values(p: Params, h: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
