@@ -145,6 +145,11 @@ class Config:
             f"outer.every={outer.every} does not divide run.steps={self.run.steps}, so the last steps would not be "
             f"exchanged; {divisors_near(self.run.steps, outer.every)} would fit",
         )
+        require(
+            outer.fragments <= self.model.layers,
+            f"outer.fragments={outer.fragments} is more than model.layers={self.model.layers}; a fragment has whole "
+            f"layers, so {self.model.layers} or fewer would fit",
+        )
         for name, value, known in (
             ("data", c.data, "a list of stages"),
             ("data_adapt_every", "" if not c.data_adapt_every else "selective", "0"),
