@@ -278,23 +278,29 @@ class GroupedTrainer(Trainer):
 
     def _step(self, state: Any, tokens: jax.Array) -> tuple[GroupedState, dict[str, jax.Array]]:
         key, codec, outer = self._key(state.step), dict(state.codec), state.outer
-        params, skipped, momentum, left = state.params, state.skipped, outer.momentum, codec.pop("outer")
-        if self.fragment is not None:  # reads the weights from before the step, and the step needs nothing of it
-            _, sent = self._outer_step(state, self.fragment)
-            params, momentum, left = sent.params, sent.outer.momentum, sent.codec["outer"]
-            skipped = outer.skipped.max()
-        own: Any = TrainState(state.step, outer.skipped, outer.params, state.optimizer, codec)
+        codec.pop("outer")
+        weights, difference = outer.params, None
+        if self.fragment is not None:
+            # The first barrier takes the fragment before the step changes it, so that the weights are not copied.
+            part = self._part(weights, self.fragment, apart=True)
+            weights, part = lax.optimization_barrier((weights, part))
+            difference = self._difference(state, part, self.fragment)
+        own: Any = TrainState(state.step, outer.skipped, weights, state.optimizer, codec)
         tokens = tokens.reshape(self.groups, -1, tokens.shape[1])
         loss, grads, codec, left_out = self.loss_and_gradients(own.params, tokens, self._each(key), codec)
         if self.mesh.size > 1:
-            grads = lax.optimization_barrier(grads)  # see Trainer.update
+            # See Trainer.update. What has come of the exchange waits here, so that it lies under the gradients.
+            grads, difference = lax.optimization_barrier((grads, difference))
         axes: Any = own.replace(step=None, skipped=0, params=0, optimizer=0, codec=0)
         update = jax.vmap(self._apply, (axes, 0, 0, 0, 0), (axes, 0), spmd_axis_name=None if self.virtual else GROUP)
         with jax.named_scope("optimizer"):
             new, metrics = update(own, loss, grads, self.norm(grads), codec)
-        outer = OuterState(new.params, new.skipped, momentum)
-        codec = {**new.codec, "outer": left}
-        state = GroupedState(new.step, skipped, params, new.optimizer, codec, outer)
+        if difference is not None and self.fragment is not None:
+            _, state = self._outer_step(state, difference, self.fragment)
+            state = state.replace(skipped=outer.skipped.max())
+        outer = OuterState(new.params, new.skipped, state.outer.momentum)
+        codec = {**new.codec, "outer": state.codec["outer"]}
+        state = GroupedState(new.step, state.skipped, state.params, new.optimizer, codec, outer)
         return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
 
     def _part(self, params: Params, fragment: int, apart: bool = False) -> Params:
@@ -330,18 +336,15 @@ class GroupedTrainer(Trainer):
         specs = self.layout.specs()
         return {name: specs[name] for name in self.exchange.fragments.names(fragment)}
 
-    def _outer_step(self, state: Any, fragment: int) -> tuple[Params, GroupedState]:
-        """Exchange a fragment and take the outer step with it.
+    def _difference(self, state: Any, own: Params, fragment: int) -> tuple[Params, Any]:
+        """Return the mean difference of a fragment over groups, and the reducer's next states. All is sent here.
 
         Args:
             state: State before.
+            own: The fragment of the groups' own weights.
             fragment: Number of the fragment.
-
-        Returns:
-            The fragment's new shared weights, and the state with them; the groups' own weights are as before.
         """
         specs, codec = self._part_specs(fragment), PartitionSpec(GROUP, *CODEC_SPEC)
-        shared, own = self._part(state.params, fragment), self._part(state.outer.params, fragment, apart=True)
 
         def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
             own, codec = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[0, 0, 0, 0], codec)
@@ -349,8 +352,21 @@ class GroupedTrainer(Trainer):
             return found, jax.tree.map(lambda x: x[None, None, None, None], new)
 
         run = self._over_all(local, (specs, _apart(specs), codec), (specs, codec))
-        difference, left = run(shared, own, state.codec["outer"])
-        trees = state.outer.momentum
+        return run(self._part(state.params, fragment), own, state.codec["outer"])
+
+    def _outer_step(self, state: Any, found: tuple[Params, Any], fragment: int) -> tuple[Params, GroupedState]:
+        """Take the outer step with a fragment.
+
+        Args:
+            state: State before.
+            found: What `_difference` returns.
+            fragment: Number of the fragment.
+
+        Returns:
+            The fragment's new shared weights, and the state with them; the groups' own weights are as before.
+        """
+        (difference, left), trees = found, state.outer.momentum
+        shared = self._part(state.params, fragment)
         momentum = jax.tree.map(lambda tree: self._part(tree, fragment), trees, is_leaf=_is_params)
         updates, momentum = self.outer.update(difference, momentum, shared)
         new = optax.apply_updates(shared, updates)
@@ -362,7 +378,8 @@ class GroupedTrainer(Trainer):
         return new, state.replace(params=params, codec={**state.codec, "outer": left}, outer=outer)
 
     def _exchanged(self, state: Any, fragment: int = 0) -> GroupedState:
-        part, state = self._outer_step(state, fragment)
+        own = self._part(state.outer.params, fragment, apart=True)
+        part, state = self._outer_step(state, self._difference(state, own, fragment), fragment)
         params = self._replaced(state.outer.params, self._each(part), fragment, apart=True)
         outer = state.outer.replace(params=params)
         return state.replace(skipped=state.outer.skipped.max(), outer=outer)

@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from paxtrain.config import Config, from_dict
+from paxtrain.config import Config, from_dict, to_dict
 from paxtrain.model import transformer
 from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GROUP, on_host, trainer_of
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.profiling.breakdown import axes
-from paxtrain.xla import hlo
+from paxtrain.xla import aot, hlo
 from tests.paxtrain.compressed import FAST, VOCABULARY, assert_close
 
 pytestmark = pytest.mark.once
@@ -192,3 +192,26 @@ def test_only_a_step_over_an_exchange_crosses_groups():
     assert sent_to_groups(compiled(c).as_text(), made) == 0
     for fragment in (0, 1):
         assert sent_to_groups(compiled(c, fragment).as_text(), made) == made.exchange.sent(fragment)
+
+
+def test_gpus_compute_while_a_fragment_travels():
+    """Compiled for two hosts, a group on each; skipped if jax's CUDA plugin is not installed."""
+    values = to_dict(config(100, fragments=2, overlap=1))
+    values["model"] |= {"layers": 4, "hidden": 1024, "sequence": 1024, "dtype": "bfloat16", "attention": "xla"}
+    values["mesh"] |= {"data": 4}
+    values["batch"] = {"global_batch": 32, "micro_batch": 2}
+    values["outer"] |= {"groups": GROUPS}
+    c = from_dict(values)
+    jax.devices()  # as in a process that already computes on the CPU
+    try:
+        devices = aot.devices("h100", hosts=2, per_host=4)
+    except aot.Unavailable as reason:
+        pytest.skip(str(reason))
+    made = dataclasses.replace(trainer_of(c, make_mesh(c.mesh, devices=devices)), fragment=1)
+    lowered = made.step.lower(made.abstract_state(), made.abstract_batch())
+    text = aot.compile(lowered, made.compiler_options).as_text()
+    found = [op for op in hlo.collectives(text) if op.kind == "all-reduce" and GROUP in axes(op.groups, made.mesh)]
+    sizes = {op.bytes for op in found if op.bytes > 4}
+    over = [op for op in hlo.overlap(text, kind="all-reduce") if op.bytes in sizes]
+    assert sum(op.bytes for op in over) == made.exchange.sent(1) and all(op.matmuls for op in over)
+    assert not [copy for copy in hlo.copies(text) if copy.bytes >= min(sizes) // 4]

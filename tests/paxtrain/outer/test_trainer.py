@@ -223,7 +223,10 @@ def test_a_group_whose_gradients_are_not_finite_waits_alone():
         ({"outer": {"every": 10, "fragments": 4}}, r"outer.fragments=4 does not divide outer.every=10; 2 or 5 would"),
         ({"outer": {"every": 10, "fragments": 5}}, r"outer.fragments=5 is more than model.layers=2; .* 2 or fewer"),
         ({"outer": {"every": 10, "overlap": -1}}, r"outer.overlap must not be negative"),
-        ({"outer": {"every": 10, "overlap": 10}}, r"outer.overlap=10 is not below the 10 steps .* overlap=9 would fit"),
+        (
+            {"outer": {"every": 10, "overlap": 10}},
+            r"overlap=10 is not below the 10 steps .*outer.overlap=9 would fit",
+        ),
         ({"outer": {"every": 10, "fragments": 2, "overlap": 5}}, r"not below the 5 steps .* outer.overlap=4 would fit"),
         ({"outer": {"every": 10, "overlap": 1, "mix": 1.5}}, r"outer.mix must be in \[0, 1\], got 1.5"),
         ({"outer": {"every": 10, "mix": 0.25}}, r"outer.mix=0.25 needs outer.overlap"),
