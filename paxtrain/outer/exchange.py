@@ -124,6 +124,14 @@ class GroupExchange:
         paths = [path for places in self.places for path, _ in places]
         return stored([self.reducer.init(self.shapes[path][1:], self.shard) for path in paths])
 
+    def weights(self, fragment: int) -> int:
+        """Return the number of a device's weights in a fragment, with zeros in the place of layers that it lacks.
+
+        Args:
+            fragment: number of the fragment.
+        """
+        return sum(map(math.prod, self.part_shapes(fragment).values()))
+
     def sent(self, fragment: int = 0) -> float:
         """Return the bytes that a device sends in an exchange, if collectives run over rings.
 
@@ -131,7 +139,7 @@ class GroupExchange:
             fragment: number of the fragment that is exchanged.
         """
         coded = [self.shapes[path][1:] for path, _ in self.places[fragment]]
-        dense = sum(map(math.prod, self.part_shapes(fragment).values())) - sum(map(math.prod, coded))
+        dense = self.weights(fragment) - sum(map(math.prod, coded))
         through = sum(self.reducer.wire_bytes(shape, self.shard) for shape in coded) if self.reducer else 0.0
         return 2 * (self.groups - 1) / self.groups * _FLOAT32 * dense + through
 

@@ -10,14 +10,12 @@ References:
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from paxtrain.model import transformer
 from paxtrain.parallel.layout import Layout, Params
 
 LAYERS = "layers"  # entry of the parameters that has the stacks of layers
@@ -41,15 +39,7 @@ class Fragments:
     @functools.cached_property
     def of_layer(self) -> tuple[int, ...]:
         """Fragment of each layer, in model order."""
-        model, weights = self.layout.config.model, [0] * self.count
-        sizes = {name: sum(map(_size, jax.tree.leaves(tree))) for name, tree in transformer.shapes(model).items()}
-        layer = sizes.pop(LAYERS) // model.layers
-        weights[0], found = sum(sizes.values()), []
-        for _ in range(model.layers):
-            fragment = weights.index(min(weights))
-            weights[fragment] += layer
-            found.append(fragment)
-        return tuple(found)
+        return self.layout.config.layer_fragments
 
     @functools.cached_property
     def of_slot(self) -> np.ndarray:
@@ -110,7 +100,3 @@ class Fragments:
     def _own_slots(self, fragment: int) -> jax.Array:
         """Return the slots of a fragment on the stage of the device, int [K]."""
         return jnp.asarray(self.slots[fragment], jnp.int32)[lax.axis_index("pipe")]
-
-
-def _size(x: jax.ShapeDtypeStruct) -> int:
-    return math.prod(x.shape)

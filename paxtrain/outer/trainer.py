@@ -138,6 +138,12 @@ class GroupedTrainer(Trainer):
         """Return the bytes that a device sends in the exchange of each fragment, if collectives run over rings."""
         return [self.exchange.sent(fragment) for fragment in range(self.config.outer.fragments)]
 
+    def fullest(self) -> "GroupedTrainer":
+        """Return the trainer whose step takes the most memory: the one over the largest fragment's exchange, if any."""
+        outer = self.config.outer
+        largest = max(range(outer.fragments), key=self.exchange.weights) if outer.overlap else None
+        return dataclasses.replace(self, fragment=largest)
+
     def describe(self) -> list[tuple[str, str]]:
         """Return rows for the run's first table, whose mesh and batch are those of one group."""
         outer, data, sent = self.config.outer, self.config.mesh.data, self.sent()
@@ -157,11 +163,11 @@ class GroupedTrainer(Trainer):
         return [*rows, ("between groups", f"{average}, {size(max(sent), 'B')} in a step at most")]
 
     def report(self) -> list[tuple[str, str]]:
-        """Return rows for the table at a run's end: what a device has sent to other groups since the first step."""
-        outer, sent = self.config.outer, self.sent()
-        rounds = self.config.run.steps // outer.every
-        what = f"{rounds * outer.fragments} exchanges, {size(rounds * sum(sent), 'B')} from a device in all"
-        return [("between groups", f"{what}, {size(max(sent), 'B')} in a step at most")]
+        """Return rows for the table at a run's end: what a device sends to other groups in all steps."""
+        outer, sent, steps = self.config.outer, self.sent(), self.config.run.steps
+        rounds = steps // outer.every
+        what = f"{rounds * outer.fragments} exchanges, {size(rounds * sum(sent), 'B')} from a device in {steps} steps"
+        return [("between groups", f"{what} of these settings, {size(max(sent), 'B')} in a step at most")]
 
     # --- State --------------------------------------------------------------------------------------------------------
 
