@@ -4,6 +4,7 @@ Config files (configs/*.py) hold an ml_collections ConfigDict, which absl flags 
 these dataclasses at the edge, so that nothing below the mains sees a ConfigDict.
 """
 
+import collections
 import dataclasses
 
 from paxtrain.config.checks import divisors_near, require, steps
@@ -145,6 +146,11 @@ class Config:
             f"outer.every={outer.every} does not divide run.steps={self.run.steps}, so the last steps would not be "
             f"exchanged; {divisors_near(self.run.steps, outer.every)} would fit",
         )
+        require(
+            outer.fragments <= self.model.layers,
+            f"outer.fragments={outer.fragments} is more than model.layers={self.model.layers}; a fragment has whole "
+            f"layers, so {self.model.layers} or fewer would fit",
+        )
         for name, value, known in (
             ("data", c.data, "a list of stages"),
             ("data_adapt_every", "" if not c.data_adapt_every else "selective", "0"),
@@ -203,3 +209,32 @@ class Config:
     def stage_layers(self) -> tuple[int, ...]:
         """Return the layers of each virtual stage, in the order of the forward pass."""
         return self.pipeline.layers_per_virtual_stage(self.model.layers, self.mesh.pipe)
+
+    @property
+    def layer_fragments(self) -> tuple[int, ...]:
+        """Return the fragment that groups exchange each layer in (outer.fragments), in model order.
+
+        The tables and the last norm are in fragment 0. Each layer goes to the fragment that has the fewest weights so
+        far, the first of several. The vocabulary's padding counts, since it travels, too.
+        """
+        model, found = self.model, list[int]()
+        layer, padding = model.matrices + model.vectors, model.padded_vocab - model.vocab_size
+        tables = model.parameter_count() - model.layers * layer + model.tables * padding * model.hidden
+        weights = [tables, *[0] * (self.outer.fragments - 1)]
+        for _ in range(model.layers):
+            found.append(weights.index(min(weights)))
+            weights[found[-1]] += layer
+        return tuple(found)
+
+    @property
+    def fragment_layers(self) -> tuple[int, ...]:
+        """Return how many layers every stage sends of each fragment: as many as the stage that has the most of it.
+
+        A single fragment has all layer slots of a stage, also those without a layer.
+        """
+        counts, stages = self.stage_layers, self.mesh.pipe
+        if self.outer.fragments == 1:
+            return (max(counts) * self.pipeline.virtual_stages,)
+        stage_of = [virtual % stages for virtual, count in enumerate(counts) for _ in range(count)]
+        held = collections.Counter(zip(stage_of, self.layer_fragments))
+        return tuple(max(held[stage, p] for stage in range(stages)) for p in range(self.outer.fragments))

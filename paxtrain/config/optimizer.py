@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from paxtrain.config.checks import bounded, choice, positive, require
+from paxtrain.config.checks import bounded, choice, divisors_near, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,33 +63,61 @@ class OptimizerConfig:
         )
 
 
+MIX = 0.5  # Streaming DiLoCo's
+
+
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
     """Groups of data ranks that train apart, and the outer optimizer that joins them (DiLoCo, Douillard et al. 2023).
 
     Every H steps the groups exchange the differences that they have made to the weights which they share. The mean of
-    the differences is the gradient of an outer Nesterov step on the shared weights, from which all groups go on.
+    the differences is the gradient of an outer Nesterov step on the shared weights, from which all groups go on. With
+    fragments and an overlap it is Streaming DiLoCo (Douillard et al. 2025).
 
     Attributes:
         every: steps H between exchanges; 0: no groups, all data ranks train together.
         groups: number of groups of data ranks, each of neighbors in the mesh; 0: each data rank is a group.
         lr: learning rate of the outer step.
         momentum: decay of the outer step's momentum (Nesterov's); 0: none.
+        fragments: parts of the weights, of which another is exchanged every H / fragments steps; 1: all at once.
+        overlap: steps after which groups take what an exchange has brought, while they train; 0: they wait for it.
+        mix: share of a group's own weights when it takes the shared ones after an overlap; 0: it drops its own.
     """
 
     every: int = 0
     groups: int = 0
     lr: float = 0.7
     momentum: float = 0.9
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = MIX
 
     def __post_init__(self) -> None:
         bounded("outer", self)
-        positive("outer", self, "lr")
-        for name in ("every", "groups"):
+        positive("outer", self, "lr", "fragments")
+        for name in ("every", "groups", "overlap"):
             value = getattr(self, name)
             require(value >= 0, f"outer.{name} must not be negative, got {value}")
         require(0 <= self.momentum < 1, f"outer.momentum must be in [0, 1), got {self.momentum}")
+        require(0 <= self.mix <= 1, f"outer.mix must be in [0, 1], got {self.mix}")
+        for name, unused in (("groups", 0), ("fragments", 1), ("overlap", 0)):
+            value = getattr(self, name)
+            require(
+                self.every > 0 or value == unused,
+                f"outer.{name}={value} needs outer.every, the steps between exchanges; outer.every=50 would work",
+            )
         require(
-            self.every > 0 or not self.groups,
-            f"outer.groups={self.groups} needs outer.every, the steps between exchanges; outer.every=50 would work",
+            self.mix == MIX or self.overlap > 0,
+            f"outer.mix={self.mix} needs outer.overlap, the steps after which groups mix; outer.overlap=1 would work",
+        )
+        require(
+            self.every % self.fragments == 0,
+            f"outer.fragments={self.fragments} does not divide outer.every={self.every}; "
+            f"{divisors_near(self.every, self.fragments)} would fit",
+        )
+        between = self.every // self.fragments
+        require(
+            self.overlap < max(between, 1),
+            f"outer.overlap={self.overlap} is not below the {between} steps from one exchange to the next "
+            f"(outer.every={self.every} / outer.fragments={self.fragments}); outer.overlap={between - 1} would fit",
         )

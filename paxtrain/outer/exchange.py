@@ -2,12 +2,14 @@
 
 A difference is what the shared weights are more than a group's own. So it points where a gradient would. The layers'
 kernels go through the reducer, each layer's as a separate array; norms, biases and the embedding travel as they are.
-All functions run per device.
+An exchange is of one fragment of the weights, which is all of them if there is a single one. All functions run per
+device.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,13 +22,14 @@ from compress.collectives import packed
 from compress.reducer import Reducer, Scattered, Shard, mean, stored
 from compress.reducer import each as each_state
 from paxtrain.errors import UserError
+from paxtrain.outer.fragments import LAYERS, Fragments
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.pipeline.collectives import permute
 
 GROUP = "group"  # axis of the mesh over groups
 _FLOAT32 = 4  # bytes
 Path = tuple[str, ...]
-Place = tuple[Path, int]  # path of a stack of layers' kernels, and the layer's slot
+Place = tuple[Path, int]  # path of a stack of layers' kernels, and the layer's place in the fragment's stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,11 @@ class GroupExchange:
 
     layout: Layout
     groups: int
+
+    @functools.cached_property
+    def fragments(self) -> Fragments:
+        """The fragments that are exchanged one after another."""
+        return Fragments(self.layout)
 
     @functools.cached_property
     def reducer(self) -> Reducer | None:
@@ -72,16 +80,29 @@ class GroupExchange:
             found[names(path)] = tuple(n // math.prod(sizes[a] for a in some) for n, some in zip(x.shape, axes))
         return found
 
+    def part_shapes(self, fragment: int) -> dict[Path, tuple[int, ...]]:
+        """Return the shapes of a device's part of a fragment, by path.
+
+        Args:
+            fragment: number of the fragment.
+        """
+        if self.fragments.count == 1:
+            return self.shapes
+        layers, some = self.fragments.slots[fragment].shape[1], self.fragments.names(fragment)
+        part = {path: shape for path, shape in self.shapes.items() if path[0] in some}
+        return {path: (layers, *shape[1:]) if path[0] == LAYERS else shape for path, shape in part.items()}
+
     @functools.cached_property
-    def places(self) -> tuple[Place, ...]:
-        """The kernels that go through the reducer."""
-        if self.reducer is None:
-            return ()
-        ratio, found = self.layout.config.compress.min_ratio, []
-        for path, shape in self.shapes.items():
-            if path[-1] == "kernel" and self.reducer.takes(shape[1:], self.shard, ratio):
-                found += [(path, slot) for slot in range(shape[0])]
-        return tuple(found)
+    def places(self) -> tuple[tuple[Place, ...], ...]:
+        """The kernels of each fragment that go through the reducer."""
+        return tuple(tuple(self._coded(fragment)) for fragment in range(self.fragments.count))
+
+    def _coded(self, fragment: int) -> Iterator[Place]:
+        """Yield the kernels of a fragment that go through the reducer."""
+        ratio = self.layout.config.compress.min_ratio
+        for path, shape in self.part_shapes(fragment).items():
+            if path[-1] == "kernel" and self.reducer and self.reducer.takes(shape[1:], self.shard, ratio):
+                yield from ((path, place) for place in range(shape[0]))
 
     def check(self) -> None:
         """Require that the reducer takes at least one kernel.
@@ -90,7 +111,7 @@ class GroupExchange:
             UserError: it takes none.
         """
         c = self.layout.config.compress
-        if self.reducer is not None and not self.places:
+        if self.reducer is not None and not any(self.places):
             raise UserError(
                 f"compress.outer.codec={c.outer_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
                 f"(compress.min_ratio) in {self.groups} equal parts; choose other options or a smaller min_ratio"
@@ -100,30 +121,44 @@ class GroupExchange:
         """Return the reducer's first states of a device; () without a reducer."""
         if self.reducer is None:
             return ()
-        return stored([self.reducer.init(self.shapes[path][1:], self.shard) for path, _ in self.places])
+        paths = [path for places in self.places for path, _ in places]
+        return stored([self.reducer.init(self.shapes[path][1:], self.shard) for path in paths])
 
-    def sent(self) -> float:
-        """Return the bytes that a device sends in an exchange, if collectives run over rings."""
-        coded = [self.shapes[path][1:] for path, _ in self.places]
-        dense = sum(map(math.prod, self.shapes.values())) - sum(map(math.prod, coded))
+    def weights(self, fragment: int) -> int:
+        """Return the number of a device's weights in a fragment, with zeros in the place of layers that it lacks.
+
+        Args:
+            fragment: number of the fragment.
+        """
+        return sum(map(math.prod, self.part_shapes(fragment).values()))
+
+    def sent(self, fragment: int = 0) -> float:
+        """Return the bytes that a device sends in an exchange, if collectives run over rings.
+
+        Args:
+            fragment: number of the fragment that is exchanged.
+        """
+        coded = [self.shapes[path][1:] for path, _ in self.places[fragment]]
+        dense = self.weights(fragment) - sum(map(math.prod, coded))
         through = sum(self.reducer.wire_bytes(shape, self.shard) for shape in coded) if self.reducer else 0.0
         return 2 * (self.groups - 1) / self.groups * _FLOAT32 * dense + through
 
     @jax.named_scope("outer")
-    def mean_difference(self, shared: Params, own: Params, state: Any) -> tuple[Params, Any]:
+    def mean_difference(self, shared: Params, own: Params, state: Any, fragment: int = 0) -> tuple[Params, Any]:
         """Return the mean over groups of shared - own, and the reducer's next states.
 
         Args:
-            shared: a device's part of the shared weights.
-            own: its part of its group's weights.
-            state: the reducer's states on this device.
+            shared: a device's part of a fragment of the shared weights.
+            own: its part of that fragment of its group's weights.
+            state: the reducer's states on this device, those of all fragments.
+            fragment: number of the fragment.
         """
         difference = jax.tree.map(jnp.subtract, shared, own)
         leaves, structure = jax.tree_util.tree_flatten_with_path(difference)
         arrays = {names(path): x for path, x in leaves}
-        if self.reducer is not None:
-            state = self._through_reducer(arrays, state)
-        coded = dict.fromkeys(path for path, _ in self.places)
+        if self.places[fragment]:
+            state = self._through_reducer(arrays, state, fragment)
+        coded = dict.fromkeys(path for path, _ in self.places[fragment])
         dense = [path for path in arrays if path not in coded]
         for path, x in zip(dense, self._dense([arrays[path] for path in dense]), strict=True):
             arrays[path] = x
@@ -142,21 +177,24 @@ class GroupExchange:
             arrays, cpu=lambda some: packed(over, some), default=lambda some: [over(x) for x in some]
         )
 
-    def _through_reducer(self, arrays: dict[Path, jax.Array], state: Any) -> Any:
+    def _through_reducer(self, arrays: dict[Path, jax.Array], state: Any, fragment: int) -> Any:
         """Replace stacks of kernels by their means over groups, and return the reducer's next states.
 
         Args:
             arrays: differences of a device by path; those that the reducer takes are changed.
             state: the reducer's states.
+            fragment: number of the fragment.
         """
         assert self.reducer is not None
-        reducer, first = self.reducer, self.shapes[self.places[0][0]]
+        reducer, places = self.reducer, self.places[fragment]
+        first, before = self.shapes[places[0][0]], sum(map(len, self.places[:fragment]))
         structure = jax.tree.structure(jax.eval_shape(lambda: reducer.init(first[1:], self.shard)))
-        states = each_state(state, structure, len(self.places))
-        some = [arrays[path][slot] for path, slot in self.places]
-        means, states, _ = mean(reducer, states, some, [self.shard] * len(some))
+        states = each_state(state, structure, sum(map(len, self.places)))
+        here = slice(before, before + len(places))
+        some = [arrays[path][place] for path, place in places]
+        means, states[here], _ = mean(reducer, states[here], some, [self.shard] * len(some))
         by_path: dict[Path, list[jax.Array]] = {}
-        for (path, _), x in zip(self.places, means, strict=True):
+        for (path, _), x in zip(places, means, strict=True):
             by_path.setdefault(path, []).append(x)
         arrays |= {path: jnp.stack(rows) for path, rows in by_path.items()}
         return stored(states)
@@ -164,7 +202,8 @@ class GroupExchange:
     def _one_table(self, tree: Params) -> Params:
         """Return differences whose last stage has the first one's of a tied table, since sums may differ in a bit."""
         stages = self.layout.stages
-        if stages == 1 or self.groups == 1 or not self.layout.config.model.tied_head:
+        tied = self.layout.config.model.tied_head and "embedding" in tree
+        if stages == 1 or self.groups == 1 or not tied:
             return tree
         table = tree["embedding"]["token"]
         moved = permute(table, "pipe", ((0, stages - 1),))

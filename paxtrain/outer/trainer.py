@@ -5,8 +5,13 @@ inside of a step belongs to one group: the step has no collective over `group`. 
 optimizer's state, codecs' states) has a leading dim of groups, split over `group`. What they share (the shared
 weights, which are the model of evaluations and checkpoints, and the outer momentum) is the same on all groups.
 
+The weights may be exchanged in fragments, one after another, and while the next step runs (timetable.py). Then the
+program of that step has the exchange in it: XLA runs programs of a device one after another, so that only within a
+program anything lies under anything else.
+
 References:
     Douillard et al. 2023, DiLoCo, https://arxiv.org/abs/2311.08105.
+    Douillard et al. 2025, Streaming DiLoCo, https://arxiv.org/abs/2501.18512.
 """
 
 import dataclasses
@@ -27,8 +32,9 @@ from compress import Codec
 from compress.codec import codec_name
 from paxtrain.config import Config
 from paxtrain.outer.exchange import GROUP, GroupExchange
+from paxtrain.outer.fragments import LAYERS
 from paxtrain.parallel.compression import State
-from paxtrain.parallel.layout import Params
+from paxtrain.parallel.layout import Params, names
 from paxtrain.parallel.mesh import AXES
 from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState
 from paxtrain.pipeline import virtual
@@ -95,6 +101,10 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
+def _is_params(x: object) -> bool:
+    return isinstance(x, dict)
+
+
 def _apart(specs: Any) -> Any:
     """Return the specs of arrays that have a leading dim of groups besides."""
     return jax.tree.map(lambda spec: PartitionSpec(GROUP, *spec), specs, is_leaf=_is_spec)
@@ -106,9 +116,11 @@ class GroupedTrainer(Trainer):
 
     Attributes:
         groups: Number of groups.
+        fragment: Fragment whose exchange runs under the step; None: the step has no exchange.
     """
 
     groups: int = 1
+    fragment: int | None = None
     _metrics_spec = PartitionSpec(GROUP)
 
     @functools.cached_property
@@ -122,19 +134,40 @@ class GroupedTrainer(Trainer):
         outer = self.config.outer
         return optax.sgd(outer.lr, outer.momentum or None, nesterov=True)
 
-    def exchanges(self, number: int) -> bool:
-        """Return whether an exchange follows the step of a number, counted from 1."""
-        return number % self.config.outer.every == 0
+    def sent(self) -> list[float]:
+        """Return the bytes that a device sends in the exchange of each fragment, if collectives run over rings."""
+        return [self.exchange.sent(fragment) for fragment in range(self.config.outer.fragments)]
+
+    def fullest(self) -> "GroupedTrainer":
+        """Return the trainer whose step takes the most memory: the one over the largest fragment's exchange, if any."""
+        outer = self.config.outer
+        largest = max(range(outer.fragments), key=self.exchange.weights) if outer.overlap else None
+        return dataclasses.replace(self, fragment=largest)
 
     def describe(self) -> list[tuple[str, str]]:
         """Return rows for the run's first table, whose mesh and batch are those of one group."""
-        outer, data = self.config.outer, self.config.mesh.data
+        outer, data, sent = self.config.outer, self.config.mesh.data, self.sent()
         what = f"{self.groups} of {data} data rank{'s' if data > 1 else ''} each train apart (mesh and batch: of one)"
         reducer = self.exchange.reducer
-        how = f" through {codec_name(getattr(reducer, 'codec', reducer))}" if reducer else ""
-        sent = f"{size(self.exchange.sent(), 'B')} from a device{how}"
+        through = f" through {codec_name(getattr(reducer, 'codec', reducer))}" if reducer else ""
+        when = f"every {outer.every} steps"
+        if outer.fragments > 1:
+            when += f" in {outer.fragments} fragments, one every {outer.every // outer.fragments} steps"
+        how = f"{when}, {size(sum(sent), 'B')} from a device{through}"
         step = f"learning rate {outer.lr:g}, momentum {outer.momentum:g}"
-        return [("groups", what), ("exchange", f"every {outer.every} steps, {sent}; {step}")]
+        rows = [("groups", what), ("exchange", f"{how}; {step}")]
+        if outer.overlap:
+            after = f"{outer.overlap} step{'s' if outer.overlap > 1 else ''} after it was sent"
+            rows.append(("overlap", f"under the next step; taken {after}, with {outer.mix:g} of a group's own weights"))
+        average = f"{size(sum(sent) / outer.every, 'B')} a step from a device on average"
+        return [*rows, ("between groups", f"{average}, {size(max(sent), 'B')} in a step at most")]
+
+    def report(self) -> list[tuple[str, str]]:
+        """Return rows for the table at a run's end: what a device sends to other groups in all steps."""
+        outer, sent, steps = self.config.outer, self.sent(), self.config.run.steps
+        rounds = steps // outer.every
+        what = f"{rounds * outer.fragments} exchanges, {size(rounds * sum(sent), 'B')} from a device in {steps} steps"
+        return [("between groups", f"{what} of these settings, {size(max(sent), 'B')} in a step at most")]
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -251,47 +284,160 @@ class GroupedTrainer(Trainer):
 
     def _step(self, state: Any, tokens: jax.Array) -> tuple[GroupedState, dict[str, jax.Array]]:
         key, codec, outer = self._key(state.step), dict(state.codec), state.outer
-        left = codec.pop("outer")
-        own: Any = TrainState(state.step, outer.skipped, outer.params, state.optimizer, codec)
+        codec.pop("outer")
+        weights, difference = outer.params, None
+        if self.fragment is not None:
+            # The first barrier takes the fragment before the step changes it, so that the weights are not copied.
+            part = self._part(weights, self.fragment, apart=True)
+            weights, part = lax.optimization_barrier((weights, part))
+            difference = self._difference(state, part, self.fragment)
+        own: Any = TrainState(state.step, outer.skipped, weights, state.optimizer, codec)
         tokens = tokens.reshape(self.groups, -1, tokens.shape[1])
         loss, grads, codec, left_out = self.loss_and_gradients(own.params, tokens, self._each(key), codec)
         if self.mesh.size > 1:
-            grads = lax.optimization_barrier(grads)  # see Trainer.update
+            # See Trainer.update. What has come of the exchange waits here, so that it lies under the gradients.
+            grads, difference = lax.optimization_barrier((grads, difference))
         axes: Any = own.replace(step=None, skipped=0, params=0, optimizer=0, codec=0)
         update = jax.vmap(self._apply, (axes, 0, 0, 0, 0), (axes, 0), spmd_axis_name=None if self.virtual else GROUP)
         with jax.named_scope("optimizer"):
             new, metrics = update(own, loss, grads, self.norm(grads), codec)
-        outer = OuterState(new.params, new.skipped, outer.momentum)
-        codec = {**new.codec, "outer": left}
+        if difference is not None and self.fragment is not None:
+            _, state = self._outer_step(state, difference, self.fragment)
+            state = state.replace(skipped=outer.skipped.max())
+        outer = OuterState(new.params, new.skipped, state.outer.momentum)
+        codec = {**new.codec, "outer": state.codec["outer"]}
         state = GroupedState(new.step, state.skipped, state.params, new.optimizer, codec, outer)
         return state, metrics | ({"left_out": left_out} if any(self.ranks) else {})
 
-    def _exchanged(self, state: Any) -> GroupedState:
-        specs, codec = self.layout.specs(), PartitionSpec(GROUP, *CODEC_SPEC)
+    def _part(self, params: Params, fragment: int, apart: bool = False) -> Params:
+        """Return a fragment of parameters in mesh layout, as global arrays.
+
+        Args:
+            params: Parameters, or a tree shaped like them.
+            fragment: Number of the fragment.
+            apart: Whether they have a leading dim of groups.
+        """
+        fragments, over = self.exchange.fragments, self.shard_map if apart else self._over_all
+        if fragments.count == 1:
+            return params
+        take = functools.partial(fragments.take, fragment=fragment)
+        return over(take, (self.layout.specs(),), self._part_specs(fragment))(params)
+
+    def _replaced(self, params: Params, part: Params, fragment: int, apart: bool = False) -> Params:
+        """Return parameters in mesh layout, as global arrays, with another fragment.
+
+        Args:
+            params: Parameters, or a tree shaped like them.
+            part: The fragment.
+            fragment: Its number.
+            apart: Whether both have a leading dim of groups.
+        """
+        fragments, over = self.exchange.fragments, self.shard_map if apart else self._over_all
+        if fragments.count == 1:
+            return part
+        put, specs = functools.partial(fragments.put, fragment=fragment), self.layout.specs()
+        return over(put, (specs, self._part_specs(fragment)), specs)(params, part)
+
+    def _part_specs(self, fragment: int) -> Params:
+        specs = self.layout.specs()
+        return {name: specs[name] for name in self.exchange.fragments.names(fragment)}
+
+    def _difference(self, state: Any, own: Params, fragment: int) -> tuple[Params, Any]:
+        """Return the mean difference of a fragment over groups, and the reducer's next states. All is sent here.
+
+        Args:
+            state: State before.
+            own: The fragment of the groups' own weights.
+            fragment: Number of the fragment.
+        """
+        specs, codec = self._part_specs(fragment), PartitionSpec(GROUP, *CODEC_SPEC)
 
         def local(shared: Params, own: Params, codec: Any) -> tuple[Params, Any]:
-            own = jax.tree.map(lambda x: x[0], own)
-            found, new = self.exchange.mean_difference(shared, own, jax.tree.map(lambda x: x[0, 0, 0, 0], codec))
+            own, codec = jax.tree.map(lambda x: x[0], own), jax.tree.map(lambda x: x[0, 0, 0, 0], codec)
+            found, new = self.exchange.mean_difference(shared, own, codec, fragment)
             return found, jax.tree.map(lambda x: x[None, None, None, None], new)
 
         run = self._over_all(local, (specs, _apart(specs), codec), (specs, codec))
-        difference, left = run(state.params, state.outer.params, state.codec["outer"])
-        updates, momentum = self.outer.update(difference, state.outer.momentum, state.params)
-        params = optax.apply_updates(state.params, updates)
-        outer = OuterState(self._each(params), state.outer.skipped, momentum)
-        skipped = state.outer.skipped.max()
-        return state.replace(params=params, skipped=skipped, codec={**state.codec, "outer": left}, outer=outer)
+        return run(self._part(state.params, fragment), own, state.codec["outer"])
+
+    def _outer_step(self, state: Any, found: tuple[Params, Any], fragment: int) -> tuple[Params, GroupedState]:
+        """Take the outer step with a fragment.
+
+        Args:
+            state: State before.
+            found: What `_difference` returns.
+            fragment: Number of the fragment.
+
+        Returns:
+            The fragment's new shared weights, and the state with them; the groups' own weights are as before.
+        """
+        (difference, left), trees = found, state.outer.momentum
+        shared = self._part(state.params, fragment)
+        momentum = jax.tree.map(lambda tree: self._part(tree, fragment), trees, is_leaf=_is_params)
+        updates, momentum = self.outer.update(difference, momentum, shared)
+        new = optax.apply_updates(shared, updates)
+        momentum = jax.tree.map(
+            lambda tree, part: self._replaced(tree, part, fragment), trees, momentum, is_leaf=_is_params
+        )
+        outer = state.outer.replace(momentum=momentum)
+        params = self._replaced(state.params, new, fragment)
+        return new, state.replace(params=params, codec={**state.codec, "outer": left}, outer=outer)
+
+    def _exchanged(self, state: Any, fragment: int = 0) -> GroupedState:
+        own = self._part(state.outer.params, fragment, apart=True)
+        part, state = self._outer_step(state, self._difference(state, own, fragment), fragment)
+        params = self._replaced(state.outer.params, self._each(part), fragment, apart=True)
+        outer = state.outer.replace(params=params)
+        return state.replace(skipped=state.outer.skipped.max(), outer=outer)
 
     @functools.cached_property
-    def exchanged(self) -> Callable[[Any], GroupedState]:
-        """Compiled exchange: the state after it, in which all groups have the new shared weights.
+    def exchanged(self) -> Callable[..., GroupedState]:
+        """Compiled exchange: (state, fragment=0) -> the state in which all groups have its new shared weights.
 
-        The state before is donated.
+        The state before is donated. Each fragment has a program.
         """
+        shardings = self.state_shardings
+        programs = [
+            distributed.compiled_together(
+                jax.jit(
+                    functools.partial(self._exchanged, fragment=fragment),
+                    donate_argnums=0,
+                    in_shardings=(shardings,),
+                    out_shardings=shardings,
+                ),
+                "the exchange of the groups",
+            )
+            for fragment in range(self.config.outer.fragments)
+        ]
+        return lambda state, fragment=0: programs[fragment](state)
+
+    def _joined(self, state: Any, fragment: jax.Array) -> GroupedState:
+        mix, of_slot = self.config.outer.mix, self.exchange.fragments.of_slot.reshape(-1)
+
+        def mixed(path: tuple, own: jax.Array, shared: jax.Array) -> jax.Array:
+            mine = fragment == 0
+            if names(path)[0] == LAYERS:
+                mine = (of_slot == fragment).reshape(-1, *[1] * (shared.ndim - 1))
+            return jnp.where(mine, mix * own + (1 - mix) * shared, own)
+
+        params = jax.tree_util.tree_map_with_path(mixed, state.outer.params, state.params)
+        return state.replace(outer=state.outer.replace(params=params))
+
+    @functools.cached_property
+    def joined(self) -> Callable[[Any, Any], GroupedState]:
+        """Compiled mixing: (state, fragment) -> the state in which groups have taken a fragment of the shared weights.
+
+        Of each weight, outer.mix is a group's own, and the rest the shared one. The state before is donated. Nothing
+        travels, and one program serves all fragments.
+        """
+        shardings = self.state_shardings
         made = jax.jit(
-            self._exchanged, donate_argnums=0, in_shardings=(self.state_shardings,), out_shardings=self.state_shardings
+            self._joined,
+            donate_argnums=0,
+            in_shardings=(shardings, NamedSharding(self.mesh, PartitionSpec())),
+            out_shardings=shardings,
         )
-        return distributed.compiled_together(made, "the exchange of the groups")
+        return distributed.compiled_together(made, "the mixing of the groups' weights")
 
     @functools.cached_property
     def evaluate(self) -> jax.stages.Wrapped:

@@ -349,7 +349,8 @@ class Compression:
     def link_settings(self) -> dict[str, object]:
         """Return the settings of the links that the shapes of a saved state do not show, as JSON values.
 
-        They are the ranks of the links, and the names of codecs other than low rank.
+        They are the ranks of the links, the names of codecs other than low rank, and the fragments of groups, each of
+        which has states of its layers.
         """
         c, names = self.config.compress, dict[str, object]()
         if self.codec is not None or not c.low_rank("backward"):
@@ -360,6 +361,8 @@ class Compression:
             names["data codec"] = self.reducer.describe()
         elif isinstance(self.reducer, Hierarchical):
             names["data inside"] = self.reducer.inside
+        if c.outer_codec and self.config.outer.fragments > 1:
+            names["outer.fragments"] = self.config.outer.fragments
         return {"backward_ranks": list(self._backward_ranks), **names}
 
     def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:

@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from compress import Codec
 from compress.codec import Tree
 from paxtrain import files
-from paxtrain.config import Config, to_dict
+from paxtrain.config import Config, OuterConfig, read_section, to_dict
 from paxtrain.data import tokenizer
 from paxtrain.data.datasets import DataSets
 from paxtrain.devices import datasheets
 from paxtrain.errors import UserError
+from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import stage_choice
 from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
@@ -29,6 +30,8 @@ from paxtrain.run.checkpoint_reading import Wanted
 from paxtrain.run.checkpoint_record import Meta
 from paxtrain.run.run_lock import RunLock
 from paxtrain.tables import table
+
+Program = tuple[Ranks, int | None]  # what a step's program depends on: ranks over data, and the exchange under it
 
 
 class PreparedRun:
@@ -87,7 +90,8 @@ class PreparedRun:
         checkpoint.ensure_writable(self.out)
         self._ranks: StageRanks | None = None
         self._reset = ""  # the reason why the compression's state starts anew instead of from the checkpoint
-        self._steps: dict[Ranks, jax.stages.Compiled] = {}
+        self._timetable = Timetable(config.outer, config.run.steps) if config.outer.every else None
+        self._steps: dict[Program, jax.stages.Compiled] = {}
         self.shape = (config.batch.global_batch, config.model.sequence + 1)
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
@@ -186,6 +190,9 @@ class PreparedRun:
                 "ask for more steps, or name another run.out"
             )
         self.samples = meta["samples"]
+        if self._timetable and (before := _timetable(meta)):
+            settled = before.settled if before.waited(step) is None else step
+            self._timetable = dataclasses.replace(self._timetable, settled=settled)
         self.say(f"resumed from step {step}, {self.samples} samples consumed")
         if meta["data"] and meta["data"] != self.data.identity():
             self.say(f"the data order has changed; the checkpoint's is {meta['data']}")
@@ -221,6 +228,7 @@ class PreparedRun:
             if {path.split("/")[0] for path in arrays} == {"params"}:  # an imported model
                 return {"params"}
             self._check_groups({path.split("/")[0] for path in arrays}, where)
+            self._check_pending(meta, where)
             saved = {path: kind for path, kind in arrays.items() if path.startswith("codec/")}
             self._reset = self.trainer.compression.why_reset(meta.get("compression", {}), saved, mine, where)
             return set(abstract) - {"codec"} if self._reset else set(abstract)
@@ -242,6 +250,24 @@ class PreparedRun:
             f"{where} was trained {how} (outer.every={every}); continue it as it was trained, or name another run.out"
         )
 
+    def _check_pending(self, meta: Meta, where: str) -> None:
+        """Require that an exchange which a checkpoint has in flight arrives as it was sent.
+
+        Args:
+            meta: Metadata of the checkpoint.
+            where: Name of the checkpoint, for messages.
+        """
+        before, mine = _timetable(meta), self.config.outer
+        if before is None or not before.pending(meta["step"]):
+            return
+        for name in ("every", "fragments", "overlap"):
+            there, here = getattr(before.outer, name), getattr(mine, name)
+            if there != here:
+                raise UserError(
+                    f"{where} has an exchange of groups in flight that was sent with outer.{name}={there}, and this "
+                    f"run has outer.{name}={here}; continue with {there}, or name another run.out"
+                )
+
     def choose_ranks(self, state: TrainState) -> None:
         """Choose the stages that compress over data, unless the checkpoint has chosen them."""
         if self._ranks is None:
@@ -257,26 +283,46 @@ class PreparedRun:
         """Check that all profiled steps run one program, because the trace is read with that program's text.
 
         Raises:
-            UserError: Ranks may change between the steps.
+            UserError: Ranks may change between the steps, or only some of them have an exchange of groups in them.
         """
-        changes = [n + 1 for n in steps[:-1] if self.ranks.at(n) != self.ranks.at(n + 1) or self.ranks.due(n)]
+        changes = [n + 1 for n in steps[:-1] if self._program(n) != self._program(n + 1) or self.ranks.due(n)]
         if changes:
+            what = "gradients over data may change their ranks"
+            if any(self._program(n)[1] is not None for n in steps):
+                what = "an exchange of groups begins or ends"
             raise UserError(
-                f"profile={self.config.profile} spans step {changes[0]}, at which gradients over data may change their "
-                "ranks; name steps that all come before it, or steps from it on"
+                f"profile={self.config.profile} spans step {changes[0]}, at which {what}; name steps that all come "
+                "before it, or steps from it on"
             )
+
+    def _program(self, number: int) -> Program:
+        """Return what the program of the step of a number depends on."""
+        return self.ranks.at(number), self._timetable.under(number) if self._timetable else None
 
     def step_of(self, number: int) -> jax.stages.Compiled:
         """Return the compiled training step for the step of this number."""
-        ranks = self.ranks.at(number)
-        if ranks not in self._steps:
+        program = self._program(number)
+        if program not in self._steps:
+            trainer = dataclasses.replace(self.trainer, stage_ranks=program[0])
+            if isinstance(trainer, GroupedTrainer):
+                trainer = dataclasses.replace(trainer, fragment=program[1])
             with self.progress.doing("compiling"):
-                self._steps[ranks] = dataclasses.replace(self.trainer, stage_ranks=ranks).compile_step()
+                self._steps[program] = trainer.compile_step()
                 distributed.wait_for_all(f"step {number} is compiled")
-        return self._steps[ranks]
+        return self._steps[program]
+
+    def compile_all(self, first: int) -> None:
+        """Compile the programs that are known to be needed: those of the first step, a round and the last step.
+
+        Args:
+            first: Number of the first step to run.
+        """
+        steps = self.config.run.steps
+        for number in (first, steps, *range(first + 1, min(first + self.config.outer.every, steps))):
+            self.step_of(number)
 
     def step(self, number: int, state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Run the step of a number, and the exchange that follows it if there are groups.
+        """Run the step of a number, and what follows it if there are groups: the end of an exchange, or a whole one.
 
         Args:
             number: Number of the step, counted from 1.
@@ -284,9 +330,12 @@ class PreparedRun:
             batch: Its global batch.
         """
         state, figures = self.step_of(number)(state, batch)
-        if isinstance(self.trainer, GroupedTrainer) and self.trainer.exchanges(number):
-            with self.progress.doing("exchanging"):
-                state = self.trainer.exchanged(state)
+        if self._timetable and isinstance(self.trainer, GroupedTrainer):
+            if (fragment := self._timetable.joined(number)) is not None:
+                state = self.trainer.joined(state, np.int32(fragment))
+            if (fragment := self._timetable.waited(number)) is not None:
+                with self.progress.doing("exchanging"):
+                    state = self.trainer.exchanged(state, fragment)
         return state, figures
 
     def save(self, checkpoints: checkpoint.Checkpoints, state: TrainState, step: int) -> None:
@@ -303,6 +352,7 @@ class PreparedRun:
             "model": sampling.architecture(self.config.model),
             "data": self.data.identity(),
             "config": to_dict(self.config),
+            "settled": self._timetable.settled if self._timetable else 0,
             "compression": {
                 "identity": self.trainer.compression.identity(),
                 "link_ranks": self.trainer.compression.link_settings(),
@@ -323,3 +373,14 @@ class PreparedRun:
     def peak(self) -> float | None:
         """Peak FLOP/s of one device, or None if it is not known."""
         return self.config.run.peak_flops or datasheets.peak_flops(self.trainer.mesh.devices.flat[0].device_kind)
+
+
+def _timetable(meta: Meta) -> Timetable | None:
+    """Return the timetable of the run that has written a checkpoint; None if it trained without groups.
+
+    Args:
+        meta: Metadata of the checkpoint.
+    """
+    config = meta.get("config", {})
+    outer = read_section(OuterConfig, config.get("outer", {}), "outer")
+    return Timetable(outer, config["run"]["steps"], meta.get("settled", 0)) if outer.every else None

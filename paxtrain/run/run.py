@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from paxtrain.errors import UserError
+from paxtrain.outer.trainer import GroupedTrainer
 from paxtrain.parallel.step import TrainState
 from paxtrain.profiling import terms
 from paxtrain.profiling.profiler import Profiler
@@ -81,8 +82,7 @@ class Run(PreparedRun):
             self.choose_ranks(state)
             self._check_profile(profiler.steps)
             began = time.perf_counter()
-            self.step_of(first + 1)
-            self.step_of(self.config.run.steps)  # the program with compression over data, so that all memory is known
+            self.compile_all(first + 1)  # the program with compression over data, too, so that all memory is known
             memory = max((step.memory_analysis() for step in self._steps.values()), key=_temporary_bytes)
             described = report.describe(self.trainer, memory, time.perf_counter() - began, self.ranks.chosen)
             self.say(table(described + self.data.describe()))
@@ -162,6 +162,8 @@ class Run(PreparedRun):
             rows.append(("MFU", f"{result.mfu:.1%} of {self.peak:.3g} FLOP/s per device"))
         if result.comparison:
             rows += result.comparison.rows()
+        if isinstance(self.trainer, GroupedTrainer):
+            rows += self.trainer.report()
         if result.skipped:
             rows.append(("skipped steps", f"{result.skipped}, their gradients were not finite"))
         self.say(table(rows))

@@ -9,7 +9,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate, host_order
 from planner.cost.coded import coded
 from planner.cost.link_seconds import fabric
-from planner.cost.outer import exchange_seconds
+from planner.cost.outer import FragmentExchange, exchanges
 from planner.cost.step_time import Problem
 
 
@@ -25,7 +25,8 @@ class SimulatedStep:
         compressed: bool [stages], whether the stage's gradients over data are compressed.
         optimizer: update of the weights.
         hosts: int [data, stages], host of each tensor group.
-        exchange: exchange of the groups (outer.every), of which a step has a share; 0 without groups.
+        exchanges: exchange of each fragment of the weights between groups (outer.every), of which a step has a share,
+            with outer.overlap too as if groups waited for it; () without groups.
     """
 
     seconds: float
@@ -35,7 +36,12 @@ class SimulatedStep:
     compressed: np.ndarray
     optimizer: float
     hosts: np.ndarray
-    exchange: float = 0.0
+    exchanges: tuple[FragmentExchange, ...] = ()
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of all exchanges of a round, if groups wait for them."""
+        return sum(x.seconds for x in self.exchanges)
 
 
 def candidate_of_config(config: Config) -> Candidate:
@@ -92,14 +98,14 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
     each = placed.reshape(groups, candidate.data, candidate.pipe)
     step = problem.step(links, each)
     slowest = int(np.argmax(step.total))  # the group for which the others wait at the exchange
-    exchange = exchange_seconds(config, problem, links, each) if config.outer.every else 0.0
+    rounds = exchanges(config, problem, links, each) if config.outer.every else ()
     return SimulatedStep(
-        seconds=float(step.total[slowest]) + exchange / max(config.outer.every, 1),
+        seconds=float(step.total[slowest]) + sum(x.seconds for x in rounds) / max(config.outer.every, 1),
         gather=step.gather[slowest],
         finish=step.finish[slowest],
         reduce=step.reduce[slowest],
         compressed=step.compressed[slowest],
         optimizer=float(step.optimizer[slowest]),
         hosts=placed,
-        exchange=exchange,
+        exchanges=rounds,
     )

@@ -8,7 +8,7 @@ allocated; `per_stage` says which part of it a stage has in use, for drawings.
     optimizer     Adam's two moments, sharded like the weights; in groups also the shared weights and their momentum
     gradients     float32 accumulators, whole
     activations   the ring of what F leaves for B, and B for W: depth x what is kept of a virtual stage
-    messages      messages between stages and their rings
+    messages      messages between stages and their rings; the fragment whose exchange between groups runs under a step
     workspace     the largest of what the head and a backward take while they run
     compression   states of the codecs
 """
@@ -60,6 +60,8 @@ class Shape:
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
         copies: float32 copies of a device's weights that training in groups keeps: the shared ones, and the momentum.
         groups: number of groups that train apart; data is that of one.
+        outer_layers: layers that a device sends to other groups in a round, of all fragments.
+        in_flight: weights of a device in the largest fragment that is exchanged under a step; 0: groups wait.
         min_ratio: factor by which a matrix must shrink to be compressed between groups.
     """
 
@@ -85,6 +87,8 @@ class Shape:
     coded: Coded = LOW_RANK
     copies: Column = 0
     groups: int = 1
+    outer_layers: int = 0
+    in_flight: float = 0.0
     min_ratio: float = 2.0
 
     @property
@@ -125,7 +129,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     groups, outer, config = config.groups, config.outer, config.of_group()
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.chosen("backward") != "none" else ()
-    return Shape(
+    shape = Shape(
         model=config.model.with_attention(capability),
         data=mesh.data,
         pipe=mesh.pipe,
@@ -148,8 +152,22 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         coded=coded(compress),
         copies=1 + (outer.momentum > 0) if outer.every else 0,
         groups=groups,
+        outer_layers=sum(config.fragment_layers) if outer.every else 0,
         min_ratio=compress.min_ratio,
     )
+    return dataclasses.replace(shape, in_flight=_largest_fragment(shape, config)) if outer.overlap else shape
+
+
+def _largest_fragment(shape: Shape, config: Config) -> float:
+    """Return a device's weights of the fragment that has the most.
+
+    Args:
+        shape: the configuration as a Shape.
+        config: configuration of one group.
+    """
+    of_layers = [dataclasses.replace(shape, slots=layers, virtual_stages=1) for layers in config.fragment_layers]
+    tables = parameters(dataclasses.replace(shape, slots=0))[1]
+    return max(float(parameters(some)[1] - (tables if i else 0)) for i, some in enumerate(of_layers))
 
 
 def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
@@ -290,7 +308,7 @@ def _outer_states(shape: Shape) -> float:
         own = part((n, k), int(np.asarray(shape.data)), bool(np.asarray(shape.zero1)))
         if shape.coded.outer_takes(own, shape.groups, shape.min_ratio):
             total += shape.coded.outer_bytes(own, shape.groups)
-    return total * float(np.asarray(shape.slots * shape.virtual_stages))
+    return total * shape.outer_layers
 
 
 def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
@@ -403,7 +421,7 @@ def analytic(shape: Shape) -> Memory:
         optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
         gradients=_ACCUMULATOR * whole * adds,
         activations=ring_slots(shape) * of_stage,
-        messages=_messages(shape),
+        messages=_messages(shape) + 2 * _ACCUMULATOR * shape.in_flight,  # a difference, and the mean of all
         workspace=np.maximum(_head(shape), _backward(shape)),
         compression=_codec_state(shape),
     )

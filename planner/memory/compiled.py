@@ -1,6 +1,7 @@
 """The exact memory of a train step: XLA's own buffer assignment, compiled for GPUs that need not be there.
 
-The step of the configuration is compiled for the named GPU (paxtrain.xla.aot), and its memory figures are read off.
+The step of the configuration is compiled for the named GPU (paxtrain.xla.aot), and its memory figures are read off. If
+groups exchange fragments under their steps, it is the step over the largest fragment.
 That takes seconds to tens of seconds; it grows with unrolled layers and stages, not with sizes. So answers are kept on
 disk, keyed by everything that changes the program. Without jax's CUDA plugin the step is compiled for virtual CPU
 devices, and `source` says so: that is another compiler's answer, useful in tests and never a GPU's.
@@ -75,13 +76,16 @@ def _sources() -> str:
 def program(config: Config) -> dict[str, Any]:
     """Return the parts of a configuration that the compiled step's memory depends on, as JSON values.
 
-    Numbers of the optimizer are constants in the program: only whether a part of it exists counts.
+    Numbers of the optimizers are constants in the program: only whether a part of them exists counts.
     """
-    values, opt = to_dict(config), config.optimizer
+    values, opt, outer = to_dict(config), config.optimizer, config.outer
     sections = {name: values[name] for name in ("model", "mesh", "pipeline", "batch", "compress")}
     sections["pipeline"]["pipe_layers"] = ",".join(map(str, config.stage_layers))
     sections["optimizer"] = {"name": opt.name, "schedule": opt.schedule}
     sections["optimizer"] |= {"warmup": bool(opt.warmup_steps), "clip": bool(opt.clip_norm)}
+    if outer.every:
+        sections["outer"] = {"groups": config.groups, "momentum": outer.momentum > 0}
+        sections["outer"] |= {"fragments": outer.fragments, "overlap": outer.overlap > 0}
     return sections
 
 
@@ -168,13 +172,15 @@ def _devices(request: CompileRequest) -> tuple[list["jax.Device"], str]:
 def _compile(request: CompileRequest) -> OracleMemory:
     import jax
 
-    from paxtrain.outer.trainer import trainer_of
+    from paxtrain.outer.trainer import GroupedTrainer, trainer_of
     from paxtrain.parallel.mesh import make_mesh
     from paxtrain.xla import aot
 
     devices, by = _devices(request)
     start = time.perf_counter()
     trainer = trainer_of(request.config, make_mesh(request.config.mesh, devices=devices))
+    if isinstance(trainer, GroupedTrainer):
+        trainer = trainer.fullest()
     lowered = trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch())
     gpu = trainer.platform == "gpu"
     compiled = aot.compile(lowered, trainer.compiler_options) if gpu else lowered.compile(trainer.compiler_options)

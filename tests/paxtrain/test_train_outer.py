@@ -1,4 +1,4 @@
-"""Runs in groups end to end: they continue bit for bit, between exchanges too, and on another mesh inside a group."""
+"""Runs in groups end to end: they continue bit for bit, with an exchange in flight too, and on other meshes."""
 
 import json
 
@@ -83,3 +83,57 @@ def test_groups_and_all_together_do_not_continue_each_other(home, reference, tmp
         finished(home, tmp_path / "dense")
     with pytest.raises(UserError, match="holds other arrays"):
         finished(home, past(reference[0], tmp_path / "four", 8), outer__groups=4)
+
+
+# --- Fragments whose exchanges are overlapped -------------------------------------------------------------------------
+
+# Fragment 0 is sent after step 3, travels under step 4 and is taken after step 5.
+STREAMING = {"outer__every": 6, "outer__fragments": 2, "outer__overlap": 2}
+
+
+@pytest.fixture(scope="module")
+def streaming(home):
+    return home / "streaming", *finished(home, home / "streaming", **STREAMING)
+
+
+@pytest.mark.parametrize("step", [4, 6])  # with an exchange in flight, and with one that the next step will carry
+def test_continuing_with_an_exchange_in_flight_is_bit_exact(home, streaming, tmp_path, step):
+    _, state = finished(home, past(streaming[0], tmp_path / "run", step), **STREAMING)
+    assert losses(tmp_path / "run") == losses(streaming[0])
+    assert [path for path in state if not np.array_equal(state[path], streaming[2][path])] == []
+    assert not np.array_equal(state[".outer.params['final_norm']['scale']"][0], state[".params['final_norm']['scale']"])
+
+
+def test_the_tables_say_what_travels_when(home, tmp_path, capsys):
+    finished(home, tmp_path / "run", **STREAMING)
+    said = capsys.readouterr().out
+    assert "every 6 steps in 2 fragments, one every 3 steps" in said
+    assert "under the next step; taken 2 steps after it was sent, with 0.5 of a group's own weights" in said
+    assert "a step from a device on average" in said and "4 exchanges, " in said
+
+
+def test_an_exchange_in_flight_arrives_on_another_mesh_and_by_its_own_timetable(home, streaming, tmp_path):
+    out = past(streaming[0], tmp_path / "run", 4)
+    for change in ({"outer__every": 4, "outer__overlap": 1}, {"outer__overlap": 0}, {"outer__fragments": 1}):
+        with pytest.raises(UserError, match=r"has an exchange of groups in flight .* continue with \d"):
+            finished(home, out, **STREAMING | change)
+    finished(home, out, **STREAMING, mesh__data=4, mesh__pipe=2)
+    assert losses(out)[5] == pytest.approx(losses(streaming[0])[5], rel=1e-5)
+    assert losses(out)[6] == pytest.approx(losses(streaming[0])[6], rel=1e-4)  # after the exchange was taken
+
+
+def test_fragments_have_codecs_of_their_own(home, streaming, tmp_path):
+    out = past(streaming[0], tmp_path / "run", 6)
+    with pytest.raises(UserError, match=r"outer.fragments is 2 there and absent here"):
+        finished(home, out, **STREAMING | {"outer__fragments": 1})
+
+
+def test_a_longer_run_does_not_send_again_what_was_waited_for(home, streaming, tmp_path):
+    """The last exchange of 12 steps was waited for. So it is not in step 13, also if a start is interrupted there."""
+    longer = STREAMING | {"run__steps": STEPS + 6, "checkpoint__every": 1}
+    whole = past(streaming[0], tmp_path / "whole", STEPS)
+    run, right = finished(home, whole, **longer)
+    assert run._timetable.settled == STEPS
+    _, state = finished(home, past(whole, tmp_path / "again", STEPS + 1), **longer)
+    assert losses(tmp_path / "again") == losses(whole)
+    assert [path for path in state if not np.array_equal(state[path], right[path])] == []

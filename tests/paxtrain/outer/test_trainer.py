@@ -60,7 +60,7 @@ def trained(c: Config, tokens, poison=None):
             state = poison(number, state)
         state, metrics = step(state, jax.device_put(batch, made.batch_sharding))
         figures.append(on_host(metrics))
-        if c.outer.every and made.exchanges(number):
+        if c.outer.every and number % c.outer.every == 0:
             state = made.exchanged(state)
     return made, state, figures
 
@@ -217,6 +217,19 @@ def test_a_group_whose_gradients_are_not_finite_waits_alone():
         ({"outer": {"groups": 2}}, r"outer.groups=2 needs outer.every"),
         ({"outer": {"every": 10, "lr": 0.0}}, r"outer.lr must be positive"),
         ({"outer": {"every": 10, "momentum": 1.0}}, r"outer.momentum must be in \[0, 1\)"),
+        ({"outer": {"fragments": 2}}, r"outer.fragments=2 needs outer.every"),
+        ({"outer": {"overlap": 2}}, r"outer.overlap=2 needs outer.every"),
+        ({"outer": {"every": 10, "fragments": 0}}, r"outer.fragments must be positive"),
+        ({"outer": {"every": 10, "fragments": 4}}, r"outer.fragments=4 does not divide outer.every=10; 2 or 5 would"),
+        ({"outer": {"every": 10, "fragments": 5}}, r"outer.fragments=5 is more than model.layers=2; .* 2 or fewer"),
+        ({"outer": {"every": 10, "overlap": -1}}, r"outer.overlap must not be negative"),
+        (
+            {"outer": {"every": 10, "overlap": 10}},
+            r"overlap=10 is not below the 10 steps .*outer.overlap=9 would fit",
+        ),
+        ({"outer": {"every": 10, "fragments": 2, "overlap": 5}}, r"not below the 5 steps .* outer.overlap=4 would fit"),
+        ({"outer": {"every": 10, "overlap": 1, "mix": 1.5}}, r"outer.mix must be in \[0, 1\], got 1.5"),
+        ({"outer": {"every": 10, "mix": 0.25}}, r"outer.mix=0.25 needs outer.overlap"),
         ({"outer": {}, "compress": {"outer_codec": "int8"}}, r"compress.outer.codec=int8 needs groups"),
         ({"compress": {"outer_codec": "lowrank"}}, r"compress.outer.codec=lowrank is not offered"),
         ({"compress": {"outer_options": {"block": 3}}}, r"compress.outer.options.block is an option of a codec"),

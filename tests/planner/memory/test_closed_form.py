@@ -172,6 +172,12 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
             "outer": {"every": 10, "groups": 2},
             "compress": {"outer_codec": "int8"},
         },
+        {
+            "mesh": {"data": 4, "pipe": 2, "tensor": 1},
+            "run": {"steps": 120},
+            "outer": {"every": 12, "groups": 2, "fragments": 3, "overlap": 1},  # of which a stage has more than another
+            "compress": {"outer_codec": "int8"},
+        },
     ],
 )
 def test_state_is_the_trainers_to_the_byte(sections):
@@ -187,6 +193,20 @@ def test_state_is_the_trainers_to_the_byte(sections):
     found = (12 + 4 * shape.copies) * float(closed_form.parameters(shape)[1])
     found += float(closed_form.analytic(shape).compression)
     assert found + scalars + schedule_count == exact
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3])
+@pytest.mark.parametrize("sections", [{}, {"mesh": {"zero1": False}}, {"model": {**LLAMA, "tied_head": False}}])
+def test_an_exchange_in_flight_takes_a_difference_and_a_mean_of_its_fragment(fragments, sections):
+    mesh = {"data": 4, "pipe": 2, "tensor": 1} | sections.get("mesh", {})
+    sections = sections | {"mesh": mesh, "run": {"steps": 120}}
+    outer = {"every": 12, "groups": 2, "fragments": fragments}
+    waits, flies = (config(**sections, outer=outer | {"overlap": n}) for n in (0, 1))
+    made = trainer_of(flies, make_mesh(flies.mesh, devices=jax.devices()[: flies.mesh.devices])).fullest()
+    largest = 4 * made.exchange.weights(made.fragment)
+    assert largest == 4 * max(map(made.exchange.weights, range(fragments)))
+    without, with_it = (closed_form.analytic(closed_form.of(c, CPU)) for c in (waits, flies))
+    assert float(with_it.messages - without.messages) == float(with_it.total - without.total) == 2 * largest
 
 
 def test_many_candidates_at_once_are_the_same_as_one_by_one():

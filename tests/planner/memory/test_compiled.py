@@ -58,6 +58,7 @@ def test_an_answer_is_kept_until_what_it_depends_on_changes(no_plugin, monkeypat
         config(pipeline={"save": "inputs"}),
         config(model={"hidden": 96}),
         config(optimizer={"clip_norm": 0.0}),
+        *(config(outer={"every": 10} | more) for more in ({}, {"momentum": 0.0}, {"overlap": 1}, {"fragments": 2})),
     ]
     for changed in other:
         assert oracle.cached(oracle.CompileRequest(changed, "h100", 1, 2)) is None
@@ -69,6 +70,15 @@ def test_an_answer_is_kept_until_what_it_depends_on_changes(no_plugin, monkeypat
     for file in private_cache.iterdir():
         file.write_text("{damaged")
     assert oracle.cached(oracle.CompileRequest(config(), "h100", 1, 2)) is None
+
+
+def test_of_overlapped_exchanges_the_step_over_the_largest_fragment_is_compiled(no_plugin):
+    """Fragment 0 has the tables, which are as large as eight layers, and fragment 1 the two layers."""
+    sections = {"model": {"vocab_size": 6400}, "mesh": {"data": 2, "pipe": 1}}
+    outer = {"every": 10, "fragments": 2}
+    waits, flies = (oracle.oracle(config(**sections, outer=outer | {"overlap": n}), "h100", 1, 2) for n in (0, 1))
+    assert abs(waits.state - flies.state) < 64  # an exchange in flight is no state
+    assert flies.total - waits.total > 4 * 6400 * 64
 
 
 def test_with_the_plugin_kind_and_cluster_count(monkeypatch):
