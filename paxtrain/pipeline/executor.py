@@ -10,7 +10,8 @@ A stage that is idle in a row does one of two things:
     others              It skips, by rings.only_if, a loop of zero or one trips. The loop updates its carry in place; a
                         conditional that returned rings or gradient accumulators would copy them whole.
 
-Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something.
+Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something. On a virtual
+mesh rows with the same ops are of equal kind (`Buffers.emulated`).
 
 The named scopes are the parts of paxtrain.profiling.breakdown, and others that docs/profiling.md lists. They change no
 program.
@@ -33,7 +34,7 @@ from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
 from paxtrain.pipeline.rings import always, behind, only_if, read, write
 from paxtrain.pipeline.stage import Stage
-from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
+from paxtrain.schedule.buffers import Buffers, RowKind
 from paxtrain.schedule.table import ALONG, BETWEEN, Pair
 
 
@@ -100,7 +101,7 @@ class Rows:
             kind: what happens in the row.
         """
         mine = cells[self.stage.index]
-        cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
+        cell = {name: mine[i] for i, name in enumerate(self.buffers.columns)}
         if self.buffers.travel == BETWEEN:
             carry = self._row_behind_messages(carry, cell, kind)
         elif self.buffers.travel == ALONG:
@@ -125,7 +126,7 @@ class Rows:
     def _compressed_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
         """Run a row of a masked schedule in which some gradients travel compressed: they are decoded behind F."""
         plain = self._gradients_travel(carry, kind)
-        carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], kind.receive_compressed)
+        carry, wire = self._send("backward", carry, cell, kind.receive_compressed)
         carry = self._run_forward(carry, cell, kind)
         # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
         wire, output = lax.optimization_barrier((wire, carry.output))
@@ -191,7 +192,7 @@ class Rows:
             return carry, None
         plain = self._gradients_travel(carry, kind)
         if pairs:
-            carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], pairs)
+            carry, wire = self._send("backward", carry, cell, pairs)
         return carry, Mail(plain, wire)
 
     def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
@@ -221,7 +222,7 @@ class Rows:
     def _activations_leave(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Any]:
         if not kind.send:
             return carry, None
-        return self._send("forward", carry, carry.output, cell["output_chunk"], kind.send)
+        return self._send("forward", carry, cell, kind.send)
 
     def _activations_arrive(self, carry: Carry, wire: Any, cell: Cell, kind: RowKind) -> Carry:
         if not kind.send:
@@ -352,17 +353,16 @@ class Rows:
         assert self.reduction
         return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads))
 
-    def _send(
-        self, direction: str, carry: Carry, message: jax.Array, chunk: jax.Array, pairs: tuple[Pair, ...]
-    ) -> tuple[Carry, Any]:
+    def _send(self, direction: str, carry: Carry, cell: Cell, pairs: tuple[Pair, ...]) -> tuple[Carry, Any]:
         """Send a message through a direction's codec, whose states are per chunk; return also the wire that arrives."""
-        states = carry.links
-        slot = (chunk if self.program.chunks > 1 else 0,)
+        name, message = {"backward": ("message", carry.gradient_out), "forward": ("output", carry.output)}[direction]
+        states, codec = carry.links, getattr(self.links, direction)
+        slot = (cell[f"{name}_chunk"] if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
+        leaves = cell.get(f"{name}_leaves")  # None except in emulated rows, whose pairs may be those of other rows
+        leaves = None if leaves is None else leaves == 1
         with jax.named_scope(f"send_{direction}"):
-            wire, state = send(
-                getattr(self.links, direction), state, message, self.program.pipe, self.stage.index, pairs
-            )
+            wire, state = send(codec, state, message, self.program.pipe, self.stage.index, pairs, leaves)
         return carry._replace(links=states | {direction: write(states[direction], slot, state)}), wire
 
     @jax.named_scope("compression")

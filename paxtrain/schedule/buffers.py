@@ -46,6 +46,11 @@ class RowKind:
     tail: bool
     closing: tuple[int, ...]
 
+    def ops(self) -> "RowKind":
+        """Return the kind without its messages and without what only the first and the last stage do."""
+        silent = dataclasses.replace(self, receive=(), receive_compressed=(), send=())
+        return dataclasses.replace(silent, first=False, head=False, first_backward=False)
+
 
 COLUMNS = (
     "forward",  # micro-batch of F, 0 where idle
@@ -68,19 +73,23 @@ COLUMNS = (
     "weights_slot",  # of the residual ring, read by W
 )
 
+# Further columns of emulated rows: whether a stage's compressed gradient, or its activation, leaves in the row.
+LEAVING = ("message_leaves", "output_leaves")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffers:
     """A schedule with slots assigned.
 
     Attributes:
-        table: int32 [rows, stages, len(COLUMNS)].
+        table: int32 [rows, stages, len(columns)].
         kinds: one per row.
         residual_depth: slots of the ring of residuals, without the scrap slot.
         activation_depth: slots of the ring of activations, without the scrap slot; 0 if each activation is used the
             moment it can be, so that one buffer is enough.
         gradient_depth: the same for gradients.
         travel: when messages travel, see `paxtrain.schedule.table`.
+        columns: names of the table's columns: COLUMNS, in emulated rows with LEAVING.
     """
 
     table: np.ndarray
@@ -89,6 +98,27 @@ class Buffers:
     activation_depth: int
     gradient_depth: int
     travel: str
+    columns: tuple[str, ...] = COLUMNS
+
+    def emulated(self) -> "Buffers":
+        """Return the rows for one device that emulates all stages: those with the same ops are of one kind.
+
+        Nothing crosses a link there, so a row may carry the messages of others besides its own. A message that is not
+        due arrives where idle stages write, and no op reads it. The columns LEAVING tell codecs, which keep states,
+        what is due. A step compiles sooner, because its rows are then turns of a few loops.
+        """
+        leaves = np.zeros((*self.table.shape[:2], len(LEAVING)), self.table.dtype)
+        alike: dict[RowKind, list[RowKind]] = {}
+        for row, kind in enumerate(self.kinds):
+            for column, pairs in enumerate((kind.receive_compressed, kind.send)):
+                leaves[row, [sender for sender, _ in pairs], column] = 1
+            alike.setdefault(kind.ops(), []).append(kind)
+        return dataclasses.replace(
+            self,
+            table=np.concatenate([self.table, leaves], axis=-1),
+            kinds=[_joined(kind, alike[kind.ops()]) for kind in self.kinds],
+            columns=(*self.columns, *LEAVING),
+        )
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return the rows as (start, period, repeats): `repeats` times `period` rows of the same kinds."""
@@ -104,6 +134,22 @@ class Buffers:
             runs.append((t, *best))
             t += best[0] * best[1]
         return runs
+
+
+def _joined(kind: RowKind, alike: list[RowKind]) -> RowKind:
+    """Return a kind with the messages of all that have its ops.
+
+    If some of their gradients travel compressed and others as they are, each row keeps its own: a receiver has to know
+    which of the two has come.
+    """
+
+    def pairs(name: str) -> tuple[Pair, ...]:
+        return tuple(sorted({pair for other in alike for pair in getattr(other, name)}))
+
+    plain, compressed = pairs("receive"), pairs("receive_compressed")
+    gradients = {} if plain and compressed else {"receive": plain, "receive_compressed": compressed}
+    ends = {name: any(getattr(other, name) for other in alike) for name in ("first", "head", "first_backward")}
+    return dataclasses.replace(kind, send=pairs("send"), **gradients, **ends)
 
 
 def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple[dict[int, int], int]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paxtrain.schedule.buffers import COLUMNS, assign
+from paxtrain.schedule.buffers import COLUMNS, LEAVING, assign
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.schedules import build, forward_only
+from paxtrain.schedule.schedules import SPECS, build, forward_only
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
@@ -260,13 +260,54 @@ def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunk
         assert unrolled == buffers.kinds
 
 
+def compiled_rows(buffers):
+    return sum(period for _, period, _ in buffers.runs())
+
+
+@shapes
+def test_emulated_rows_run_the_same_ops_on_the_same_values(name, stages, chunks, overlap):
+    """Every message is due when it was, and those that are not due reach no op: also if idle stages compute."""
+    for m, masked in itertools.product((1, 2, 5, 16), {False, SPECS[name].masked}):
+        schedule = dataclasses.replace(build(name, stages, m, chunks, overlap), masked=masked)
+        for compressed in (frozenset(), schedule.epilogue(), schedule.gradient_messages()):
+            buffers = assign(schedule, compressed)
+            emulated = buffers.emulated()
+            replay(schedule, emulated)
+            due = {field: set() for field in LEAVING}
+            for row, kind in enumerate(buffers.kinds):
+                due["message_leaves"] |= {(row, sender) for sender, _ in kind.receive_compressed}
+                due["output_leaves"] |= {(row, sender) for sender, _ in kind.send}
+            for field, expected in due.items():
+                column = emulated.table[..., emulated.columns.index(field)]
+                assert set(map(tuple, np.argwhere(column).tolist())) == expected
+            assert compiled_rows(emulated) <= compiled_rows(buffers)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_emulated_rows_of_eager_1f1b_are_of_four_kinds_at_most(stages):
+    """They are rows of F, of F and B, of B, and the last one; on a real mesh their number grows with the stages."""
+    schedule = dataclasses.replace(build("eager_1f1b", stages, 2 * stages, 1, False), masked=True)
+    for compressed in (frozenset(), schedule.epilogue(), schedule.gradient_messages()):
+        buffers = assign(schedule, compressed)
+        assert compiled_rows(buffers.emulated()) <= 4 < 3 * stages - 1 <= compiled_rows(buffers)
+
+
+def test_emulated_rows_that_forget_an_end_are_refused():
+    schedule = dataclasses.replace(build("eager_1f1b", 4, 8, 1, False), masked=True)
+    emulated = assign(schedule).emulated()
+    for field in ("first", "head", "first_backward"):
+        rows = [row for row, kind in enumerate(emulated.kinds) if getattr(kind, field)]
+        assert rows
+        assert any(refuses(replay, schedule, with_kind(emulated, row, **{field: False})) for row in rows)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", (*SIMPLE, "zb_h1"))
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
     """With overlap rows of 1f1b repeat after P micro-batches, in 2P-1 rows."""
     tables = [assign(build(name, stages, n * stages, 1, overlap)) for n in (8, 16, 32)]
-    compiled = [sum(period for _, period, _ in table.runs()) for table in tables]
+    compiled = [compiled_rows(table) for table in tables]
     assert compiled[0] == compiled[1] == compiled[2] <= (7 if overlap or name == "zb_h1" else 4) * stages
 
 
@@ -274,7 +315,7 @@ def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
 def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks, overlap):
     tables = {m: assign(build("interleaved_1f1b", stages, m, chunks, overlap)) for m in (32, 64)}
-    compiled = {m: sum(period for _, period, _ in table.runs()) for m, table in tables.items()}
+    compiled = {m: compiled_rows(table) for m, table in tables.items()}
     assert compiled[32] == compiled[64]
 
 

@@ -168,8 +168,9 @@ def test_without_error_feedback_an_error_is_what_was_lost():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_bytes_are_those_that_formulas_say(fused):
-    """The middle one of three stages has no embedding, and the first one compresses over data."""
+    """The middle one of three stages has no embedding, the first one compresses over data; error feedback is free."""
     compress = {"backward": "all", "embedding": "fused" if fused else "unfused", "data": "0" if fused else "none"}
+    compress["error"] = "lazy" if fused else "none"
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
     found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
     pipe, ranks, m, h, r = 3, 2, 2, 16, 2
@@ -225,7 +226,7 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
     # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
-    monkeypatch.setattr(probe, "wire_bytes", lambda trainer: dict.fromkeys(probe.BYTES, trainer.record + 7))
+    monkeypatch.setattr(probe, "wire_bytes", lambda trainer, _: dict.fromkeys(probe.BYTES, trainer.record + 7))
     config, outcomes = finished(home, tmp_path / "one")
     finished(home, tmp_path / "two")
     names = {"study.csv", "losses.csv", "errors.csv", "spectra.csv"}
