@@ -62,7 +62,7 @@ def on_dense(step: Step) -> Step:
 
     def run(state: TrainState, batch: jax.Array) -> tuple[TrainState, dict[str, Any]]:
         data = state.codec["data"]
-        state, values = step(state.replace(codec=state.codec | {"data": ()}), batch)
-        return state.replace(codec=state.codec | {"data": data}), values
+        state, values = step(dataclasses.replace(state, codec=state.codec | {"data": ()}), batch)
+        return dataclasses.replace(state, codec=state.codec | {"data": data}), values
 
     return run

@@ -128,13 +128,13 @@ class Study:
             self._evaluate = pool.submit(self._compile_evaluation)
             # Bytes last: their short jobs fill what the last runs leave of the workers.
             trained = [pool.submit(self._train, variant) for variant in self.variants]
-            counted = [pool.submit(self._count, variant) for variant in self.variants if self._counted]
+            counted = {variant.name: pool.submit(self._count, variant) for variant in self.variants if self._counted}
             try:
                 outcomes = [outcome for group in trained for outcome in group.result()]
-                sent = {variant.name: one.result() for variant, one in zip(self.variants, counted)}
-            finally:
-                for job in (*trained, *counted):
-                    job.cancel()
+                sent = {name: group.result() for name, group in counted.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # else the rest is run before the error is seen
+                raise
         return [dataclasses.replace(outcome, bytes=sent.get(outcome.name, {})) for outcome in outcomes]
 
     def _compile_evaluation(self) -> jax.stages.Compiled:
