@@ -45,7 +45,7 @@ CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion,cse_b
 
 # A step that one CPU emulates for a whole mesh takes as long to compile as dozens of steps take to run. LLVM's first
 # level compiles it in two thirds of the time, and it runs as quickly; without optimization it does not.
-CPU_EMULATED = CPU_OPTIONS | {"xla_backend_optimization_level": 1}
+CPU_EMULATED = {"xla_backend_optimization_level": 1}
 
 _GRAPHS = "xla_gpu_enable_command_buffer"
 
@@ -61,10 +61,8 @@ def of(config: Config, platform: str, masked: bool, compressed: bool, virtual: b
         virtual: whether one device emulates the mesh.
     """
     mesh = config.mesh
-    if platform != "gpu" and virtual:
-        return CPU_EMULATED
     if platform != "gpu":
-        return CPU_OPTIONS if mesh.pipe > 1 else {}
+        return (CPU_OPTIONS if mesh.pipe > 1 else {}) | (CPU_EMULATED if virtual else {})
     estimate = GPU_ESTIMATE if compressed or (masked and not mesh.sequence_parallel) else {}
     # What the user's XLA_FLAGS say about graphs stands. With tensor parallelism all loops but W's have collectives.
     graphs = mesh.tensor == 1 or config.pipeline.spec.splits

@@ -11,7 +11,7 @@ A stage that is idle in a row does one of two things:
                         conditional that returned rings or gradient accumulators would copy them whole.
 
 Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something. On a virtual
-mesh rows with the same ops are of equal kind (`Buffers.emulated`).
+mesh rows are of one kind or two (`Buffers.emulated`), and skip the ops that no stage has.
 
 The named scopes are the parts of paxtrain.profiling.breakdown, and others that docs/profiling.md lists. They change no
 program.
@@ -32,7 +32,7 @@ from paxtrain.pipeline.collectives import permute
 from paxtrain.pipeline.messages import among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
-from paxtrain.pipeline.rings import always, behind, only_if, read, write
+from paxtrain.pipeline.rings import behind, only_if, read, write
 from paxtrain.pipeline.stage import Stage
 from paxtrain.schedule.buffers import Buffers, RowKind
 from paxtrain.schedule.table import ALONG, BETWEEN, Pair
@@ -102,6 +102,9 @@ class Rows:
         """
         mine = cells[self.stage.index]
         cell = {name: mine[i] for i, name in enumerate(self.buffers.columns)}
+        if self.buffers.joined:
+            for op in ("forward", "backward"):
+                cell[f"{op}_runs"] = cells[:, self.buffers.columns.index(f"{op}_valid")].any()
         if self.buffers.travel == BETWEEN:
             carry = self._row_behind_messages(carry, cell, kind)
         elif self.buffers.travel == ALONG:
@@ -200,7 +203,10 @@ class Rows:
         received = mail.plain
         if kind.receive_compressed:
             arrived = self._decode("backward", mail.wire)
-            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            if self.buffers.joined:
+                receives = cell["message_comes"] == 1
+            else:
+                receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
             received = arrived if received is None else jnp.where(receives, arrived, received)
         if self.buffers.gradient_depth and received is not None:
             carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
@@ -261,7 +267,7 @@ class Rows:
             return stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
 
         with jax.named_scope(f"chunk_{chunk}"):
-            output, residuals = self._busy(kind)(active, body, (carry.output, carry.residuals))
+            output, residuals = self._run("forward", cell, kind, active, body, (carry.output, carry.residuals))
         carry = carry._replace(output=output, residuals=residuals)
         if kind.head and chunk == self.program.chunks - 1:
             carry = self._head(carry, cell, active & self.last)
@@ -310,7 +316,7 @@ class Rows:
         changed = "residuals" if splits else "scratch"
         with jax.named_scope(f"chunk_{chunk}"):
             part = (carry.gradient_out, carry.grads, getattr(carry, changed), carry.reduced)
-            out, grads, rest, reduced = self._busy(kind)(active, body, part)
+            out, grads, rest, reduced = self._run("backward", cell, kind, active, body, part)
         carry = carry._replace(**{"gradient_out": out, "grads": grads, changed: rest, "reduced": reduced})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
@@ -334,9 +340,23 @@ class Rows:
         grads, ring = lax.optimization_barrier((grads, ring))
         return carry._replace(grads=grads, residuals=ring, reduced=reduced)
 
-    def _busy(self, kind: RowKind) -> Callable[[jax.Array, Callable[[Any], Any], Any], Any]:
-        """Return how F and B run if only some stages have one: `always` or `only_if`."""
-        return always if self.masked and not kind.tail else only_if
+    def _run(
+        self, op: str, cell: Cell, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any
+    ) -> Any:
+        """Return body(part), for F or B on this stage or also on idle ones.
+
+        Args:
+            op: "forward" or "backward".
+            cell: this stage's columns.
+            kind: what happens in the row.
+            active: whether this stage has the op in the row, bool [].
+            body: the op.
+            part: what it changes of the carry.
+        """
+        if not self.masked or kind.tail:
+            return only_if(active, body, part)
+        # Under vmap a loop that some stages skip selects from its whole carry. One that all stages skip does not.
+        return only_if(cell[f"{op}_runs"], body, part) if self.buffers.joined else body(part)
 
     def _close(self, kind: RowKind, states: Any) -> Close | None:
         """Return what an op does with the layers' gradients: nothing except in a last row that reduces them."""
@@ -359,8 +379,7 @@ class Rows:
         states, codec = carry.links, getattr(self.links, direction)
         slot = (cell[f"{name}_chunk"] if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
-        leaves = cell.get(f"{name}_leaves")  # None except in emulated rows, whose pairs may be those of other rows
-        leaves = None if leaves is None else leaves == 1
+        leaves = cell[f"{name}_leaves"] == 1 if self.buffers.joined else None
         with jax.named_scope(f"send_{direction}"):
             wire, state = send(codec, state, message, self.program.pipe, self.stage.index, pairs, leaves)
         return carry._replace(links=states | {direction: write(states[direction], slot, state)}), wire

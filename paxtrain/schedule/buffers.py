@@ -8,7 +8,7 @@ used. A slot is an index into a ring. The ring's last index, `depth`, is a scrap
 import dataclasses
 import heapq
 from collections.abc import Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,11 +46,6 @@ class RowKind:
     tail: bool
     closing: tuple[int, ...]
 
-    def ops(self) -> "RowKind":
-        """Return the kind without its messages and without what only the first and the last stage do."""
-        silent = dataclasses.replace(self, receive=(), receive_compressed=(), send=())
-        return dataclasses.replace(silent, first=False, head=False, first_backward=False)
-
 
 COLUMNS = (
     "forward",  # micro-batch of F, 0 where idle
@@ -73,8 +68,12 @@ COLUMNS = (
     "weights_slot",  # of the residual ring, read by W
 )
 
-# Further columns of emulated rows: whether a stage's compressed gradient, or its activation, leaves in the row.
-LEAVING = ("message_leaves", "output_leaves")
+# Further columns of joined rows, which tell a row's own messages from those of others.
+OWN = (
+    "message_leaves",  # the stage sends a compressed gradient
+    "message_comes",  # the gradient that comes is compressed
+    "output_leaves",  # the stage sends an activation
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,14 +81,14 @@ class Buffers:
     """A schedule with slots assigned.
 
     Attributes:
-        table: int32 [rows, stages, len(columns)].
+        table: int32 [rows, stages, len(COLUMNS)], with OWN behind them if rows are joined.
         kinds: one per row.
         residual_depth: slots of the ring of residuals, without the scrap slot.
         activation_depth: slots of the ring of activations, without the scrap slot; 0 if each activation is used the
             moment it can be, so that one buffer is enough.
         gradient_depth: the same for gradients.
         travel: when messages travel, see `paxtrain.schedule.table`.
-        columns: names of the table's columns: COLUMNS, in emulated rows with LEAVING.
+        joined: whether a row's kind has the ops and messages of other rows besides its own, as in `emulated`.
     """
 
     table: np.ndarray
@@ -98,27 +97,36 @@ class Buffers:
     activation_depth: int
     gradient_depth: int
     travel: str
-    columns: tuple[str, ...] = COLUMNS
+    joined: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the table's columns."""
+        return COLUMNS + OWN if self.joined else COLUMNS
 
     def emulated(self) -> "Buffers":
-        """Return the rows for one device that emulates all stages: those with the same ops are of one kind.
+        """Return the rows for one device that emulates all stages: they are of one kind, or of two.
 
-        Nothing crosses a link there, so a row may carry the messages of others besides its own. A message that is not
-        due arrives where idle stages write, and no op reads it. The columns LEAVING tell codecs, which keep states,
-        what is due. A step compiles sooner, because its rows are then turns of a few loops.
+        Nothing crosses a link there, and a stage that is done early gains nothing. So a row may have the ops and the
+        messages of others besides its own, and a step is turns of one loop, which compiles sooner. Ops that no stage
+        has in a row are skipped. A message that is not due arrives where idle stages write, and no op reads it. OWN
+        tells codecs, which keep states, what is due. Rows whose gradients travel compressed are apart from those whose
+        gradients travel as they are, which need no codec; a row without gradients goes on as the one before.
         """
-        leaves = np.zeros((*self.table.shape[:2], len(LEAVING)), self.table.dtype)
-        alike: dict[RowKind, list[RowKind]] = {}
+        own = np.zeros((*self.table.shape[:2], len(OWN)), self.table.dtype)
+        alike: dict[bool, set[RowKind]] = {True: set(), False: set()}
+        compressed, through_codec = [], not any(kind.receive for kind in self.kinds)
         for row, kind in enumerate(self.kinds):
-            for column, pairs in enumerate((kind.receive_compressed, kind.send)):
-                leaves[row, [sender for sender, _ in pairs], column] = 1
-            alike.setdefault(kind.ops(), []).append(kind)
-        return dataclasses.replace(
-            self,
-            table=np.concatenate([self.table, leaves], axis=-1),
-            kinds=[_joined(kind, alike[kind.ops()]) for kind in self.kinds],
-            columns=(*self.columns, *LEAVING),
-        )
+            senders, receivers = zip(*kind.receive_compressed) if kind.receive_compressed else ((), ())
+            for column, stages in enumerate((senders, receivers, [sender for sender, _ in kind.send])):
+                own[row, list(stages), column] = 1
+            if kind.receive or kind.receive_compressed:
+                through_codec = bool(kind.receive_compressed)
+            compressed.append(through_codec)
+            alike[through_codec].add(kind)
+        joined = {key: _joined(kinds) for key, kinds in alike.items()}
+        table = np.concatenate([self.table, own], axis=-1)
+        return dataclasses.replace(self, table=table, kinds=[joined[key] for key in compressed], joined=True)
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return the rows as (start, period, repeats): `repeats` times `period` rows of the same kinds."""
@@ -136,20 +144,16 @@ class Buffers:
         return runs
 
 
-def _joined(kind: RowKind, alike: list[RowKind]) -> RowKind:
-    """Return a kind with the messages of all that have its ops.
+def _joined(kinds: Set[RowKind]) -> RowKind:
+    """Return the kind of a row that has the ops and messages of all kinds, and in which no stage ends."""
 
-    If some of their gradients travel compressed and others as they are, each row keeps its own: a receiver has to know
-    which of the two has come.
-    """
+    def every(name: str) -> tuple[Any, ...]:
+        return tuple(sorted({one for kind in kinds for one in getattr(kind, name)}))
 
-    def pairs(name: str) -> tuple[Pair, ...]:
-        return tuple(sorted({pair for other in alike for pair in getattr(other, name)}))
-
-    plain, compressed = pairs("receive"), pairs("receive_compressed")
-    gradients = {} if plain and compressed else {"receive": plain, "receive_compressed": compressed}
-    ends = {name: any(getattr(other, name) for other in alike) for name in ("first", "head", "first_backward")}
-    return dataclasses.replace(kind, send=pairs("send"), **gradients, **ends)
+    lists = ("receive", "receive_compressed", "forward", "send", "backward", "weights")
+    ends = ("first", "head", "first_backward")
+    found = {name: every(name) for name in lists} | {name: any(getattr(kind, name) for kind in kinds) for name in ends}
+    return RowKind(**found, tail=False, closing=())
 
 
 def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple[dict[int, int], int]:

@@ -53,8 +53,9 @@ def at_ranks(trainer: Trainer, ranks: Ranks) -> Trainer:
     """
     if any(ranks):
         return dataclasses.replace(trainer, stage_ranks=ranks)
-    compress = dataclasses.replace(trainer.config.compress, data="none", data_codec="", data_options=CodecOptions())
-    return dataclasses.replace(trainer, config=dataclasses.replace(trainer.config, compress=compress), stage_ranks=None)
+    off = {"data": "none", "data_codec": "", "data_options": CodecOptions(), "data_inside": 1}
+    config = dataclasses.replace(trainer.config, compress=dataclasses.replace(trainer.config.compress, **off))
+    return dataclasses.replace(trainer, config=config, stage_ranks=None)
 
 
 def on_dense(step: Step) -> Step:

@@ -53,6 +53,9 @@ def test_variants_that_begin_alike_share_their_dense_step():
     assert len(set(dense.values())) == len(found) - 1
     assert {name for name in found if any(found[name].ranks)} == {"cb_fe_sc", "everything"}
     assert programs.at_ranks(found["cb_fe_sc"], (2, 0)) != dense["cb_fe_sc"]
+    # Groups of data ranks, which are of compression over data, are not of a step without it.
+    groups = trainers(configuration(mesh={"data": 4}, batch={"global_batch": 24}, compress={"data_inside": 2}))
+    assert programs.at_ranks(groups["cb_fe_sc"], (0, 0)) == programs.at_ranks(groups["cb_fe"], (0, 0))
 
 
 def test_a_shared_dense_step_is_that_of_the_run_and_leaves_its_state_over_data():
