@@ -340,9 +340,7 @@ class Rows:
         grads, ring = lax.optimization_barrier((grads, ring))
         return carry._replace(grads=grads, residuals=ring, reduced=reduced)
 
-    def _run(
-        self, op: str, cell: Cell, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any
-    ) -> Any:
+    def _run(self, op: str, cell: Cell, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any) -> Any:
         """Return body(part), for F or B on this stage or also on idle ones.
 
         Args:
