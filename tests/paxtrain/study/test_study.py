@@ -17,6 +17,7 @@ from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.parallel.compiler_options import CPU_OPTIONS
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
@@ -27,8 +28,8 @@ from tests import mains
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
-
-QUICK = {"xla_backend_optimization_level": 0}
+# The options of a step, without LLVM's optimizations.
+QUICK = CPU_OPTIONS | {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
