@@ -53,7 +53,7 @@ def at_ranks(trainer: Trainer, ranks: Ranks) -> Trainer:
     """
     if any(ranks):
         return dataclasses.replace(trainer, stage_ranks=ranks)
-    off = {"data": "none", "data_codec": "", "data_options": CodecOptions(), "data_inside": 1}
+    off: dict[str, Any] = {"data": "none", "data_codec": "", "data_options": CodecOptions(), "data_inside": 1}
     config = dataclasses.replace(trainer.config, compress=dataclasses.replace(trainer.config.compress, **off))
     return dataclasses.replace(trainer, config=config, stage_ranks=None)
 
