@@ -80,7 +80,8 @@ def test_losses_are_against_dense_of_the_same_seed(tmp_path):
 def test_codecs_are_trained_and_cost_what_they_should(home, tmp_path, monkeypatch):
     """Low rank costs more than eight bits, and the codec that changes nothing costs nothing.
 
-    Its emulated program is another one than that of dense training, and may add the same numbers in another order.
+    Its losses are those of dense training to the bit, except with the older fusions that conftest.py has jax 0.10 use:
+    with them XLA rounds the last bit of some losses in another way.
     """
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     own = configuration(home, batch={"global_batch": 8})
