@@ -54,10 +54,11 @@ class Recorder(Codec):
             active: whether the message is sent, bool [].
         """
         wire, inner = self.codec.encode(state.inner, x, active)
-        slot = state.seen % self.capacity
+        here = active & (jnp.arange(self.capacity) == state.seen % self.capacity)
 
         def write(ring: jax.Array, value: jax.Array) -> jax.Array:
-            return ring.at[slot].set(jnp.where(active, value, ring[slot]))
+            # Slots differ between devices. On an emulated mesh an update would be a scatter, which copies the ring.
+            return jnp.where(here.reshape(-1, *[1] * value.ndim), value, ring)
 
         return wire, Record(
             inner,

@@ -155,7 +155,7 @@ class Trainer:
         """Buffer slots of the schedule, validated in a fraction of a second, before anything is compiled."""
         found = buffers.assign(self.schedule, self.compression.gradients(self.schedule))
         validate(self.schedule, found)
-        return found
+        return found.emulated() if self.virtual else found
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -471,13 +471,14 @@ class Trainer:
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options for the training step on this mesh's platform."""
         between = self.compression.between_stages
-        return compiler_options.of(self.config, self.platform, self.schedule.masked, between)
+        return compiler_options.of(self.config, self.platform, self.schedule.masked, between, self.virtual)
 
     def _local_loss(self, params: Params, tokens: jax.Array) -> jax.Array:
         stage = self.stage(params, tokens, None, exact=True)
         table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
         table = dataclasses.replace(table, masked=self._masked(table.masked))
-        return self._sum_loss(executor.loss_only(stage, buffers.assign(table), table.masked))
+        found = buffers.assign(table)
+        return self._sum_loss(executor.loss_only(stage, found.emulated() if self.virtual else found, table.masked))
 
     @functools.cached_property
     def evaluate(self) -> jax.stages.Wrapped:

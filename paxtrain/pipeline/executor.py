@@ -10,7 +10,8 @@ A stage that is idle in a row does one of two things:
     others              It skips, by rings.only_if, a loop of zero or one trips. The loop updates its carry in place; a
                         conditional that returned rings or gradient accumulators would copy them whole.
 
-Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something.
+Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something. On a virtual
+mesh rows are of one kind or two (`Buffers.emulated`), and skip the ops that no stage has.
 
 The named scopes are the parts of paxtrain.profiling.breakdown, and others that docs/profiling.md lists. They change no
 program.
@@ -31,9 +32,9 @@ from paxtrain.pipeline.collectives import permute
 from paxtrain.pipeline.messages import among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
-from paxtrain.pipeline.rings import always, behind, only_if, read, write
+from paxtrain.pipeline.rings import behind, only_if, read, write
 from paxtrain.pipeline.stage import Stage
-from paxtrain.schedule.buffers import COLUMNS, Buffers, RowKind
+from paxtrain.schedule.buffers import Buffers, RowKind
 from paxtrain.schedule.table import ALONG, BETWEEN, Pair
 
 
@@ -100,7 +101,10 @@ class Rows:
             kind: what happens in the row.
         """
         mine = cells[self.stage.index]
-        cell = {name: mine[i] for i, name in enumerate(COLUMNS)}
+        cell = {name: mine[i] for i, name in enumerate(self.buffers.columns)}
+        if self.buffers.joined:
+            for op in ("forward", "backward"):
+                cell[f"{op}_runs"] = cells[:, self.buffers.columns.index(f"{op}_valid")].any()
         if self.buffers.travel == BETWEEN:
             carry = self._row_behind_messages(carry, cell, kind)
         elif self.buffers.travel == ALONG:
@@ -125,7 +129,7 @@ class Rows:
     def _compressed_row(self, carry: Carry, cell: Cell, kind: RowKind) -> Carry:
         """Run a row of a masked schedule in which some gradients travel compressed: they are decoded behind F."""
         plain = self._gradients_travel(carry, kind)
-        carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], kind.receive_compressed)
+        carry, wire = self._send("backward", carry, cell, kind.receive_compressed)
         carry = self._run_forward(carry, cell, kind)
         # Behind F, so that the transfer lies under it: a message that small XLA would wait for at once.
         wire, output = lax.optimization_barrier((wire, carry.output))
@@ -191,7 +195,7 @@ class Rows:
             return carry, None
         plain = self._gradients_travel(carry, kind)
         if pairs:
-            carry, wire = self._send("backward", carry, carry.gradient_out, cell["message_chunk"], pairs)
+            carry, wire = self._send("backward", carry, cell, pairs)
         return carry, Mail(plain, wire)
 
     def _gradients_arrive(self, carry: Carry, cell: Cell, kind: RowKind, mail: Mail) -> tuple[Carry, Any]:
@@ -199,7 +203,10 @@ class Rows:
         received = mail.plain
         if kind.receive_compressed:
             arrived = self._decode("backward", mail.wire)
-            receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+            if self.buffers.joined:
+                receives = cell["message_comes"] == 1
+            else:
+                receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
             received = arrived if received is None else jnp.where(receives, arrived, received)
         if self.buffers.gradient_depth and received is not None:
             carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
@@ -221,7 +228,7 @@ class Rows:
     def _activations_leave(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Any]:
         if not kind.send:
             return carry, None
-        return self._send("forward", carry, carry.output, cell["output_chunk"], kind.send)
+        return self._send("forward", carry, cell, kind.send)
 
     def _activations_arrive(self, carry: Carry, wire: Any, cell: Cell, kind: RowKind) -> Carry:
         if not kind.send:
@@ -260,7 +267,7 @@ class Rows:
             return stage.forward(chunk, cell["forward"], x, residuals, (cell["forward_slot"],))
 
         with jax.named_scope(f"chunk_{chunk}"):
-            output, residuals = self._busy(kind)(active, body, (carry.output, carry.residuals))
+            output, residuals = self._run("forward", cell, kind, active, body, (carry.output, carry.residuals))
         carry = carry._replace(output=output, residuals=residuals)
         if kind.head and chunk == self.program.chunks - 1:
             carry = self._head(carry, cell, active & self.last)
@@ -309,7 +316,7 @@ class Rows:
         changed = "residuals" if splits else "scratch"
         with jax.named_scope(f"chunk_{chunk}"):
             part = (carry.gradient_out, carry.grads, getattr(carry, changed), carry.reduced)
-            out, grads, rest, reduced = self._busy(kind)(active, body, part)
+            out, grads, rest, reduced = self._run("backward", cell, kind, active, body, part)
         carry = carry._replace(**{"gradient_out": out, "grads": grads, changed: rest, "reduced": reduced})
         if not self.masked or self.program.scan_layers:
             # Says that the next F writes the ring after this B's loop has read it; without that XLA copies the ring.
@@ -333,9 +340,21 @@ class Rows:
         grads, ring = lax.optimization_barrier((grads, ring))
         return carry._replace(grads=grads, residuals=ring, reduced=reduced)
 
-    def _busy(self, kind: RowKind) -> Callable[[jax.Array, Callable[[Any], Any], Any], Any]:
-        """Return how F and B run if only some stages have one: `always` or `only_if`."""
-        return always if self.masked and not kind.tail else only_if
+    def _run(self, op: str, cell: Cell, kind: RowKind, active: jax.Array, body: Callable[[Any], Any], part: Any) -> Any:
+        """Return body(part), for F or B on this stage or also on idle ones.
+
+        Args:
+            op: "forward" or "backward".
+            cell: this stage's columns.
+            kind: what happens in the row.
+            active: whether this stage has the op in the row, bool [].
+            body: the op.
+            part: what it changes of the carry.
+        """
+        if not self.masked or kind.tail:
+            return only_if(active, body, part)
+        # Under vmap a loop that some stages skip selects from its whole carry. One that all stages skip does not.
+        return only_if(cell[f"{op}_runs"], body, part) if self.buffers.joined else body(part)
 
     def _close(self, kind: RowKind, states: Any) -> Close | None:
         """Return what an op does with the layers' gradients: nothing except in a last row that reduces them."""
@@ -352,17 +371,15 @@ class Rows:
         assert self.reduction
         return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads))
 
-    def _send(
-        self, direction: str, carry: Carry, message: jax.Array, chunk: jax.Array, pairs: tuple[Pair, ...]
-    ) -> tuple[Carry, Any]:
+    def _send(self, direction: str, carry: Carry, cell: Cell, pairs: tuple[Pair, ...]) -> tuple[Carry, Any]:
         """Send a message through a direction's codec, whose states are per chunk; return also the wire that arrives."""
-        states = carry.links
-        slot = (chunk if self.program.chunks > 1 else 0,)
+        name, message = {"backward": ("message", carry.gradient_out), "forward": ("output", carry.output)}[direction]
+        states, codec = carry.links, getattr(self.links, direction)
+        slot = (cell[f"{name}_chunk"] if self.program.chunks > 1 else 0,)
         state = read(states[direction], slot)
+        leaves = cell[f"{name}_leaves"] == 1 if self.buffers.joined else None
         with jax.named_scope(f"send_{direction}"):
-            wire, state = send(
-                getattr(self.links, direction), state, message, self.program.pipe, self.stage.index, pairs
-            )
+            wire, state = send(codec, state, message, self.program.pipe, self.stage.index, pairs, leaves)
         return carry._replace(links=states | {direction: write(states[direction], slot, state)}), wire
 
     @jax.named_scope("compression")

@@ -73,7 +73,13 @@ class StageCrossing:
 
 
 def send(
-    codec: Codec, state: Any, x: jax.Array, axis: str, index: jax.Array, pairs: tuple[Pair, ...]
+    codec: Codec,
+    state: Any,
+    x: jax.Array,
+    axis: str,
+    index: jax.Array,
+    pairs: tuple[Pair, ...],
+    leaves: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Encode a message and send it over the links of `pairs`.
 
@@ -84,11 +90,15 @@ def send(
         axis: name of the pipe axis.
         index: this stage's position on the pipe axis, int [].
         pairs: (sender, receiver) stages.
+        leaves: whether this stage sends, bool [], if not all senders of `pairs` do; None: they do.
 
     Returns:
         The wire that arrives at this stage, still encoded, and the codec's next state, changed at senders only. The
         wire of a stage that receives nothing is meaningless.
     """
     with jax.named_scope("compression"), jax.named_scope("encode"):
-        wire, state = codec.encode(state, x, among(index, tuple(sender for sender, _ in pairs)))
+        active = among(index, tuple(sender for sender, _ in pairs)) if leaves is None else leaves
+        wire, state = codec.encode(state, x, active)
+        if leaves is not None:  # what a codec returns for a message that is not sent may be no number
+            wire = jax.tree.map(lambda part: jnp.where(leaves, part, jnp.zeros_like(part)), wire)
     return codec.exchange(wire, StageCrossing(axis, index, pairs)), state

@@ -99,7 +99,7 @@ def only_if(condition: jax.Array, body: Callable[[T], T], carry: T) -> T:
 
 
 def always(condition: jax.Array, body: Callable[[T], T], carry: T) -> T:
-    """Return body(carry) whatever the condition is, for rows in which idle stages compute on scrap.
+    """Return body(carry) whatever the condition is, in place of `only_if` where all stages run the body.
 
     Args:
         condition: not used; see `only_if`.

@@ -8,7 +8,7 @@ used. A slot is an index into a ring. The ring's last index, `depth`, is a scrap
 import dataclasses
 import heapq
 from collections.abc import Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,19 +68,27 @@ COLUMNS = (
     "weights_slot",  # of the residual ring, read by W
 )
 
+# Further columns of joined rows, which tell a row's own messages from those of others.
+OWN = (
+    "message_leaves",  # the stage sends a compressed gradient
+    "message_comes",  # the gradient that comes is compressed
+    "output_leaves",  # the stage sends an activation
+)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffers:
     """A schedule with slots assigned.
 
     Attributes:
-        table: int32 [rows, stages, len(COLUMNS)].
+        table: int32 [rows, stages, len(COLUMNS)], with OWN behind them if rows are joined.
         kinds: one per row.
         residual_depth: slots of the ring of residuals, without the scrap slot.
         activation_depth: slots of the ring of activations, without the scrap slot; 0 if each activation is used the
             moment it can be, so that one buffer is enough.
         gradient_depth: the same for gradients.
         travel: when messages travel, see `paxtrain.schedule.table`.
+        joined: whether a row's kind has the ops and messages of other rows besides its own, as in `emulated`.
     """
 
     table: np.ndarray
@@ -89,6 +97,36 @@ class Buffers:
     activation_depth: int
     gradient_depth: int
     travel: str
+    joined: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the table's columns."""
+        return COLUMNS + OWN if self.joined else COLUMNS
+
+    def emulated(self) -> "Buffers":
+        """Return the rows for one device that emulates all stages: they are of one kind, or of two.
+
+        Nothing crosses a link there, and a stage that is done early gains nothing. So a row may have the ops and the
+        messages of others besides its own, and a step is turns of one loop, which compiles sooner. Ops that no stage
+        has in a row are skipped. A message that is not due arrives where idle stages write, and no op reads it. OWN
+        tells codecs, which keep states, what is due. Rows whose gradients travel compressed are apart from those whose
+        gradients travel as they are, which need no codec; a row without gradients goes on as the one before.
+        """
+        own = np.zeros((*self.table.shape[:2], len(OWN)), self.table.dtype)
+        alike: dict[bool, set[RowKind]] = {True: set(), False: set()}
+        compressed, through_codec = [], not any(kind.receive for kind in self.kinds)
+        for row, kind in enumerate(self.kinds):
+            senders, receivers = zip(*kind.receive_compressed) if kind.receive_compressed else ((), ())
+            for column, stages in enumerate((senders, receivers, [sender for sender, _ in kind.send])):
+                own[row, list(stages), column] = 1
+            if kind.receive or kind.receive_compressed:
+                through_codec = bool(kind.receive_compressed)
+            compressed.append(through_codec)
+            alike[through_codec].add(kind)
+        joined = {key: _joined(kinds) for key, kinds in alike.items()}
+        table = np.concatenate([self.table, own], axis=-1)
+        return dataclasses.replace(self, table=table, kinds=[joined[key] for key in compressed], joined=True)
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return the rows as (start, period, repeats): `repeats` times `period` rows of the same kinds."""
@@ -104,6 +142,18 @@ class Buffers:
             runs.append((t, *best))
             t += best[0] * best[1]
         return runs
+
+
+def _joined(kinds: Set[RowKind]) -> RowKind:
+    """Return the kind of a row that has the ops and messages of all kinds, and in which no stage ends."""
+
+    def every(name: str) -> tuple[Any, ...]:
+        return tuple(sorted({one for kind in kinds for one in getattr(kind, name)}))
+
+    lists = ("receive", "receive_compressed", "forward", "send", "backward", "weights")
+    ends = ("first", "head", "first_backward")
+    found = {name: every(name) for name in lists} | {name: any(getattr(kind, name) for kind in kinds) for name in ends}
+    return RowKind(**found, tail=False, closing=())
 
 
 def _color(intervals: list[tuple[int, int, int]], reuse_same_row: bool) -> tuple[dict[int, int], int]:

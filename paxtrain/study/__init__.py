@@ -2,6 +2,7 @@
 
     variants.py             the configurations that are compared
     runs.py                 the training runs
+    programs.py             their compiled steps, shared by variants
     probe.py                measurements besides losses: bytes, errors of messages, spectra
     frontier.py             all codecs of the library, loss against bytes
     loss_probe.py           what codecs cost on a user's own model

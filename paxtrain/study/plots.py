@@ -3,11 +3,13 @@
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.transforms import Bbox
 
 from paxtrain.config import Config
 from paxtrain.run import plots
@@ -31,6 +33,13 @@ _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))
 _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22272e")
 _BAND = "#e9f2ea"
+# Sides of a point for its label, by preference: offset in points, horizontal and vertical alignment.
+_SIDES = (
+    ((0, 11), "center", "bottom"),
+    ((0, -11), "center", "top"),
+    ((-9, 0), "right", "center"),
+    ((9, 0), "left", "center"),
+)
 _TITLE = {"fontsize": 10, "loc": "left"}
 
 ResultsByName = dict[str, list[VariantResult]]
@@ -52,6 +61,11 @@ def _ordered(runs: ResultsByName) -> ResultsByName:
     return {name: runs[name] for name in [*(name for name in _COLORS if name in runs), *sweep]}
 
 
+def _points(runs: ResultsByName) -> dict[str, tuple[float, float]]:
+    """Return the MB on all links per step of each variant, and the percentage by which its loss exceeds dense."""
+    return {name: (group[0].total_bytes / 1e6, float(np.mean(differences(runs, name)))) for name, group in runs.items()}
+
+
 def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     """Draw the validation loss of each variant, relative to the dense one's, against its bytes.
 
@@ -59,13 +73,9 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     """
     axes.axhspan(-1, 1, color=_BAND, zorder=0)
     axes.axhline(0, color=_COLORS["dense"], linewidth=0.9)
-    points = {
-        name: (group[0].total_bytes / 1e6, float(np.mean(differences(runs, name)))) for name, group in runs.items()
-    }
+    points = _points(runs)
     sweep = [name for name in runs if name not in _COLORS]
-    line = sorted(points[name] for name in (*sweep, "cb"))
-    axes.plot(*zip(*line), color=_SWEEP, linewidth=1.3, zorder=1)
-    order = sorted(points, key=lambda name: points[name])
+    axes.plot(*zip(*_sweep(runs)), color=_SWEEP, linewidth=1.3, zorder=1)
     for name, group in runs.items():
         size, mean = points[name]
         found = differences(runs, name)
@@ -84,17 +94,6 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
             elinewidth=1.2,
             zorder=3,
         )
-        above = order.index(name) % 2 == 0
-        axes.annotate(
-            group[0].label,
-            points[name],
-            xytext=(-8, 0) if name in sweep else (0, 11 if above else -11),
-            textcoords="offset points",
-            ha="right" if name in sweep else "center",
-            va="center" if name in sweep else "bottom" if above else "top",
-            fontsize=8,
-            color="#5b7f9c" if name in sweep else _color(name),
-        )
     axes.margins(0.12)
     axes.set_yscale("symlog", linthresh=1, linscale=1.5)
     low, high = axes.get_ylim()
@@ -103,6 +102,39 @@ def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
     axes.set_xlabel("MB on all links per step")
     axes.set_ylabel("validation loss against dense")
     axes.yaxis.set_major_formatter(_signed)
+
+
+def _sweep(runs: ResultsByName) -> list[tuple[float, float]]:
+    """Return the points of CB at all ranks."""
+    return sorted(point for name, point in _points(runs).items() if name == "cb" or name not in _COLORS)
+
+
+def _label(axes: Axes, runs: ResultsByName) -> None:
+    """Write each variant's label beside its point, where it covers no point, label or line, if there is such a place.
+
+    Args:
+        axes: axes with the points, in a figure that has all of its parts.
+        runs: results by name.
+    """
+    assert isinstance(axes.figure, Figure)
+    axes.figure.draw_without_rendering()  # places the axes
+    points, line = _points(runs), axes.transData.transform(_sweep(runs))
+    along = np.linspace(0, len(line) - 1, 30 * len(line))
+    line = np.stack([np.interp(along, np.arange(len(line)), part) for part in line.T], axis=-1)
+    zero = axes.transData.transform((0, 0))[1]
+    taken = [Bbox([[axes.bbox.x0, zero - 1], [axes.bbox.x1, zero + 1]])]
+    for some, width in ((axes.transData.transform(list(points.values())), 5), (line, 1)):
+        taken += [Bbox([xy - width / 72 * axes.figure.dpi, xy + width / 72 * axes.figure.dpi]) for xy in some]
+    for name, point in sorted(points.items(), key=lambda item: -item[1][0]):
+        sides, color = (_SIDES, _color(name)) if name in _COLORS else (_SIDES[2:], "#5b7f9c")
+        for side in sides:
+            place: dict[str, Any] = dict(zip(("xytext", "ha", "va"), side), textcoords="offset points")
+            text = axes.annotate(runs[name][0].label, point, fontsize=8, color=color, **place)
+            box = text.get_window_extent()
+            if side == sides[-1] or not any(map(box.overlaps, taken)):
+                break
+            text.remove()
+        taken.append(box)
 
 
 def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:
@@ -133,6 +165,7 @@ def _overview(runs: ResultsByName) -> Figure:
         plots.style(axes)
     _loss_against_bytes(left, runs)
     _bytes_by_kind(right, runs)
+    _label(left, runs)
     return figure
 
 

@@ -1,7 +1,6 @@
 """The measurements of a study besides losses: bytes on the wire, errors of messages, spectra of gradients."""
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from paxtrain.config import MeshConfig, ModelConfig
 from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import Trainer
+from paxtrain.study.programs import at_ranks
 from paxtrain.xla import hlo
 
 Row = dict[str, Any]  # a row of a CSV file: numbers and names by column
@@ -51,6 +51,13 @@ def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=4)
+def _executed(text: str) -> tuple[list[hlo.Collective], set[str]]:
+    """Return the collectives of a program, and the computations that all devices run."""
+    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
+    return hlo.collectives(text), certain
+
+
 def collectives(trainer: Trainer, text: str, stage: int) -> list[hlo.Collective]:
     """Return the collectives that a device of a stage runs: not those in loops that only other stages enter.
 
@@ -59,8 +66,8 @@ def collectives(trainer: Trainer, text: str, stage: int) -> list[hlo.Collective]
         text: text of its compiled step.
         stage: number of the stage.
     """
-    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
-    return [op for op in hlo.collectives(text) if op.computation in certain or _runs(trainer, stage, op.op_name)]
+    every, certain = _executed(text)
+    return [op for op in every if op.computation in certain or _runs(trainer, stage, op.op_name)]
 
 
 def _sent_by_one(ops: list[hlo.Collective], mesh: MeshConfig) -> collections.Counter[str]:
@@ -87,7 +94,7 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
     def stage(number: int) -> int:
         return number // mesh.tensor % mesh.pipe
 
-    for op in hlo.collectives(text):
+    for op in _executed(text)[0]:
         steps = {(stage(source), stage(target)) for source, target in op.pairs}
         # Only the swap of the tied embedding goes both ways at once.
         if steps == {(0, mesh.pipe - 1), (mesh.pipe - 1, 0)}:
@@ -98,7 +105,12 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
     return sent
 
 
-def wire_bytes(trainer: Trainer) -> dict[str, int]:
+def step_text(trainer: Trainer) -> str:
+    """Return the text of the compiled step, from which its collectives can be read."""
+    return trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch()).compile(_COMPILE).as_text()
+
+
+def wire_bytes(trainer: Trainer, text_of: Callable[[Trainer], str] = step_text) -> dict[str, int]:
     """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from compiled HLO.
 
     Bytes within tensor groups, which are inside hosts, do not count; those inside groups of data ranks
@@ -108,13 +120,13 @@ def wire_bytes(trainer: Trainer) -> dict[str, int]:
 
     Args:
         trainer: trainer on the real mesh, without virtual stages.
+        text_of: `step_text`, or a function that keeps what it has returned.
     """
     mesh, ranks = trainer.config.mesh, trainer.ranks
     total: collections.Counter[str] = collections.Counter()
     for rank in sorted(set(ranks)):
-        alike = dataclasses.replace(trainer, stage_ranks=(rank,) * mesh.pipe)
-        lowered = alike.step.lower(alike.abstract_state(), alike.abstract_batch())
-        text = lowered.compile(_COMPILE).as_text()
+        alike = at_ranks(trainer, (rank,) * mesh.pipe)
+        text = text_of(alike)
         for stage in (stage for stage, own in enumerate(ranks) if own == rank):
             for kind, sent in _sent_by_one(collectives(alike, text, stage), mesh).items():
                 total[kind] += round(sent * mesh.data * mesh.tensor)

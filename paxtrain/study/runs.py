@@ -21,6 +21,7 @@ from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
 from paxtrain.run import checkpoint
 from paxtrain.study import probe
+from paxtrain.study.programs import Step, at_ranks, on_dense, once
 from paxtrain.study.report import VariantResult
 from paxtrain.study.variants import Variant, variants
 
@@ -75,6 +76,7 @@ class Study:
         self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
+        self._compiled, self._text = once(Trainer.compile_step), once(probe.step_text)
         for variant in self.variants:
             self.trainer(variant).compression.check()
         checkpoint.ensure_writable(self.out)
@@ -85,12 +87,16 @@ class Study:
         return Trainer(variant.config, self.mesh, record=record, virtual=self.virtual)
 
     def real_trainer(self, variant: Variant) -> Trainer:
-        """Return the trainer of a variant on the real mesh of CPU devices; it is only compiled, to count bytes."""
+        """Return the trainer of a variant on the real mesh of CPU devices; it is only compiled, to count bytes.
+
+        Error feedback changes no message's size, so all variants count with it: those that differ in nothing else share
+        a program.
+        """
         c = variant.config
         c = dataclasses.replace(
             c,
             model=dataclasses.replace(c.model, attention="auto"),
-            compress=dataclasses.replace(c.compress, implementation="auto"),
+            compress=dataclasses.replace(c.compress, implementation="auto", error="lazy"),
         )
         return Trainer(c, make_mesh(c.mesh, devices=jax.devices("cpu")[: c.mesh.devices]))
 
@@ -111,9 +117,7 @@ class Study:
         c = self.config
         some = itertools.islice(self.batches("validation", c.run.seed), c.run.eval_batches)
         self._validation = list(some)
-        dense = self.trainer(self.variants[0])
         self._start = jax.jit(functools.partial(transformer.init, c.model))
-        self._evaluate = dense.evaluate.lower(dense.abstract_state().params, dense.abstract_batch()).compile()
         total = len(self.variants) * len(self.seeds) * c.run.steps
         with (
             tqdm(total=total, unit="step", dynamic_ncols=True, disable=None) as self._bar,
@@ -121,29 +125,53 @@ class Study:
         ):
             self._lock = threading.Lock()
             self._done: list[Variant] = []
-            return list(itertools.chain.from_iterable(pool.map(self._train, self.variants)))
+            self._evaluate = pool.submit(self._compile_evaluation)
+            # Bytes last: their short jobs fill what the last runs leave of the workers.
+            trained = [pool.submit(self._train, variant) for variant in self.variants]
+            counted = {variant.name: pool.submit(self._count, variant) for variant in self.variants if self._counted}
+            try:
+                outcomes = [outcome for group in trained for outcome in group.result()]
+                sent = {name: group.result() for name, group in counted.items()}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)  # else the rest is run before the error is seen
+                raise
+        return [dataclasses.replace(outcome, bytes=sent.get(outcome.name, {})) for outcome in outcomes]
+
+    def _compile_evaluation(self) -> jax.stages.Compiled:
+        """Compile the evaluation, which is that of dense training for all variants."""
+        dense = self.trainer(self.variants[0])
+        return dense.evaluate.lower(dense.abstract_state().params, dense.abstract_batch()).compile()
+
+    def _count(self, variant: Variant) -> dict[str, int]:
+        """Return the bytes of a variant on the wire."""
+        sent = probe.wire_bytes(self.real_trainer(variant), self._text)
+        self._say(f"{variant.label}: {sum(sent.values()) / 1e3:.0f} kB a step on all links")
+        return sent
+
+    def _step(self, trainer: Trainer, ranks: Ranks) -> Step:
+        """Return the compiled step of a variant with some ranks over data."""
+        step = self._compiled(at_ranks(trainer, ranks))
+        return step if any(ranks) else on_dense(step)
 
     def _validate(self, state: TrainState) -> float:
         """Return the mean validation loss."""
-        return sum(float(self._evaluate(state.params, batch)) for batch in self._validation) / len(self._validation)
+        evaluate = self._evaluate.result()
+        return sum(float(evaluate(state.params, batch)) for batch in self._validation) / len(self._validation)
 
     def _train(self, variant: Variant) -> list[VariantResult]:
         """Train a variant with every seed."""
         began = time.perf_counter()
         trainer = self.trainer(variant)
         ranks = StageRanks.of(variant.config, trainer.compression.stages)
-        steps: dict[Ranks, jax.stages.Compiled] = {}
-        for number in (1, self.config.run.steps):
-            if ranks.at(number) not in steps:
-                steps[ranks.at(number)] = dataclasses.replace(trainer, stage_ranks=ranks.at(number)).compile_step()
-        sent = probe.wire_bytes(self.real_trainer(variant)) if self._counted else {}
+        # Another variant may be compiling the dense step, so it comes last.
+        steps = {key: self._step(trainer, key) for key in map(ranks.at, (self.config.run.steps, 1))}
         self._say(f"{variant.label}: compiled in {time.perf_counter() - began:.0f} s")
         outcomes = []
         for seed in self.seeds:
             began = time.perf_counter()
             compress = variant.config.compress
             rank = compress.backward_rank if compress.low_rank("backward") else 0
-            outcome = VariantResult(variant.name, variant.label, seed, rank, sent)
+            outcome = VariantResult(variant.name, variant.label, seed, rank, {})
             state = trainer.from_params(self._start(jax.random.key(seed)))
             outcome.validation[0] = self._validate(state)
             # Dropout takes the configuration's seed in all runs.

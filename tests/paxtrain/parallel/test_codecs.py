@@ -92,6 +92,28 @@ def test_a_users_class_trains_on_both_axes_of_eight_devices():
     assert all(np.any(x) for x in sent)
 
 
+@dataclasses.dataclass(frozen=True)
+class NothingUnsent(compress.Identity):
+    """A codec that returns no number for a message that is not sent, as it may."""
+
+    def encode(self, state, x, active=True):
+        return jax.numpy.where(active, x, jax.numpy.nan), state
+
+
+def test_the_virtual_mesh_uses_no_message_that_is_not_sent():
+    """Its rows carry messages that are not due, to stages that compute on what they have."""
+    names = {f"{place}_codec": f"{__name__}:NothingUnsent" for place in ("backward", "forward")}
+    c = config((1, 4, 1), min_ratio=0.0, **names)
+    one = dataclasses.replace(c.mesh, pipe=1)
+    emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
+    params, tokens = jax.jit(emulated.layout.from_canonical)(canonical()), batch(emulated)
+    run = jax.jit(emulated.loss_and_gradients).lower(params, tokens).compile(FAST)
+    loss, grads, *_ = jax.device_get(run(params, tokens))
+    right_loss, _, right, _ = evaluated(config((1, 4, 1)))
+    assert loss == pytest.approx(right_loss, rel=1e-6)
+    assert_close(grads, right, 1e-5)
+
+
 def test_gradients_that_are_not_finite_leave_the_state_as_it_was():
     trained = trainer(config((2, 2, 1), **BOTH))
     good, tokens = trained.from_params(canonical()), batch(trained)

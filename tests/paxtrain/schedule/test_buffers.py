@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from paxtrain.schedule.buffers import COLUMNS, assign
+from paxtrain.schedule.buffers import COLUMNS, OWN, assign
 from paxtrain.schedule.proof import validate
-from paxtrain.schedule.schedules import build, forward_only
+from paxtrain.schedule.schedules import SPECS, build, forward_only
 from paxtrain.schedule.table import ALONG, BETWEEN, UNDER
 
 SIMPLE = ("eager_1f1b", "gpipe", "1f1b")
@@ -63,7 +63,8 @@ def replay(schedule, buffers):
     )
     output, gradient_out, done = [None] * stages, [None] * stages, collections.Counter()
     for row, kind in zip(buffers.table, buffers.kinds):
-        cells = [dict(zip(COLUMNS, map(int, cell))) for cell in row]
+        cells = [dict(zip(buffers.columns, map(int, cell))) for cell in row]
+        runs = {op: any(cell[f"{op}_valid"] for cell in cells) for op in ("forward", "backward")}
         received, arrived = [None] * stages, [None] * stages
         # The state that a codec keeps is the chunk's that made the message: a gradient that v takes was made by v+1.
         for sender, receiver in kind.receive + kind.receive_compressed:
@@ -93,7 +94,7 @@ def replay(schedule, buffers):
         for chunk, (s, cell) in itertools.product(kind.forward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["forward"]
             active = cell["forward_valid"] == 1 and cell["forward_chunk"] == chunk
-            if active or (masked and not kind.tail):
+            if active or (masked and runs["forward"] and not kind.tail):
                 x = inbox[s][cell["input_slot"] if buffers.activation_depth else 0]
                 if kind.first and virtual == 0:
                     x = ("x", 0, mb)
@@ -119,7 +120,7 @@ def replay(schedule, buffers):
         for chunk, (s, cell) in itertools.product(kind.backward, enumerate(cells)):
             virtual, mb = chunk * stages + s, cell["backward"]
             active = cell["backward_valid"] == 1 and cell["backward_chunk"] == chunk
-            if active or (masked and not kind.tail):
+            if active or (masked and runs["backward"] and not kind.tail):
                 if buffers.gradient_depth:
                     g = gradients[s][cell["gradient_slot"]]
                 else:
@@ -260,13 +261,56 @@ def test_runs_cover_all_rows_in_order_and_repeat_equal_kinds(name, stages, chunk
         assert unrolled == buffers.kinds
 
 
+def compiled_rows(buffers):
+    return sum(period for _, period, _ in buffers.runs())
+
+
+@shapes
+def test_emulated_rows_run_the_same_ops_on_the_same_values(name, stages, chunks, overlap):
+    """Every message is due when it was, and those that are not due reach no op: also if idle stages compute."""
+    for m, masked in itertools.product((1, 2, 5, 16), {False, SPECS[name].masked}):
+        schedule = dataclasses.replace(build(name, stages, m, chunks, overlap), masked=masked)
+        for compressed in (frozenset(), schedule.epilogue(), schedule.gradient_messages()):
+            buffers = assign(schedule, compressed)
+            emulated = buffers.emulated()
+            replay(schedule, emulated)
+            due = {field: set() for field in OWN}
+            for row, kind in enumerate(buffers.kinds):
+                for sender, receiver in kind.receive_compressed:
+                    due["message_leaves"].add((row, sender))
+                    due["message_comes"].add((row, receiver))
+                due["output_leaves"] |= {(row, sender) for sender, _ in kind.send}
+            for field, expected in due.items():
+                column = emulated.table[..., emulated.columns.index(field)]
+                assert set(map(tuple, np.argwhere(column).tolist())) == expected
+            assert len(set(emulated.kinds)) <= (1 if compressed in (frozenset(), schedule.gradient_messages()) else 2)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_a_step_that_is_emulated_is_one_loop(stages):
+    """If the epilogue is compressed, its rows are another one; on a real mesh their number grows with the stages."""
+    schedule = dataclasses.replace(build("eager_1f1b", stages, 2 * stages, 1, False), masked=True)
+    for compressed, loops in ((frozenset(), 1), (schedule.epilogue(), 2), (schedule.gradient_messages(), 1)):
+        buffers = assign(schedule, compressed)
+        assert compiled_rows(buffers.emulated()) == loops < 3 * stages - 1 <= compiled_rows(buffers)
+
+
+def test_emulated_rows_that_forget_an_end_are_refused():
+    schedule = dataclasses.replace(build("eager_1f1b", 4, 8, 1, False), masked=True)
+    emulated = assign(schedule).emulated()
+    for field in ("first", "head", "first_backward"):
+        rows = [row for row, kind in enumerate(emulated.kinds) if getattr(kind, field)]
+        assert rows
+        assert any(refuses(replay, schedule, with_kind(emulated, row, **{field: False})) for row in rows)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", (*SIMPLE, "zb_h1"))
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
     """With overlap rows of 1f1b repeat after P micro-batches, in 2P-1 rows."""
     tables = [assign(build(name, stages, n * stages, 1, overlap)) for n in (8, 16, 32)]
-    compiled = [sum(period for _, period, _ in table.runs()) for table in tables]
+    compiled = [compiled_rows(table) for table in tables]
     assert compiled[0] == compiled[1] == compiled[2] <= (7 if overlap or name == "zb_h1" else 4) * stages
 
 
@@ -274,7 +318,7 @@ def test_compiled_rows_do_not_grow_with_micro_batches(name, stages, overlap):
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
 def test_compiled_rows_do_not_grow_with_groups_of_interleaved_micro_batches(stages, chunks, overlap):
     tables = {m: assign(build("interleaved_1f1b", stages, m, chunks, overlap)) for m in (32, 64)}
-    compiled = {m: sum(period for _, period, _ in table.runs()) for m, table in tables.items()}
+    compiled = {m: compiled_rows(table) for m, table in tables.items()}
     assert compiled[32] == compiled[64]
 
 

@@ -17,6 +17,7 @@ from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.model.tensor_parallel import WHOLE
+from paxtrain.parallel.compiler_options import CPU_OPTIONS
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.study import __main__ as study
@@ -27,8 +28,8 @@ from tests import mains
 # ml_collections loads configuration files with it.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
-
-QUICK = {"xla_backend_optimization_level": 0}
+# The options of a step, without LLVM's optimizations.
+QUICK = CPU_OPTIONS | {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +169,9 @@ def test_without_error_feedback_an_error_is_what_was_lost():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_bytes_are_those_that_formulas_say(fused):
-    """The middle one of three stages has no embedding, and the first one compresses over data."""
+    """The middle one of three stages has no embedding, the first one compresses over data; error feedback is free."""
     compress = {"backward": "all", "embedding": "fused" if fused else "unfused", "data": "0" if fused else "none"}
+    compress["error"] = "lazy" if fused else "none"
     config = configuration(pipe=3, compress=compress, batch={"global_batch": 8})
     found = probe.wire_bytes(Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:6])))
     pipe, ranks, m, h, r = 3, 2, 2, 16, 2
@@ -225,7 +227,7 @@ def test_a_study_is_deterministic_and_trains_as_training_does(home, tmp_path, mo
     # The test is not about compilation, so each program is compiled once and without optimization.
     monkeypatch.setattr(Trainer, "compiler_options", QUICK)
     monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
-    monkeypatch.setattr(probe, "wire_bytes", lambda trainer: dict.fromkeys(probe.BYTES, trainer.record + 7))
+    monkeypatch.setattr(probe, "wire_bytes", lambda trainer, _: dict.fromkeys(probe.BYTES, trainer.record + 7))
     config, outcomes = finished(home, tmp_path / "one")
     finished(home, tmp_path / "two")
     names = {"study.csv", "losses.csv", "errors.csv", "spectra.csv"}
