@@ -6,6 +6,7 @@ import re
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
@@ -23,6 +24,7 @@ from paxtrain.config import (
     to_dict,
 )
 from paxtrain.config.data import DataConfig
+from paxtrain.config.parallel import scans
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 
@@ -273,3 +275,22 @@ def test_parameter_count(config, published):
 @pytest.mark.parametrize(("vocab_size", "padded"), [(1, 128), (128, 128), (129, 256), (50257, 50304)])
 def test_the_vocabulary_is_padded_whatever_the_mesh(vocab_size, padded):
     assert dataclasses.replace(ModelConfig(), vocab_size=vocab_size).padded_vocab == padded
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "counts", "loop"),
+    [
+        ("auto", (8, 8), False),
+        ("auto", (9, 9), True),
+        ("auto", (12, 8), False),  # the layers that all stages have are in the loop
+        ("auto", (32,), False),
+        ("auto", (33,), True),
+        ("on", (2,), True),
+        ("on", (1, 1), False),
+        ("off", (99,), False),
+    ],
+)
+def test_a_stage_that_is_alone_compiles_more_layers_one_by_one(scan_layers, counts, loop):
+    assert PipelineConfig(scan_layers=scan_layers).scans(counts) is loop
+    both = scans(scan_layers, np.array([min(counts), 1]), np.array([len(counts), len(counts)]))
+    assert both.tolist() == [loop, False]

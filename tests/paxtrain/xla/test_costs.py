@@ -1,5 +1,7 @@
 """Bytes and FLOPs of kernels, against programs whose figures one can work out by hand."""
 
+import dataclasses
+
 import pytest
 
 from paxtrain.xla import costs
@@ -121,3 +123,16 @@ def test_what_runs_in_a_loop_counts_as_often_and_scalars_not_at_all():
     in_loop = dict.fromkeys(("sliced", "product", "written"), 3)
     assert found == in_loop | dict.fromkeys(("library", "attention", "back", "sown"), 1)
     assert kernel("sliced").op_name == "jit(f)/layer/slice"
+
+
+def test_an_asynchronous_fusion_counts_once_and_as_the_fusion_that_it_is():
+    """As XLA writes it from jax 0.11 on: the start's result has the operands, the result and a context."""
+    synchronous = "%written = f32[5,8,8]{2,1,0} fusion(%slots, %product, %i), kind=kLoop, calls=%update_computation"
+    pair = (
+        "%started = ((f32[5,8,8], f32[8,8], s32[]), f32[5,8,8]{2,1,0}, u32[]) fusion-start(%slots, %product, %i), "
+        "kind=kLoop, calls=%update_computation\n  %written = f32[5,8,8]{2,1,0} fusion-done(%started)"
+    )
+    assert TEXT.count(synchronous) == 1
+    found = costs.kernels(TEXT.replace(synchronous, pair))
+    renamed = [dataclasses.replace(k, name="started") if k.name == "written" else k for k in costs.kernels(TEXT)]
+    assert found == renamed
