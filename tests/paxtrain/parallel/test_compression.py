@@ -295,7 +295,7 @@ def test_triton_needs_a_gpu():
     ):
         _ = trainer(config(implementation="triton")).compression
     with pytest.raises(
-        UserError, match=r"implementation=mosaic needs NVIDIA H100, H200 or B200 GPUs and jax 0\.12, got cpu and"
+        UserError, match=r"implementation=mosaic needs NVIDIA H100, H200 or B200 GPUs and jax 0\.11\.2, got cpu and"
     ):
         _ = trainer(config(implementation="mosaic")).compression
 
