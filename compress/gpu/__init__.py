@@ -5,6 +5,8 @@
     wgmma.py        its kernels for Hopper
     tcgen05.py      its kernels for Blackwell
     tma.py          the tiles that they take
+    cholesky.py     inverses of Cholesky factors, within a program
+    sums.py         sums of what the programs of an earlier launch have left
     thin.py         the algebra between the passes, on thin factors, for the Triton backend
     tiles.py        what they share: operands, tiles with masked edges, products of tiles, launches, the split of sums
 

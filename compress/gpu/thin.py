@@ -21,172 +21,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pt
 from jax.typing import DTypeLike
 
-from compress.gpu.tiles import Index, Ref, Result, call, dot, load, mask_of, matrices, store, thin_columns, zero_index
+from compress.gpu.cholesky import QUARTER, diagonal, eye, inverse_cholesky, write_inverse_cholesky
+from compress.gpu.sums import HELD, add_blocks, largest_of_columns, one_if_zero, sum_parts
+from compress.gpu.tiles import Ref, Result, call, dot, load, matrices, store, thin_columns, zero_index
 
 _ROWS = 64  # rows of a program's tile: the least that Hopper's matrix instruction takes
-_BLOCK = 16  # columns that are eliminated one by one, before products update the rest
-_HELD = 8192  # elements of the blocks' products that a program holds at once
-_QUARTER = 64  # rows and columns of a quarter of the largest matrix that is factorised
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
 Flag = jax.Array | bool
 
 
-def _eye(r: int) -> jax.Array:
-    """Return the mask of the diagonal, bool [r, r]."""
-    return jnp.arange(r)[:, None] == jnp.arange(r)[None, :]
-
-
-def _diagonal(a: jax.Array, dim: int) -> jax.Array:
-    """Return the diagonal of a [r, r] as a column [r, 1] if `dim` is 0, or as a row [1, r] if it is 1."""
-    return jnp.sum(jnp.where(_eye(len(a)), a, 0), axis=1 - dim, keepdims=True)
-
-
-def _eliminate(a: jax.Array) -> jax.Array:
-    """Return the inverse of the Cholesky factor of a small matrix, by Gauss's elimination in place."""
-    index = jnp.arange(len(a))
-
-    def step(j: jax.Array, a: jax.Array) -> jax.Array:
-        column = jnp.sum(jnp.where(index[None, :] == j, a, 0), axis=1)
-        row = jnp.sum(jnp.where(index[:, None] == j, a, 0), axis=0)
-        factor = jnp.where(index > j, column / jnp.sum(jnp.where(index == j, row, 0)), 0)
-        # Below the pivot, the zeros of the eliminated column make room for a column of the inverse.
-        row = jnp.where(index == j, 1, row)
-        cleared = jnp.where((index[:, None] > j) & (index[None, :] == j), 0, a)
-        return cleared - factor[:, None] * row[None, :]
-
-    a = lax.fori_loop(0, len(a), step, a)
-    inverse = jnp.where(index[:, None] > index[None, :], a, jnp.where(_eye(len(a)), 1.0, 0.0))
-    return lax.rsqrt(_diagonal(a, 0)) * inverse
-
-
-def _inverse_cholesky(a: jax.Array, interpret: bool) -> jax.Array:
-    """Return the inverse of the lower Cholesky factor of a [r, r], block column by block column in place.
-
-    After step j the first j block rows hold rows of the inverse up to the diagonal, and of the factor's transpose
-    beyond it. Further rows hold what is left of a, and to its left what will become rows of the inverse.
-
-    Args:
-        a: symmetric positive definite matrix [r, r]; nan results if it is not positive.
-        interpret: whether Pallas's interpreter runs the kernel.
-    """
-    r, number = len(a), len(a) // _BLOCK
-    if number == 1:
-        return _eliminate(a)
-    rows, inner, block = jnp.arange(r), jnp.arange(_BLOCK), jnp.arange(number)
-
-    def step(j: jax.Array, a: jax.Array) -> jax.Array:
-        here, after = rows // _BLOCK == j, rows // _BLOCK > j
-        panel = jnp.sum(jnp.where((block == j)[None, :, None], a.reshape(r, number, _BLOCK), 0), axis=1)
-        row = jnp.sum(jnp.where((block == j)[:, None, None], a.reshape(number, _BLOCK, r), 0), axis=0)
-        pivot = jnp.sum(jnp.where((block == j)[:, None, None], panel.reshape(number, _BLOCK, _BLOCK), 0), axis=0)
-        inverse = _eliminate(pivot)
-        lower = jnp.where(after[:, None], dot(panel, inverse, interpret, trans_b=True), 0)
-        row = jnp.where(here[None, :], (rows[None, :] == inner[:, None] + j * _BLOCK).astype(a.dtype), row)
-        row = dot(inverse, row, interpret)
-        cleared = jnp.where((here | after)[:, None] & here[None, :] | here[:, None], 0, a)
-        place = (rows[:, None] == inner[None, :] + j * _BLOCK).astype(a.dtype)
-        return cleared + dot(place - lower, row, interpret)
-
-    return jnp.where(rows[:, None] >= rows[None, :], lax.fori_loop(0, number, step, a), 0)
-
-
-def _one_if_zero(largest: jax.Array) -> jax.Array:
-    """Return what to divide by. What is kept stays zero, so that zeros do not set a scale for other blocks."""
-    return jnp.where(largest == 0, 1, largest)
-
-
-def _sum(parts: Ref, row: Index, column: Index, block: tuple[int, int]) -> jax.Array:
-    """Return a block of the sum of partial sums [parts, n, r], with zeros beyond the edges.
-
-    Args:
-        parts: partial sums.
-        row: first row.
-        column: first column; what comes of `zero_index`, which works outside of loops only.
-        block: rows and columns of the result.
-    """
-    first = column * 0
-    total = load(parts, (row, column), block, first)
-    for part in range(1, parts.shape[0]):
-        total += load(parts, (row, column), block, first + part)
-    return total
-
-
-def _largest(largest: Ref, column: Index, thin: int, held: int) -> jax.Array:
-    """Return the largest magnitude of all blocks' columns, [1, thin]; 1 for zero columns.
-
-    Args:
-        largest: largest magnitudes [blocks, r] of the blocks' columns.
-        column: first column.
-        thin: columns of the result.
-        held: number of blocks to read at once.
-    """
-    zero = zero_index()
-
-    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
-        tile = load(largest, (trip * held, column), (held, thin))
-        return jnp.maximum(total, jnp.max(tile, axis=0, keepdims=True))
-
-    trips = pl.cdiv(largest.shape[0], held)
-    return _one_if_zero(lax.fori_loop(zero, trips, step, jnp.zeros((1, thin), jnp.float32)))
-
-
-def _add_blocks(largest: Ref, grams: Ref, row: Index, column: Index, thin: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest magnitude of each column, [1, thin], and a part of the Gram matrix in units of it.
-
-    Args:
-        largest: largest magnitudes [blocks, r] of the blocks' columns.
-        grams: Gram matrices [blocks, r, r] of the blocks, in units of the blocks' largest magnitudes.
-        row: first row of the part.
-        column: first column of the part.
-        thin: rows and columns of the part.
-    """
-    blocks = grams.shape[0]
-    held = min(pl.next_power_of_2(blocks), max(1, _HELD // thin**2))
-    starts = row, column
-    common = [_largest(largest, start, thin, held) for start in starts]
-
-    def step(trip: jax.Array, total: jax.Array) -> jax.Array:
-        left, right = (load(largest, (trip * held, start), (held, thin)) / c for start, c in zip(starts, common))
-        index = pl.ds(trip * held, held), pl.ds(row, thin), pl.ds(column, thin)
-        masks = [mask_of(start, thin, grams.shape[2], dim) for dim, start in enumerate(starts)]
-        inside = jnp.expand_dims(trip * held + jnp.arange(held) < blocks, (1, 2))
-        for mask in masks:
-            inside = inside if mask is None else inside & mask[None]
-        tile = pt.load(grams.at[index], mask=jnp.broadcast_to(inside, (held, thin, thin)), other=0)
-        return total + jnp.sum(tile * left[:, :, None] * right[:, None, :], axis=0)
-
-    trips = pl.cdiv(blocks, held)
-    return common[1], lax.fori_loop(0, trips, step, jnp.zeros((thin, thin), jnp.float32))
-
-
 def _lengths(gram: jax.Array, dim: int) -> jax.Array:
     """Return what scales columns to at most unit length, as a column [r, 1] if `dim` is 0, or as a row [1, r]."""
-    return lax.rsqrt(jnp.maximum(_diagonal(gram, dim), 1))
-
-
-def _factor_quarters(quarter: Callable[[int, int], jax.Array], inverse: Ref, interpret: bool) -> None:
-    """Write the inverse of the lower Cholesky factor of a matrix that is given in quarters.
-
-    With the factors L and M of the diagonal's quarters it is [[L^-1, 0], [-M^-1 B L^-1, M^-1]], where B is the quarter
-    below L, times L^-T, and M that of what B leaves.
-
-    Args:
-        quarter: function (row, column) -> quarter of the matrix, [_QUARTER, _QUARTER].
-        inverse: result [r, r].
-        interpret: whether Pallas's interpreter runs the kernel.
-    """
-    zero = zero_index()
-    first = _inverse_cholesky(quarter(0, 0), interpret)
-    below = dot(quarter(1, 0), first, interpret, trans_b=True)
-    last = _inverse_cholesky(quarter(1, 1) - dot(below, below, interpret, trans_b=True), interpret)
-    store(inverse, (zero, zero), first)
-    store(inverse, (zero, zero + _QUARTER), jnp.zeros_like(first))
-    store(inverse, (zero + _QUARTER, zero), -dot(last, dot(below, first, interpret), interpret))
-    store(inverse, (zero + _QUARTER, zero + _QUARTER), last)
+    return lax.rsqrt(jnp.maximum(diagonal(gram, dim), 1))
 
 
 def _keep(active: Ref | None, new: jax.Array, old: Ref, kept: Ref, row: jax.Array) -> None:
@@ -219,7 +68,7 @@ def _gram_kernel(y: Ref, largest: Ref, gram: Ref, *, chunk: int, thin: int, inte
     trips = jnp.minimum(chunk, pl.cdiv(y.shape[1], _ROWS) - first)
 
     def rows(trip: jax.Array) -> jax.Array:
-        return _sum(y, (first + trip) * _ROWS, zero, (_ROWS, thin))
+        return sum_parts(y, (first + trip) * _ROWS, zero, (_ROWS, thin))
 
     def widen(trip: jax.Array, found: jax.Array) -> jax.Array:
         return jnp.maximum(found, jnp.max(jnp.abs(rows(trip)), axis=0, keepdims=True))
@@ -227,7 +76,7 @@ def _gram_kernel(y: Ref, largest: Ref, gram: Ref, *, chunk: int, thin: int, inte
     scale = lax.fori_loop(0, trips, widen, jnp.zeros((1, thin), jnp.float32))
 
     def step(trip: jax.Array, total: jax.Array) -> jax.Array:
-        tile = rows(trip) / _one_if_zero(scale)
+        tile = rows(trip) / one_if_zero(scale)
         return total + dot(tile, tile, interpret, trans_a=True)
 
     store(largest, (zero, zero), scale)
@@ -249,20 +98,18 @@ def _left_factor_kernel(
         thin: columns of the factor's tile.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    starts = [zero_index() + half * _QUARTER for half in range(thin // _QUARTER)]
-    diagonal = [_add_blocks(largest, grams, start, start, _QUARTER) for start in starts]
-    for start, (columns, gram) in zip(starts, diagonal):
+    starts = [zero_index() + half * QUARTER for half in range(thin // QUARTER)]
+    on = [add_blocks(largest, grams, start, start, QUARTER) for start in starts]
+    for start, (columns, gram) in zip(starts, on):
         store(scale, (zero_index(), start), columns)
         store(length, (zero_index(), start), _lengths(gram, 1))
 
     def quarter(row: int, column: int) -> jax.Array:
-        gram = (
-            diagonal[row][1] if row == column else _add_blocks(largest, grams, starts[row], starts[column], _QUARTER)[1]
-        )
-        unit = _lengths(diagonal[row][1], 0) * gram * _lengths(diagonal[column][1], 1)
-        return unit + jnp.where(_eye(_QUARTER), shift, 0.0) if row == column else unit
+        gram = on[row][1] if row == column else add_blocks(largest, grams, starts[row], starts[column], QUARTER)[1]
+        unit = _lengths(on[row][1], 0) * gram * _lengths(on[column][1], 1)
+        return unit + jnp.where(eye(QUARTER), shift, 0.0) if row == column else unit
 
-    _factor_quarters(quarter, inverse, interpret)
+    write_inverse_cholesky(quarter, inverse, interpret)
 
 
 def _left_kernel(
@@ -300,14 +147,14 @@ def _left_kernel(
     """
     row, zero = pl.program_id(0) * _ROWS, zero_index()
     if inverse is None:
-        divisor, gram = _add_blocks(largest, grams, zero, zero, thin)
-        unit = _lengths(gram, 0) * gram * _lengths(gram, 1) + jnp.where(_eye(thin), shift, 0.0)
-        factor, found = _lengths(gram, 1), _inverse_cholesky(unit, interpret)
+        divisor, gram = add_blocks(largest, grams, zero, zero, thin)
+        unit = _lengths(gram, 0) * gram * _lengths(gram, 1) + jnp.where(eye(thin), shift, 0.0)
+        factor, found = _lengths(gram, 1), inverse_cholesky(unit, interpret)
     else:
         # Columns beyond the rank are zeros, whatever they are divided by.
-        divisor = _one_if_zero(load(scale, (zero, zero), (1, thin)))
+        divisor = one_if_zero(load(scale, (zero, zero), (1, thin)))
         factor, found = load(length, (zero, zero), (1, thin)), load(inverse, (zero, zero), (thin, thin))
-    tile = dot(_sum(y, row, zero, (_ROWS, thin)) / divisor * factor, found, interpret, trans_b=True)
+    tile = dot(sum_parts(y, row, zero, (_ROWS, thin)) / divisor * factor, found, interpret, trans_b=True)
     store(p, (row, zero), tile)
     if kept is not None:
         _keep(active, tile, old, kept, row)
@@ -324,17 +171,17 @@ def _fit_factor_kernel(g: Ref, scale: Ref, inverse: Ref, *, ridge: float, thin: 
         thin: columns of the factor's tile.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    starts = [zero_index() + half * _QUARTER for half in range(thin // _QUARTER)]
-    diagonal = [_sum(g, start, start, (_QUARTER, _QUARTER)) for start in starts]
-    largest = _one_if_zero(functools.reduce(jnp.maximum, [jnp.max(_diagonal(gram, 1)) for gram in diagonal]))
+    starts = [zero_index() + half * QUARTER for half in range(thin // QUARTER)]
+    on = [sum_parts(g, start, start, (QUARTER, QUARTER)) for start in starts]
+    largest = one_if_zero(functools.reduce(jnp.maximum, [jnp.max(diagonal(gram, 1)) for gram in on]))
     store(scale, (zero_index(), zero_index()), jnp.full((1, 1), largest))
 
     def quarter(row: int, column: int) -> jax.Array:
         if row != column:
-            return _sum(g, starts[row], starts[column], (_QUARTER, _QUARTER)) / largest
-        return diagonal[row] / largest + jnp.where(_eye(_QUARTER), ridge, 0.0)
+            return sum_parts(g, starts[row], starts[column], (QUARTER, QUARTER)) / largest
+        return on[row] / largest + jnp.where(eye(QUARTER), ridge, 0.0)
 
-    _factor_quarters(quarter, inverse, interpret)
+    write_inverse_cholesky(quarter, inverse, interpret)
 
 
 def _fit_kernel(
@@ -367,17 +214,17 @@ def _fit_kernel(
     row, zero = pl.program_id(1) * _ROWS, zero_index()
     divisor: jax.Array
     if inverse is None:
-        gram = _sum(g, zero, zero, (thin, thin))
-        divisor = _one_if_zero(jnp.max(_diagonal(gram, 1)))
-        found = _inverse_cholesky(gram / divisor + jnp.where(_eye(thin), ridge, 0.0), interpret)
+        gram = sum_parts(g, zero, zero, (thin, thin))
+        divisor = one_if_zero(jnp.max(diagonal(gram, 1)))
+        found = inverse_cholesky(gram / divisor + jnp.where(eye(thin), ridge, 0.0), interpret)
     else:
         divisor, found = load(scale, (zero, zero), (1, 1)), load(inverse, (zero, zero), (thin, thin))
-    tile = dot(_sum(s, row, zero, (_ROWS, thin)) / divisor, found, interpret, trans_b=True)
+    tile = dot(sum_parts(s, row, zero, (_ROWS, thin)) / divisor, found, interpret, trans_b=True)
     tile = dot(tile, found, interpret)
     highest = jnp.max(jnp.abs(tile), axis=0, keepdims=True)
     store(w, (row, zero), tile)
     store(largest, (zero, zero), highest)
-    store(squares, (zero, zero), jnp.sum(jnp.square(tile / _one_if_zero(highest)), axis=0, keepdims=True))
+    store(squares, (zero, zero), jnp.sum(jnp.square(tile / one_if_zero(highest)), axis=0, keepdims=True))
 
 
 def _right_kernel(
@@ -413,8 +260,8 @@ def _right_kernel(
     """
     row, zero = pl.program_id(0) * _ROWS, zero_index()
     blocks = largest.shape[0]
-    held = min(pl.next_power_of_2(blocks), _HELD // thin)
-    scale = _largest(largest, zero, thin, held)
+    held = min(pl.next_power_of_2(blocks), HELD // thin)
+    scale = largest_of_columns(largest, zero, thin, held)
 
     def step(trip: jax.Array, total: jax.Array) -> jax.Array:
         block = (trip * held, zero), (held, thin)
@@ -462,7 +309,7 @@ def _flag(active: Flag) -> jax.Array | None:
 
 def _apart(rank: int, programs: int) -> bool:
     """Return whether the factorisation is a launch by itself, before as many programs that use it."""
-    return rank > _QUARTER and programs > _MULTIPROCESSORS
+    return rank > QUARTER and programs > _MULTIPROCESSORS
 
 
 def _batched(parts: jax.Array) -> jax.Array:
