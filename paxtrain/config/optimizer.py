@@ -63,7 +63,7 @@ class OptimizerConfig:
         )
 
 
-MIX = 0.5  # Streaming DiLoCo's
+MIX = 0.5  # one of the shares that Streaming DiLoCo compares
 
 
 @dataclasses.dataclass(frozen=True)
