@@ -94,6 +94,24 @@ def numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     return values
 
 
+def counts(name: str, text: str) -> tuple[int, ...]:
+    """Return the positive integers of a comma-separated list; an empty text is an empty list.
+
+    Args:
+        name: full name of the value, for the message.
+        text: the list, such as "3,4,4,1".
+
+    Raises:
+        UserError: a part is no positive integer, or has 10 digits or more.
+    """
+    parts = text.split(",") if text else []
+    require(
+        all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 10 and int(part) > 0 for part in parts),
+        f"{name} must be positive integers joined by commas, got {text!r}",
+    )
+    return tuple(map(int, parts))
+
+
 def steps(name: str, text: str, last: int) -> range:
     """Return the steps of "FIRST:END", END excluded; an empty text gives no steps.
 

@@ -6,6 +6,9 @@ these dataclasses at the edge, so that nothing below the mains sees a ConfigDict
 
 import collections
 import dataclasses
+import functools
+
+import numpy as np
 
 from paxtrain.config.checks import divisors_near, require, steps
 from paxtrain.config.compress import SECONDS, CompressConfig
@@ -62,7 +65,12 @@ class Config:
             f"mesh.sequence_parallel splits model.sequence={model.sequence}, which is not divisible by "
             f"mesh.tensor={mesh.tensor}; model.sequence={lengths} would fit",
         )
-        self.batch.micro_batches(mesh.data)
+        self.batch.of_ranks(mesh.data)
+        require(
+            self.pipeline.idle != "compute" or not self.uneven,
+            f"pipeline.idle=compute needs data ranks that all run the same rows, but batch.data_micro_batches="
+            f"{self.batch.data_micro_batches}; pipeline.idle=skip or auto would work",
+        )
         self.pipeline.check_size(mesh.pipe, self.micro_batches)
         self.pipeline.layers_per_virtual_stage(model.layers, mesh.pipe)
         require(
@@ -137,6 +145,11 @@ class Config:
             )
             return
         require(
+            not self.batch.data_micro_batches,
+            f"batch.data_micro_batches={self.batch.data_micro_batches} weighs sequences of data ranks that train "
+            f"together, but with outer.every={outer.every} groups train apart; leave one of them out",
+        )
+        require(
             data % self.groups == 0,
             f"outer.groups={outer.groups} does not divide mesh.data={data}; {divisors_near(data, self.groups)} would "
             "fit",
@@ -202,8 +215,31 @@ class Config:
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches per data rank and step."""
+        """Return the micro-batches per step of the data rank that has most; all have as many unless `uneven`."""
         return self.batch.micro_batches(self.mesh.data)
+
+    @property
+    def rank_micro_batches(self) -> tuple[int, ...]:
+        """Return the micro-batches of each data rank in a step."""
+        return self.batch.of_ranks(self.mesh.data)
+
+    @property
+    def uneven(self) -> bool:
+        """Return whether data ranks have different numbers of micro-batches."""
+        return len(set(self.rank_micro_batches)) > 1
+
+    @functools.cached_property
+    def batch_samples(self) -> np.ndarray:
+        """Sample of the global batch in each row of the array that a step takes, int [rows].
+
+        Samples go to data rank after data rank, and to micro-batch after micro-batch in each. The array has as many
+        rows for each rank. A rank with fewer micro-batches has its samples in the last ones; the rows before hold its
+        first sample, and no step reads them.
+        """
+        size, counts = self.batch.micro_batch, np.array(self.rank_micro_batches)
+        firsts = np.cumsum(counts) - counts
+        inside = np.arange(size * counts.max()) - size * (counts.max() - counts)[:, None]
+        return (size * firsts[:, None] + np.maximum(inside, 0)).ravel()
 
     @property
     def stage_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from paxtrain.config.checks import bounded, choice, positive, require
+from paxtrain.config.checks import bounded, choice, counts, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, SPECS, ScheduleSpec, between_ends, names
 
@@ -139,15 +139,7 @@ class PipelineConfig:
             f"pipeline.save={self.save} saves no memory with pipeline.schedule={self.schedule}, which keeps a layer's "
             f"residuals until its weight gradients; pipeline.save={' or '.join(SPLIT_SAVES)} would work",
         )
-        if self.pipe_layers:
-            parts = self.pipe_layers.split(",")
-            require(
-                all(
-                    part.strip().isascii() and part.strip().isdecimal() and len(part) < 10 and int(part) > 0
-                    for part in parts
-                ),
-                f"pipeline.pipe_layers must be positive integers joined by commas, got {self.pipe_layers!r}",
-            )
+        counts("pipeline.pipe_layers", self.pipe_layers)
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -194,17 +186,17 @@ class PipelineConfig:
         """
         stages = pipe * self.virtual_stages
         if self.pipe_layers:
-            counts = tuple(int(part) for part in self.pipe_layers.split(","))
+            given = counts("pipeline.pipe_layers", self.pipe_layers)
             require(
-                len(counts) == stages,
-                f"pipeline.pipe_layers={self.pipe_layers} names {len(counts)} stages, "
+                len(given) == stages,
+                f"pipeline.pipe_layers={self.pipe_layers} names {len(given)} stages, "
                 f"but pipe={pipe} with {self.virtual_stages} virtual stages each needs {stages}",
             )
             require(
-                sum(counts) == layers,
-                f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(counts)}, but the model has {layers} layers",
+                sum(given) == layers,
+                f"pipeline.pipe_layers={self.pipe_layers} adds up to {sum(given)}, but the model has {layers} layers",
             )
-            return counts
+            return given
         require(
             layers >= stages,
             f"model.layers={layers} cannot fill {stages} virtual stages (mesh.pipe={pipe} x "
@@ -220,21 +212,31 @@ class BatchConfig:
     Attributes:
         global_batch: sequences of an optimizer step over the whole mesh.
         micro_batch: sequences of a micro-batch of one data rank.
+        data_micro_batches: micro-batches of each data rank in a step, "4,4,2,2", so that ranks on slow hosts get fewer;
+            empty: all have as many. Every sequence weighs as much as any other, whichever rank has it.
     """
 
     global_batch: int = 16
     micro_batch: int = 2
+    data_micro_batches: str = ""
 
     def __post_init__(self) -> None:
         positive("batch", self, "global_batch", "micro_batch")
         bounded("batch", self, global_batch=2**20, micro_batch=2**16)
+        counts("batch.data_micro_batches", self.data_micro_batches)
 
-    def micro_batches(self, data: int) -> int:
-        """Return the micro-batches per data rank and step.
+    def of_ranks(self, data: int) -> tuple[int, ...]:
+        """Return the micro-batches of each data rank in a step.
+
+        Args:
+            data: data ranks.
 
         Raises:
-            UserError: global_batch is not divisible by data * micro_batch.
+            UserError: the list has another length or does not add up to global_batch, or, if there is none,
+                global_batch is not divisible by data * micro_batch.
         """
+        if self.data_micro_batches:
+            return self._listed(data)
         per_round = data * self.micro_batch
         below = self.global_batch // per_round * per_round
         fits = f"{below} or {below + per_round}" if below else str(per_round)
@@ -243,4 +245,24 @@ class BatchConfig:
             f"batch.global_batch={self.global_batch} is not divisible by mesh.data={data} x "
             f"batch.micro_batch={self.micro_batch}; {fits} would fit",
         )
-        return self.global_batch // per_round
+        return (self.global_batch // per_round,) * data
+
+    def _listed(self, data: int) -> tuple[int, ...]:
+        setting = f"batch.data_micro_batches={self.data_micro_batches}"
+        found = counts("batch.data_micro_batches", self.data_micro_batches)
+        require(
+            len(found) == data,
+            f"{setting} names {len(found)} data rank{'s' * (len(found) > 1)}, but mesh.data={data}; "
+            "name one number for each, or leave it out for equal ones",
+        )
+        total = sum(found) * self.micro_batch
+        require(
+            total == self.global_batch,
+            f"{setting} with batch.micro_batch={self.micro_batch} takes {total} sequences, but batch.global_batch="
+            f"{self.global_batch}; batch.global_batch={total} would fit",
+        )
+        return found
+
+    def micro_batches(self, data: int) -> int:
+        """Return the micro-batches per step of the data rank that has most; see `of_ranks`."""
+        return max(self.of_ranks(data))

@@ -369,7 +369,7 @@ def head_gradients(
     targets: jax.Array,
     config: ModelConfig,
     group: tp.Group,
-    divisor: int,
+    divisor: float,
     total: jax.Array,
 ) -> tuple[jax.Array, Params, jax.Array, jax.Array]:
     """Return the mean cross-entropy over `divisor`, and its gradients.
@@ -381,7 +381,7 @@ def head_gradients(
         targets: int [B, S].
         config: the model's shape.
         group: the split of the vocabulary and the sequence.
-        divisor: number of micro-batches, over which the mean is divided.
+        divisor: mean number of micro-batches of the data ranks, by which the mean is divided.
         total: accumulator of the table's gradient, float32 [V/T, H].
 
     Returns:

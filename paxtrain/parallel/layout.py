@@ -109,6 +109,7 @@ class Layout:
             splits=config.pipeline.spec.splits and self.stages > 1,
             group=Group("tensor", config.mesh.sequence_parallel) if config.mesh.tensor > 1 else WHOLE,
             pipe="pipe" if self.stages > 1 else None,
+            data="data" if config.uneven else None,
         )
 
     def padding(self) -> float:

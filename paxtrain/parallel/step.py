@@ -11,13 +11,14 @@ weights with optax on global arrays:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -33,12 +34,13 @@ from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
 from paxtrain.pipeline import executor, virtual
-from paxtrain.pipeline.stage import Stage
+from paxtrain.pipeline.stage import Share, Stage
 from paxtrain.process import compilation_cache, distributed
-from paxtrain.schedule import buffers
+from paxtrain.schedule.buffers import Buffers, assign
 from paxtrain.schedule.proof import validate
 from paxtrain.schedule.schedules import build, forward_only
 from paxtrain.schedule.table import Schedule
+from paxtrain.schedule.uneven import assign_ranks
 
 BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
@@ -148,13 +150,20 @@ class Trainer:
         """Return whether idle stages compute on scrap in a table that allows it, as pipeline.idle has it."""
         # Under vmap a loop that some devices skip costs all of them its trip.
         default = self.platform != "cpu" or self.virtual
+        may = may and not self.config.uneven  # a data rank would compute on scrap while its pipeline could go on
         return may and {"compute": True, "skip": False, "auto": default}[self.config.pipeline.idle]
 
     @functools.cached_property
-    def buffers(self) -> buffers.Buffers:
+    def buffers(self) -> Buffers:
         """Buffer slots of the schedule, validated in a fraction of a second, before anything is compiled."""
-        found = buffers.assign(self.schedule, self.compression.gradients(self.schedule))
-        validate(self.schedule, found)
+        return self._assigned(self.schedule, self.compression.gradients(self.schedule))
+
+    def _assigned(self, table: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -> Buffers:
+        """Return the slots of a table for all data ranks, proved."""
+        if self.config.uneven:
+            return assign_ranks(table, compressed, self.config.rank_micro_batches)
+        found = assign(table, compressed)
+        validate(table, found)
         return found.emulated() if self.virtual else found
 
     # --- State --------------------------------------------------------------------------------------------------------
@@ -206,11 +215,14 @@ class Trainer:
         )
 
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """Return the shape of a global batch of tokens: int32 [global_batch, sequence + 1]."""
+        """Return the shape of a global batch of tokens: int32 [global_batch, sequence + 1].
+
+        Its rows hold the samples that `Config.batch_samples` says. If data ranks have different numbers of
+        micro-batches, there are more rows than samples.
+        """
         c = self.config
-        return jax.ShapeDtypeStruct(
-            (c.batch.global_batch, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding
-        )
+        rows = len(c.batch_samples)
+        return jax.ShapeDtypeStruct((rows, c.model.sequence + 1), jnp.int32, sharding=self.batch_sharding)
 
     def init(self, seed: int) -> TrainState:
         """Return the state before the first step, with the same values on every mesh.
@@ -315,18 +327,27 @@ class Trainer:
 
         Args:
             params: The device's shards of the parameters in mesh layout.
-            tokens: The data rank's part of the batch, int32 [global_batch / data, sequence + 1].
+            tokens: The data rank's part of the batch, int32 [rows / data, sequence + 1].
             key: Key of dropout, uint32 [2]; None without dropout.
             splits: Whether the backward can run in two parts even if the schedule does not split it.
             exact: Whether weights are gathered as they are, although the configuration has a codec for them.
         """
         c = self.config
         micro_batches = tokens.shape[0] // c.batch.micro_batch
-        first_sample = self._data_rank() * tokens.shape[0]
+        share = self._share() if c.uneven else Share(self._data_rank() * tokens.shape[0])
         tokens = tokens.reshape(micro_batches, c.batch.micro_batch, -1)
         weights = gather_weights(self.layout, params, None if exact else self.compression.weights_codec)
         program = dataclasses.replace(self.layout.program, splits=splits or self.layout.program.splits)
-        return Stage(program, weights, tokens, key, first_sample)
+        return Stage(program, weights, tokens, key, share)
+
+    def _share(self) -> Share:
+        """Return a device's part of a batch that is split unevenly over data."""
+        c, counts = self.config, np.array(self.config.rank_micro_batches, np.int32)
+        missing = counts.max() - counts
+        # Micro-batches are numbered as those of the longest rank, so the sample of micro-batch 0 may be another's.
+        samples = (np.cumsum(counts) - counts - missing) * np.int32(c.batch.micro_batch)
+        first_sample, first = (jnp.asarray(x, jnp.int32)[self._data_rank()] for x in (samples, missing))
+        return Share(first_sample, first, int(counts.sum()) / len(counts))
 
     def _data_rank(self) -> jax.Array:
         """Return the data rank of a device in the whole batch."""
@@ -477,8 +498,7 @@ class Trainer:
         stage = self.stage(params, tokens, None, exact=True)
         table = forward_only(self.layout.stages, stage.micro_batches, self.layout.chunks)
         table = dataclasses.replace(table, masked=self._masked(table.masked))
-        found = buffers.assign(table)
-        return self._sum_loss(executor.loss_only(stage, found.emulated() if self.virtual else found, table.masked))
+        return self._sum_loss(executor.loss_only(stage, self._assigned(table), table.masked))
 
     @functools.cached_property
     def evaluate(self) -> jax.stages.Wrapped:

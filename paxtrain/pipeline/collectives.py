@@ -4,31 +4,53 @@ Messages between stages leave through `permute`: uncompressed gradients from `ex
 `messages.py`.
 """
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 T = TypeVar("T")  # a pytree of arrays
+Axis: TypeAlias = (
+    str | tuple[str, str]
+)  # the stages' axis, or (data, pipe) if messages of each data rank are named apart
+Pairs: TypeAlias = tuple[tuple[int, int], ...]  # (sender, receiver) positions on an axis
 
 
-def permute(x: T, axis: str, pairs: tuple[tuple[int, int], ...]) -> T:
+def position(axis: Axis) -> jax.Array:
+    """Return this device's position on an axis, int32 []; on two axes their index, row-major."""
+    if isinstance(axis, str):
+        return lax.axis_index(axis)
+    major, minor = axis
+    return lax.axis_index(major) * lax.axis_size(minor) + lax.axis_index(minor)
+
+
+def stage_pairs(axis: Axis, pairs: Pairs) -> Pairs:
+    """Return pairs of positions as pairs of stages, each once."""
+    if isinstance(axis, str):
+        return pairs
+    stages = lax.axis_size(axis[-1])
+    return tuple(dict.fromkeys((sender % stages, receiver % stages) for sender, receiver in pairs))
+
+
+def permute(x: T, axis: Axis, pairs: Pairs) -> T:
     """Permute a tree's leaves over an axis, as `lax.ppermute` does, on a real or a virtual mesh.
 
     Args:
         x: pytree of arrays.
-        axis: name of the mesh axis.
+        axis: name of the mesh axis, or names of data and pipe, between whose data ranks nothing travels.
         pairs: (sender, receiver) positions on the axis; positions that do not receive get zeros.
     """
-    if axis in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map
+    stages = axis if isinstance(axis, str) else axis[-1]
+    if stages in jax.sharding.get_abstract_mesh().manual_axes:  # inside jax.shard_map
         return lax.ppermute(x, axis, pairs)
     # vmap wants a complete permutation: idle senders feed idle receivers, which drop the values.
-    senders, receivers = zip(*pairs)
-    positions = range(lax.axis_size(axis))
+    some = stage_pairs(axis, pairs)
+    senders, receivers = zip(*some)
+    positions = range(lax.axis_size(stages))
     idle = zip([p for p in positions if p not in senders], [p for p in positions if p not in receivers])
-    arrived = lax.ppermute(x, axis, (*pairs, *idle))
-    receives = jnp.isin(lax.axis_index(axis), jnp.array(receivers))
+    arrived = lax.ppermute(x, stages, (*some, *idle))
+    receives = jnp.isin(position(axis), jnp.array([receiver for _, receiver in pairs]))
     return jax.tree.map(lambda leaf: jnp.where(receives, leaf, jnp.zeros_like(leaf)), arrived)
 
 

@@ -11,7 +11,9 @@ A stage that is idle in a row does one of two things:
                         conditional that returned rings or gradient accumulators would copy them whole.
 
 Rows of equal kind are one scan. In the others each transfer names only the pairs that carry something. On a virtual
-mesh rows are of one kind or two (`Buffers.emulated`), and skip the ops that no stage has.
+mesh rows are of one kind or two (`Buffers.emulated`), and skip the ops that no stage has. If data ranks have different
+numbers of micro-batches, each reads its own table, and transfers name the pairs of every rank
+(paxtrain.schedule.uneven).
 
 The named scopes are the parts of paxtrain.profiling.breakdown, and others that docs/profiling.md lists. They change no
 program.
@@ -28,7 +30,7 @@ from jax import lax
 from compress.codec import Codec, Identity
 from paxtrain.pipeline.carry import Carry, Cell, Mail
 from paxtrain.pipeline.closing import Reduction, close_layers, close_rest
-from paxtrain.pipeline.collectives import permute
+from paxtrain.pipeline.collectives import permute, position
 from paxtrain.pipeline.messages import among, send
 from paxtrain.pipeline.one_stage import one_stage
 from paxtrain.pipeline.program import Close, Weights
@@ -65,6 +67,10 @@ class Rows:
         self.program = stage.program
         self.last = stage.index == self.program.stages - 1
         self.table = jnp.asarray(buffers.table)
+        self.position = stage.index  # on the axis of the rows' messages
+        if self.program.data is not None:
+            self.table = self.table[jnp.asarray(buffers.table_of_rank)[lax.axis_index(self.program.data)]]
+            self.position = position(self.program.axis) if self.program.pipe else stage.index
 
     def start(self, grads: Any, link_states: dict[str, Any]) -> Carry:
         """Return the carry before the first row; `grads` are the accumulators, () if nothing is trained."""
@@ -186,7 +192,7 @@ class Rows:
         if not kind.receive:
             return None
         with jax.named_scope("send_backward"):
-            return permute(carry.gradient_out, self.program.pipe, kind.receive)
+            return permute(carry.gradient_out, self.program.axis, kind.receive)
 
     def _all_gradients_travel(self, carry: Carry, cell: Cell, kind: RowKind) -> tuple[Carry, Mail | None]:
         """Send all gradients, in both ways; None if there are none."""
@@ -206,7 +212,7 @@ class Rows:
             if self.buffers.joined:
                 receives = cell["message_comes"] == 1
             else:
-                receives = among(self.stage.index, tuple(receiver for _, receiver in kind.receive_compressed))
+                receives = among(self.position, tuple(receiver for _, receiver in kind.receive_compressed))
             received = arrived if received is None else jnp.where(receives, arrived, received)
         if self.buffers.gradient_depth and received is not None:
             carry = carry._replace(gradients=write(carry.gradients, (cell["gradient_arrival_slot"],), received))
@@ -379,7 +385,7 @@ class Rows:
         state = read(states[direction], slot)
         leaves = cell[f"{name}_leaves"] == 1 if self.buffers.joined else None
         with jax.named_scope(f"send_{direction}"):
-            wire, state = send(codec, state, message, self.program.pipe, self.stage.index, pairs, leaves)
+            wire, state = send(codec, state, message, self.program.axis, self.position, pairs, leaves)
         return carry._replace(links=states | {direction: write(states[direction], slot, state)}), wire
 
     @jax.named_scope("compression")

@@ -13,24 +13,23 @@ from jax import lax
 
 from compress.codec import Codec
 from compress.collectives import joined, parted
-from paxtrain.pipeline.collectives import permute
-from paxtrain.schedule.table import Pair
+from paxtrain.pipeline.collectives import Axis, Pairs, permute, stage_pairs
 
 
 def among(index: jax.Array, stages: tuple[int, ...]) -> jax.Array:
-    """Return whether the stage `index` is one of `stages`, bool []."""
+    """Return whether `index`, a stage or a position, is one of several, bool []."""
     return jnp.isin(index, jnp.array(stages))
 
 
-def _cross(wire: Any, axis: str, pairs: tuple[Pair, ...]) -> Any:
+def _cross(wire: Any, axis: Axis, pairs: Pairs) -> Any:
     """Permute a wire's arrays in one message, because each message waits for the link's latency.
 
     XLA for GPUs joins the permutes of several arrays; XLA for CPUs does not, so there the arrays are joined first.
 
     Args:
         wire: a pytree of arrays.
-        axis: name of the pipe axis.
-        pairs: (sender, receiver) stages.
+        axis: axis of the pairs.
+        pairs: (sender, receiver) positions.
     """
     leaves, structure = jax.tree.flatten(wire)
     if len(leaves) <= 1:
@@ -54,31 +53,40 @@ class StageCrossing:
     """The links that a stage's messages cross in one row of the schedule; it is a compress.codec.Crossing.
 
     Attributes:
-        axis: name of the pipe axis.
-        index: this stage's position on the pipe axis, int [].
-        pairs: (sender, receiver) stages.
+        axis: axis of the positions.
+        index: this device's position on the axis, int [].
+        positions: (sender, receiver) positions on the axis.
     """
 
-    axis: str
+    axis: Axis
     index: jax.Array
-    pairs: tuple[Pair, ...]
+    positions: Pairs
 
-    def send(self, wire: Any, pairs: tuple[Pair, ...]) -> Any:
+    @property
+    def pairs(self) -> Pairs:
+        """(Sender, receiver) stages."""
+        return stage_pairs(self.axis, self.positions)
+
+    def _of(self, pairs: Pairs) -> Pairs:
+        """Return the positions whose stages are among some pairs."""
+        return tuple(one for one in self.positions if stage_pairs(self.axis, (one,))[0] in pairs)
+
+    def send(self, wire: Any, pairs: Pairs) -> Any:
         """Return the wire that arrives over some of the pairs; other stages get anything."""
-        return _cross(wire, self.axis, pairs)
+        return _cross(wire, self.axis, self._of(pairs))
 
-    def receives(self, pairs: tuple[Pair, ...]) -> jax.Array:
+    def receives(self, pairs: Pairs) -> jax.Array:
         """Return whether this stage is a receiver of some of the pairs, bool []."""
-        return among(self.index, tuple(receiver for _, receiver in pairs))
+        return among(self.index, tuple(receiver for _, receiver in self._of(pairs)))
 
 
 def send(
     codec: Codec,
     state: Any,
     x: jax.Array,
-    axis: str,
+    axis: Axis,
     index: jax.Array,
-    pairs: tuple[Pair, ...],
+    pairs: Pairs,
     leaves: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Encode a message and send it over the links of `pairs`.
@@ -87,9 +95,9 @@ def send(
         codec: codec of the direction.
         state: the codec's state of this stage's link.
         x: message of this stage [B, S, H]; anything if the stage sends nothing.
-        axis: name of the pipe axis.
-        index: this stage's position on the pipe axis, int [].
-        pairs: (sender, receiver) stages.
+        axis: axis of the pairs.
+        index: this device's position on the axis, int [].
+        pairs: (sender, receiver) positions.
         leaves: whether this stage sends, bool [], if not all senders of `pairs` do; None: they do.
 
     Returns:

@@ -38,8 +38,11 @@ def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tupl
     def body(carry: tuple[jax.Array, Weights], mb: jax.Array) -> tuple[tuple[jax.Array, Weights], None]:
         return micro_batch(carry, mb, None)[0], None
 
-    in_loop = stage.micro_batches - closes
-    carry, _ = lax.scan(body, (jnp.float32(0), grads), jnp.arange(in_loop))
+    in_loop, carry = stage.micro_batches - closes, (jnp.float32(0), grads)
+    if stage.share.first is None:
+        carry, _ = lax.scan(body, carry, jnp.arange(in_loop))
+    else:  # data ranks with fewer micro-batches have the last ones
+        carry = lax.fori_loop(stage.share.first, in_loop, lambda mb, carry: body(carry, mb)[0], carry)
     if reduction is None:
         return *carry, []
     if not closes:

@@ -10,6 +10,7 @@ from compress.codec import State, Tree
 from paxtrain.config import ModelConfig
 from paxtrain.model.tensor_parallel import Group
 from paxtrain.model.transformer import Params
+from paxtrain.pipeline.collectives import Axis
 from paxtrain.pipeline.rings import Index
 
 # A segment's weights, or their accumulators: a list of its layers' trees, or one stacked tree if it is scanned.
@@ -66,6 +67,7 @@ class Program:
         splits: whether the backward runs as B and W.
         group: split of a layer over tensor and sequence parallelism.
         pipe: mesh axis of the stages, or None if there is one stage.
+        data: mesh axis of the data ranks if they differ in their micro-batches; None: all run the same rows.
     """
 
     model: ModelConfig
@@ -78,6 +80,13 @@ class Program:
     splits: bool
     group: Group
     pipe: str | None
+    data: str | None = None
+
+    @property
+    def axis(self) -> Axis:
+        """Axis on which the rows name positions: of the stages, or of every data rank's stages."""
+        assert self.pipe, "one stage has no rows with messages"
+        return self.pipe if self.data is None else (self.data, self.pipe)
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -1,6 +1,6 @@
 """One stage of the pipeline: F, B and W of one micro-batch on one device, in place over rings and accumulators."""
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,21 @@ Residuals: TypeAlias = list[jax.Array] | list[list[jax.Array]]
 Ring: TypeAlias = jax.Array | list[Residuals]  # what F keeps of a chunk: its input (save="inputs"), or all residuals
 
 
+class Share(NamedTuple):
+    """A data rank's part of the batch.
+
+    Attributes:
+        first_sample: index in the global batch of the first sequence of micro-batch 0, int32 []; below zero if the
+            data rank lacks it.
+        first: number of the first micro-batch that the data rank has, int32 []; None: it has all.
+        mean: mean number of micro-batches of the data ranks; None: all have all.
+    """
+
+    first_sample: jax.Array
+    first: jax.Array | None = None
+    mean: float | None = None
+
+
 class Stage:
     """The operations of one device on one micro-batch: F, B and W of a chunk, the embedding and the head.
 
@@ -30,7 +45,10 @@ class Stage:
         program: static facts of the pipeline.
         weights: the stage's weights in compute dtype.
         tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
-        micro_batches: number of micro-batches.
+        micro_batches: number of micro-batches, of the data rank that has most.
+        divisor: number by which the loss of a micro-batch is divided, so that the mean over data ranks of their sums is
+            the mean over all sequences.
+        share: the data rank's part of the batch.
         batch: sequences of a micro-batch, B.
         message: shape and dtype of a message between stages, [B, S or S/T, H].
         index: position of the stage on the pipe axis, int32 [].
@@ -42,7 +60,7 @@ class Stage:
         weights: Weights,
         tokens: jax.Array,
         dropout_key: jax.Array | None,
-        first_sample: jax.Array,
+        share: Share,
     ) -> None:
         """Trace one layer to find its residuals.
 
@@ -51,13 +69,14 @@ class Stage:
             weights: the stage's weights in compute dtype.
             tokens: the data rank's tokens, int32 [micro-batches, B, S + 1].
             dropout_key: key of the step, uint32 [2]; None without dropout.
-            first_sample: index of the data rank's first sequence in the global batch, int32 [].
+            share: the data rank's part of the batch.
         """
-        self.program, self.weights, self.tokens = program, weights, tokens
+        self.program, self.weights, self.tokens, self.share = program, weights, tokens, share
         self.micro_batches, self.batch, length = tokens.shape
+        self.divisor = self.micro_batches if share.mean is None else share.mean
         shape = (self.batch, (length - 1) // program.group.parts, program.model.hidden)
         self.message = jax.ShapeDtypeStruct(shape, program.model.dtype)
-        self._dropout_key, self._first_sample = dropout_key, first_sample
+        self._dropout_key = dropout_key
         self._starts = transformer.document_starts(tokens[..., :-1], program.model)
         self.index = lax.axis_index(program.pipe) if program.pipe else jnp.int32(0)
         self._layer_of = jnp.asarray(program.layer_of, jnp.int32)[self.index]
@@ -80,7 +99,7 @@ class Stage:
     def _dropout(self, mb: jax.Array) -> Dropout | None:
         if self._dropout_key is None:
             return None
-        return Dropout(self._dropout_key, self._first_sample + mb * self.batch + jnp.arange(self.batch))
+        return Dropout(self._dropout_key, self.share.first_sample + mb * self.batch + jnp.arange(self.batch))
 
     def _documents(self, mb: jax.Array) -> jax.Array | None:
         """Return the document starts of a micro-batch, see transformer.document_starts."""
@@ -355,12 +374,12 @@ class Stage:
         return grads._replace(embedding=embedding)
 
     def loss(self, mb: jax.Array, y: jax.Array) -> jax.Array:
-        """Return the mean loss of a micro-batch with last output y, divided by the number of micro-batches."""
+        """Return the mean loss of a micro-batch with last output y, over the divisor."""
         targets, weights = self.tokens[mb, :, 1:], self.weights
         loss = transformer.head_loss(
             weights.final_norm, self._table, y, targets, self.program.model, self.program.group
         )
-        return loss / self.micro_batches
+        return loss / self.divisor
 
     @property
     def _table(self) -> jax.Array:
@@ -390,7 +409,7 @@ class Stage:
             self.tokens[mb, :, 1:],
             model,
             self.program.group,
-            self.micro_batches,
+            self.divisor,
             token if model.tied_head else token[-1],
         )
         token = total if model.tied_head else token.at[-1].set(total)

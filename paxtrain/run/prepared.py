@@ -92,8 +92,10 @@ class PreparedRun:
         self._reset = ""  # the reason why the compression's state starts anew instead of from the checkpoint
         self._timetable = Timetable(config.outer, config.run.steps) if config.outer.every else None
         self._steps: dict[Program, jax.stages.Compiled] = {}
-        self.shape = (config.batch.global_batch, config.model.sequence + 1)
+        self.shape = self.trainer.abstract_batch().shape
         self.rows = process_rows(self.trainer.batch_sharding, self.shape)
+        # Rows of the batch that hold the same sample read it once.
+        self._samples, self._places = np.unique(config.batch_samples[self.rows], return_inverse=True)
         self.tokens_per_step = config.batch.global_batch * config.model.sequence
         self.samples = 0
         self.stop = Stop()
@@ -135,7 +137,7 @@ class PreparedRun:
     # --- Data ---------------------------------------------------------------------------------------------------------
 
     def batches(self, name: str, start_sample: int = 0, part: str = "") -> Iterator[jax.Array]:
-        """Return an endless iterator over global batches, int32 [global_batch, sequence + 1].
+        """Return an endless iterator over global batches, int32, as `Trainer.abstract_batch` describes them.
 
         Args:
             name: "train" or "validation".
@@ -143,9 +145,10 @@ class PreparedRun:
             part: Name of the validation set.
         """
         training = name == "train"
-        local = self.data.training(self.rows, start_sample) if training else self.data.validating(part, self.rows)
+        samples = self._samples.tolist()
+        local = self.data.training(samples, start_sample) if training else self.data.validating(part, samples)
         for rows in local:
-            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows)
+            yield from_process_rows(self.trainer.batch_sharding, self.shape, self.rows, rows[self._places])
 
     @functools.cached_property
     def _evaluate(self) -> Callable[..., jax.Array]:

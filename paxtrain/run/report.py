@@ -54,7 +54,8 @@ def describe(trainer: Trainer, memory: Any, compile_seconds: float, levels: Sequ
     model, batch = config.model, config.batch
     shape = f"{model.layers} layers of {model.hidden}, sequence {model.sequence}, {model.dtype}"
     devices = f"{jax.process_count()} process(es) of {trainer.mesh.devices.flat[0].device_kind}"
-    parts = f"{mesh.data} data ranks x {config.micro_batches} micro-batches x {batch.micro_batch}"
+    each = batch.data_micro_batches if config.uneven else config.micro_batches
+    parts = f"{mesh.data} data ranks x {each} micro-batches x {batch.micro_batch}"
     rows = f"{schedule.rows} rows, ideal bubble {bubble:.0%}, {depth} {flying} in flight"
     temporary = f"{size(memory.temp_size_in_bytes, 'B')} temporary (XLA's buffer assignment)"
     return [

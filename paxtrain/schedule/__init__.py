@@ -4,6 +4,7 @@
     row_layout.py table.py  ops laid out in rows; the table that comes out
     buffers.py              a slot for each value between rows
     proof.py                every op finds its own values
+    uneven.py               data ranks with different numbers of micro-batches, in one program
     table_file.py           a schedule from a CSV file, which needs no code
     drawing.py              a table as a picture
 

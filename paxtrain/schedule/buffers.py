@@ -81,7 +81,8 @@ class Buffers:
     """A schedule with slots assigned.
 
     Attributes:
-        table: int32 [rows, stages, len(COLUMNS)], with OWN behind them if rows are joined.
+        table: int32 [rows, stages, len(COLUMNS)], with OWN behind them if rows are joined; if data ranks differ,
+            [tables, rows, stages, len(COLUMNS)].
         kinds: one per row.
         residual_depth: slots of the ring of residuals, without the scrap slot.
         activation_depth: slots of the ring of activations, without the scrap slot; 0 if each activation is used the
@@ -89,6 +90,7 @@ class Buffers:
         gradient_depth: the same for gradients.
         travel: when messages travel, see `paxtrain.schedule.table`.
         joined: whether a row's kind has the ops and messages of other rows besides its own, as in `emulated`.
+        table_of_rank: number of each data rank's table, if they differ (paxtrain.schedule.uneven); otherwise ().
     """
 
     table: np.ndarray
@@ -98,6 +100,7 @@ class Buffers:
     gradient_depth: int
     travel: str
     joined: bool = False
+    table_of_rank: tuple[int, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -213,7 +216,7 @@ def row_kind(
     )
 
 
-class _Slots(NamedTuple):
+class Slots(NamedTuple):
     """Slots of one kind of values on every stage.
 
     Attributes:
@@ -228,7 +231,7 @@ class _Slots(NamedTuple):
 _Lifetime = tuple[int, int, tuple[int, int]]  # row that writes, last row that reads, (virtual stage, micro-batch)
 
 
-def _slots(lifetimes: list[list[_Lifetime]], direct: int, reuse_same_row: bool) -> _Slots:
+def _slots(lifetimes: list[list[_Lifetime]], direct: int, reuse_same_row: bool) -> Slots:
     """Give each value a slot for its lifetime.
 
     Args:
@@ -237,12 +240,15 @@ def _slots(lifetimes: list[list[_Lifetime]], direct: int, reuse_same_row: bool) 
         reuse_same_row: see `_color`.
     """
     if all(used - made == direct for per_stage in lifetimes for made, used, _ in per_stage):
-        return _Slots([{key: 0 for *_, key in per_stage} for per_stage in lifetimes], 0)
+        return Slots([{key: 0 for *_, key in per_stage} for per_stage in lifetimes], 0)
     colored = [_color(per_stage, reuse_same_row) for per_stage in lifetimes]
-    return _Slots([slots for slots, _ in colored], max(depth for _, depth in colored))
+    return Slots([slots for slots, _ in colored], max(depth for _, depth in colored))
 
 
-def _rings(schedule: Schedule) -> tuple[_Slots, _Slots, _Slots]:
+Rings = tuple[Slots, Slots, Slots]  # of residuals, activations and gradients
+
+
+def rings(schedule: Schedule) -> Rings:
     """Return the slots of residuals, activations and gradients."""
     row_of, trains, last = schedule.row_of, schedule.trains, schedule.virtual_stages - 1
     travel, wait = schedule.travel, schedule.activations_wait
@@ -271,9 +277,9 @@ def _rings(schedule: Schedule) -> tuple[_Slots, _Slots, _Slots]:
 class _Columns:
     """The columns of the table while they are filled, each int32 [rows, stages]."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, slots: Rings) -> None:
         self.schedule = schedule
-        self.residuals, self.activations, self.gradients = _rings(schedule)
+        self.residuals, self.activations, self.gradients = slots
         self.column = {name: np.zeros((schedule.rows, schedule.stages), np.int32) for name in COLUMNS}
         # Values that no op reads go into the scrap slots.
         self.column["forward_slot"][:] = self.residuals.depth
@@ -345,14 +351,15 @@ def _kinds(schedule: Schedule, compressed: Set[tuple[int, int]]) -> list[RowKind
     return [kind(row) for row in range(schedule.rows)]
 
 
-def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset()) -> Buffers:
+def assign(schedule: Schedule, compressed: Set[tuple[int, int]] = frozenset(), slots: Rings | None = None) -> Buffers:
     """Assign the slots of all three rings, and name each row's kind.
 
     Args:
         schedule: table of ops.
         compressed: gradients that travel compressed, as (sending virtual stage, micro-batch).
+        slots: slots to use, those of `rings` of a schedule with all of these ops or more; None: the schedule's.
     """
-    columns = _Columns(schedule)
+    columns = _Columns(schedule, slots or rings(schedule))
     columns.fill_forward()
     columns.fill_backward()
     columns.fill_weights()

@@ -140,7 +140,8 @@ class _Proof:
         schedule = self.schedule
         self.row = schedule.rows
         phases = ("FBW" if schedule.splits else "FB") if schedule.trains else "F"
-        expected = {(p, q, mb) for p in phases for q in range(self.last + 1) for mb in range(schedule.micro_batches)}
+        every = range(schedule.first, schedule.micro_batches)
+        expected = {(p, q, mb) for p in phases for q in range(self.last + 1) for mb in every}
         self.check(self.seen == expected, -1, "an op is missing")
         if schedule.activations_wait:
             self.check(not self.leaving, -1, "an activation that was not sent")

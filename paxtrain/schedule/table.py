@@ -55,6 +55,7 @@ class Schedule:
         weights_chunk: [rows, stages] chunk of W.
         masked: idle stages compute on scrap, see paxtrain.schedule.schedules.ScheduleSpec.
         travel: UNDER, ALONG or BETWEEN, see above.
+        first: micro-batches that have no op, the first ones: those that a data rank lacks, see `last_of`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Schedule:
     weights_chunk: np.ndarray
     masked: bool
     travel: str = UNDER
+    first: int = 0
 
     @property
     def activations_wait(self) -> int:
@@ -142,6 +144,17 @@ class Schedule:
             if self.virtual_stage(stage, chunk) > 0:
                 pairs[row + 1].append((stage, (stage - 1) % self.stages))
         return [tuple(p) for p in pairs]
+
+    def last_of(self, count: int) -> "Schedule":
+        """Return the rows with the ops of the last `count` micro-batches only.
+
+        No op needs another micro-batch's, so what is left is a schedule, too.
+        """
+        first, ops = self.micro_batches - count, {}
+        for phase in ("forward", "backward", "weights"):
+            there, chunk = getattr(self, phase), getattr(self, phase + "_chunk")
+            ops[phase], ops[phase + "_chunk"] = np.where(there < first, IDLE, there), np.where(there < first, 0, chunk)
+        return dataclasses.replace(self, first=first, **ops)
 
     def epilogue(self) -> frozenset[tuple[int, int]]:
         """Return the gradients that epilogue-only compression compresses, as (sending virtual stage, micro-batch).

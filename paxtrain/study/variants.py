@@ -88,6 +88,11 @@ def require_alike(config: Config) -> None:
             f"the study takes mesh.tensor=1 and pipeline.virtual_stages=1, got {config.mesh.tensor} and "
             f"{config.pipeline.virtual_stages}; neither changes what is compressed"
         )
+    if config.uneven:
+        raise UserError(
+            f"the study takes equal data ranks, got batch.data_micro_batches={config.batch.data_micro_batches}; leave it "
+            "out"
+        )
     if len(config.data.validation_sets) > 1:
         raise UserError(
             "the study compares one validation loss, but data.validation names "

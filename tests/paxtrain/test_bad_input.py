@@ -155,6 +155,23 @@ BAD_CONFIGURATION = {
     ),
     "named layers": (["pipeline.pipe_layers=3,2"], ["3,2 adds up to 5", "4 layers"]),
     "batch": (["batch.global_batch=30"], ["batch.global_batch=30", "batch.micro_batch=4", "24 or 32 would fit"]),
+    "micro-batches of too few ranks": (
+        ["batch.data_micro_batches=8"],
+        ["batch.data_micro_batches=8 names 1 data rank", "mesh.data=2", "leave it out"],
+    ),
+    "micro-batches that do not fit the batch": (
+        ["batch.data_micro_batches=4,3"],
+        ["batch.data_micro_batches=4,3", "takes 28 sequences", "batch.global_batch=32", "global_batch=28 would fit"],
+    ),
+    "a rank without micro-batches": (["batch.data_micro_batches=8,0"], ["positive integers", "'8,0'"]),
+    "uneven ranks of groups": (
+        ["batch.data_micro_batches=5,3", "outer.every=5"],
+        ["batch.data_micro_batches=5,3", "outer.every=5", "leave one of them out"],
+    ),
+    "uneven ranks that compute on scrap": (
+        ["batch.data_micro_batches=5,3", "pipeline.idle=compute"],
+        ["pipeline.idle=compute", "batch.data_micro_batches=5,3", "pipeline.idle=skip or auto"],
+    ),
     "schedule": (["pipeline.schedule=zigzag"], ["'zigzag'", "eager_1f1b, gpipe, 1f1b, interleaved_1f1b"]),
     "chunks": (["pipeline.virtual_stages=2"], ["pipeline.virtual_stages=2", "interleaved_1f1b", "eager_1f1b"]),
     "key": (["mesh.foo=1"], ["mesh.foo", "known here: data, pipe, reduce_dtype, sequence_parallel, tensor, zero1"]),

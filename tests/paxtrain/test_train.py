@@ -291,15 +291,16 @@ class Recorded(Run):
             "pipeline__virtual_stages": 2,
             "pipeline__schedule": "interleaved_1f1b",
         },
+        {"mesh__data": 4, "mesh__tensor": 1, "batch__micro_batch": 1, "batch__data_micro_batches": "3,2,2,1"},
         pytest.param({"mesh__data": 2, "mesh__pipe": 4, "mesh__tensor": 1}, marks=pytest.mark.slow),
     ],
-    ids=["interleaved-sequence-parallel", "four-stages"],
+    ids=["interleaved-sequence-parallel", "uneven-data-ranks", "four-stages"],
 )
 def test_continuing_on_another_mesh(home, reference, past, capsys, changes):
     run = Recorded(c := configuration(home, past, **changes), make_mesh(c.mesh))
     run.train()
     assert f"resumed from step {STEPS - EVERY}" in capsys.readouterr().out
-    assert np.array_equal(np.stack(run.consumed), expected_batches(home, STEPS)[-EVERY:])
+    assert np.array_equal(np.stack(run.consumed), expected_batches(home, STEPS)[-EVERY:, c.batch_samples])
     there, here = losses(reference), losses(past)
     assert there.keys() == here.keys()
     assert max(abs(there[step] - here[step]) for step in there) < 1e-4
@@ -315,13 +316,21 @@ def processes_flags(count, devices, head=lambda i: ()):
 
 
 @pytest.mark.once
-def test_continuing_with_other_processes(home, reference, past):
-    """From one process with 8 devices to two with 2 each, on uneven stages, to the end and its summary."""
-    mesh = {"mesh__tensor": 1, "pipeline__pipe_layers": "3,1"}
+@pytest.mark.parametrize(
+    "mesh, batch",
+    [
+        ({"pipeline__pipe_layers": "3,1"}, "2 data ranks x 2 micro-batches x 2"),
+        ({"batch__data_micro_batches": "3,1"}, "2 data ranks x 3,1 micro-batches x 2"),
+    ],
+    ids=["uneven stages", "uneven data ranks"],
+)
+def test_continuing_with_other_processes(home, reference, past, mesh, batch):
+    """From one process with 8 devices to two with 2 each, to the end and its summary."""
+    mesh = {"mesh__tensor": 1, **mesh}
     with running(home, past, *processes_flags(2, 2), **mesh) as processes:
         (stdout, _), (other, _) = finish(processes)
     assert f"resumed from step {STEPS - EVERY}" in stdout
-    for promised in ("on 2 process(es)", "validation loss", "untrained", "loss curve", "a sample:\n"):
+    for promised in ("on 2 process(es)", batch, "validation loss", "untrained", "loss curve", "a sample:\n"):
         assert promised in stdout and promised not in other
     there, here = losses(reference), losses(past)
     assert there.keys() == here.keys()

@@ -100,7 +100,7 @@ def errors(trained: Trainer, ref: Reference) -> dict[str, float]:
     """Return relative errors: of the loss, of the norm, and of each parameter max |difference| / max |reference|."""
     params = jax.jit(trained.layout.from_canonical)(ref.params)
     params = jax.device_put(params, trained.state_shardings.params)
-    tokens = jax.device_put(ref.tokens, trained.batch_sharding)
+    tokens = jax.device_put(ref.tokens[trained.config.batch_samples], trained.batch_sharding)
 
     @jax.jit
     def run(params: transformer.Params, tokens: jax.Array, key: jax.Array | None) -> tuple:
