@@ -13,7 +13,7 @@ from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
-from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, ZERO1, PlanOptions
+from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, UNEVEN_DATA, ZERO1, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
 # What the planner decides, and the flags that narrow it.
@@ -71,6 +71,8 @@ def define_flags() -> None:
     define_list("schedules", f"Schedules to try, of {', '.join(names())}; or CSV files.")
     define_list("saves", "What a forward may keep for its backward.")
     flags.DEFINE_bool("uneven", d.uneven, "Also split layers unevenly over the stages.")
+    description = "Give data ranks on slow devices fewer micro-batches, if there are several kinds of devices."
+    flags.DEFINE_enum("uneven_data", d.uneven_data, list(UNEVEN_DATA), description)
     flags.DEFINE_integer("tensor_hosts", d.tensor_hosts, "Hosts in a row that each tensor group spans.", lower_bound=1)
     flags.DEFINE_float("usable_memory", d.usable_memory, "Share of a device's memory to use.", 0.05, 1.0)
     flags.DEFINE_bool("memory_margin", d.memory_margin, "Add the safety margin to the closed form's memory.")

@@ -1,8 +1,8 @@
 """Data ranks with different numbers of micro-batches, in one program.
 
 All ranks run the rows of the most micro-batches. A rank with n of m has the ops of the last n, and skips the rows
-before, in which it waits for nothing. So all ranks end in the same rows: their reduction over data lies under the same last op,
-and the drain, whose gradients may be compressed, is the same.
+before, in which it waits for nothing. So all ranks end in the same rows: their reduction over data lies under the same
+last op, and the drain, whose gradients may be compressed, is the same.
 
 Ranks read the table of their number. Its slots are those of the whole table, so all ranks have the same rings. The rows
 name the messages of every rank apart, because a message that one rank sends, another one may lack.

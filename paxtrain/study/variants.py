@@ -90,8 +90,8 @@ def require_alike(config: Config) -> None:
         )
     if config.uneven:
         raise UserError(
-            f"the study takes equal data ranks, got batch.data_micro_batches={config.batch.data_micro_batches}; leave it "
-            "out"
+            f"the study takes equal data ranks, got batch.data_micro_batches={config.batch.data_micro_batches}; leave "
+            "it out"
         )
     if len(config.data.validation_sets) > 1:
         raise UserError(

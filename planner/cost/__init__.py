@@ -6,6 +6,7 @@
     compute.py              a layer on a device kind; the seconds of its all-reduces over tensor
     data_axis.py            the gather of the weights and the reduction of the gradients over data
     step_time.py            the whole step: bytes times seconds per byte, and the pipeline's simulation
+    shares.py               micro-batches of data ranks by the speed of their devices
     terms.py                a step's terms by stage, to be compared with a run's breakdown
     coded.py                what codecs other than low rank declare
     outer.py                the exchange of groups that train apart

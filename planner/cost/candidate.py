@@ -18,7 +18,7 @@ class Candidate:
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
         micro_batch: sequences of a micro-batch.
-        micro_batches: micro-batches per data rank and step.
+        micro_batches: micro-batches per step of the data rank that has most; all have as many unless there are `ranks`.
         schedule: PipelineConfig.schedule.
         counts: layers of each virtual stage.
         chunks: PipelineConfig.virtual_stages.
@@ -31,6 +31,8 @@ class Candidate:
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses. What
             activations between stages go through is here, too.
+        uneven_data: the search gives data ranks numbers of micro-batches by their speed.
+        ranks: micro-batches of each data rank, if they differ; otherwise ().
     """
 
     data: int
@@ -49,6 +51,13 @@ class Candidate:
     data_rank: int = 0
     reduce_dtype: str = "float32"
     coded: Coded = LOW_RANK
+    uneven_data: bool = False
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """Micro-batches of each data rank."""
+        return self.ranks or (self.micro_batches,) * self.data
 
     @property
     def groups(self) -> int:

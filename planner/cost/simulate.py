@@ -66,6 +66,7 @@ def candidate_of_config(config: Config) -> Candidate:
         backward_rank=compress.backward_rank,
         data_rank=compress.data_rank if over_data else 0,
         coded=coded(compress),
+        ranks=config.rank_micro_batches if config.uneven else (),
     )
 
 

@@ -74,7 +74,7 @@ class Problem(Sizes):
         how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
         self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
-        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward)
+        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward, skips=bool(c.ranks))
         counts = np.repeat(np.array(splits or [c.counts], float), len(self.layer), axis=0)  # [kinds, V]
         self.layer = self.layer * max(len(splits), 1)
         first = np.zeros(counts.shape[1])
@@ -215,8 +215,26 @@ class Problem(Sizes):
             links: seconds of the messages.
             kinds: device kinds [batch, D, P] (indices) of all groups.
         """
-        pipelines = simulator.pipeline(self.table, self.seconds(links, kinds), self.overlap)
-        return self.finish(links, kinds, pipelines)
+        return self.finish(links, kinds, self.pipelines(self.seconds(links, kinds)))
+
+    def rank_table(self, rank: int) -> Table:
+        """Return the table that a data rank replays."""
+        return dataclasses.replace(self.table, first=self.table.micro_batches - self.candidate.of_ranks[rank])
+
+    def tables(self, pipelines: int) -> list[tuple[Table, Array | slice]]:
+        """Return each table that data ranks replay, and which of some pipelines [batch * D] do."""
+        c = self.candidate
+        if not c.ranks:
+            return [(self.table, slice(None))]
+        counts = np.tile(c.ranks, pipelines // c.data)
+        return [(self.rank_table(c.ranks.index(n)), counts == n) for n in sorted(set(c.ranks))]
+
+    def pipelines(self, seconds: simulator.Seconds) -> Array:
+        """Return the seconds [batch * D, P] at which stages leave their last rows, for the simulator's durations."""
+        found = np.empty((len(seconds.forward), self.candidate.pipe))
+        for table, where in self.tables(len(found)):
+            found[where] = simulator.pipeline(table, simulator.take(seconds, where), self.overlap)
+        return found
 
     def finish(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
         """Return the steps for the simulator's seconds of all pipelines.
@@ -270,17 +288,19 @@ def steps(problems: list[Problem], placements: list[tuple[Paths, Array]]) -> lis
     """
     links = [problem.links(where) for problem, (where, _) in zip(problems, placements, strict=True)]
     seconds = [p.seconds(x, kinds) for p, x, (_, kinds) in zip(problems, links, placements)]
-    tables: dict[Table, list[int]] = {}
+    members: dict[Table, list[tuple[int, Array | slice]]] = {}
+    pipelines = [np.empty((len(s.forward), p.candidate.pipe)) for p, s in zip(problems, seconds)]
     for n, problem in enumerate(problems):
-        tables.setdefault(problem.table, []).append(n)
-    found: list[Step | None] = [None] * len(problems)
-    for table, members in tables.items():
-        together = simulator.concatenate([seconds[n] for n in members])
-        pipelines = simulator.pipeline(table, together, problems[members[0]].overlap)
-        ends = np.cumsum([len(seconds[n].forward) for n in members])
-        for n, part in zip(members, np.split(pipelines, ends[:-1])):
-            found[n] = problems[n].finish(links[n], placements[n][1], part)
-    return found
+        for table, where in problem.tables(len(pipelines[n])):
+            members.setdefault(table, []).append((n, where))
+    for table, some in members.items():
+        parts = [simulator.take(seconds[n], where) for n, where in some]
+        replayed = simulator.pipeline(table, simulator.concatenate(parts), problems[some[0][0]].overlap)
+        ends = np.cumsum([len(part.forward) for part in parts])
+        for (n, where), part in zip(some, np.split(replayed, ends[:-1])):
+            pipelines[n][where] = part
+    each = zip(problems, links, placements, pipelines)
+    return [problem.finish(x, kinds, ends) for problem, x, (_, kinds), ends in each]
 
 
 def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths, kinds: Array) -> Array:

@@ -6,7 +6,7 @@ from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem
 from planner.pipeline.rows import Table, numbers, runs
-from planner.pipeline.simulator import Seconds
+from planner.pipeline.simulator import Seconds, take
 
 Array = np.ndarray
 
@@ -45,7 +45,9 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     links = problem.links(problem.paths(fabric, hosts[None]))
     kinds = problem.kind_of_host[hosts][None]
     step = problem.evaluate(links, kinds)
-    compute = _compute(problem.table, problem.seconds(links, kinds), problem.overlap).mean(axis=0)
+    seconds = problem.seconds(links, kinds)
+    parts = [_compute(t, take(seconds, where), problem.overlap) for t, where in problem.tables(len(seconds.forward))]
+    compute = np.concatenate(parts).mean(axis=0)
     reduced = step.finish[0] + step.reduce[0]
     return {
         COMPUTE: compute,

@@ -143,8 +143,13 @@ def runs(counts: Sequence[int], write: Callable[[int, int], str]) -> str:
 
 
 def common(plan: Plan) -> list[str]:
-    """Return what no other trainer does: sentences about the plan's compression and its placement."""
+    """Return what no other trainer does: sentences about the plan's batch, its compression and its placement."""
     found = []
+    if plan.batch.data_micro_batches:
+        found.append(
+            f"all data ranks get as many micro-batches, not {plan.batch.data_micro_batches}, so the step takes longer "
+            "than the plan says; --uneven_data=no plans for that"
+        )
     if plan.compress.chosen("backward") != "none" or plan.compress.chosen("data") != "none":
         found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
     if not plan.hosts and plan.device_order and list(plan.device_order) != sorted(plan.device_order):

@@ -112,7 +112,9 @@ def _trainer(config: Config, tensor: int, micro_batch: int, devices: Sequence[ja
         pipeline=dataclasses.replace(
             config.pipeline, schedule="eager_1f1b", virtual_stages=1, pipe_layers="", scan_layers="off"
         ),
-        batch=dataclasses.replace(config.batch, global_batch=groups * 2 * micro_batch, micro_batch=micro_batch),
+        batch=dataclasses.replace(
+            config.batch, global_batch=groups * 2 * micro_batch, micro_batch=micro_batch, data_micro_batches=""
+        ),
         compress=type(config.compress)(),
     )
     return Trainer(config, make_mesh(config.mesh, devices=devices))

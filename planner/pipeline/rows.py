@@ -21,6 +21,8 @@ class Table:
         micro_batches: m.
         chunks: v.
         compressed: "none", "epilogue" or "all".
+        first: micro-batches without ops, the first ones: those that a data rank lacks (paxtrain.schedule.uneven).
+        skips: idle stages skip, although the schedule is masked.
     """
 
     schedule: str
@@ -28,6 +30,14 @@ class Table:
     micro_batches: int
     chunks: int = 1
     compressed: str = "none"
+    first: int = 0
+    skips: bool = False
+
+    def plan(self, overlap: bool) -> Schedule:
+        """Return the schedule's table; see `paxtrain.schedule.schedules.build` for the argument."""
+        made = build(self.schedule, self.stages, self.micro_batches, self.chunks, overlap)
+        made = dataclasses.replace(made, masked=made.masked and not self.skips)
+        return made.last_of(self.micro_batches - self.first) if self.first else made
 
 
 Where = slice | Array  # indices of stages or of virtual stages
@@ -173,8 +183,8 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _few(table: Table, micro_batches: int, overlap: bool) -> list[Run]:
-    schedule = build(table.schedule, table.stages, micro_batches, table.chunks, overlap)
+def _few(table: Table, overlap: bool) -> list[Run]:
+    schedule = table.plan(overlap)
     return _runs(_rows(schedule, table.compressed), longest=3 * schedule.virtual_stages)
 
 
@@ -193,15 +203,19 @@ def runs(table: Table, overlap: bool = True) -> list[Run]:
     if spec.order == "alternating" and overlap:
         step = spec.repeats(table.stages)
     # So many that some stage has rows in which everything steady happens, whatever is left over.
-    few = -(-spec.settles * table.stages // step) * step + table.micro_batches % step
+    settled = -(-spec.settles * table.stages // step) * step
+    # Of the rows that a data rank skips none takes time: the others need only begin among steady ones.
+    first = min(table.first, settled + table.first % step)
+    own = table.micro_batches - table.first
+    few = settled + own % step
 
     def make(m: int) -> list[Run]:
-        return _few(dataclasses.replace(table, micro_batches=0), m, overlap)
+        return _few(dataclasses.replace(table, micro_batches=first + m, first=first), overlap)
 
-    if table.micro_batches <= few + step:
-        return make(table.micro_batches)
+    if own <= few + step:
+        return make(own)
     less, more = make(few), make(few + step)
     if len(less) != len(more):
         raise ValueError(f"{table.schedule} is not steady from {few} micro-batches on: its spec's settles is too small")
-    times = (table.micro_batches - few) // step
+    times = (own - few) // step
     return [(rows, a + times * (b - a)) for (rows, a), (_, b) in zip(less, more, strict=True)]

@@ -65,6 +65,12 @@ class Seconds:
     weights: Array | float = 0.0
 
 
+def take(seconds: Seconds, where: Array | slice) -> Seconds:
+    """Return the durations of some candidates of a batch."""
+    given = {field.name: getattr(seconds, field.name) for field in dataclasses.fields(seconds)}
+    return Seconds(**{name: x[where] if np.ndim(x) else x for name, x in given.items()})
+
+
 def concatenate(parts: list[Seconds]) -> Seconds:
     """Return one batch of several, whose forward and backward are [batch, virtual stages]."""
 

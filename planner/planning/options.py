@@ -16,6 +16,7 @@ from planner.search.space import BACKWARD, TRIED, Choices
 KINDS = ("epilogue", "all", "data")
 AUTO, AUTOMATIC = "auto", ("epilogue", "data")  # the kinds that "auto" stands for
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
+UNEVEN_DATA = SEQUENCE
 ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
 ORACLE = ("auto", "yes", "no")
 
@@ -44,6 +45,7 @@ class PlanOptions:
         schedules: schedules to try.
         saves: save modes to try, which say what a forward keeps for its backward.
         uneven: whether uneven splits of the layers over the stages are tried too.
+        uneven_data: whether data ranks on slow devices get fewer micro-batches: "no", "yes", or "both" to try both.
         tensor_hosts: consecutive hosts that each tensor group spans.
         usable_memory: share of a device's memory to use, 0.05 to 1.
         memory_margin: whether the closed form's safety margin is added to the memory that plans are predicted to need.
@@ -75,6 +77,7 @@ class PlanOptions:
     schedules: tuple[str, ...] = tuple(TRIED)
     saves: tuple[str, ...] = SAVE_MODES
     uneven: bool = True
+    uneven_data: str = "both"
     tensor_hosts: int = 1
     usable_memory: float = closed_form.USABLE
     memory_margin: bool = True
@@ -108,7 +111,8 @@ class PlanOptions:
             if not all(type(value) is int and value > 0 for value in values):
                 given = ",".join(map(str, values))
                 raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
-        for name, choices in (("zero1", ZERO1), ("sequence_parallel", SEQUENCE), ("oracle", ORACLE)):
+        answers = {"zero1": ZERO1, "sequence_parallel": SEQUENCE, "uneven_data": UNEVEN_DATA, "oracle": ORACLE}
+        for name, choices in answers.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         bounds = {
@@ -162,6 +166,7 @@ class PlanOptions:
             data_ranks=self.data_ranks if "data" in kinds else (),
             min_ratio=min_ratio,
             coded=coded,
+            uneven_data=UNEVEN_DATA[self.uneven_data],
         )
 
     def search(self) -> Options:

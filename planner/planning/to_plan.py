@@ -83,7 +83,7 @@ def sections(
             save=c.save,
             scan_layers=scan_layers,
         ),
-        "batch": BatchConfig(global_batch, c.micro_batch),
+        "batch": BatchConfig(global_batch, c.micro_batch, ",".join(map(str, c.ranks))),
         "compress": dataclasses.replace(
             compress,
             **_codecs(c, bool(stages)),

@@ -113,16 +113,17 @@ def pipeline(table: Table, seconds: simulator.Seconds, overlap: bool) -> list[Ba
 
 def _micro_batches(table: Table, overlap: bool) -> dict[tuple[str, int], Iterator[int]]:
     """Return the micro-batches of each phase and stage in the order of the replay; IDLE stands for scrap."""
-    plan = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap)
+    plan = table.plan(overlap)
     order: dict[tuple[str, int], Iterator[int]] = {}
     for what, ops in (("F", plan.forward), ("B", plan.backward), ("W", plan.weights)):
         # Idle stages compute, too, if the schedule is masked and no stage is done yet.
         scrap = plan.masked & (ops != IDLE).any(axis=1) & (np.arange(plan.rows) <= min(plan.last_rows))
         for stage in range(table.stages):
             own = ops[:, stage]
-            order[what, stage] = iter(own[(own != IDLE) | scrap].tolist())
+            numbers = np.where(own == IDLE, IDLE, own - table.first)
+            order[what, stage] = iter(numbers[(own != IDLE) | scrap].tolist())
     loss = (plan.forward[:, -1] != IDLE) & (plan.forward_chunk[:, -1] == plan.chunks - 1)
-    order["H", table.stages - 1] = iter(plan.forward[loss, -1].tolist())
+    order["H", table.stages - 1] = iter((plan.forward[loss, -1] - table.first).tolist())
     return order
 
 
@@ -150,20 +151,20 @@ def activity(report: Report) -> Activity:
     If there are too many ops to replay one by one, part of the steady middle is left out.
     """
     problem, step, hosts = report.problem, report.step, report.chosen.placement.hosts[None]
-    c, table = problem.candidate, problem.table
+    c = problem.candidate
     seconds = problem.seconds(problem.links(problem.paths(report.fabric, hosts)), problem.kind_of_host[hosts])
-    ends = simulator.pipeline(table, seconds, problem.overlap)  # [data, P]
+    ends = problem.pipelines(seconds)  # [data, P]
     rank = int(np.argmax(ends.max(axis=1)))
-    arrays = {f.name: getattr(seconds, f.name) for f in dataclasses.fields(seconds)}
-    one = simulator.Seconds(**{name: x[rank : rank + 1] if np.ndim(x) else x for name, x in arrays.items()})
+    one, table = simulator.take(seconds, slice(rank, rank + 1)), problem.rank_table(rank)
+    own = table.micro_batches - table.first
     few = max(_MOST_OPS // (c.pipe * c.chunks), 6 * c.pipe)
     shorter, left_out = table, 0.0
-    if table.micro_batches > few + c.pipe and not schedules.SPECS[table.schedule].size:
-        shorter = dataclasses.replace(table, micro_batches=few + (table.micro_batches - few) % c.pipe)
+    if own > few + c.pipe and not schedules.SPECS[table.schedule].size:
+        shorter = dataclasses.replace(table, micro_batches=table.first + few + (own - few) % c.pipe)
         left_out = float(ends[rank].max() - simulator.pipeline(shorter, one, problem.overlap).max())
     bars = pipeline(shorter, one, problem.overlap)
     if left_out:
-        skipped, half = table.micro_batches - shorter.micro_batches, shorter.micro_batches // 2
+        skipped, half = table.micro_batches - shorter.micro_batches, (shorter.micro_batches - table.first) // 2
         bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]
     total = float(step.total[0])
     for stage in range(c.pipe):
@@ -300,7 +301,8 @@ def _break(svg: Svg, x: float, gap: float, top: float, bottom: float, seconds: f
 def _caption(report: Report, work: Activity, rows: int, cut: bool) -> str:
     c = report.chosen.candidate
     parts = [
-        f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.micro_batches} micro-batches."
+        f"The pipeline of data rank {work.rank}, which ends last; numbers are its {c.of_ranks[work.rank]} "
+        "micro-batches."
     ]
     if cut:
         parts.append("The steady middle is cut out; the time axis continues after the break.")

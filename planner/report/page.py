@@ -16,6 +16,7 @@ from planner.report.text import (
     lossy_words,
     memory_words,
     mesh,
+    micro_batches,
     nearby_words,
     noise_words,
     oracle_words,
@@ -142,7 +143,7 @@ def _head(report: Report) -> str:
     how = "ZeRO-1" if c.zero1 else "replicated optimizer state"
     how += ", sequence parallel" if c.sequence_parallel else ""
     words = (
-        f"{mesh(c)} (data x pipe x tensor), {how}; {c.micro_batches} micro-batches of size {c.micro_batch}, "
+        f"{mesh(c)} (data x pipe x tensor), {how}; {micro_batches(c)} micro-batches of size {c.micro_batch}, "
         f"{schedule(c)} schedule, save={c.save}; {compression_words(c)}."
     )
     return f'<p class="what"><b>{html.escape(words)}</b></p><div class="tiles">{drawn}</div>'
@@ -248,10 +249,11 @@ def _stages(report: Report) -> str:
     stage = np.arange(c.pipe)
     virtual = stage + np.arange(c.chunks)[:, None] * c.pipe  # [v, P]
     each = [x[kinds[None], virtual[:, None]].sum(axis=0) for x in (problem.forward, problem.work - problem.forward)]
-    slow = np.argmax(each[0] + each[1], axis=0)
+    counts = np.array(c.of_ranks)
+    slow = np.argmax(counts[:, None] * (each[0] + each[1]), axis=0)
     forward, backward = (x[slow, stage] for x in each)
     loss = np.where(stage == c.pipe - 1, problem.head[kinds[:, -1]].max(), 0.0)
-    busy = c.micro_batches * (forward + backward + loss) / report.chosen.seconds
+    busy = counts[slow] * (forward + backward + loss) / report.chosen.seconds
     rows = []
     for s in range(c.pipe):
         layers = "+".join(str(c.counts[v]) for v in virtual[:, s])

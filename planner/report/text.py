@@ -64,6 +64,11 @@ def stage_layers(counts: Sequence[int], width: int = 1000) -> str:
     return words if len(words) <= width else f"{min(counts)} to {max(counts)}"
 
 
+def micro_batches(candidate: Candidate) -> str:
+    """Return the number of micro-batches, or those of the data ranks with equal neighbors joined, "8x2,4x2"."""
+    return stage_layers(candidate.ranks) if candidate.ranks else str(candidate.micro_batches)
+
+
 def compression(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in short: "epi16+data128"."""
     c = candidate
@@ -125,7 +130,7 @@ def table(report: Report) -> list[list[str]]:
             [
                 f"{n}{'*' if found is report.chosen else ' '}",
                 mesh(c).replace(" ", ""),
-                str(c.micro_batch),
+                f"{c.micro_batch}{' uneven' if c.ranks else ''}",
                 schedule(c),
                 c.save,
                 "yes" if c.zero1 else "no",
@@ -203,7 +208,8 @@ def headline(report: Report) -> str:
     c, found = report.chosen.candidate, report.chosen
     speed = f"{duration(found.seconds)} a step, {tokens(report.tokens_per_second(found.seconds))} tokens/s"
     used = "" if report.mfu is None else f", {share(report.mfu)} MFU"
-    return f"{mesh(c)} (data x pipe x tensor), {schedule(c)}, micro-batch {c.micro_batch}: {speed}{used}"
+    by_rank = f", data ranks of {micro_batches(c)} micro-batches" if c.ranks else ""
+    return f"{mesh(c)} (data x pipe x tensor), {schedule(c)}, micro-batch {c.micro_batch}{by_rank}: {speed}{used}"
 
 
 def gains(report: Report) -> list[str]:

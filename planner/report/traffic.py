@@ -48,7 +48,7 @@ def flows(report: Report) -> list[Flows]:
     # Activations go on and gradients back over each hop: between neighbors once a chunk, around the ring once less.
     times = np.full(c.pipe, c.chunks)
     times[-1] -= 1
-    sent = 2 * c.micro_batches * problem.message * times * (c.pipe > 1)
+    sent = 2 * np.array(c.of_ranks)[:, None] * problem.message * times * (c.pipe > 1)
     add("messages between stages", hosts, np.roll(hosts, -1, axis=1), sent)
     ring = ring_order(hosts.T)  # [P, D]
     layers, table = problem.layer_parameters, problem.embedding_parameters * problem.meets

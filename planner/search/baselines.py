@@ -45,7 +45,8 @@ def _chosen_by(search: Search, rule: str) -> int:
     """
     space, cluster, model = search.space, search.cluster, search.model
     plain = (space.schedule == code("1f1b")) | (space.pipe == 1)
-    some = np.flatnonzero(plain & (space.backward == 0) & (space.data_rank == 0) & np.isfinite(search.bounds))
+    plain &= (space.backward == 0) & (space.data_rank == 0) & ~space.uneven_data.astype(bool)
+    some = np.flatnonzero(plain & np.isfinite(search.bounds))
     if not len(some):
         return -1
     taken = space.take(some)

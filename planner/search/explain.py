@@ -80,7 +80,9 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
     if search.bounds[i] >= chosen.seconds:
         slower = search.bounds[i] / chosen.seconds - 1
         return f"takes {search.bounds[i]:.4g} s at least, {slower:.1%} more, by its lower bound"
-    [other] = search.simulate([i])
+    if not (others := search.simulate([i])):
+        return "on none of the known placements would data ranks get different numbers of micro-batches"
+    [other] = others
     slower = other.seconds / chosen.seconds - 1
     if slower < 0:
         why = "too little for what it changes in training"
@@ -103,6 +105,8 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
     if global_batch % (data * micro):
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
+    if changed["uneven_data"]:
+        return "data ranks that are alike get equal numbers of micro-batches"
     if pipe == 1:
         return "one stage has no schedule and no messages"
     if SPECS[name_of(changed["schedule"])].splits and SAVE_MODES[changed["save"]] not in SPLIT_SAVES:

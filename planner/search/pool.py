@@ -63,7 +63,9 @@ class Pools:
         key = c.data, c.pipe, c.tensor
         if key not in self._pools:
             plain = plain_layouts(c, problem.cluster.devices_per_host)
-            starts = _without(self._starts(problem), plain)
+            # Hosts of one kind side by side, so that data ranks lie on one kind as far as they can.
+            by_kind = np.argsort(problem.kind_of_host, kind="stable")[plain]
+            starts = _without(np.concatenate([by_kind, self._starts(problem)]), plain)
             hosts = np.concatenate([plain, starts])
             self._pools[key] = Pool(hosts, problem.paths(self.fabric, hosts), len(plain))
         return self._pools[key]

@@ -225,7 +225,7 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
     )
     first = np.maximum(first, np.where(groups, ends, 0.0))
     pipeline = np.maximum(first, fullest)
-    masked = np.flatnonzero(each(space.schedule, lambda spec: spec.masks(overlap)))
+    masked = np.flatnonzero(_computes_on_scrap(space, overlap))
     if len(masked):
         f, b, rows = c["forward"][masked], c["backward"][masked], (m + p - 1)[masked]
         factor, on_first, on_last = _masked(p[masked], m[masked], f / (f + b))
@@ -321,7 +321,7 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
     kinds = sorted(set(cluster.kinds))
     if len(kinds) == 1:
         return np.zeros(len(space))
-    masked = each(space.schedule, lambda spec: spec.masks(cluster.overlaps))
+    masked = _computes_on_scrap(space, cluster.overlaps)
     splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
     rows = space.micro_batches + np.where(masked, space.pipe - 1, 0)
     seconds = []
@@ -341,7 +341,14 @@ def _kinds(cluster: Cluster, model: ModelConfig, space: Space) -> Array:
             limit = quickest * count
             room = sum(n * np.floor(limit / u * (1 + 1e-9)) for n, u in zip(stages, unit))
             least = np.where(room >= model.layers, np.minimum(least, limit), least)
-    return least * (1 - 1e-9)
+    # Data ranks that have micro-batches by their speed are done within T if all devices together are.
+    together = space.data * model.layers / (np.diff(groups, axis=0, prepend=0) / unit).sum(axis=0)
+    return np.where(space.uneven_data, together, least) * (1 - 1e-9)
+
+
+def _computes_on_scrap(space: Space, overlap: bool) -> Array:
+    """Return whether idle stages of each candidate compute, bool [N]; those of uneven data ranks skip."""
+    return each(space.schedule, lambda spec: spec.masks(overlap)) & ~space.uneven_data.astype(bool)
 
 
 def lower_bound(cluster: Cluster, model: ModelConfig, space: Space, coded: Coded = LOW_RANK) -> Array:

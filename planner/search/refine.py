@@ -100,7 +100,7 @@ class Refinement:
             progress(f"placing, {math.ceil(spent)} of {self.most}; best {self.best.seconds:.4g} s")
             self._place(f, 1)
         for _ in range(_LAST * bool(self.most)):
-            if self._done.get(self._name(self.best), -1) >= 1:
+            if self._done.get(self._name(self.best), -1) >= 1 or self.best.candidate.ranks:
                 break
             self._place(self.best, 1)
 
@@ -114,11 +114,12 @@ class Refinement:
             effort: 0: quickly, 1: with care.
         """
         seen: set[tuple] = set()
-        while True:
+        while self.found:
             best = self.key(self.best)
             leaders: dict[tuple, Found] = {}
             for f in sorted(self.found.values(), key=self.key):
-                leaders.setdefault(self._group(f), f)
+                if not f.candidate.ranks:  # whose placements are those found for others of their mesh
+                    leaders.setdefault(self._group(f), f)
             open_ = [f for f in leaders.values() if self._name(f) not in seen and self._open(f, effort, best)]
             if not open_:
                 return
@@ -149,6 +150,8 @@ class Refinement:
 
     def bound(self, f: Found) -> float:
         """Return seconds that no placement of a plan is below."""
+        if f.candidate.ranks:  # placements are bounded for data ranks that are alike
+            return f.screened
         if self._name(f) not in self._bounds:
             self._bounds[self._name(f)] = lower(self._problem(f), self.trials.fabric)
         return self._bounds[self._name(f)]

@@ -35,8 +35,8 @@ _FIRST, _TOGETHER = 64, 256
 # Candidates that are alike in some columns: how many of them tell of the others, and by which factor these may be
 # nearer to their bound.
 _ALIKE = (
-    (("data", "pipe", "tensor", "schedule", "chunks", "micro_batch"), 3, 0.8),
-    (("data", "pipe", "tensor", "schedule", "chunks"), 8, 0.7),
+    (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data", "micro_batch"), 3, 0.8),
+    (("data", "pipe", "tensor", "schedule", "chunks", "uneven_data"), 8, 0.7),
 )
 _QUICKLY, _LEAST = 2, 8  # most plans that are placed quickly after these, and at the end
 
@@ -188,7 +188,7 @@ class Search:
             progress: called with a sentence now and then.
 
         Raises:
-            UserError: nothing fits into memory.
+            UserError: nothing fits into memory, or only uneven data ranks may be chosen and all are alike.
         """
         began = time.perf_counter()
         self.require_one()
@@ -198,6 +198,11 @@ class Search:
         top, placed = top or self.options.top, self.options.placed if placed is None else placed
         refined = Refinement(self.trials, self.options.gain, self.options.seed, placed, quick)
         points = self._rank(order, scores, top, refined, progress)
+        if not refined.found:
+            raise UserError(
+                "no candidate has data ranks whose devices differ in speed, as --uneven_data=yes demands; "
+                "--uneven_data=both would work"
+            )
         refined.carefully(progress)
         ranked = [self._bounded(f, refined) for f in refined.ranked(top)]
         return Outcome(
@@ -247,7 +252,8 @@ class Search:
             best = refined.ranked(top)
             if len(best) == top:
                 worst = refined.key(best[-1])
-            progress(f"{len(points):,} of {len(order):,} candidates simulated, best {best[0].seconds:.4g} s")
+            if best:
+                progress(f"{len(points):,} of {len(order):,} candidates simulated, best {best[0].seconds:.4g} s")
 
     def _expected(self, scores: Array, refined: Refinement) -> Array:
         """Return what candidates [N] take at least if they are above their bounds as others like them are.

@@ -10,7 +10,7 @@ import numpy as np
 from compress.policy import compression_ratio
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
 from paxtrain.errors import UserError
-from paxtrain.schedule.schedules import FAMILY, SPECS, between_ends, code, name_of, names
+from paxtrain.schedule.schedules import FAMILY, SPECS, ScheduleSpec, between_ends, code, name_of, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.cost.candidate import Candidate
@@ -59,6 +59,7 @@ COLUMNS = {
     "backward": _named(BACKWARD),
     "backward_rank": Column(lambda number: number or _NO_RANK),
     "data_rank": Column(),
+    "uneven_data": Column(bool),
 }
 
 
@@ -82,6 +83,8 @@ class Choices:
         data_ranks: ranks allowed for gradients over data; empty: they stay dense.
         min_ratio: factor by which a message must shrink at least to be compressed.
         coded: codecs other than low rank; with one, the ranks of its place are one number above 0.
+        uneven_data: whether data ranks have numbers of micro-batches by their speed, values to try if there are several
+            kinds of devices.
     """
 
     tensor: tuple[int, ...] = ()
@@ -99,6 +102,7 @@ class Choices:
     min_ratio: float = 2.0
     data: tuple[int, ...] = ()
     coded: Coded = LOW_RANK
+    uneven_data: tuple[bool, ...] = (False,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +129,7 @@ class Space:
     backward: Array
     backward_rank: Array
     data_rank: Array
+    uneven_data: Array
     slots: Array
 
     def __len__(self) -> int:
@@ -215,16 +220,17 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
                 continue
             zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
             saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
+            by_speed = _uneven_data(choices, cluster, data, m, SPECS[name])
             for sequence in _sequence_parallel(choices, model, tensor):
                 message = (micro_batch, model.sequence // (tensor if sequence else 1), model.hidden)
                 if pipe > 1 and choices.coded.refuses(message, model.dtype, choices.min_ratio):
                     refused = True
                     continue
                 policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
-                for save, zero, policy in itertools.product(saves, zero1, policies):
+                for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
                     dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
                     how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
-                    rows.append((data, pipe, tensor, micro_batch, m, *how, *policy))
+                    rows.append((data, pipe, tensor, micro_batch, m, *how, *policy, uneven))
     if not rows and refused:
         raise UserError(
             f"compress.forward makes no message between stages {choices.min_ratio:g} times smaller "
@@ -268,6 +274,11 @@ def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tup
     if tensor == 1 or model.sequence % tensor:
         return (False,)
     return choices.sequence_parallel
+
+
+def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: ScheduleSpec) -> tuple[bool, ...]:
+    differ = data > 1 and m > 1 and len(set(cluster.kinds)) > 1 and not spec.size
+    return choices.uneven_data if differ else (False,)
 
 
 def _compressions(

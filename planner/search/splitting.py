@@ -36,9 +36,17 @@ class Splits:
         """Return the even split of a candidate."""
         return layers.even(self.model.layers, int(self.space.pipe[i] * self.space.chunks[i]))
 
-    def memory(self, some: list[int], slots: list[int]) -> Array:
-        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)]."""
+    def memory(self, some: list[int], slots: list[int], micro_batches: list[int] | None = None) -> Array:
+        """Return the bytes per device of candidates with other numbers of layer slots, [len(some)].
+
+        Args:
+            some: places of the candidates in the space.
+            slots: layer slots of the fullest virtual stage of each.
+            micro_batches: micro-batches of the data rank that has most; None: the candidates' own.
+        """
         other = dataclasses.replace(self.space.take(np.array(some, int)), slots=np.array(slots, int))
+        if micro_batches is not None:
+            other = dataclasses.replace(other, micro_batches=np.array(micro_batches, int))
         return self.budget.bytes(self.cluster, self.model, other)
 
     def best(self, problem: Problem, kinds: Array) -> Counts:

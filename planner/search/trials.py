@@ -11,6 +11,7 @@ from planner.cost import step_time
 from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths
+from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.placement.place import Placement
 from planner.search.budget import Budget
@@ -77,8 +78,9 @@ def _within(
     loads, least = [], dict.fromkeys(index, np.inf)
     for i, problem, (hosts, _) in zip(index, problems, used):
         c = problem.candidate
-        stages = problem.work.reshape(-1, c.chunks, c.pipe).sum(axis=1) * c.micro_batches  # [kinds, P]
-        loads.append(stages[problem.kind_of_host[hosts], np.arange(c.pipe)].max(axis=(1, 2)))
+        stages = problem.work.reshape(-1, c.chunks, c.pipe).sum(axis=1)  # [kinds, P]
+        work = stages[problem.kind_of_host[hosts], np.arange(c.pipe)].max(axis=2)  # [K, D]
+        loads.append((work * np.array(c.of_ranks)).max(axis=1))
         least[i] = min(least[i], float(loads[-1].min()))
     found = []
     for n, (i, load, (hosts, path)) in enumerate(zip(index, loads, used)):
@@ -120,6 +122,8 @@ class Trials:
     def simulate(self, some: list[int], only: Array | None = None, limit: float = np.inf) -> list[Found]:
         """Return each of some candidates with the best of its splits and of the known placements of its mesh.
 
+        Candidates with uneven data ranks are left out if no placement suits them.
+
         Args:
             some: places of the candidates in the space.
             only: placements [K, D, P] of the one mesh that all of them have, to try instead of those known.
@@ -145,6 +149,8 @@ class Trials:
                     used.append((hosts, path) if len(on) == len(hosts) else (hosts[on], path.take(on)))
                     memory.append(size)
                     index.append(some[n])
+        if self.space.uneven_data[some].any():
+            problems, used, memory, index = self._by_speed(problems, used, memory, index)
         if len(set(self.cluster.kinds)) > 1 and np.isfinite(limit):
             tried = _within(problems, used, index, limit)
             problems, used = [problems[n] for n, _ in tried], [left for _, left in tried]
@@ -158,6 +164,32 @@ class Trials:
                 placement = Placement(hosts[best], seconds, 0.0, "known", len(hosts))
                 found[i] = Found(i, problem.candidate, placement, np.nan, np.nan, size, float(self.bounds[i]))
         return list(found.values())
+
+    def _by_speed(
+        self, problems: list[Problem], used: list[tuple[Array, Paths]], memory: list[float], index: list[int]
+    ) -> tuple[list[Problem], list[tuple[Array, Paths]], list[float], list[int]]:
+        """Return trials, those of uneven data ranks with the numbers of micro-batches that suit their placements.
+
+        Candidates for which there are none, since the ranks of all placements are alike or memory is short, are left
+        out.
+
+        Args:
+            problems: candidates with their splits.
+            used: placements of each, and their paths.
+            memory: bytes of each.
+            index: place of each problem's candidate in the space.
+        """
+        found: list[tuple[Problem, tuple[Array, Paths], float, int]] = []
+        for problem, (hosts, path), size, i in zip(problems, used, memory, index):
+            if not self.space.uneven_data[i]:
+                found.append((problem, (hosts, path), size, i))
+                continue
+            for other, on in by_speed(problem, hosts):
+                c = other.candidate
+                [size] = self.splits.memory([i], [max(c.counts)], [c.micro_batches]).tolist()
+                if size <= self.splits.limit:
+                    found.append((other, (hosts[on], path.take(on)), size, i))
+        return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found], [f[3] for f in found]
 
     def around(self, f: Found) -> Found:
         """Return a plan with its split moved layer by layer, on its placement, as long as that makes it quicker."""

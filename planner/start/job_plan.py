@@ -270,10 +270,11 @@ def describe(decision: Decision, machines: Machines) -> str:
     how += ", sequence parallel" if mesh.sequence_parallel else ""
     rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
     layers = f", layers {pipeline.pipe_layers}" if pipeline.pipe_layers else ""
+    by_rank = f", data ranks of {batch.data_micro_batches} micro-batches" if batch.data_micro_batches else ""
     rows.append(
         (
             "schedule",
-            f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{layers}, "
+            f"{pipeline.schedule}, micro-batch {batch.micro_batch} of {batch.global_batch}{by_rank}{layers}, "
             f"save={pipeline.save}",
         )
     )

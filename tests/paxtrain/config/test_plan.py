@@ -74,7 +74,7 @@ def test_a_plan_replaces_its_sections_only():
 
 def test_a_plan_leaves_nothing_to_defaults(tmp_path):
     path = file_of(tmp_path, batch={"global_batch": 8})
-    with pytest.raises(UserError, match="batch leaves out micro_batch; a plan says all of global_batch, micro_batch"):
+    with pytest.raises(UserError, match="batch leaves out micro_batch, data_micro_batches; a plan says all of"):
         plan.load(path)
 
 

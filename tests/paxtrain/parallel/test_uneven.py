@@ -79,12 +79,12 @@ def test_weights_of_ranks_instead_of_sequences_show(monkeypatch):
     c = case((2, 2, 1), (4, 2))
 
     def by_rank(self) -> Share:
-        return Share(*share(self)[:2], mean=(3 - 1 * (jax.lax.axis_index("data") * 2 - 1)))
+        return Share(*share(self)[:2], mean=4 - 2 * jax.lax.axis_index("data"))
 
     share = Trainer._share
     monkeypatch.setattr(Trainer, "_share", by_rank)
     found = errors(trainer(c), reference(c.batch.global_batch, 0.0, c.model.layers))
-    assert found.pop("loss") > 100 * TOLERANCE and min(found.values()) > 100 * TOLERANCE
+    assert found.pop("loss") > 10 * TOLERANCE and min(found.values()) > 1000 * TOLERANCE
 
 
 # --- Compression ------------------------------------------------------------------------------------------------------
@@ -195,6 +195,6 @@ def test_numbers_that_do_not_fit_are_refused(counts, global_batch, message):
 def test_what_needs_equal_ranks_is_refused():
     with pytest.raises(UserError, match=r"pipeline\.idle=compute needs data ranks that all run the same rows"):
         case((2, 2, 1), (4, 2), idle="compute")
-    outer = dataclasses.replace(config((2, 1, 1)), outer=OuterConfig(every=5))
+    outer = dataclasses.replace(config((2, 1, 1), idle="auto"), outer=OuterConfig(every=5))
     with pytest.raises(UserError, match="weighs sequences of data ranks that train together"):
         uneven(outer, (4, 2))

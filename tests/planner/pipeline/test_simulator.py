@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paxtrain.schedule import schedules
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE
 from planner.pipeline import ideal
 from planner.pipeline.rows import Table
@@ -20,6 +19,15 @@ TABLES = [
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29), (4, 50))],
     *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
     Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
+    # Data ranks that lack the first micro-batches.
+    Table("eager_1f1b", 3, 9, skips=True),
+    *[
+        Table(name, p, m, first=first, skips=True)
+        for name in ("eager_1f1b", "gpipe", "1f1b", "zb_h1", "1f1b:5")
+        for p, m, first in ((3, 11, 4), (4, 90, 40))
+    ],
+    *[Table("interleaved_1f1b", p, m, 2, first=first) for p, m, first in ((2, 7, 4), (3, 71, 37))],
+    Table("1f1b", 3, 31, 1, "epilogue", first=12),
 ]
 
 
@@ -67,7 +75,7 @@ def has_head(schedule, t: int) -> bool:
 
 def replayed(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i with overlap, one event at a time in Python floats, from the schedule's table."""
-    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap=True)
+    schedule = table.plan(overlap=True)
     packed = packed_messages(schedule, table.compressed)
     now = list(s.start[i])
 
@@ -114,7 +122,7 @@ def order_of_blocking_ops(schedule) -> list[tuple[str, int]]:
 
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i on a backend whose receivers wait for transfers, and whose senders wait until they begin."""
-    schedule = schedules.build(table.schedule, table.stages, table.micro_batches, table.chunks, overlap=False)
+    schedule = table.plan(overlap=False)
     packed = packed_messages(schedule, table.compressed)
     now = list(s.start[i])
 
@@ -199,7 +207,7 @@ def test_monotone_in_every_duration_and_above_every_stages_work(table, overlap, 
         more = pipeline(table, Seconds(**{**vars(s), name: longer}), overlap)
         assert (more >= base - 1e-12 * base).all(), name
     each = s.forward + s.backward + s.weights * (table.schedule == "zb_h1")
-    work = table.micro_batches * each.reshape(table.chunks, table.stages).sum(axis=0)
+    work = (table.micro_batches - table.first) * each.reshape(table.chunks, table.stages).sum(axis=0)
     assert (base[0] >= work + s.start[0] - 1e-9).all()
     once = (s.forward + s.backward).sum() + s.head[0]
     assert base.max() >= once - 1e-9
@@ -214,7 +222,7 @@ def test_the_timeline_is_the_same_run(table):
         mine = [e for e in events if e.stage == stage and e.what in "FBWH"]
         assert all(a.end <= b.begin + 1e-12 for a, b in zip(mine, mine[1:]))
     real = [e for e in events if e.what == "H"]
-    assert len(real) == table.micro_batches
+    assert len(real) == table.micro_batches - table.first
     for what in "FBW" if table.schedule == "zb_h1" else "FB":
         virtual = {e.virtual_stage for e in events if e.what == what}
         assert virtual == set(range(table.stages * table.chunks))

@@ -9,7 +9,9 @@ import pytest
 import paxtrain
 import planner
 from paxtrain.config import plan as plans
+from paxtrain.config import to_dict
 from planner.planning.planning import PLAN, REPORT
+from planner.report import text
 from tests.planner.examples import cluster
 
 SMALL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
@@ -134,3 +136,55 @@ def test_groups_are_not_planned_for(config):
 def test_options_that_make_no_sense_are_one_sentence(changes, words):
     with pytest.raises(paxtrain.UserError, match=words):
         planner.PlanOptions(**changes)
+
+
+# --- Data ranks of different speed ------------------------------------------------------------------------------------
+
+HALVES = dataclasses.replace(
+    OPTIONS, nearby=False, saves=("residuals",), zero1="yes", schedules=("1f1b",), virtual_stages=()
+)
+
+
+@pytest.fixture(scope="module")
+def halves():
+    """Return four hosts with an A100 each and four with a V100, joined by 100 Gbit/s, and a model of 12 layers."""
+    made = cluster(8, 1, seed=None, device=["a100-80gb"] * 4 + ["v100"] * 4)
+    made = dataclasses.replace(made, samples=np.where(np.eye(8, dtype=bool), made.samples, 12.5e9))
+    model = {"layers": 12, "hidden": 1024, "heads": 16, "sequence": 1024, "vocab_size": 50257, "dtype": "bfloat16"}
+    values = {f"model.{name}": value for name, value in model.items()}
+    config = paxtrain.load_config("tiny", values | {"batch.global_batch": 128, "batch.micro_batch": 4})
+    return config, made
+
+
+def test_data_ranks_on_slow_hosts_get_fewer_micro_batches(halves):
+    config, made = halves
+    found = planner.plan(config, made, HALVES, explained=True)
+    equal = planner.plan(config, made, dataclasses.replace(HALVES, uneven_data="no"))
+    assert found.ranked[0].seconds < 0.95 * equal.ranked[0].seconds
+    assert not equal.plan.batch.data_micro_batches and not any(plan.candidate.ranks for plan in equal.ranked)
+
+    plan, best = found.plan, found.ranked[0].candidate
+    ranks = [int(n) for n in plan.batch.data_micro_batches.split(",")]
+    assert sum(ranks) * plan.batch.micro_batch == 128 and len(ranks) == plan.mesh.data
+    on = [sum(made.kinds[host] == "a100-80gb" for host in row) for row in found.ranked[0].hosts.tolist()]
+    assert min(n for n, fast in zip(ranks, on) if fast) > max(n for n, fast in zip(ranks, on) if not fast)
+    assert f"data ranks of {text.micro_batches(best)} micro-batches" in " ".join(found.text().split())
+    assert any(line.startswith("uneven_data=False: ") and "more" in line for line in found.explain())
+    assert f"{text.micro_batches(best)} micro-batches of size {best.micro_batch}" in found.html()
+
+    # The trainer takes the plan, and a simulation of its configuration says the same.
+    planned = plan.apply(to_dict(config))
+    again = planner.simulate(planned, made, found.ranked[0].hosts)
+    assert planned.rank_micro_batches == tuple(ranks)
+    assert again.seconds == pytest.approx(plan.predicted["step_seconds"], rel=1e-9)
+
+
+def test_hosts_that_are_alike_get_equal_numbers(found):
+    assert not any(plan.candidate.uneven_data for plan in found.ranked)
+
+
+def test_uneven_ranks_may_be_demanded(halves):
+    config, made = halves
+    narrow = dataclasses.replace(HALVES, data=(2,), micro_batch=(2,), uneven_data="yes")
+    found = planner.plan(config, made, narrow)
+    assert all(len(set(plan.candidate.ranks)) == 2 for plan in found.ranked)

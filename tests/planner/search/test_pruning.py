@@ -13,6 +13,7 @@ from planner.cluster.cluster import Cluster
 from planner.cost import link_seconds
 from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
+from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.search import layers, pruning
 from planner.search.space import BACKWARD, Choices, enumerate_candidates
@@ -69,6 +70,27 @@ def test_no_simulated_step_is_below_the_bound(some, forward):
             hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
             total = problem.step(fabric, hosts).total
             assert (total >= bounds[i] * (1 - 1e-12)).all(), c
+
+
+@pytest.mark.parametrize("some", [HETERO, GLOO], ids=["kinds", "gloo"])
+def test_no_step_of_uneven_data_ranks_is_below_the_bound(some):
+    """Data ranks have the numbers that suit the placement, or any others that add up to the batch."""
+    space = enumerate_candidates(some, MODEL, 32, dataclasses.replace(SPACE_CHOICES, uneven_data=(True,)))
+    bounds, rng = pruning.lower_bound(some, MODEL, space), np.random.default_rng(0)
+    fabric, tried = link_seconds.fabric(some), 0
+    for i in rng.choice(np.flatnonzero(space.uneven_data), 100, replace=False):
+        stages = int(space.pipe[i] * space.chunks[i])
+        for counts in {layers.even(MODEL.layers, stages), some_split(rng, MODEL.layers, stages)}:
+            problem = Problem(some, MODEL, candidate(space, i, counts))
+            c = problem.candidate
+            hosts = placements(3, c.data, c.pipe, some.devices_per_host // c.tensor, seed=int(i))
+            ranks = some_split(rng, c.data * c.micro_batches, c.data)
+            other = Problem(some, MODEL, dataclasses.replace(c, ranks=ranks, micro_batches=max(ranks)))
+            for one, on in [*by_speed(problem, hosts), (other, slice(None))]:
+                tried += 1
+                total = one.step(fabric, hosts[on]).total
+                assert (total >= bounds[i] * (1 - 1e-12)).all(), one.candidate
+    assert tried > 150
 
 
 def test_the_bound_knows_how_many_stages_slow_devices_leave():
