@@ -378,7 +378,7 @@ class Trainer:
 
         Args:
             params: Parameters in mesh layout, sharded by `layout.specs()`.
-            tokens: Token batch, int32 [global_batch, sequence + 1].
+            tokens: Token batch, int32 [global_batch, sequence + 1], see `abstract_batch`.
             key: Key of dropout, uint32 [2]; None without dropout.
             codec: State of the compression; None: the initial state.
 
@@ -470,7 +470,8 @@ class Trainer:
 
         Args:
             state (TrainState): State before the step. It is donated: its arrays cannot be used afterwards.
-            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1]. Each position predicts the next one.
+            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1], see `abstract_batch`. Each position predicts
+                the next one.
 
         Returns:
             The state after the step, and a dictionary of metrics: loss and grad_norm, float32 []; learning_rate,
@@ -506,7 +507,7 @@ class Trainer:
 
         Args:
             params (Params): Parameters in mesh layout: `state.params`.
-            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1].
+            batch (jax.Array): Tokens, int32 [global_batch, sequence + 1], see `abstract_batch`.
 
         Returns:
             Mean loss over the batch in nats per token, float32 [], without dropout.
