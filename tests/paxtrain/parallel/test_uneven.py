@@ -11,6 +11,7 @@ from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.pipeline.stage import Share
+from paxtrain.study.variants import require_alike
 from paxtrain.xla import hlo
 from tests.paxtrain.parallel.test_gradients import (
     HIDDEN,
@@ -198,3 +199,5 @@ def test_what_needs_equal_ranks_is_refused():
     outer = dataclasses.replace(config((2, 1, 1), idle="auto"), outer=OuterConfig(every=5))
     with pytest.raises(UserError, match="weighs sequences of data ranks that train together"):
         uneven(outer, (4, 2))
+    with pytest.raises(UserError, match="the study takes equal data ranks"):
+        require_alike(case((2, 2, 1), (4, 2)))
