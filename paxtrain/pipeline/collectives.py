@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 T = TypeVar("T")  # a pytree of arrays
-Axis: TypeAlias = (
-    str | tuple[str, str]
-)  # the stages' axis, or (data, pipe) if messages of each data rank are named apart
+# The stages' axis, or (data, pipe) if messages of each data rank are named apart.
+Axis: TypeAlias = str | tuple[str, str]
 Pairs: TypeAlias = tuple[tuple[int, int], ...]  # (sender, receiver) positions on an axis
 
 
