@@ -1,6 +1,7 @@
 """Eight hosts in two racks that the scheduler lists mixed: --plan=auto trains within two minutes, and faster.
 
-As in the whole lab, devices sleep for the time that they are given, and processes share compiled programs.
+As in the whole lab, devices sleep for the time that they are given, and processes share compiled programs. One test
+computes for real.
 """
 
 import json
@@ -14,6 +15,7 @@ import pytest
 
 from paxtrain.config import plan as plans
 from paxtrain.data.preparation import prepare
+from paxtrain.profiling.terms import PARTS
 from paxtrain.run import metrics
 from tests.cluster import hosts, scenario
 from tests.cluster.session import ENVIRONMENT, ROOT
@@ -34,7 +36,9 @@ SETTINGS = {
 }
 
 
-def train(cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str) -> tuple[float, list[float]]:
+def train(
+    cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *arguments: str, program: str = "tests.cluster.job"
+) -> tuple[float, list[float]]:
     """Train, and return the seconds from the start to the end of the first step, and those of each later step."""
     variables = ENVIRONMENT | {
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
@@ -42,8 +46,8 @@ def train(cluster: hosts.Cluster, home: pathlib.Path, out: pathlib.Path, *argume
     }
     data = {f"data.{name}": home / "data" / name for name in ("train", "validation")}
     settings = [f"--config.{name}={value}" for name, value in {**SETTINGS, **data}.items()]
-    command = [sys.executable, "-m", "tests.cluster.job", f"--config={ROOT / 'tests/cluster/config.py'}", *settings]
-    command += [f"--out={out}", "--profile_seconds=30", "--compute_hosts=1", "--compress=none"]
+    command = [sys.executable, "-m", program, f"--config={ROOT / 'tests/cluster/config.py'}", *settings]
+    command += [f"--out={out}", "--profile_seconds=30", "--compress=none"]
     command += [*arguments, f"--coordinator={cluster.addresses[0]}:{PORT}", f"--num_processes={HOSTS}"]
     out.mkdir()
     began = time.monotonic()
@@ -74,13 +78,14 @@ def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_tha
     (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
     prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
     with hosts.Cluster(scenario.load("two_racks", HOSTS).rates.tolist()) as cluster:
-        first, planned = train(cluster, tmp_path, tmp_path / "auto")
+        first, planned = train(cluster, tmp_path, tmp_path / "auto", "--compute_hosts=1")
         plan = plans.load(tmp_path / "auto" / "plan.json")
         # The same plan on hosts in the order in which they come, pipelines side by side.
         order = {"hosts": list(cluster.names), "device_order": list(range(HOSTS))}
         values = plans.to_json(plan) | order
         (tmp_path / "order.json").write_text(json.dumps(values))
-        _, in_order = train(cluster, tmp_path, tmp_path / "order", f"--plan={tmp_path / 'order.json'}")
+        given = ("--compute_hosts=1", f"--plan={tmp_path / 'order.json'}")
+        _, in_order = train(cluster, tmp_path, tmp_path / "order", *given)
     seconds, others = statistics.median(planned), statistics.median(in_order)
     told = plan.predicted
     print(
@@ -89,3 +94,24 @@ def test_planned_for_its_links_a_job_starts_within_two_minutes_and_is_faster_tha
     )
     assert first < FIRST_STEP
     assert seconds < 0.95 * others
+
+
+def test_eight_hosts_that_compute_for_real_say_what_was_predicted_beside_what_was_measured(tmp_path):
+    (tmp_path / "corpus.txt").write_text(" ".join(map(str, range(40_000))))
+    prepare([str(tmp_path / "corpus.txt")], tmp_path / "data")
+    out = tmp_path / "real"
+    with hosts.Cluster(scenario.load("two_racks", HOSTS).rates.tolist()) as cluster:
+        _, seconds = train(cluster, tmp_path, out, "--config.profile=5:8", program="planner.run")
+    log = (out / f"{cluster.names[0]}.log").read_text()
+    lines = {words[0]: line for line in log.splitlines() if (words := line.split()) and " predicted, " in line}
+    print("\n".join(lines.values()))
+    told = {}
+    for record in metrics.read(out / metrics.FILE):
+        told |= {name: value for name, value in record.items() if name.startswith(("predicted_", "measured_"))}
+    assert set(lines) == {"step", *PARTS} and "most off" in log
+    assert told["measured_step"] == pytest.approx(statistics.median(seconds), rel=1e-6)
+    assert told["predicted_step"] == pytest.approx(plans.load(out / "plan.json").predicted["step_seconds"], rel=1e-6)
+    # A traced step is slower than others, and no other part of the breakdown is left.
+    traced = sum(told[f"measured_{term}"] for term in PARTS)
+    assert 0.8 * told["measured_step"] < traced < 2 * told["measured_step"]
+    assert "processes share" in log  # it says that waits for turns are not predicted

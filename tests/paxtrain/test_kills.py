@@ -23,6 +23,7 @@ from tests.paxtrain.training import corpus, curve
 pytestmark = pytest.mark.slow
 MOST = int(os.environ.get("PAXTRAIN_KILLS", "1000000"))
 FIRST = int(os.environ.get("PAXTRAIN_FIRST_KILL", "1"))
+ENDED = 8  # runs in a row that end before the call to die at; threads write in more or fewer pieces, 308 to 378 in all
 SMALL = {
     "model.vocab_size": 257,
     "model.layers": 2,
@@ -88,20 +89,21 @@ def test_a_kill_at_every_write_of_a_start_blocks_nothing(data, tmp_path, how):
 
         begin()
         assert runs.run(arguments(data, out, **steps)) == 0
-        total = runs.changes
-        assert total > 30
-        at, killed = FIRST, 0
-        while killed < MOST:
+        assert runs.changes > 30
+        at, killed, ended = FIRST, 0, 0
+        while killed < MOST and ended < ENDED:
             begin()
             code = runs.run(arguments(data, out, **steps), at)
-            if code == 0:  # it has ended before the call
-                break
-            assert code == -signal.SIGKILL, runs.log.read_text()[-3000:]
-            assert runs.run(arguments(data, out, **steps)) == 0, f"at {at}: {runs.log.read_text()[-3000:]}"
+            if code == 0:
+                assert runs.changes < at
+                ended += 1
+            else:
+                assert code == -signal.SIGKILL, runs.log.read_text()[-3000:]
+                assert runs.run(arguments(data, out, **steps)) == 0, f"at {at}: {runs.log.read_text()[-3000:]}"
+                killed, ended = killed + 1, 0
             same_end(out, reference)
-            at, killed = at + 1, killed + 1
-    print(f"{how}: {killed} kills from call {FIRST} on, of about {total}, all continued")
-    assert killed == MOST or at > 0.9 * total
+            at += 1
+    print(f"{how}: {killed} kills at calls {FIRST} to {at - 1}, all continued")
 
 
 # --- At random moments ------------------------------------------------------------------------------------------------
