@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     if f.page:
         comparison.write_page(f.page, compared)
     said = ", ".join(f"{name} {value:.3f}" for name, value in dataclasses.asdict(constants).items())
-    print("\n".join([*compared.table(), "", *compared.summary(), "", f"constants: {said}"]))
+    print("\n".join([*compared.table(), "", *compared.summary(), "", compared.checked(), f"constants: {said}"]))
 
 
 def define_flags() -> None:

@@ -53,6 +53,12 @@ class PublishedComparison:
             )
         return lines
 
+    def checked(self) -> str:
+        """Return when the rows were last held against their sources, as a sentence."""
+        days = sorted({run.columns["checked"] for run in self.runs})
+        when = f"on {days[0]}" if len(days) == 1 else f"between {days[0]} and {days[-1]}"
+        return f"Each of the {len(self.runs)} rows was last held against its source {when}."
+
     def table(self) -> list[str]:
         """Return the lines of a table with all runs."""
         heads = "run, devices, data x pipe x tensor, micro-batch, recomputed, published, s, predicted, ratio, half"
@@ -119,7 +125,7 @@ def write_page(path: str | pathlib.Path, found: PublishedComparison) -> None:
         UserError: the page cannot be read, lacks the comments or cannot be written.
     """
     before, after = around(path)
-    lines = [BEGIN, "", *found.summary(), "", *found.table(), "", END]
+    lines = [BEGIN, "", *found.summary(), "", found.checked(), "", *found.table(), "", END]
     try:
         files.write(path, before + "\n".join(lines) + after)
     except OSError as error:

@@ -15,7 +15,8 @@ from planner.published.runs import PublishedRun
 
 Array = np.ndarray
 
-_SPREAD = 0.15  # standard deviation of the logarithm of a constant around the one that ships
+# Standard deviation of the logarithm of a constant around the one that ships: of shares, and of what is hardly known.
+_SPREAD, _UNKNOWN = 0.15, {"waiting": 0.5}
 _NOISE = 0.06  # that of a run's time around its prediction
 _LARGEST = 1.0  # no share is above that
 
@@ -36,12 +37,13 @@ def fit(runs: Sequence[PublishedRun]) -> PublishedConstants:
     """
     fields = [field.name for field in dataclasses.fields(PublishedConstants)]
     start = np.log([getattr(PublishedConstants(), name) for name in fields])
+    spread = np.array([_UNKNOWN.get(name, _SPREAD) for name in fields])
     measured = np.log([run.seconds for run in runs])
 
     def residuals(logs: Array) -> Array:
         constants = PublishedConstants(**dict(zip(fields, np.exp(logs).tolist())))
         found = np.log([predicted(run, constants) for run in runs])
-        return np.concatenate([(found - measured) / _NOISE, (logs - start) / _SPREAD])
+        return np.concatenate([(found - measured) / _NOISE, (logs - start) / spread])
 
     bounds = np.full(len(start), -np.inf), np.full(len(start), np.log(_LARGEST))
     found = optimize.least_squares(

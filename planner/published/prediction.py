@@ -1,9 +1,9 @@
 """The step of a published run by the planner's own costs, links and schedules, as another trainer would run it.
 
 Differences from this trainer: ops begin as soon as their messages are there (planner.pipeline.ideal), attention may
-keep its scores in memory, tensor ranks may send a part each of a message that they all hold, and weights may be sharded
-over data (FSDP), gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have
-ranks.
+keep its scores in memory, tensor ranks may send a part each of a message that they all hold, gradients of micro-batches
+may be added up by passes of their own, hosts may wait for each kernel, and weights may be sharded over data (FSDP),
+gathered and reduced under the layers. A host has as many flows at full speed as tensor groups have ranks.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ class PublishedConstants:
         memory: Shares.memory.
         inside: share of the rate between devices of a host.
         between: share of the rate of a host's network.
+        waiting: seconds that a layer's F takes longer if the host waits for each of its kernels.
     """
 
     a100: float = SHEETS["a100-80gb"].reach
@@ -48,6 +49,7 @@ class PublishedConstants:
     memory: float = ASSUMED.memory
     inside: float = 0.82
     between: float = 0.70
+    waiting: float = 1.0e-3
 
 
 def cluster_of(run: PublishedRun, constants: PublishedConstants) -> Cluster:
@@ -102,6 +104,20 @@ def _links(run: PublishedRun, problem: Problem, where: Paths) -> LinkSeconds:
     return dataclasses.replace(links, activation=there, gradient=back)
 
 
+def _slow_down(run: PublishedRun, problem: Problem, constants: PublishedConstants) -> None:
+    """Add to F and B what other trainers do besides: passes that add up gradients, and waits for kernels.
+
+    B has twice as many kernels as F, and those of F once more if it recomputes all of it.
+    """
+    layers = np.array(run.stage_layers, float)
+    parameters = layers * costs.layer_parameters(run.model, run.tensor)
+    parameters[[0, -1]] += problem.embedding_parameters
+    passes = run.accumulate * problem.pass_per_byte[:, None] * parameters
+    waits = run.waits * constants.waiting * layers
+    problem.forward = problem.forward + waits
+    problem.backward = problem.backward + passes + (3 if run.recompute == "full" else 2) * waits
+
+
 def _sharded(run: PublishedRun, problem: Problem, where: Paths) -> float:
     """Return the seconds of a step whose weights are sharded over data, of one stage and one micro-batch.
 
@@ -129,7 +145,8 @@ def predicted(run: PublishedRun, constants: PublishedConstants | None = None) ->
         run: published run.
         constants: shares of data sheets; None: those that ship.
     """
-    cluster = cluster_of(run, constants or PublishedConstants())
+    constants = constants or PublishedConstants()
+    cluster = cluster_of(run, constants)
     problem = Problem(cluster, run.model, _candidate(run))
     # Ranks count tensor fastest, then data, then pipe, and fill host after host.
     groups = np.arange(run.data * run.pipe).reshape(run.pipe, run.data).T
@@ -139,6 +156,7 @@ def predicted(run: PublishedRun, constants: PublishedConstants | None = None) ->
         return _sharded(run, problem, where)
     if not run.overlap:
         problem.hides = np.zeros_like(problem.hides)
+    _slow_down(run, problem, constants)
     links, kinds = _links(run, problem, where), problem.kind_of_host[hosts]
     pipelines = ideal.pipeline(problem.table, problem.seconds(links, kinds))
     return float(problem.finish(links, kinds, pipelines).total[0])

@@ -17,13 +17,21 @@ Columns, besides those of the model:
     sharding           none, zero1 (the optimizer's state over data), fsdp (everything)
     overlap            1 if gradients are reduced over data under the backward
     split_messages     1 if tensor ranks send a part each of what they all hold
+    accumulate         bytes a parameter that passes of their own move to add up the gradients of a micro-batch; 0: the
+                       products add them up, or there is one micro-batch
+    waits              1 if the host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1)
     published, unit    the figure: s, MFU, tokens/s of a device, TFLOP/s (with recomputation), model TFLOP/s
     source, place, url, read_at    where it was published, and where it was read for this table
     assumed            what the source does not say
+    checked            the day on which the row was last held against its source
 
 References:
     FLOPs with recomputation: Narayanan et al. 2021, equation 3. Model FLOPs of GPT: Korthikanti et al. 2022, equation
     7. Of Llama: 6 a parameter that multiplies a token, and 12 L H S for attention (Chowdhery et al. 2022, appendix B).
+    Bytes of accumulation: 6 of Megatron-LM in 2021, which adds a float16 gradient to a float16 buffer
+    (megatron/model/distributed.py), until its products did so; 18 of DeepSpeed's BF16_Optimizer, which makes a float32
+    copy of a bfloat16 gradient and adds that (deepspeed/runtime/bf16_optimizer.py). Its tensor ranks send a part each
+    (deepspeed/runtime/pipe/engine.py, is_pipe_partitioned).
 """
 
 import csv
@@ -70,6 +78,8 @@ class PublishedRun:
     sharding: str
     overlap: bool
     split_messages: bool
+    accumulate: int
+    waits: bool
     seconds: float
     columns: dict[str, str] = dataclasses.field(repr=False)
 
@@ -161,6 +171,8 @@ def _run(row: dict[str, str]) -> PublishedRun:
         sharding=row["sharding"],
         overlap=row["overlap"] == "1",
         split_messages=row["split_messages"] == "1",
+        accumulate=int(row["accumulate"]),
+        waits=row["waits"] == "1",
         seconds=_seconds(row, model, batch, sheet),
         columns=row,
     )

@@ -61,7 +61,28 @@ def test_other_trainers_wait_less_than_the_executors_rows():
 
 def test_messages_in_parts_are_quicker():
     run = NAMED["BLOOM 70x14336 t8 p12 b2 a64"]
-    assert predicted(dataclasses.replace(run, split_messages=True)) < predicted(run)
+    assert predicted(run) < predicted(dataclasses.replace(run, split_messages=False))
+
+
+@pytest.mark.parametrize(("heads", "before", "after"), [(96, 112.69, 118.79), (64, 110.96, 116.54)])
+def test_adding_up_gradients_in_float32_costs_what_blooms_team_saw(heads, before, after):
+    """On 02-27 and 02-28 it timed the same layouts, before and after gradients were added up in float32."""
+    run = NAMED[f"BLOOM 106x12288 t4 p12 b2 a{heads}"]
+    assert (run.seconds, run.accumulate) == (after, 18)
+    # In 16 bits it is 6 bytes: a gradient and a sum are read, and a sum is written.
+    slower = predicted(run) - predicted(dataclasses.replace(run, accumulate=6))
+    assert 0.5 * (after - before) < slower < 1.1 * (after - before)
+    rate = PublishedConstants().memory * run.sheet.bandwidth
+    each = 9 * costs.layer_parameters(run.model, 4) * 12 / rate
+    assert slower == pytest.approx((128 + 11) * each, rel=0.1)
+
+
+def test_hosts_that_wait_for_kernels_lose_the_same_on_each_layer_and_micro_batch():
+    run = NAMED["BLOOM 106x12288 t4 p12 b2 a96"]
+    slower = predicted(run, PublishedConstants(waiting=2e-3)) - predicted(dataclasses.replace(run, waits=False))
+    assert slower == pytest.approx((128 + 11) * 9 * 4 * 2e-3, rel=0.1)  # F, F again, and B as two of them
+    other = NAMED["MegaScale 175B on 256"]
+    assert predicted(other, PublishedConstants(waiting=2e-3)) == predicted(other)
 
 
 def test_a_fit_finds_the_constants_that_made_the_runs():
@@ -85,7 +106,7 @@ def test_the_judged_half_is_near_what_was_published(compared):
     assert fitted.sum() == 34
     error = np.abs(compared.ratio - 1)[~fitted]
     assert error.mean() < 0.06
-    assert np.sort(error)[-4] < 0.15
+    assert error.max() < 0.15
 
 
 def test_the_page_has_these_tables(compared, tmp_path):

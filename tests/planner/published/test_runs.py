@@ -1,6 +1,7 @@
 """Published figures agree with one another, so a slip in the table shows."""
 
 import collections
+import datetime
 
 import pytest
 
@@ -15,6 +16,7 @@ def test_every_run_has_its_source_and_a_mesh_that_fits():
     for run in RUNS:
         assert all(run.columns[name] for name in ("trainer", "source", "place", "url", "read_at")), run.name
         assert run.columns["url"].startswith("https://")
+        assert datetime.date.fromisoformat(run.columns["checked"]) >= datetime.date(2026, 11, 26)
         assert run.data * run.pipe * run.tensor == run.devices and run.devices % 8 == 0, run.name
         assert run.micro_batches * run.data * run.micro_batch == run.global_batch, run.name
         assert len(run.stage_layers) == run.pipe * run.chunks and sum(run.stage_layers) == run.model.layers, run.name
@@ -72,6 +74,15 @@ def test_blooms_times_are_its_tflops(name, tflops):
     h, s, layers, vocab = run.model.hidden, 2048, run.model.layers, 250880
     flops = 2048 * s * (4 * layers * (24 * h * h + 4 * s * h) + 6 * h * vocab)
     assert flops / (run.seconds * 384 * 1e12) == pytest.approx(tflops, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "gain", "mfu"), [("175B", 31.8, 51.4), ("530B", 29.7, 56.0), ("1T", 32.1, 56.3)])
+def test_korthikantis_times_are_its_utilisations(size, gain, mfu):
+    """Table 5 prints the gain and the utilisation of the quicker run as well."""
+    slow, quick = NAMED[f"Korthikanti {size} full"], NAMED[f"Korthikanti {size} selective"]
+    assert 100 * (slow.seconds / quick.seconds - 1) == pytest.approx(gain, abs=0.1)
+    flops = model_flops(quick.model, quick.global_batch)
+    assert 100 * flops / (quick.seconds * quick.devices * 312e12) == pytest.approx(mfu, abs=0.3)
 
 
 def test_llamas_two_meshes_train_the_same_batch():
