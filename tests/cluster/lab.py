@@ -21,6 +21,7 @@ from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
 from tests.cluster import hosts, results, scenario
 from tests.cluster.experiments import (
+    adaptive,
     breakage,
     compression,
     demonstration,
@@ -44,6 +45,7 @@ FILES = {
     "compression": ("compression",),
     "paper": ("paper",),
     "sooner": ("sooner",),
+    "adaptive": ("adaptive",),
     "peer": ("peer",),
     "faults": ("faults",),
 }
@@ -56,6 +58,7 @@ EXPERIMENTS = {
     "compression": (compression.run, 1100),
     "paper": (paper.run, 560),
     "sooner": (sooner.run, 480),
+    "adaptive": (adaptive.run, 540),
     "peer": (peer.run, 900),
     "faults": (breakage.run, 205),
 }

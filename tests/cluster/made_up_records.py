@@ -2,10 +2,12 @@
 
 import pathlib
 
+from tests.cluster.experiments import adaptive as adaptive_experiment
 from tests.cluster.experiments import compression as compression_experiment
 from tests.cluster.experiments import paper as paper_experiment
 from tests.cluster.experiments.peer import INT8, LOW_RANK
 from tests.cluster.findings import (
+    adaptive,
     compression,
     links,
     paper,
@@ -93,6 +95,30 @@ def add_sooner(folder: pathlib.Path, last: float = 2.0, seeds: int = 2) -> None:
         coded = {"validation": [[0, 6.0], [25, 2.2], [50, last]], "seconds": [0.0, 20.0, 40.0 + seed]}
         runs = {"dense": dense, "int8": coded}
         records.add(f"seed {seed}", seed=seed, kind="int8", rate=10.0, share=0.5, runs=runs)
+
+
+def add_adaptive(folder: pathlib.Path, predicted: float = 2.1, loss: float = 2.01) -> None:
+    """Add dense steps of 4.0 s, of which links take 3.0, and a plan of 2.0 s, predicted so, with the last loss."""
+    records = Records(folder / adaptive.SOURCE)
+    backward = {"place": "backward", "label": "int8", "losses": [0.001, 0.003]}
+    data = {"place": "data", "label": "int4", "losses": [-0.002, -0.004]}
+    records.add(adaptive_experiment.PROBE, codecs=[backward, data], steps=50, seeds=2)
+    records.add(
+        "share 0.5",
+        share=0.5,
+        rate=7.0,
+        profiled=7.1,
+        plan="plan",
+        compress={"backward": "epilogue", "backward_codec": "int8", "data": "0,1", "data_codec": "int4"},
+        codecs=[backward, data],
+        seconds={"dense": [4.0, 3.9, 4.2], "chosen": [2.0, 1.9, 2.1]},
+        unlimited=[1.0],
+        predicted={"dense": 3.8, "chosen": predicted},
+    )
+    for plan, last in ((adaptive_experiment.BASE.name, 2.0), ("plan", loss)):
+        for seed in (3, 4, 5):
+            shift = 0.01 * (seed - 4) * (plan == "plan")
+            records.add(f"loss {plan} {seed}", plan=plan, seed=seed, validation=[[0, 6.0], [100, last + shift]])
 
 
 def add_schedules(folder: pathlib.Path, overlapping: float = 0.8, share: float = 0.3) -> None:

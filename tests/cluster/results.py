@@ -18,6 +18,7 @@ from paxtrain.errors import UserError
 from tests.cluster import earlier_page
 from tests.cluster.findings import (
     accuracy,
+    adaptive,
     compression,
     faults,
     growth,
@@ -33,7 +34,10 @@ from tests.cluster.findings import (
 from tests.cluster.section import NOT_RUN, Drawing, Section, Target, table
 
 WIDTH = 120  # columns of a paragraph
-PARTS = (setting, links, accuracy, placement, compression, paper, sooner, schedules, joint, growth, peer, faults)
+PARTS = (
+    *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
+    *(schedules, joint, growth, peer, faults),
+)
 INTRODUCTION = """Every figure on this page is computed from the raw records that `make lab` leaves in `runs/lab`.
 `python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and a
 spread is half the distance between the quartiles."""

@@ -1,14 +1,18 @@
 """The computations of the experiments: placements by moving links, others' forms, rates for a share."""
 
 import dataclasses
+import subprocess
 
 import numpy as np
 import pytest
 
+from paxtrain.study import loss_probe_file
+from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
 from planner.cluster.cluster import Cluster, between
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from tests.cluster.experiments import compression, joint, paper, placements, sooner
+from tests.cluster import scenario
+from tests.cluster.experiments import adaptive, compression, joint, paper, placements, sooner
 from tests.cluster.models import MODEL, Split
 from tests.cluster.records import Records
 
@@ -121,7 +125,7 @@ def test_kinds_remove_their_own_traffic():
     assert most["CB"] == pytest.approx(3 * message * (1 - 608 / (96 * 512)) * 2 * 8 / 20e6)
     assert most["FE"] == pytest.approx(0.5 * 384 * 256 * 4 * 2 * 8 / 20e6)
     assert most["SC"] > most["CB"] > most["FE"]
-    seconds = {kind: paper._predicted(slow, one) for kind, one in paper.programs("1f1b", "all").items()}
+    seconds = {kind: compression.predicted(slow, one) for kind, one in paper.programs("1f1b", "all").items()}
     assert seconds["dense"] > seconds["CB"] > seconds["CB+FE+SC"]
 
 
@@ -139,6 +143,45 @@ def test_the_best_codecs_are_the_quickest_within_one_percent(tmp_path):
         for seed in (0, 1):
             records.add(f"{kind} {seed}", kind=kind, seed=seed, validation=[[0, 6.0], [100, loss + seed]])
     assert sooner.best(records) == compression.MIXED
+
+
+@pytest.fixture
+def probed(tmp_path):
+    """Return a function that writes a probe in which every codec costs as much, and returns its file."""
+
+    def write(loss):
+        places = [(place, codec) for place in ("backward", "forward", "data") for codec in ("int8", "int4")]
+        codecs = tuple(ProbedCodec(place, codec, (loss, loss)) for place, codec in places)
+        model = dataclasses.asdict(adaptive.BASE.config.model)
+        loss_probe_file.save(LossProbe(model, (2, 4), 2, 50, 1024, (0, 1), (3.0, 3.1), codecs), tmp_path / "probe.json")
+        return tmp_path / "probe.json"
+
+    return write
+
+
+def test_the_choice_by_a_probe_is_run_as_it_is_predicted(probed):
+    """The plan becomes a split of the lab, which the planner predicts to take the plan's seconds."""
+    slow = compression.with_rate(cluster(devices=2, tensor=2, hidden=128, micro_batch=2), 10.0)
+    chosen = adaptive.choose(slow, probed(0.003), seed=0)
+    compress = chosen.split.config.compress
+    assert [one.place for one in chosen.codecs] == ["backward", "forward", "data"]
+    assert {one.place: one.codec for one in chosen.codecs} == {
+        place: getattr(compress, f"{place}_codec") for place in ("backward", "forward", "data")
+    }
+    assert chosen.seconds == pytest.approx(compression.predicted(slow, chosen.split), rel=1e-9)
+    assert chosen.seconds < 0.8 * compression.predicted(slow, adaptive.BASE)
+    few = adaptive.choose(slow, probed(0.009), seed=0)
+    assert len(few.codecs) == 1 and chosen.seconds < few.seconds
+    none = adaptive.choose(slow, probed(0.02), seed=0)
+    assert none.codecs == () and none.split.config == adaptive.BASE.config
+    assert none.seconds == pytest.approx(compression.predicted(slow, adaptive.BASE), rel=1e-9)
+
+
+def test_the_study_takes_the_command_of_the_probe(tmp_path):
+    command = [*adaptive.probe_command("runs/data", 0, tmp_path), "--axes=sideways"]  # the first that is refused
+    done = subprocess.run(command, cwd=scenario.ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --axes must be some of backward, forward, data with --probe")
 
 
 def test_processes_of_one_machine_are_one_host():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cluster.findings import (
     accuracy,
+    adaptive,
     compression,
     faults,
     growth,
@@ -21,6 +22,7 @@ from tests.cluster.findings import (
 )
 from tests.cluster.findings import pairs as pairs_of
 from tests.cluster.made_up_records import (
+    add_adaptive,
     add_compression,
     add_links,
     add_pair,
@@ -316,6 +318,32 @@ def test_a_loss_that_is_not_reached_is_a_miss(tmp_path):
     section = sooner.section(tmp_path)
     assert row(section, "0")[2:4] == ["never", ""]
     assert judged(section, sooner.HALF).met is False
+
+
+# --- Codecs chosen by a probe -----------------------------------------------------------------------------------------
+
+
+def test_the_choice_by_a_probe_is_judged_by_its_step_and_its_loss(tmp_path):
+    add_adaptive(tmp_path)
+    section = adaptive.section(tmp_path)
+    predicted = judged(section, adaptive.PREDICTED)
+    assert (predicted.seen, predicted.met) == ("5.0% (dense -5.0%, the plan +5.0% at 50%)", True)
+    within = judged(section, adaptive.WITHIN)
+    assert (within.seen, within.met) == ("+0.50% (3 seeds, +0.00% to +1.00%)", True)
+    faster = judged(section, adaptive.FASTER)
+    assert (faster.seen, faster.met) == ("2.00x at 50%, 66.7% captured", True)
+    assert row(section, "50% (7 Mbit/s)", "dense")[:3] == ["4.000 s ± 1.9%", "3.800 s", "-5.0%"]
+    words = "int8 for gradients between stages of the epilogue and int4 for gradients over data of stages 0,1"
+    # A codec that came out below dense counts as no loss; errors add up by their squares.
+    cells = ["2.000 s ± 2.5%", "2.100 s", "+5.0%", "2.00x", "66.7%", "+0.20% ± 0.14%", "+0.50% ± 0.29%"]
+    assert row(section, "50% (7 Mbit/s)", words) == cells
+
+
+def test_a_choice_by_a_probe_that_was_predicted_or_probed_wrongly_is_a_miss(tmp_path):
+    add_adaptive(tmp_path, predicted=1.8, loss=2.03)
+    section = adaptive.section(tmp_path)
+    assert judged(section, adaptive.PREDICTED).met is False
+    assert judged(section, adaptive.WITHIN).met is False
 
 
 # --- Schedules, growth, joint choice, faults --------------------------------------------------------------------------

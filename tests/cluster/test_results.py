@@ -13,6 +13,7 @@ import pytest
 from paxtrain.errors import UserError
 from tests.cluster import results
 from tests.cluster.made_up_records import (
+    add_adaptive,
     add_compression,
     add_links,
     add_paper,
@@ -29,7 +30,7 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     text = (tmp_path / "docs" / "results.md").read_text()
     assert "| yes |" not in text
     assert "Every target was met" not in text
-    assert text.count("Not run yet.") == 11
+    assert text.count("Not run yet.") == 12
     assert "**Not run:** Compression; `python -m tests.cluster.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
     assert not list((tmp_path / "docs" / "results").iterdir())
@@ -43,6 +44,7 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     add_compression(lab)
     add_paper(lab)
     add_sooner(lab)
+    add_adaptive(lab)
     add_schedules(lab)
     (lab / "environment.json").write_text(json.dumps({"date": "2026-01-01", "seed": 3, "machine": {"cores": 2}}))
     results.write(lab, page)

@@ -8,6 +8,7 @@ of devices in a single process, as fast as it goes.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -126,6 +127,12 @@ def with_rate(cluster: Cluster, rate: float) -> Cluster:
     return dataclasses.replace(cluster, samples=np.where(between(cluster), rate * 1e6 / 8, cluster.samples))
 
 
+def predicted(cluster: Cluster, split: Split) -> float:
+    """Return the planner's seconds of a step with the devices in host order; it knows nothing of FE."""
+    order = host_order(split.candidate, cluster.devices_per_host)
+    return float(Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).total[0])
+
+
 def rate_for(cluster: Cluster, split: Split, share: float) -> float:
     """Return the Mbit/s at which communication takes that share of a step, by bisection on the profiled cluster."""
     low, high = 1.0, 10_000.0
@@ -156,18 +163,34 @@ def _all_times(lab: Lab, records: Records) -> None:
                 _times(lab, bench, records, cluster, share)
 
 
+def alone() -> Scenario:
+    """Return a single host of all devices, which take no longer than they need."""
+    return Scenario("alone", "all devices in one process", np.zeros((1, 1)), devices_per_host=16, slowness=0)
+
+
+def train(bench: Bench, split: Split, seed: int) -> dict[str, Any]:
+    """Train a split from a fresh state, and return the losses as the worker has them.
+
+    Args:
+        bench: session on `alone`.
+        split: split to train.
+        seed: seed of the weights and of the order of samples.
+    """
+    bench.compile([split], eval_batches=4, seed=seed)
+    found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
+    bench.session.ask("forget", names=[split.name])
+    return found
+
+
 def _losses(lab: Lab, records: Records) -> None:
-    alone = Scenario("alone", "all devices in one process", np.zeros((1, 1)), devices_per_host=16, slowness=0)
     chosen = dict.fromkeys(records[f"share {share}"]["selected"] for share in SHARES)
     trained = [(kind, stages, split) for stages in chosen for kind, split in splits(stages).items()]
-    with lab.session(alone, "compression-losses") as bench:
+    with lab.session(alone(), "compression-losses") as bench:
         for kind, stages, split in trained:
             for seed in SEEDS if kind in SEEDED else SEEDS[:1]:
                 key = f"loss {split.name}" + f" seed {seed}" * (seed > 0)
                 if key not in records:
-                    bench.compile([split], eval_batches=4, seed=seed)
-                    found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
-                    bench.session.ask("forget", names=[split.name])
+                    found = train(bench, split, seed)
                     selective = {"selected": stages} if kind == SELECTIVE else {}
                     records.add(key, kind=kind, seed=seed, **selective, **found)
                     lab.say(f"{kind}, seed {seed}: loss {found['validation'][-1][1]:.4f} after {STEPS} steps")

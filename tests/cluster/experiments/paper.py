@@ -17,10 +17,8 @@ from compress.policy import compression_ratio
 from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost.candidate import Candidate, host_order
-from planner.cost.link_seconds import fabric
+from planner.cost.candidate import Candidate
 from planner.cost.sizes import MASTER
-from planner.cost.step_time import Problem
 from tests.cluster import scenario as scenarios
 from tests.cluster.experiments import compression
 from tests.cluster.laboratory import Bench, Lab, summary
@@ -157,12 +155,6 @@ def most(cluster: Cluster, schedule: str) -> dict[str, float]:
     return {kind: size * per_byte for kind, size in saved.items()}
 
 
-def _predicted(cluster: Cluster, split: Split) -> float:
-    """Return the planner's seconds of a step, which know nothing of FE."""
-    order = host_order(split.candidate, cluster.devices_per_host)
-    return float(Problem(cluster, split.config.model, split.candidate).step(fabric(cluster), order).total[0])
-
-
 def run(lab: Lab) -> None:
     """Measure both schedules, each with all kinds in turn."""
     records = lab.records("paper")
@@ -201,7 +193,7 @@ def _measure(lab: Lab, bench: Bench, records: Records, cluster: Cluster, schedul
         selected=stages,
         seconds=seconds,
         unlimited=free,
-        predicted={kind: _predicted(there, split) for kind, split in kinds.items()},
+        predicted={kind: compression.predicted(there, split) for kind, split in kinds.items()},
         most=most(there, schedule),
         **({"wire": wires} if wires else {}),
     )

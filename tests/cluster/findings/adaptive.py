@@ -1,0 +1,156 @@
+"""The planner's choice of codecs by a probe: predicted against measured steps, and the loss against its budget."""
+
+import pathlib
+import statistics
+
+import numpy as np
+
+from paxtrain.study.loss_probe_file import WORDS, ProbedCodec, excess
+from tests.cluster.experiments import adaptive as experiment
+from tests.cluster.laboratory import summary
+from tests.cluster.records import Records
+from tests.cluster.section import Section, Target, factor, lab, listed, percent, seconds, signed, span, table
+
+TITLE, SOURCE = "Codecs chosen by a probe", "adaptive.jsonl"
+DENSE, CHOSEN = experiment.DENSE, experiment.CHOSEN
+_PLAN = "the plan whose codecs the planner chooses by a probe of the model and a profile of the links"
+PREDICTED = Target.at_most(f"Predicted step, dense and of {_PLAN}, largest error", 0.08, percent)
+WITHIN = Target.at_most(
+    f"Validation loss of {_PLAN}, against dense after equal steps, for a budget of {percent(experiment.BUDGET)}",
+    experiment.BUDGET,
+    lambda x: f"{100 * x:+z.2f}%",
+)
+FASTER = Target(f"Step of {_PLAN}", "faster than dense")
+
+
+def error(line: dict, kind: str) -> float:
+    """Return by which share the prediction of a kind's step is above the measured median."""
+    return float(line["predicted"][kind] / summary(line["seconds"][kind])["median"] - 1)
+
+
+def captured(line: dict) -> float:
+    """Return the share of the time that links cost a dense step which the plan removes."""
+    dense, chosen = (summary(line["seconds"][kind])["median"] for kind in (DENSE, CHOSEN))
+    return (dense - chosen) / (dense - summary(line["unlimited"])["median"])
+
+
+def losses(records: Records, plan: str) -> list[float]:
+    """Return by which share a plan's last validation loss is above dense's with the same seed, for each seed."""
+    last: dict[str, dict[int, float]] = {}
+    for line in records:
+        if "validation" in line:
+            last.setdefault(line["plan"], {})[line["seed"]] = line["validation"][-1][1]
+    dense = last.get(experiment.BASE.name, {})
+    return [loss / dense[seed] - 1 for seed, loss in last.get(plan, {}).items() if seed in dense]
+
+
+def _codecs(values: list[dict]) -> list[ProbedCodec]:
+    return [ProbedCodec(one["place"], one["label"], tuple(one["losses"])) for one in values]
+
+
+def _noisy(mean: float, noise: float) -> str:
+    return f"{100 * mean:+z.2f}% ± {noise:.2%}"
+
+
+def _lost(found: list[float]) -> str:
+    """Return the mean over the seeds, with its standard error."""
+    noise = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
+    return _noisy(statistics.fmean(found), noise) if found else "not trained"
+
+
+# --- Words and tables -------------------------------------------------------------------------------------------------
+
+
+def _at(line: dict) -> str:
+    return f"{line['share']:.0%} ({line['rate']:.0f} Mbit/s)"
+
+
+def _words(records: Records, lines: list[dict]) -> str:
+    split, trained = experiment.BASE, [line for line in records if "validation" in line]
+    seeds = len({line["seed"] for line in trained})
+    repeats = span(len(times) for line in lines for times in line["seconds"].values())
+    words = f"""A probe trains the lab's model on one device that emulates the mesh, densely and with each codec at
+    each place. Links are then set so that communication takes a given share of a dense step, by the planner's
+    prediction, and profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss,
+    on mesh {"x".join(map(str, split.mesh))} with {split.schedule}, where all else is as in the section on compression.
+    The embedding is synchronised fused, which is the default. {repeats} repeats of dense and of the plan, taken in
+    turn. "Captured" is the share that the plan removes of the time that links cost a dense step, as measured."""
+    if seeds:
+        words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
+        same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""
+    return words
+
+
+def _probe(line: dict) -> str:
+    rows = [(WORDS[one.place], one.label, _noisy(one.mean, one.noise)) for one in _codecs(line["codecs"])]
+    return table((f"probe, {line['steps']} steps, {line['seeds']} seeds", "codec", "loss against dense"), rows, words=2)
+
+
+def _plan(line: dict) -> str:
+    """Return what goes through which codec."""
+    stages = line["compress"].get("data", "all")
+    which = {
+        "backward": "" if line["compress"].get("backward") == "all" else " of the epilogue",
+        "data": "" if stages == "all" else f" of stages {stages}",
+    }
+    said = [f"{one.label} for {WORDS[one.place]}{which.get(one.place, '')}" for one in _codecs(line["codecs"])]
+    return listed(said) or "nothing compressed"
+
+
+def _times(records: Records, lines: list[dict]) -> str:
+    rows = []
+    for line in lines:
+        dense = summary(line["seconds"][DENSE])["median"]
+        for kind, times in line["seconds"].items():
+            found = summary(times)
+            more = ("", "", "", "")
+            if kind == CHOSEN:
+                expected = _noisy(*excess(_codecs(line["codecs"])))
+                more = (
+                    factor(dense / found["median"]),
+                    percent(captured(line)),
+                    expected,
+                    _lost(losses(records, line["plan"])),
+                )
+            rows.append(
+                (
+                    _at(line),
+                    DENSE if kind == DENSE else _plan(line),
+                    f"{seconds(found['median'])} ± {percent(found['spread'] / found['median'])}",
+                    seconds(line["predicted"][kind]),
+                    signed(error(line, kind)),
+                    *more,
+                )
+            )
+    headings = ("communication", "", "step", "predicted", "error", "speed-up", "captured", "loss, probed", "loss")
+    return table(headings, rows, words=2)
+
+
+def _targets(records: Records, lines: list[dict]) -> tuple[Target, ...]:
+    within, notes = WITHIN, []
+    errors = {(kind, line["key"]): error(line, kind) for line in lines for kind in line["seconds"]}
+    for line in lines:
+        notes.append(f"dense {signed(errors[DENSE, line['key']])}, the plan {signed(errors[CHOSEN, line['key']])}")
+    said = "; ".join(f"{note} at {line['share']:.0%}" for note, line in zip(notes, lines))
+    predicted = PREDICTED.judged(float(np.max(np.abs(list(errors.values())))), said)
+    found = {line["plan"]: losses(records, line["plan"]) for line in lines}
+    if all(found.values()):
+        worst = max(found.values(), key=statistics.fmean)
+        note = f"{len(worst)} seeds, {span(worst, WITHIN.show)}"
+        within = WITHIN.judged(statistics.fmean(worst), note)
+    gains = [summary(line["seconds"][DENSE])["median"] / summary(line["seconds"][CHOSEN])["median"] for line in lines]
+    faster = ", ".join(
+        f"{factor(gain)} at {line['share']:.0%}, {percent(captured(line))} captured" for gain, line in zip(gains, lines)
+    )
+    return predicted, within, FASTER.said(faster, min(gains) > 1)
+
+
+def section(folder: pathlib.Path) -> Section:
+    """Return the probe, and beside its predictions the steps and the loss of dense training and of the plan."""
+    records = Records(folder / SOURCE)
+    lines = [line for line in records if "predicted" in line]
+    if not lines:
+        return Section(TITLE, lab("adaptive"), (SOURCE,), (PREDICTED, WITHIN, FASTER))
+    probed = [_probe(records[experiment.PROBE])] if experiment.PROBE in records else []
+    blocks = (_words(records, lines), *probed, _times(records, lines))
+    return Section(TITLE, lab("adaptive"), (SOURCE,), _targets(records, lines), blocks)
