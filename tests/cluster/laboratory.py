@@ -153,7 +153,9 @@ class Bench:
         path.parent.mkdir(parents=True, exist_ok=True)
         measured = [] if self._compute else [split.micro_batch]
         options = {"sizes": SIZES, "repeats": 2 if measured else 1}
-        options |= {"micro_batches": measured, "tensor": [split.mesh[2]]}
+        # Hosts share this machine's cores. With two devices on each, loops of real compute on all of them at once would
+        # wait for cores, as a step does not: its hosts take turns, above all on slow links. So one host measures.
+        options |= {"micro_batches": measured, "tensor": [split.mesh[2]], "compute_hosts": 1}
         [answer, *_] = self.session.ask(
             "profile",
             config=split.values(self.lab.data),

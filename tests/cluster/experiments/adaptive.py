@@ -34,7 +34,8 @@ DENSE, CHOSEN = "dense", "chosen"
 # Compression over data from the first step on, as the probe has it.
 BASE = dataclasses.replace(compression.SPLITS["dense"], compress=(("data_start", 0.0),))
 PROBE, DONE = "probe", "losses done"
-_CODECS, _PROBED, _SEEDS = ("int8", "int4"), 50, 3  # codecs, steps and seeds of the probe
+_CODECS, _PROBED, _SEEDS = ("int8", "int4"), 40, 3  # codecs, steps and seeds of the probe
+_STEPS = 60  # of the training whose loss is held against the budget
 _CONFIG = pathlib.Path(models.__file__).with_name("config.py")
 
 
@@ -191,7 +192,7 @@ def _train(lab: Lab, records: Records) -> None:
         for split in ({BASE.name: BASE} | plans).values():
             for seed in range(lab.seed + _SEEDS, lab.seed + _SEEDS + len(compression.SEEDS)):
                 if (key := f"loss {split.name} seed {seed}") not in records:
-                    found = compression.train(bench, split, seed)
+                    found = compression.train(bench, split, seed, _STEPS, _STEPS)
                     records.add(key, plan=split.name, seed=seed, **found)
                     lab.say(f"{split.name}, seed {seed}: loss {found['validation'][-1][1]:.4f}")
     records.add(DONE)

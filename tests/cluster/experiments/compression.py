@@ -168,16 +168,18 @@ def alone() -> Scenario:
     return Scenario("alone", "all devices in one process", np.zeros((1, 1)), devices_per_host=16, slowness=0)
 
 
-def train(bench: Bench, split: Split, seed: int) -> dict[str, Any]:
+def train(bench: Bench, split: Split, seed: int, steps: int = STEPS, eval_every: int = EVALUATED) -> dict[str, Any]:
     """Train a split from a fresh state, and return the losses as the worker has them.
 
     Args:
         bench: session on `alone`.
         split: split to train.
         seed: seed of the weights and of the order of samples.
+        steps: steps of the training.
+        eval_every: steps between two evaluations.
     """
     bench.compile([split], eval_batches=4, seed=seed)
-    found = bench.session.ask("train", name=split.name, steps=STEPS, eval_every=EVALUATED)[0]
+    found = bench.session.ask("train", name=split.name, steps=steps, eval_every=eval_every)[0]
     bench.session.ask("forget", names=[split.name])
     return found
 
