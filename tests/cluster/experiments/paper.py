@@ -162,7 +162,7 @@ def run(lab: Lab) -> None:
         return
     scene = dataclasses.replace(scenarios.load("paper_ratio", 8, lab.seed), slowness=SLOWNESS)
     with lab.session(scene, "paper") as bench:
-        bench.shape(scene.rates)
+        bench.shape(scene)
         cluster = bench.profile("paper", programs(SCHEDULES[0], "all")[DENSE])
         for schedule in SCHEDULES:
             if schedule not in records:

@@ -1,7 +1,8 @@
 """Time to loss: training on shaped links, dense and with the best codecs, until dense's last loss.
 
-The cluster and the programs are those of the compression experiment, at one share of communication. Unlike there, the
-clock runs during the training itself. A further seed is trained as long as time is left, and at the next start.
+The cluster and the programs are those of the compression experiment, at one share of communication; links are profiled
+anew. Unlike there, the clock runs during the training itself. A further seed is trained as long as time is left, and at
+the next start.
 """
 
 import time
@@ -49,14 +50,14 @@ def best(records: Records) -> str:
 
 def run(lab: Lab) -> None:
     """Train dense and the best coded kind with each seed, as far as time allows."""
-    records, before = lab.records("sooner"), lab.records("compression")
+    records = lab.records("sooner")
     if all(f"seed {seed}" in records for seed in SEEDS):
         return
-    kind = next((line["kind"] for line in records), best(before))
+    kind = next((line["kind"] for line in records), best(lab.records("compression")))
     splits = {"dense": compression.SPLITS["dense"], kind: compression.SPLITS[kind]}
     scene = scenarios.load("paper_ratio", 8, lab.seed)
     with lab.session(scene, "sooner") as bench:
-        rate = _rate(lab, bench, records, before)
+        rate = _rate(bench, records)
         began = time.monotonic()
         missing = [seed for seed in SEEDS if f"seed {seed}" not in records]
         for n, seed in enumerate(missing, 1):
@@ -67,12 +68,11 @@ def run(lab: Lab) -> None:
                 return
 
 
-def _rate(lab: Lab, bench: Bench, records: Records, before: Records) -> float:
-    """Return the Mbit/s at which communication takes the share, from earlier records if they have it."""
-    known = [line["rate"] for line in records] or [line["rate"] for line in before if line.get("share") == SHARE]
-    if known:
+def _rate(bench: Bench, records: Records) -> float:
+    """Return the Mbit/s at which communication takes the share: that of earlier seeds, or from a new profile."""
+    if known := [line["rate"] for line in records]:
         return known[0]
-    bench.shape(bench.scenario.rates)
+    bench.shape(bench.scenario)
     cluster = bench.profile("sooner", compression.SPLITS["dense"])
     return compression.rate_for(cluster, compression.SPLITS["dense"], SHARE)
 
