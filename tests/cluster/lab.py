@@ -56,9 +56,9 @@ EXPERIMENTS = {
     "schedules": (schedules.run, 410),
     "placements": (placements.run, 800),
     "compression": (compression.run, 1100),
-    "paper": (paper.run, 560),
-    "sooner": (sooner.run, 480),
-    "adaptive": (adaptive.run, 540),
+    "paper": (paper.run, 760),
+    "sooner": (sooner.run, 560),
+    "adaptive": (adaptive.run, 600),
     "peer": (peer.run, 900),
     "faults": (breakage.run, 205),
 }

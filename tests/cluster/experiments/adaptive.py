@@ -35,7 +35,7 @@ DENSE, CHOSEN = "dense", "chosen"
 BASE = dataclasses.replace(compression.SPLITS["dense"], compress=(("data_start", 0.0),))
 PROBE, DONE = "probe", "losses done"
 _CODECS, _PROBED, _SEEDS = ("int8", "int4"), 40, 3  # codecs, steps and seeds of the probe
-_STEPS = 60  # of the training whose loss is held against the budget
+_STEPS = 50  # of the training whose loss is held against the budget
 _CONFIG = pathlib.Path(models.__file__).with_name("config.py")
 
 
