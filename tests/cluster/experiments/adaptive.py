@@ -91,6 +91,7 @@ def choose(cluster: Cluster, probe: pathlib.Path, seed: int) -> Choice:
         zero1="yes" if BASE.zero1 else "no",
         sequence_parallel="no",
         uneven=False,
+        uneven_data="no",
         nearby=False,
         top=1,
         placed=1,
