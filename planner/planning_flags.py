@@ -13,7 +13,7 @@ from planner.cluster.cluster import Cluster
 from planner.fit.recalibrate import recalibrated
 from planner.planning.inputs import sections
 from planner.planning.loss_budget import read
-from planner.planning.options import AUTO, AUTOMATIC, KINDS, SEQUENCE, UNEVEN_DATA, ZERO1, PlanOptions
+from planner.planning.options import AUTO, AUTOMATIC, GROUPS, KINDS, SEQUENCE, UNEVEN_DATA, ZERO1, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
 # What the planner decides, and the flags that narrow it.
@@ -73,6 +73,8 @@ def define_flags() -> None:
     flags.DEFINE_bool("uneven", d.uneven, "Also split layers unevenly over the stages.")
     description = "Give data ranks on slow devices fewer micro-batches, if there are several kinds of devices."
     flags.DEFINE_enum("uneven_data", d.uneven_data, list(UNEVEN_DATA), description)
+    description = "Number of groups, if --model.outer.every: as configured, or one on each site of the cluster."
+    flags.DEFINE_enum("groups", d.groups, list(GROUPS), description)
     flags.DEFINE_integer("tensor_hosts", d.tensor_hosts, "Hosts in a row that each tensor group spans.", lower_bound=1)
     flags.DEFINE_float("usable_memory", d.usable_memory, "Share of a device's memory to use.", 0.05, 1.0)
     flags.DEFINE_bool("memory_margin", d.memory_margin, "Add the safety margin to the closed form's memory.")

@@ -137,42 +137,13 @@ class Config:
 
     def _check_outer(self) -> None:
         """Require that groups and their exchanges fit the mesh and the length of the run."""
-        outer, c, data = self.outer, self.compress, self.mesh.data
-        if not outer.every:
-            require(
-                not c.outer_codec,
-                f"compress.outer.codec={c.outer_codec} needs groups that train apart; choose --config.outer.every",
-            )
-            return
-        require(
-            not self.batch.data_micro_batches,
-            f"batch.data_micro_batches={self.batch.data_micro_batches} weighs sequences of data ranks that train "
-            f"together, but with outer.every={outer.every} groups train apart; leave one of them out",
-        )
+        check_groups(self.outer, self.run.steps, self.model.layers, self.batch, self.compress)
+        data = self.mesh.data
         require(
             data % self.groups == 0,
-            f"outer.groups={outer.groups} does not divide mesh.data={data}; {divisors_near(data, self.groups)} would "
-            "fit",
+            f"outer.groups={self.outer.groups} does not divide mesh.data={data}; {divisors_near(data, self.groups)} "
+            "would fit",
         )
-        require(
-            self.run.steps % outer.every == 0,
-            f"outer.every={outer.every} does not divide run.steps={self.run.steps}, so the last steps would not be "
-            f"exchanged; {divisors_near(self.run.steps, outer.every)} would fit",
-        )
-        require(
-            outer.fragments <= self.model.layers,
-            f"outer.fragments={outer.fragments} is more than model.layers={self.model.layers}; a fragment has whole "
-            f"layers, so {self.model.layers} or fewer would fit",
-        )
-        for name, value, known in (
-            ("data", c.data, "a list of stages"),
-            ("data_adapt_every", "" if not c.data_adapt_every else "selective", "0"),
-        ):
-            require(
-                value != "selective",
-                f"compress.{name}={getattr(c, name)} is decided by all data ranks together, but with outer.every="
-                f"{outer.every} groups train apart; choose {known}",
-            )
 
     def _check_inside(self) -> None:
         """Require that groups of data ranks that sum gradients as they are fit the mesh, and are asked for."""
@@ -248,29 +219,95 @@ class Config:
 
     @property
     def layer_fragments(self) -> tuple[int, ...]:
-        """Return the fragment that groups exchange each layer in (outer.fragments), in model order.
-
-        The tables and the last norm are in fragment 0. Each layer goes to the fragment that has the fewest weights so
-        far, the first of several. The vocabulary's padding counts, since it travels, too.
-        """
-        model, found = self.model, list[int]()
-        layer, padding = model.matrices + model.vectors, model.padded_vocab - model.vocab_size
-        tables = model.parameter_count() - model.layers * layer + model.tables * padding * model.hidden
-        weights = [tables, *[0] * (self.outer.fragments - 1)]
-        for _ in range(model.layers):
-            found.append(weights.index(min(weights)))
-            weights[found[-1]] += layer
-        return tuple(found)
+        """Return the fragment that groups exchange each layer in (outer.fragments), in model order."""
+        return layer_fragments(self.model, self.outer.fragments)
 
     @property
     def fragment_layers(self) -> tuple[int, ...]:
-        """Return how many layers every stage sends of each fragment: as many as the stage that has the most of it.
+        """Return how many layers every stage sends of each fragment; see the function `fragment_layers`."""
+        return fragment_layers(self.model, self.outer.fragments, self.stage_layers, self.mesh.pipe)
 
-        A single fragment has all layer slots of a stage, also those without a layer.
-        """
-        counts, stages = self.stage_layers, self.mesh.pipe
-        if self.outer.fragments == 1:
-            return (max(counts) * self.pipeline.virtual_stages,)
-        stage_of = [virtual % stages for virtual, count in enumerate(counts) for _ in range(count)]
-        held = collections.Counter(zip(stage_of, self.layer_fragments))
-        return tuple(max(held[stage, p] for stage in range(stages)) for p in range(self.outer.fragments))
+
+def check_groups(outer: OuterConfig, steps: int, layers: int, batch: BatchConfig, compress: CompressConfig) -> None:
+    """Require that groups and their exchanges fit the other sections, whatever the mesh is.
+
+    Args:
+        outer: groups of data ranks.
+        steps: steps of the run.
+        layers: layers of the model.
+        batch: the batch.
+        compress: compression of messages and gradients.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not outer.every:
+        require(
+            not compress.outer_codec,
+            f"compress.outer.codec={compress.outer_codec} needs groups that train apart; choose --config.outer.every",
+        )
+        return
+    require(
+        not batch.data_micro_batches,
+        f"batch.data_micro_batches={batch.data_micro_batches} weighs sequences of data ranks that train "
+        f"together, but with outer.every={outer.every} groups train apart; leave one of them out",
+    )
+    require(
+        steps % outer.every == 0,
+        f"outer.every={outer.every} does not divide run.steps={steps}, so the last steps would not be "
+        f"exchanged; {divisors_near(steps, outer.every)} would fit",
+    )
+    require(
+        outer.fragments <= layers,
+        f"outer.fragments={outer.fragments} is more than model.layers={layers}; a fragment has whole layers, so "
+        f"{layers} or fewer would fit",
+    )
+    for name, value, known in (
+        ("data", compress.data, "a list of stages"),
+        ("data_adapt_every", "" if not compress.data_adapt_every else "selective", "0"),
+    ):
+        require(
+            value != "selective",
+            f"compress.{name}={getattr(compress, name)} is decided by all data ranks together, but with outer.every="
+            f"{outer.every} groups train apart; choose {known}",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def layer_fragments(model: ModelConfig, fragments: int) -> tuple[int, ...]:
+    """Return the fragment that groups exchange each layer in, in model order.
+
+    The tables and the last norm are in fragment 0. Each layer goes to the fragment that has the fewest weights so
+    far, the first of several. The vocabulary's padding counts, since it travels, too.
+
+    Args:
+        model: model whose weights are exchanged.
+        fragments: number of fragments.
+    """
+    found = list[int]()
+    layer, padding = model.matrices + model.vectors, model.padded_vocab - model.vocab_size
+    tables = model.parameter_count() - model.layers * layer + model.tables * padding * model.hidden
+    weights = [tables, *[0] * (fragments - 1)]
+    for _ in range(model.layers):
+        found.append(weights.index(min(weights)))
+        weights[found[-1]] += layer
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def fragment_layers(model: ModelConfig, fragments: int, counts: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """Return how many layers every stage sends of each fragment: as many as the stage that has the most of it.
+
+    A single fragment has all layer slots of a stage, also those without a layer.
+
+    Args:
+        model: model whose weights are exchanged.
+        fragments: number of fragments.
+        counts: layers of each virtual stage.
+        stages: number of stages.
+    """
+    if fragments == 1:
+        return (max(counts) * (len(counts) // stages),)
+    stage_of = [virtual % stages for virtual, count in enumerate(counts) for _ in range(count)]
+    held = collections.Counter(zip(stage_of, layer_fragments(model, fragments)))
+    return tuple(max(held[stage, p] for stage in range(stages)) for p in range(fragments))

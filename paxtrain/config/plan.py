@@ -13,6 +13,7 @@ from paxtrain import files
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
 from paxtrain.config.load import from_dict, read_section
+from paxtrain.config.optimizer import OuterConfig
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
 
@@ -22,6 +23,51 @@ VERSION = 1
 # and the bubble; data the gathering of weights and the reduction of gradients; sync the wait for the slowest stage.
 COMPUTE, TRANSFER, DATA, SYNC, OPTIMIZER = TERMS = ("compute", "transfer", "data", "sync", "optimizer")
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedGroups:
+    """The groups of data ranks that a plan is for, as `OuterConfig` has them.
+
+    Attributes:
+        every: steps between exchanges.
+        groups: number of groups.
+        fragments: parts of the weights, each exchanged by itself.
+        overlap: steps after which groups take what an exchange brings.
+    """
+
+    every: int
+    groups: int
+    fragments: int = 1
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "overlap" else 1
+            if value < least:
+                raise UserError(f"outer.{field.name} of a plan must be {least} or more, got {value}")
+
+
+def check_planned(planned: PlannedGroups | None, outer: OuterConfig) -> None:
+    """Require that a configuration's groups are those that a plan is for; outer.groups=0 leaves their number to it.
+
+    Raises:
+        UserError: they are others.
+    """
+    if planned is None:
+        if outer.every:
+            raise UserError(
+                f"the plan is for training without groups, but the configuration has outer.every={outer.every}; plan "
+                f"with --model.outer.every={outer.every}, or train without outer.every"
+            )
+        return
+    for field in dataclasses.fields(planned):
+        given, wanted = getattr(outer, field.name), getattr(planned, field.name)
+        if given != wanted and (field.name, given) != ("groups", 0):
+            raise UserError(
+                f"the plan is for groups with outer.{field.name}={wanted}, but the configuration has "
+                f"outer.{field.name}={given}; train with outer.{field.name}={wanted}, or plan anew"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +84,8 @@ class Plan:
         devices_per_host: devices of each host.
         device_order: index into all hosts' devices, host after host, for every mesh position (row-major over data,
             pipe, tensor); empty: 0, 1, 2, ...
+        outer: groups of data ranks that it is for; None: all train together. The configuration must have the same, or
+            leave their number open.
         predicted: the planner's figures with their sources. A run prints `step_seconds` and `terms` beside what it
             measured; nothing depends on them.
     """
@@ -49,9 +97,12 @@ class Plan:
     hosts: tuple[str, ...] = ()
     devices_per_host: int = 0
     device_order: tuple[int, ...] = ()
+    outer: PlannedGroups | None = None
     predicted: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if self.outer and self.mesh.data % self.outer.groups:
+            raise UserError(f"outer.groups={self.outer.groups} does not divide mesh.data={self.mesh.data}")
         devices, given = self.mesh.devices, len(self.device_order)
         if given and (given != devices or sorted(self.device_order) != list(range(devices))):
             raise UserError(
@@ -70,14 +121,21 @@ class Plan:
         """Return the configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
         Raises:
-            UserError: the plan's sections do not fit the others.
+            UserError: the plan's sections do not fit the others, or it is for other groups.
         """
+        outer = dict(values.get("outer", {}))
+        check_planned(self.outer, read_section(OuterConfig, outer, "outer"))
+        if self.outer:
+            values = {**values, "outer": outer | {"groups": self.outer.groups}}
         return from_dict({**values, **{name: dataclasses.asdict(getattr(self, name)) for name in _SECTIONS}})
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values."""
-    return json.loads(json.dumps({"version": VERSION, **dataclasses.asdict(plan)}))
+    values = dataclasses.asdict(plan)
+    if plan.outer is None:
+        del values["outer"]
+    return json.loads(json.dumps({"version": VERSION, **values}))
 
 
 def save(plan: Plan, path: str | pathlib.Path) -> None:
@@ -106,7 +164,7 @@ def from_json(values: object) -> Plan:
         raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
     kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "predicted": dict}
     items: dict[str, type] = {"hosts": str, "device_order": int}
-    known = {"version", *_SECTIONS, *kinds}
+    known = {"version", *_SECTIONS, *kinds, "outer"}
     for key in values:
         if key not in known:
             raise UserError(f"unknown key {key}; known are {', '.join(sorted(known))}")
@@ -127,4 +185,6 @@ def from_json(values: object) -> Plan:
             of = f" of {item.__name__}" if item else ""
             raise UserError(f"{key} must be a {kind.__name__}{of}, got {value!r}")
         arguments[key] = tuple(value) if kind is list else value
+    if "outer" in values:
+        arguments["outer"] = read_section(PlannedGroups, values["outer"], "outer")
     return Plan(**arguments)

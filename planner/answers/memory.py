@@ -172,7 +172,7 @@ class MemoryAnswer:
         """Return the answer as JSON values."""
 
         def of(use: Use) -> dict[str, Any]:
-            plan = {name: value for name, value in dataclasses.asdict(use.candidate).items() if name != "coded"}
+            plan = {name: value for name, value in use.candidate.figures().items() if name != "coded"}
             bound = use.bound if np.isfinite(use.bound) else None
             return {"plan": plan, "bytes": use.parts, "margin": use.margin, "total": use.total, "bound_seconds": bound}
 
@@ -292,7 +292,7 @@ def _even(search: Search, model: ModelConfig, space: Space, i: int) -> Candidate
         space: candidates.
         i: place of the candidate in the space.
     """
-    return candidate_of(space, i, layers.even(model.layers, int(space.pipe[i] * space.chunks[i])), search.coded)
+    return candidate_of(space, i, layers.even(model.layers, int(space.pipe[i] * space.chunks[i])), search.choices)
 
 
 def _fewest(search: Search) -> tuple[int, int, Use] | None:
@@ -361,7 +361,7 @@ def _place_of(free: Search, c: Candidate) -> int | None:
     space = free.space
     alike = (space.data == c.data) & (space.pipe == c.pipe) & (space.tensor == c.tensor)
     some = np.flatnonzero(alike & (space.micro_batch == c.micro_batch)).tolist()
-    return next((i for i in some if candidate_of(space, i, c.counts, free.coded) == c), None)
+    return next((i for i in some if candidate_of(space, i, c.counts, free.choices) == c), None)
 
 
 def _flags(space: Space, i: int, columns: tuple[str, ...], flags: tuple[str, ...]) -> str:

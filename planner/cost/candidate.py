@@ -1,12 +1,15 @@
 """A plan without its placement: mesh, schedule, layers of the stages, and compression."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
+from paxtrain.config import OuterConfig
 from planner.cost.coded import LOW_RANK, Coded
 
 Array = np.ndarray
+NO_GROUPS = OuterConfig()  # all data ranks train together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Candidate:
     """A plan without its placement.
 
     Attributes:
-        data: size of the data axis.
+        data: size of the data axis, that of all groups.
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
         micro_batch: sequences of a micro-batch.
@@ -33,6 +36,8 @@ class Candidate:
             activations between stages go through is here, too.
         uneven_data: the search gives data ranks numbers of micro-batches by their speed.
         ranks: micro-batches of each data rank, if they differ; otherwise ().
+        outer: groups of data ranks that train apart.
+        outer_ratio: factor by which a matrix must shrink to be compressed between groups.
     """
 
     data: int
@@ -53,6 +58,23 @@ class Candidate:
     coded: Coded = LOW_RANK
     uneven_data: bool = False
     ranks: tuple[int, ...] = ()
+    outer: OuterConfig = NO_GROUPS
+    outer_ratio: float = 2.0
+
+    @property
+    def apart(self) -> int:
+        """Number of groups of data ranks that train apart; 1 if all train together."""
+        return (self.outer.groups or self.data) if self.outer.every else 1
+
+    @property
+    def together(self) -> int:
+        """Data ranks that train together: those of a group."""
+        return self.data // self.apart
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields as JSON values; those of groups only if data ranks train in groups."""
+        unused = () if self.outer.every else ("outer", "outer_ratio")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
     @property
     def of_ranks(self) -> tuple[int, ...]:
@@ -66,8 +88,8 @@ class Candidate:
 
     @property
     def inside(self) -> int:
-        """Data ranks of a group, inside which gradients are summed as they are; 1 without groups."""
-        return self.coded.grouped(self.data) if self.data_rank else 1
+        """Data ranks that sum gradients as they are, before the sums are compressed; 1: each compresses its own."""
+        return self.coded.grouped(self.together) if self.data_rank else 1
 
     @property
     def parts(self) -> int:

@@ -40,11 +40,11 @@ def gather(sizes: Sizes, links: LinkSeconds, meets: Array) -> Array:
         meets: stages whose data ranks gather and reduce an embedding, bool [P].
     """
     c = sizes.candidate
-    if not c.zero1 or c.data == 1:
+    if not c.zero1 or c.together == 1:
         return np.zeros(links.ring_latency.shape)
     weights = np.full(c.pipe, sizes.layer_weights)
     weights[meets] += sizes.embedding_parameters * costs.ITEM[sizes.model.dtype]
-    return links.ring_latency + (c.data - 1) / c.data * weights * links.ring_per_byte
+    return links.ring_latency + (c.together - 1) / c.together * weights * links.ring_per_byte
 
 
 def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, kinds: Array) -> Reductions:
@@ -61,9 +61,9 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     edge, none, never = np.zeros(shape), np.zeros(shape), np.full(shape, np.inf)
     if c.pipe > 1:
         edge[:, 0] = edge[:, -1] = links.swap
-    if c.data == 1:
+    if c.together == 1:
         return Reductions(none, never, none, edge)
-    turn = (c.data - 1) / c.data * links.ring_per_byte
+    turn = (c.together - 1) / c.together * links.ring_per_byte
     size = costs.ITEM[c.reduce_dtype]
 
     def reduced(parameters: int) -> Array:
@@ -113,7 +113,7 @@ def _low_rank(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, 
     # In groups the passes are over a rank's part. Two more cut gradients and one sums them, as Hierarchical says.
     passes = POWER_PASSES if c.inside == 1 else 3 + POWER_PASSES / c.inside
     work = passes * sizes.layer_parameters * MASTER * slowest + matrices * POWER_LAUNCHES * costs.LAUNCH
-    ranks = c.data // c.inside
+    ranks = c.together // c.inside
     turn = (ranks - 1) / ranks * over.ring_per_byte
     return 2 * (2 * over.ring_latency + sizes.factor_bytes * turn), work  # two all-reduces, one for either factor
 
@@ -130,10 +130,10 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
     sent: dict[str, float] = {}
     count: dict[str, int] = {}
     for shape in sizes.kernels:
-        for kind, size, number in c.coded.exchanges(shape, c.data, c.zero1):
+        for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):
             sent[kind] = sent.get(kind, 0.0) + size * c.slots
             count[kind] = max(count.get(kind, 0), number)  # arrays share collectives
-    seconds, ranks = np.zeros_like(slowest), c.data // c.inside
+    seconds, ranks = np.zeros_like(slowest), c.together // c.inside
     for kind, size in sent.items():
         if kind == "all-to-all":
             whole = size * ranks / (ranks - 1)  # with the rank's part for itself
@@ -141,7 +141,7 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
         else:
             turns = 2 if kind == "all-reduce" else 1
             seconds = seconds + count[kind] * turns * over.ring_latency + size * over.ring_per_byte
-    passes, launches = c.coded.reduction_passes(c.data)
+    passes, launches = c.coded.reduction_passes(c.together)
     matrices = c.slots * len(sizes.kernels)
     work = passes * sizes.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
     return seconds, work

@@ -226,15 +226,19 @@ def _reduce_scatters(links: Fabric, hosts: Array, tensor: int, ring: tuple[Array
 class Paths:
     """Latency in seconds, and seconds per byte, of the links that placements use, whatever is sent.
 
+    With G groups that train apart, each has data-parallel rings of its own: [batch, G * P], group after group.
+
     Attributes:
         forward: [batch, D, P] of a message to the next stage, by sender.
         backward: [batch, D, P] of a message to the previous stage, by sender.
-        ring: [batch, P] of a turn of each stage's data-parallel ring.
-        scatter: [batch, P] of each stage's reduce-scatter over data, per byte of a rank's whole array.
+        ring: [batch, G * P] of a turn of each stage's data-parallel ring.
+        scatter: [batch, G * P] of each stage's reduce-scatter over data, per byte of a rank's whole array.
         swap: [batch, D, 2] of the exchange between the first and the last stage, there and back.
-        inside: [batch, P] of a ring's turn, and of a reduce-scatter, inside the slowest of each stage's groups of data
-            ranks; empty without groups.
-        between: the same of the ranks with one place in their groups.
+        inside: [batch, G * P] of a ring's turn, and of a reduce-scatter, inside the slowest of each stage's sets of
+            data ranks that sum gradients as they are (compress.data.inside); empty without them.
+        between: the same of the ranks with one place in their sets.
+        outer: [batch, D / G * P] of a turn of the rings over groups, each of ranks with one place in their groups;
+            empty if all ranks train together.
     """
 
     forward: tuple[Array, Array]
@@ -244,6 +248,7 @@ class Paths:
     swap: tuple[Array, Array]
     inside: tuple[Array, ...] = ()
     between: tuple[Array, ...] = ()
+    outer: tuple[Array, ...] = ()
 
     def take(self, batch: slice | Array) -> "Paths":
         """Return the paths of some of the placements."""
@@ -270,46 +275,53 @@ def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array,
     )
 
 
-def _in_groups(links: Fabric, hosts: Array, tensor: int, inside: int) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _in_sets(
+    links: Fabric, hosts: Array, tensor: int, inside: int, apart: int
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Return `Paths.inside` and `Paths.between` of placements; the arguments are those of `paths`.
 
-    All groups of a stage exchange at once, as all stages do. So they are priced as stages of fewer ranks.
+    All sets of a stage exchange at once, as all stages do. So they are priced as stages of fewer ranks.
     """
     batch, data, stages = hosts.shape
-    sets = hosts.reshape(batch, data // inside, inside, stages)
+    sets = hosts.reshape(batch, apart, data // apart // inside, inside, stages)
     found = []
-    for ranks in (np.swapaxes(sets, 1, 2), sets):  # [batch, ranks that exchange, groups, P]
+    for ranks in (np.moveaxis(sets, 3, 1), np.moveaxis(sets, 2, 1)):  # [batch, ranks that exchange, G, sets, P]
         alike = ranks.reshape(batch, ranks.shape[1], -1)
         ring = rings(links, alike, tensor)
         both = (*ring, *_reduce_scatters(links, alike, tensor, ring))
-        found.append(tuple(x.reshape(batch, -1, stages).max(axis=1) for x in both))
+        found.append(tuple(x.reshape(batch, apart, -1, stages).max(axis=2).reshape(batch, -1) for x in both))
     return found[0], found[1]
 
 
-def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1) -> Paths:
+def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int = 1) -> Paths:
     """Return the paths of placements.
 
     Args:
         links: links of the cluster.
         hosts: int [batch, D, P].
         tensor: T, devices of a group.
-        inside: K, neighbouring data ranks of a group inside which gradients are summed as they are; 1: no groups.
+        inside: K, neighbouring data ranks that sum gradients as they are, before sums are compressed; 1: none.
+        apart: G, groups of neighbouring data ranks that train apart. Their rings run at once, like those of stages.
     """
-    ring = rings(links, hosts, tensor)
-    groups = _in_groups(links, hosts, tensor, inside) if inside > 1 else ((), ())
+    batch, data, stages = hosts.shape
+    groups = hosts.reshape(batch, apart, data // apart, stages)
+    alike = np.swapaxes(groups, 1, 2).reshape(batch, data // apart, -1)  # [batch, D / G, G * P]
+    ring = rings(links, alike, tensor)
+    sets = _in_sets(links, hosts, tensor, inside, apart) if inside > 1 else ((), ())
     return Paths(
         forward=hops(links, hosts, tensor, 1),
         backward=hops(links, hosts, tensor, -1),
         ring=ring,
-        scatter=_reduce_scatters(links, hosts, tensor, ring),
+        scatter=_reduce_scatters(links, alike, tensor, ring),
         swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
-        inside=groups[0],
-        between=groups[1],
+        inside=sets[0],
+        between=sets[1],
+        outer=rings(links, groups.reshape(batch, apart, -1), tensor) if apart > 1 else (),
     )
 
 
 class DataLinks(NamedTuple):
-    """Seconds of collectives among data ranks of each stage, [batch, P]; see `LinkSeconds`."""
+    """Seconds of collectives among data ranks of each stage, [rows, P]; see `LinkSeconds`."""
 
     ring_latency: Array
     ring_per_byte: Array
@@ -321,17 +333,20 @@ class DataLinks(NamedTuple):
 class LinkSeconds:
     """Seconds of a candidate's messages on a batch of placements.
 
+    There is a row for each placement or, of groups that train apart, for each group of each placement.
+
     Attributes:
-        activation: [batch, D, P] of a message with activations, by sender.
-        gradient: [batch, D, P] of a message with a gradient, by sender.
-        packed: [batch, D, P] of a compressed gradient, by sender.
-        ring_latency: [batch, P] latency of one turn of a stage's data-parallel ring.
-        ring_per_byte: [batch, P] seconds per byte of that turn.
-        scatter_latency: [batch, P] latency of a stage's reduce-scatter over data.
-        scatter_per_byte: [batch, P] its seconds per byte of a rank's whole array.
-        swap: [batch] of the exchange of the tied embedding's gradients; 0 if it is not tied.
-        inside: the same four inside groups of data ranks; None if there are no groups.
-        between: the same four between groups.
+        activation: [rows, D / G, P] of a message with activations, by sender.
+        gradient: [rows, D / G, P] of a message with a gradient, by sender.
+        packed: [rows, D / G, P] of a compressed gradient, by sender.
+        ring_latency: [rows, P] latency of one turn of a stage's data-parallel ring.
+        ring_per_byte: [rows, P] seconds per byte of that turn.
+        scatter_latency: [rows, P] latency of a stage's reduce-scatter over data.
+        scatter_per_byte: [rows, P] its seconds per byte of a rank's whole array.
+        swap: [rows] of the exchange of the tied embedding's gradients; 0 if it is not tied.
+        inside: the same four inside sets of data ranks that sum gradients as they are; None without them.
+        between: the same four between these sets.
+        outer: [batch, fragments] of the exchange of each fragment between groups; None if all ranks train together.
     """
 
     activation: Array
@@ -344,6 +359,7 @@ class LinkSeconds:
     swap: Array
     inside: DataLinks | None = None
     between: DataLinks | None = None
+    outer: Array | None = None
 
     @property
     def compressed(self) -> DataLinks:

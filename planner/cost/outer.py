@@ -1,18 +1,15 @@
-"""The exchange of groups that train apart, of all weights or of one fragment after another: its bytes and seconds.
-
-A group's step is predicted as if the others were not there, so groups that share a host's NICs are predicted too quick.
-Seconds are those of groups that wait. What of an overlapped exchange the next step hides is not predicted.
-"""
+"""The exchange of groups that train apart, of all weights or of one fragment after another: its bytes and seconds."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from paxtrain.config import Config
+from paxtrain.config import ModelConfig
+from paxtrain.config.config import fragment_layers
+from paxtrain.schedule.schedules import SPECS
 from planner.cost import compute as costs
-from planner.cost.link_seconds import Fabric, rings
-from planner.cost.sizes import MASTER
-from planner.cost.step_time import Problem
+from planner.cost.candidate import Candidate
+from planner.cost.sizes import MASTER, Sizes
 
 Array = np.ndarray
 
@@ -43,48 +40,87 @@ def part(shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[int, int]:
     return (rows // ranks, columns) if rows % ranks == 0 else (rows, -(-columns // ranks))
 
 
-def exchanges(config: Config, problem: Problem, fabric: Fabric, hosts: Array) -> tuple[FragmentExchange, ...]:
-    """Return the exchange of each fragment: all devices of all groups send at once, each its part of the weights.
+def layers(model: ModelConfig, candidate: Candidate) -> tuple[int, ...]:
+    """Return the layers that a stage sends of each fragment; () if all data ranks train together."""
+    c = candidate
+    return fragment_layers(model, c.outer.fragments, c.counts, c.pipe) if c.apart > 1 else ()
+
+
+def sent(sizes: Sizes) -> list[tuple[float, float]]:
+    """Return of each fragment the bytes that a device sends in its exchange, and its weights that the reducer takes.
 
     Args:
-        config: configuration with groups.
-        problem: one group.
-        fabric: links of the cluster.
-        hosts: int [groups, data ranks of a group, stages].
+        sizes: the candidate's.
     """
-    c, groups, fragments = problem.candidate, config.groups, config.outer.fragments
-    if groups == 1:
-        return (FragmentExchange(0.0, 0.0),) * fragments
-    latency, per_byte = rings(fabric, hosts.reshape(1, groups, -1), c.tensor)
-    passes = 0 if c.coded.outer is None else c.coded.passes_of(c.coded.outer)[0]
-    found = []
-    for fragment in range(fragments):
-        size, taken = _sent(config, problem, fragment)
+    c, model, found = sizes.candidate, sizes.model, []
+    for fragment, count in enumerate(layers(model, c)):
+        held = count * costs.layer_parameters(model, c.tensor)
+        if fragment == 0:
+            norm = model.hidden if model.family == "llama" else 2 * model.hidden
+            held += sizes.embedding_parameters + model.positions * model.hidden + norm
+        through, taken = 0.0, 0
+        for shape in costs.kernels(model, c.tensor) if c.coded.outer is not None else ():
+            own = part(shape, c.together, c.zero1)
+            if c.coded.outer_takes(own, c.apart, c.outer_ratio):
+                taken += count * own[0] * own[1]
+                through += count * sum(x.bytes for x in c.coded.outer_exchanges(own, c.apart))
+        dense = held / (c.together if c.zero1 else 1) - taken
+        found.append((2 * (c.apart - 1) / c.apart * dense * MASTER + through, taken))
+    return found
+
+
+def seconds(sizes: Sizes, latency: Array, per_byte: Array, pass_per_byte: float) -> Array:
+    """Return the seconds [batch, fragments] of each fragment's exchange, in which all devices of all groups send.
+
+    Args:
+        sizes: the candidate's.
+        latency: seconds [batch, rings] of a turn of each ring over groups.
+        per_byte: seconds per byte [batch, rings] of that turn.
+        pass_per_byte: seconds of a pass over a byte on the slowest device.
+    """
+    c, found = sizes.candidate, []
+    passes = 0.0 if c.coded.outer is None else c.coded.passes_of(c.coded.outer)[0]
+    for size, taken in sent(sizes):
         turns = 4 if taken else 2  # of the ring: what is coded and what is not are reduced and gathered by themselves
-        coding = passes * taken * MASTER * problem.pass_per_byte.max()
-        found.append(FragmentExchange(size, float((turns * latency + size * per_byte).max() + coding)))
-    return tuple(found)
+        coding = passes * taken * MASTER * pass_per_byte
+        found.append((turns * latency + size * per_byte).max(axis=1) + coding)
+    return np.stack(found, axis=1)
 
 
-def _sent(config: Config, problem: Problem, fragment: int) -> tuple[float, float]:
-    """Return the bytes that a device sends in the exchange of a fragment, and its weights that the reducer takes.
+def exchanges(sizes: Sizes, of_fragments: Array | None) -> tuple[FragmentExchange, ...]:
+    """Return the exchange of each fragment on one placement; a group alone exchanges nothing.
 
     Args:
-        config: configuration with groups.
-        problem: one group.
-        fragment: number of the fragment.
+        sizes: the candidate's.
+        of_fragments: seconds [fragments] of each; None: all data ranks train together.
     """
-    c, model, groups = problem.candidate, problem.model, config.groups
-    layers = config.of_group().fragment_layers[fragment]
-    held = layers * costs.layer_parameters(model, c.tensor)
-    if fragment == 0:
-        norm = model.hidden if model.family == "llama" else 2 * model.hidden
-        held += problem.embedding_parameters + model.positions * model.hidden + norm
-    through, taken = 0.0, 0
-    for shape in costs.kernels(model, c.tensor) if c.coded.outer is not None else ():
-        own = part(shape, c.data, c.zero1)
-        if c.coded.outer_takes(own, groups, config.compress.min_ratio):
-            taken += layers * own[0] * own[1]
-            through += layers * sum(x.bytes for x in c.coded.outer_exchanges(own, groups))
-    dense = held / (c.data if c.zero1 else 1) - taken
-    return 2 * (groups - 1) / groups * dense * MASTER + through, taken
+    if of_fragments is None:
+        return (FragmentExchange(0.0, 0.0),) * sizes.candidate.outer.fragments
+    return tuple(FragmentExchange(size, float(each)) for (size, _), each in zip(sent(sizes), of_fragments))
+
+
+def hides(candidate: Candidate, overlap: bool) -> bool:
+    """Return whether the next step's compute hides an exchange (outer.overlap).
+
+    XLA puts matrix products over it on GPUs, but not if all of them are in loops with transfers of their own, as in the
+    schedules whose stages skip idle ops (docs/outer.md). On CPUs collectives wait for each other.
+
+    Args:
+        candidate: candidate with groups.
+        overlap: transfers run beside compute.
+    """
+    c = candidate
+    return overlap and c.outer.overlap > 0 and (c.pipe == 1 or bool(SPECS[c.schedule].masks(True)))
+
+
+def waits(candidate: Candidate, exchanges: Array, under: Array, overlap: bool) -> Array:
+    """Return the seconds [batch] that a step waits for exchanges, as a mean over the steps of a round.
+
+    Args:
+        candidate: candidate with groups.
+        exchanges: seconds [batch, fragments] of the exchange of each fragment.
+        under: seconds [batch] of a step's rows, which may hide a fragment.
+        overlap: transfers run beside compute.
+    """
+    exposed = np.maximum(exchanges - under[:, None], 0.0) if hides(candidate, overlap) else exchanges
+    return exposed.sum(axis=1) / candidate.outer.every

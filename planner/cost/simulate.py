@@ -25,8 +25,10 @@ class SimulatedStep:
         compressed: bool [stages], whether the stage's gradients over data are compressed.
         optimizer: update of the weights.
         hosts: int [data, stages], host of each tensor group.
-        exchanges: exchange of each fragment of the weights between groups (outer.every), of which a step has a share,
-            with outer.overlap too as if groups waited for it; () without groups.
+        exchanges: exchange of each fragment of the weights between groups (outer.every), of which a step has a share;
+            () without groups.
+        waits: seconds of the step for which it waits for these exchanges, as a mean over the steps of a round: all of
+            them, or what a step does not hide of each (outer.overlap).
     """
 
     seconds: float
@@ -37,6 +39,7 @@ class SimulatedStep:
     optimizer: float
     hosts: np.ndarray
     exchanges: tuple[FragmentExchange, ...] = ()
+    waits: float = 0.0
 
     @property
     def exchange(self) -> float:
@@ -45,10 +48,10 @@ class SimulatedStep:
 
 
 def candidate_of_config(config: Config) -> Candidate:
-    """Return a configuration's mesh, batch, pipeline and compression as the simulator takes them; of one group."""
-    config = config.of_group()
+    """Return a configuration's mesh, batch, pipeline, compression and groups as the simulator takes them."""
     mesh, pipeline, compress = config.mesh, config.pipeline, config.compress
-    over_data = compress.over_data(mesh.data) != "none" and mesh.data > 1
+    together = mesh.data // config.groups
+    over_data = compress.over_data(together) != "none" and together > 1
     return Candidate(
         data=mesh.data,
         pipe=mesh.pipe,
@@ -67,6 +70,8 @@ def candidate_of_config(config: Config) -> Candidate:
         data_rank=compress.data_rank if over_data else 0,
         coded=coded(compress),
         ranks=config.rank_micro_batches if config.uneven else (),
+        outer=config.outer,
+        outer_ratio=compress.min_ratio,
     )
 
 
@@ -87,26 +92,21 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
         raise ValueError(f"mesh.tensor={candidate.tensor} does not divide the {per_host} devices of a host")
     if config.mesh.devices > cluster.devices:
         raise ValueError(f"the mesh has {config.mesh.devices} devices, but the cluster {cluster.devices}")
-    groups, shape = config.groups, (config.groups * candidate.data, candidate.pipe)
-    if hosts is None:
-        whole = dataclasses.replace(candidate, data=shape[0])
-        placed = host_order(whole, cluster.devices_per_host)[0]
-    else:
-        placed = np.asarray(hosts, int)
+    shape = candidate.data, candidate.pipe
+    placed = host_order(candidate, cluster.devices_per_host)[0] if hosts is None else np.asarray(hosts, int)
     if placed.shape != shape or placed.min() < 0 or placed.max() >= len(cluster.hosts):
         raise ValueError(f"hosts must be an array {shape} of numbers below {len(cluster.hosts)}, got {placed.shape}")
-    problem, links = Problem(cluster, config.model, candidate), fabric(cluster)
-    each = placed.reshape(groups, candidate.data, candidate.pipe)
-    step = problem.step(links, each)
-    slowest = int(np.argmax(step.total))  # the group for which the others wait at the exchange
-    rounds = exchanges(config, problem, links, each) if config.outer.every else ()
+    problem = Problem(cluster, config.model, candidate)
+    links = problem.links(problem.paths(fabric(cluster), placed[None]))
+    step = problem.evaluate(links, problem.kind_of_host[placed][None])
     return SimulatedStep(
-        seconds=float(step.total[slowest]) + sum(x.seconds for x in rounds) / max(config.outer.every, 1),
-        gather=step.gather[slowest],
-        finish=step.finish[slowest],
-        reduce=step.reduce[slowest],
-        compressed=step.compressed[slowest],
-        optimizer=float(step.optimizer[slowest]),
+        seconds=float(step.total[0]),
+        gather=step.gather[0],
+        finish=step.finish[0],
+        reduce=step.reduce[0],
+        compressed=step.compressed[0],
+        optimizer=float(step.optimizer[0]),
         hosts=placed,
-        exchanges=rounds,
+        exchanges=exchanges(problem, None if links.outer is None else links.outer[0]) if config.outer.every else (),
+        waits=0.0 if step.outer is None else float(step.outer[0]),
     )

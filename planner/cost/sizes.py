@@ -84,7 +84,7 @@ class Sizes:
         In groups of data ranks they are those between groups, where only factors travel.
         """
         c = self.candidate
-        parts = [c.coded.part(shape, c.data, c.zero1) for shape in self.kernels]
+        parts = [c.coded.part(shape, c.together, c.zero1) for shape in self.kernels]
         factors = sum(c.data_rank * int(n + k) for n, k in parts)
         rest = self.rest if c.inside == 1 else 0
         return c.slots * (factors * MASTER + rest * costs.ITEM[c.reduce_dtype])
@@ -96,5 +96,5 @@ class Sizes:
         whole = self.layer_parameters * costs.ITEM[dtype]
         if c.coded.weights is None:
             return whole
-        sent = sum(c.data * c.coded.weight_bytes(shape, c.data, dtype) for shape in self.kernels)
+        sent = sum(c.together * c.coded.weight_bytes(shape, c.together, dtype) for shape in self.kernels)
         return whole - c.slots * (self.kernel_parameters * costs.ITEM[dtype] - sent)

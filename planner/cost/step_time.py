@@ -7,6 +7,9 @@ compression over data, the stages are chosen for each placement by the trainer's
 
 On GPUs a stage whose last op is in the last row reduces each layer's gradient under that op's other layers
 (`Problem.hidden`). Over gloo nothing is counted as hidden.
+
+Groups that train apart are predicted each by itself, on links that all of them use at once. The step is that of the
+slowest group, and a share of what the exchange between groups adds (planner.cost.outer).
 """
 
 import dataclasses
@@ -19,7 +22,7 @@ from paxtrain.config import ModelConfig, parallel
 from paxtrain.schedule.schedules import SPECS, build
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost import data_axis
+from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
 from planner.cost.sizes import MASTER, Sizes
@@ -36,7 +39,7 @@ EXCHANGE = 1.5
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A batch of predicted steps, in seconds.
+    """A batch of predicted steps, in seconds; of groups that train apart those of the slowest one.
 
     Attributes:
         total: [batch] whole step.
@@ -46,6 +49,7 @@ class Step:
             stage's last row.
         compressed: [batch, P] bool, stages whose reduction is compressed.
         optimizer: [batch] update.
+        outer: [batch] share of the step for which it waits for exchanges between groups; None without groups.
     """
 
     total: Array
@@ -54,6 +58,7 @@ class Step:
     reduce: Array
     compressed: Array
     optimizer: Array
+    outer: Array | None = None
 
 
 class Problem(Sizes):
@@ -100,7 +105,7 @@ class Problem(Sizes):
             counts: layers of each virtual stage, [kinds, V].
         """
         c = self.candidate
-        if not self.overlap or c.data == 1:
+        if not self.overlap or c.together == 1:
             return np.zeros((len(counts), c.pipe))
         few = min(c.micro_batches, 2 * c.pipe + c.micro_batches % c.pipe)  # further ones only repeat rows
         closing = _closing(c.schedule, c.pipe, c.micro_batches if SPECS[c.schedule].size else few, c.chunks)
@@ -123,21 +128,26 @@ class Problem(Sizes):
         c = self.candidate
 
         def on(path: tuple[Array, Array], size: float) -> Array:
-            return path[0] + size * path[1]
+            seconds = path[0] + size * path[1]
+            return seconds.reshape(-1, c.together, seconds.shape[-1])
 
-        both = on(paths.swap, self.embedding_parameters * MASTER / c.data)
+        def stages(x: Array) -> Array:
+            return x.reshape(-1, c.pipe)
+
+        both = on(paths.swap, self.embedding_parameters * MASTER / c.together)
         swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
         return LinkSeconds(
             activation=on(paths.forward, self.activation),
             gradient=on(paths.backward, self.message),
             packed=on(paths.backward, self.packed),
-            ring_latency=paths.ring[0],
-            ring_per_byte=paths.ring[1],
-            scatter_latency=paths.scatter[0],
-            scatter_per_byte=paths.scatter[1],
+            ring_latency=stages(paths.ring[0]),
+            ring_per_byte=stages(paths.ring[1]),
+            scatter_latency=stages(paths.scatter[0]),
+            scatter_per_byte=stages(paths.scatter[1]),
             swap=swap if self.swaps else np.zeros_like(swap),
-            inside=DataLinks(*paths.inside) if c.inside > 1 else None,
-            between=DataLinks(*paths.between) if c.inside > 1 else None,
+            inside=DataLinks(*map(stages, paths.inside)) if c.inside > 1 else None,
+            between=DataLinks(*map(stages, paths.between)) if c.inside > 1 else None,
+            outer=outer.seconds(self, *paths.outer, self.pass_per_byte.max()) if c.apart > 1 else None,
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:
@@ -157,7 +167,7 @@ class Problem(Sizes):
             hosts: int [batch, D, P].
         """
         c = self.candidate
-        return paths(fabric, hosts, c.tensor, c.coded.grouped(c.data))
+        return paths(fabric, hosts, c.tensor, c.coded.grouped(c.together), c.apart)
 
     def seconds(self, links: LinkSeconds, kinds: Array) -> simulator.Seconds:
         """Return the simulator's durations, with all pipelines of all placements as one batch."""
@@ -184,7 +194,7 @@ class Problem(Sizes):
             activation=flat(links.activation),
             gradient=flat(links.gradient),
             head=self.head[flat(kinds)[:, -1]],
-            start=np.repeat(gather, kinds.shape[1], axis=0),
+            start=np.repeat(gather, kinds.size // gather.size, axis=0),
             **compute,
         )
 
@@ -196,7 +206,7 @@ class Problem(Sizes):
 
     def _gather(self, links: LinkSeconds) -> Array:
         """Return the seconds [batch, P] of the all-gather of the weights."""
-        alone = self.candidate.data == 2 and not self.overlap
+        alone = self.candidate.together == 2 and not self.overlap
         return data_axis.gather(self, links, self.meets) * (EXCHANGE if alone else 1.0)
 
     def reductions(self, links: LinkSeconds, kinds: Array) -> data_axis.Reductions:
@@ -204,7 +214,7 @@ class Problem(Sizes):
 
         Args:
             links: seconds of the messages.
-            kinds: device kinds [batch, D, P] (indices) of all groups.
+            kinds: device kinds [rows, D / G, P] (indices) of all tensor groups, in the rows of the links.
         """
         return data_axis.reduction(self, links, self.meets, self.pass_per_byte, kinds)
 
@@ -244,7 +254,26 @@ class Problem(Sizes):
             kinds: device kinds [batch, D, P] (indices) of all groups.
             pipelines: seconds [batch * D, P] at which stages leave their last rows.
         """
+        step = self.of_groups(links, kinds, pipelines)
+        return step if links.outer is None else self._of_slowest(step, links.outer)
+
+    def _of_slowest(self, step: Step, exchanges: Array) -> Step:
+        """Return the steps of groups that train apart: each is that of the slowest group, and waits for exchanges.
+
+        Args:
+            step: steps of all groups, [batch * G, ...].
+            exchanges: seconds [batch, fragments] of the exchange of each fragment.
+        """
+        slowest = step.total.reshape(len(exchanges), -1).argmax(axis=1)
+        rows = slowest + np.arange(len(exchanges)) * self.candidate.apart
+        one = Step(*(getattr(step, field.name)[rows] for field in dataclasses.fields(Step) if field.name != "outer"))
+        waits = outer.waits(self.candidate, exchanges, (one.finish - one.gather).min(axis=1), self.overlap)
+        return dataclasses.replace(one, total=one.total + waits, outer=waits)
+
+    def of_groups(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
+        """Return the steps of groups that train apart, of each group as a row; the arguments are those of `finish`."""
         c = self.candidate
+        kinds = kinds.reshape(len(links.ring_latency), -1, c.pipe)
         ranks = pipelines.reshape(*kinds.shape)
         finish = ranks.max(axis=1)
         dense, factors, passes, edge = self.reductions(links, kinds)
@@ -261,7 +290,7 @@ class Problem(Sizes):
         ends = np.minimum(whole, small).max(axis=1, keepdims=True)
         compressed = whole > ends
         reduce = np.where(compressed, small, whole) - finish
-        held = (self.layer_parameters + self.embedding_parameters) / (c.data if c.zero1 else 1)
+        held = (self.layer_parameters + self.embedding_parameters) / (c.together if c.zero1 else 1)
         per_parameter = np.array([x.optimizer for x in self.layer])
         optimizer = held * per_parameter[kinds].max(axis=(1, 2))
         # All stages know the global norm before any may update.
@@ -314,7 +343,8 @@ def of_splits(problem: Problem, splits: Sequence[tuple[int, ...]], where: Paths,
     """
     found, alike = np.empty((len(splits), len(kinds))), {}
     for n, counts in enumerate(splits):
-        alike.setdefault((max(counts), parallel.scans("auto", min(counts), len(counts))), []).append(n)
+        sent = outer.layers(problem.model, dataclasses.replace(problem.candidate, counts=counts))
+        alike.setdefault((max(counts), parallel.scans("auto", min(counts), len(counts)), sent), []).append(n)
     for members in alike.values():
         some = [splits[n] for n in members]
         candidate = dataclasses.replace(problem.candidate, counts=some[0])

@@ -37,6 +37,8 @@ def _compute(table: Table, seconds: Seconds, overlap: bool) -> Array:
 def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     """Return the seconds [P] of each term of a step, as means over the data ranks; they add up to the step.
 
+    Of groups that train apart they are the slowest group's, and what exchanges add to a step counts as data.
+
     Args:
         problem: candidate on its cluster.
         fabric: links of the cluster.
@@ -47,12 +49,14 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     step = problem.evaluate(links, kinds)
     seconds = problem.seconds(links, kinds)
     parts = [_compute(t, take(seconds, where), problem.overlap) for t, where in problem.tables(len(seconds.forward))]
-    compute = np.concatenate(parts).mean(axis=0)
+    c = problem.candidate
+    totals = problem.of_groups(links, kinds, problem.pipelines(seconds)).total
+    compute = np.concatenate(parts).reshape(c.apart, c.together, c.pipe)[np.argmax(totals)].mean(axis=0)
     reduced = step.finish[0] + step.reduce[0]
     return {
         COMPUTE: compute,
         TRANSFER: step.finish[0] - step.gather[0] - compute,
-        DATA: step.gather[0] + step.reduce[0],
+        DATA: step.gather[0] + step.reduce[0] + (0.0 if step.outer is None else step.outer[0]),
         SYNC: reduced.max() - reduced,
         OPTIMIZER: np.full(len(compute), step.optimizer[0]),
     }

@@ -60,8 +60,8 @@ class Shape:
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses.
         copies: float32 copies of a device's weights that training in groups keeps: the shared ones, and the momentum.
         groups: number of groups that train apart; data is that of one.
-        outer_layers: layers that a device sends to other groups in a round, of all fragments.
-        in_flight: weights of a device in the largest fragment that is exchanged under a step; 0: groups wait.
+        fragment_layers: layers that a device sends to other groups of each fragment; (): it sends none.
+        overlaps: the largest fragment is exchanged under a step; otherwise groups wait.
         min_ratio: factor by which a matrix must shrink to be compressed between groups.
     """
 
@@ -86,9 +86,9 @@ class Shape:
     overlap: Column = 1
     coded: Coded = LOW_RANK
     copies: Column = 0
-    groups: int = 1
-    outer_layers: int = 0
-    in_flight: float = 0.0
+    groups: Column = 1
+    fragment_layers: tuple[Column, ...] = ()
+    overlaps: bool = False
     min_ratio: float = 2.0
 
     @property
@@ -129,7 +129,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
     groups, outer, config = config.groups, config.outer, config.of_group()
     mesh, pipeline, compress, counts = config.mesh, config.pipeline, config.compress, config.stage_layers
     ranks = compress.link_ranks(config.links) if compress.chosen("backward") != "none" else ()
-    shape = Shape(
+    return Shape(
         model=config.model.with_attention(capability),
         data=mesh.data,
         pipe=mesh.pipe,
@@ -152,22 +152,21 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         coded=coded(compress),
         copies=1 + (outer.momentum > 0) if outer.every else 0,
         groups=groups,
-        outer_layers=sum(config.fragment_layers) if outer.every else 0,
+        fragment_layers=config.fragment_layers if outer.every else (),
+        overlaps=outer.overlap > 0,
         min_ratio=compress.min_ratio,
     )
-    return dataclasses.replace(shape, in_flight=_largest_fragment(shape, config)) if outer.overlap else shape
 
 
-def _largest_fragment(shape: Shape, config: Config) -> float:
-    """Return a device's weights of the fragment that has the most.
-
-    Args:
-        shape: the configuration as a Shape.
-        config: configuration of one group.
-    """
-    of_layers = [dataclasses.replace(shape, slots=layers, virtual_stages=1) for layers in config.fragment_layers]
+def _in_flight(shape: Shape) -> Column:
+    """Return a device's weights of the largest fragment that is exchanged under a step; 0 if groups wait."""
+    if not shape.overlaps:
+        return 0
+    of_layers = [dataclasses.replace(shape, slots=layers, virtual_stages=1) for layers in shape.fragment_layers]
     tables = parameters(dataclasses.replace(shape, slots=0))[1]
-    return max(float(parameters(some)[1] - (tables if i else 0)) for i, some in enumerate(of_layers))
+    return functools.reduce(
+        np.maximum, [parameters(some)[1] - (tables if i else 0) for i, some in enumerate(of_layers)]
+    )
 
 
 def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
@@ -281,7 +280,7 @@ def _codec_state(shape: Shape) -> Column:
     """Return the bytes of one device's codec states, see compress.lowrank.LowRankState and collectives.PowerState."""
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
-    total: Column = _outer_states(shape) if shape.coded.outer is not None else 0
+    total: Column = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
     for place in ("backward", "forward"):
         rank = np.asarray(getattr(shape, f"{place}_rank"))
         if getattr(shape.coded, place) is not None:
@@ -300,15 +299,20 @@ def _codec_state(shape: Shape) -> Column:
     return total
 
 
-def _outer_states(shape: Shape) -> float:
-    """Return the bytes of a device's states of the reducer between groups, of a single candidate."""
-    total = 0.0
+def _outer_states(shape: Shape) -> Column:
+    """Return the bytes of a device's states of the reducer between groups."""
+
+    def one(n: int, k: int, data: int, zero1: int, groups: int) -> float:
+        own = part((int(n), int(k)), int(data), bool(zero1))
+        taken = shape.coded.outer_takes(own, int(groups), shape.min_ratio)
+        return shape.coded.outer_bytes(own, int(groups)) if taken else 0.0
+
+    total: Column = 0
     for dims in _matrices(shape):
-        n, k = int(np.asarray(dims[0])), int(functools.reduce(np.multiply, dims[1:]))
-        own = part((n, k), int(np.asarray(shape.data)), bool(np.asarray(shape.zero1)))
-        if shape.coded.outer_takes(own, shape.groups, shape.min_ratio):
-            total += shape.coded.outer_bytes(own, shape.groups)
-    return total * shape.outer_layers
+        rows, columns = _columns(dims[0], functools.reduce(np.multiply, dims[1:]))
+        sizes = _columns(rows, columns, shape.data, shape.zero1, shape.groups)
+        total = total + np.vectorize(one, otypes=[float])(*sizes)
+    return total * sum(shape.fragment_layers)
 
 
 def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
@@ -421,7 +425,7 @@ def analytic(shape: Shape) -> Memory:
         optimizer=(2 + shape.copies) * _ACCUMULATOR * sharded,
         gradients=_ACCUMULATOR * whole * adds,
         activations=ring_slots(shape) * of_stage,
-        messages=_messages(shape) + 2 * _ACCUMULATOR * shape.in_flight,  # a difference, and the mean of all
+        messages=_messages(shape) + 2 * _ACCUMULATOR * _in_flight(shape),  # a difference, and the mean of all
         workspace=np.maximum(_head(shape), _backward(shape)),
         compression=_codec_state(shape),
     )

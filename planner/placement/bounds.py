@@ -20,6 +20,9 @@ the number of hosts, G the tensor groups per host, and D the number of data rank
                hops. The least values of these cuts on that set are linear programs.
     devices    Each stage runs on the fastest kind of device. In addition, the groups of a slow kind must lie on some
                stages.
+    groups     Groups of data ranks that train apart have rings of their own, and the step is that of the slowest group.
+               Its rings need not be the slowest, nor its devices, so all of them count as the least there are. An
+               exchange between groups takes its bytes on the fastest link.
 """
 
 import copy
@@ -30,6 +33,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from planner.cost import outer
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
 from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
@@ -132,35 +136,35 @@ def bottleneck(cost: Array) -> float:
 def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
     """Yield cases that together cover all placements."""
     c, hosts = problem.candidate, len(links.inside_alpha)
-    most = min(slots, c.pipe)
-    if c.data == 1:
+    ranks, rings, most = c.together, c.apart * c.pipe, min(slots, c.pipe)
+    if ranks == 1:
         yield _Case(0.0, 0.0, 0.0, most)
         return
-    turn = c.data - 1
+    turn = ranks - 1
     inside = links.inside_per_byte
-    if c.data <= slots and slots % c.data == 0:
-        yield _Case(turn * links.inside_alpha.min(), inside.min(), inside.max(), min(slots // c.data, most))
+    if ranks <= slots and slots % ranks == 0:
+        yield _Case(turn * links.inside_alpha.min(), inside.min(), inside.max(), min(slots // ranks, most))
     if hosts == 1:
         return
     alpha, fastest = turn * links.alpha.min(), links.per_byte.min()
-    if c.data <= slots:
+    if ranks <= slots:
         crossing = fastest * links.share(1)
         least = min(alpha, turn * links.inside_alpha.min()), min(crossing, inside.min())
         yield _Case(*least, float(crossing), most)
         return
-    touched = c.pipe * -(-c.data // slots)  # least number of pairs of a ring and a host that it touches
+    touched = rings * -(-ranks // slots)  # least number of pairs of a ring and a host that it touches
     every = max(links.per_byte.min(axis=0).max(), links.per_byte.min(axis=1).max()) * links.share(1)
     assigned = None
-    for k in range(-(-touched // hosts), most + 1):
+    for k in range(-(-touched // hosts), min(slots, rings) + 1):
         least = fastest * links.share(k)
         if k == 1 or k * hosts == touched:
             if assigned is None:
                 # A ring over two hosts uses both directions of their link.
-                both = c.pipe * 2 == touched == k * hosts
+                both = rings * 2 == touched == k * hosts
                 assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
-            yield _Case(alpha, float(least), float(assigned * links.share(k)), k)
+            yield _Case(alpha, float(least), float(assigned * links.share(k)), min(k, c.pipe))
         if k * hosts != touched and k > 1:
-            yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), k)
+            yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), min(k, c.pipe))
 
 
 def _all_to_all(links: _CaseLinks, ranks: int, slots: int) -> tuple[float, float, float]:
@@ -223,14 +227,15 @@ def _all_hops(links: _CaseLinks, size: float, slots: int, crossing: int, count: 
 def _fastest_kind(problem: Problem) -> Problem:
     """Return the problem with one more device kind, first of all, which is as fast at everything as the fastest kind.
 
-    Its optimizer is as slow as the slowest kind's, since all devices are in use and the step waits for the slowest.
+    Its optimizer is as slow as the slowest kind's, since all devices are in use and the step waits for the slowest, if
+    all data ranks train together.
     """
     best = copy.copy(problem)
     for name in ("forward", "backward", "weights", "head", "hides", "pass_per_byte"):
         values = getattr(problem, name)
         setattr(best, name, np.concatenate([values.min(axis=0, keepdims=True), values]))
-    slowest = max(problem.layer, key=lambda x: x.optimizer)
-    best.layer = [slowest] * (len(problem.layer) + 1)
+    waited_for = (max if problem.candidate.apart == 1 else min)(problem.layer, key=lambda x: x.optimizer)
+    best.layer = [waited_for] * (len(problem.layer) + 1)
     return best
 
 
@@ -295,18 +300,18 @@ class _Bound:
         """
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
-        share = self.problem.embedding_parameters * MASTER / c.data
+        share, apart = self.problem.embedding_parameters * MASTER / c.together, c.apart > 1
 
         def over_data(least: float, worst: float) -> Array:
             per_byte = np.full((self.worst, p), least)
-            if self.worst == p:
+            if self.worst == p and not apart:
                 per_byte[np.diag_indices(p)] = max(worst, least)
             return np.tile(per_byte, (batch, 1))
 
-        turn = (c.data - 1) / c.data
+        turn = (c.together - 1) / c.together
         scatter = (case.latency, turn * case.per_byte, turn * case.worst)
-        if c.data > 1 and not self.rings:
-            scatter = _all_to_all(self.links, c.data, self.slots)
+        if c.together > 1 and not self.rings:
+            scatter = _all_to_all(self.links, c.together, self.slots)
 
         def grow(x: Array) -> Array:
             return np.repeat(x, self.worst, axis=0)[:, None]
@@ -432,10 +437,18 @@ class _Bound:
 
     def lower(self) -> float:
         """Return the lower bound of the step in seconds over all placements."""
-        return min(
+        least = min(
             float(np.maximum(self.hops(case), self.slow_kinds(case)).min())
             for case in _cases(self.problem, self.links, self.slots)
         )
+        return least + self.exchanges()
+
+    def exchanges(self) -> float:
+        """Return the least seconds of a step for which it waits for exchanges between groups; 0 if it may hide them."""
+        problem, fastest = self.problem, min(self.links.per_byte.min(), self.links.inside_per_byte.min())
+        if outer.hides(problem.candidate, problem.overlap):
+            return 0.0
+        return float(sum(size for size, _ in outer.sent(problem)) * fastest / max(problem.candidate.outer.every, 1))
 
 
 def lower(problem: Problem, fabric: Fabric) -> float:

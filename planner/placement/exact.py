@@ -2,8 +2,8 @@
 
 Two placements are the same to the simulator in three cases. Groups take other slots of the same host; the data rings
 begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links, trunks and devices are exchanged. If
-gradients are summed inside groups of data ranks first, the rings inside and those between groups may begin elsewhere,
-so any data rank may become the first one, too.
+gradients are summed inside groups of data ranks first, or groups train apart, the rings inside and those between groups
+may begin elsewhere, so any data rank may become the first one, too.
 """
 
 from collections.abc import Callable

@@ -241,7 +241,7 @@ class _Placing:
     def exactly(self, most: int) -> Placement | None:
         """Return the best of all placements; None if there are more than `most` without those that are alike."""
         c, twins = self.problem.candidate, exact.twins(self.fabric, self.problem.kind_of_host)
-        found = _every(self.fabric, c.data, c.pipe, c.tensor, tuple(twins.tolist()), most, c.inside)
+        found = _every(self.fabric, c.data, c.pipe, c.tensor, tuple(twins.tolist()), most, c.inside, c.apart)
         if found is None:
             return None
         every, links = found
@@ -279,11 +279,11 @@ class _Placing:
 
 @functools.lru_cache(maxsize=4)
 def _every(
-    fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int, inside: int
+    fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int, inside: int, apart: int
 ) -> tuple[Array, Paths] | None:
     """Return all placements [count, D, P] and their paths; see `exact.placements`."""
     every = exact.placements(data, pipe, data * pipe // len(twins), np.array(twins), most)
-    return None if every is None else (every, paths(fabric, every, tensor, inside))
+    return None if every is None else (every, paths(fabric, every, tensor, inside, apart))
 
 
 def _starts(one: _Placing, start: Array | None, rng: np.random.Generator) -> list[anneal.Start]:

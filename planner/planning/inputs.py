@@ -11,12 +11,16 @@ from paxtrain.config import (
     ModelConfig,
     OuterConfig,
     PipelineConfig,
+    RunConfig,
     read_section,
 )
+from paxtrain.config.config import check_groups
 from paxtrain.errors import UserError
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.cost.coded import coded
+from planner.cost.link_seconds import fabric
+from planner.placement.climb import racks_of
 from planner.planning.options import PlanOptions
 from planner.search.search import Search
 
@@ -43,9 +47,41 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
     codecs = coded(compress)
-    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs)
-    limits = options.budget(compress.error, pipeline.scan_layers, codecs)
+    outer = groups(values, cluster, options)
+    choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer)
+    limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)
     return Search(cluster, model, global_batch or batch.global_batch, choices, limits, options.search())
+
+
+def groups(values: Values, cluster: Cluster, options: PlanOptions) -> OuterConfig:
+    """Return the groups of data ranks that train apart, as the configuration and the options have them.
+
+    Args:
+        values: sections of the configuration, nested.
+        cluster: cluster to plan for.
+        options: options of the choice and of the search.
+
+    Raises:
+        UserError: there is to be a group on each site, but there are no groups, another number of them, or one site.
+    """
+    outer = read_section(OuterConfig, values.get("outer", {}), "outer")
+    if options.groups != "sites":
+        return outer
+    if not outer.every:
+        raise UserError(
+            "--groups=sites needs groups that train apart; --model.outer.every=50 makes them exchange every 50 steps"
+        )
+    sites = len(set(cluster.sites)) if cluster.sites else int(racks_of(fabric(cluster)).max()) + 1
+    if sites == 1:
+        raise UserError(
+            f"--groups=sites, but {cluster.name} has one site: its file names no others, and no hosts are joined by "
+            "links that are slow beside the rest; --model.outer.groups=2 makes two groups wherever they are"
+        )
+    if outer.groups not in (0, sites):
+        raise UserError(
+            f"--groups=sites makes {sites} groups on this cluster, but outer.groups={outer.groups}; leave one out"
+        )
+    return dataclasses.replace(outer, groups=sites)
 
 
 def _reduce_dtype(values: Values) -> str:
@@ -84,11 +120,9 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
             raise UserError(
                 f"compress.{name}={value} is not planned for; plan with {known[0]}, and change it afterwards"
             )
-    if (outer := read_section(OuterConfig, values.get("outer", {}), "outer")).every:
-        raise UserError(
-            f"outer.every={outer.every} is not planned for: plan one group on its hosts (--without, --global_batch), "
-            "and train with that plan's mesh times the groups; planner.simulate predicts the whole"
-        )
+    outer = read_section(OuterConfig, values.get("outer", {}), "outer")
+    steps = read_section(RunConfig, values.get("run", {}), "run").steps
+    check_groups(outer, steps, model.layers, batch, compress)
     if compress.embedding == "fused" and not model.tied_head:
         raise UserError(
             "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"

@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from paxtrain.config import SAVE_MODES, SPLIT_SAVES
+from paxtrain.config import SAVE_MODES, SPLIT_SAVES, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, SPECS, names
+from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.search.budget import Budget
@@ -18,6 +19,7 @@ AUTO, AUTOMATIC = "auto", ("epilogue", "data")  # the kinds that "auto" stands f
 SEQUENCE = {"no": (False,), "yes": (True,), "both": (False, True)}
 UNEVEN_DATA = SEQUENCE
 ZERO1 = {"no": (False,), "yes": (True,), "both": (True, False)}
+GROUPS = ("configured", "sites")
 ORACLE = ("auto", "yes", "no")
 
 
@@ -46,6 +48,8 @@ class PlanOptions:
         saves: save modes to try, which say what a forward keeps for its backward.
         uneven: whether uneven splits of the layers over the stages are tried too.
         uneven_data: whether data ranks on slow devices get fewer micro-batches: "no", "yes", or "both" to try both.
+        groups: number of groups that train apart, if the configuration has outer.every: "configured" (outer.groups), or
+            "sites" for one on each site of the cluster.
         tensor_hosts: consecutive hosts that each tensor group spans.
         usable_memory: share of a device's memory to use, 0.05 to 1.
         memory_margin: whether the closed form's safety margin is added to the memory that plans are predicted to need.
@@ -78,6 +82,7 @@ class PlanOptions:
     saves: tuple[str, ...] = SAVE_MODES
     uneven: bool = True
     uneven_data: str = "both"
+    groups: str = "configured"
     tensor_hosts: int = 1
     usable_memory: float = closed_form.USABLE
     memory_margin: bool = True
@@ -111,7 +116,13 @@ class PlanOptions:
             if not all(type(value) is int and value > 0 for value in values):
                 given = ",".join(map(str, values))
                 raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
-        answers = {"zero1": ZERO1, "sequence_parallel": SEQUENCE, "uneven_data": UNEVEN_DATA, "oracle": ORACLE}
+        answers = {
+            "zero1": ZERO1,
+            "sequence_parallel": SEQUENCE,
+            "uneven_data": UNEVEN_DATA,
+            "groups": GROUPS,
+            "oracle": ORACLE,
+        }
         for name, choices in answers.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -141,14 +152,25 @@ class PlanOptions:
         asked = AUTOMATIC if self.compress == (AUTO,) else self.compress
         return asked or tuple(kind for kind, codec in named if codec is not None)
 
-    def choices(self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK) -> Choices:
+    def choices(
+        self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK, outer: OuterConfig = NO_GROUPS
+    ) -> Choices:
         """Return the choices that the search may make.
 
         Args:
             min_ratio: least ratio of compression; see CompressConfig.
             reduce_dtype: dtype in which gradients are summed over data; see MeshConfig.
             coded: codecs other than low rank, which have no ranks.
+            outer: groups of data ranks that train apart.
+
+        Raises:
+            UserError: data ranks in groups are to have different numbers of micro-batches.
         """
+        if outer.every and self.uneven_data == "yes":
+            raise UserError(
+                f"--uneven_data=yes weighs sequences of data ranks that train together, but with "
+                f"outer.every={outer.every} groups train apart; leave one of them out"
+            )
         kinds = self.kinds(coded)
         return Choices(
             data=self.data,
@@ -167,6 +189,7 @@ class PlanOptions:
             min_ratio=min_ratio,
             coded=coded,
             uneven_data=UNEVEN_DATA[self.uneven_data],
+            outer=outer,
         )
 
     def search(self) -> Options:
@@ -180,15 +203,24 @@ class PlanOptions:
             gain=self.gain,
         )
 
-    def budget(self, error: str, scan_layers: str, coded: Coded = LOW_RANK) -> Budget:
+    def budget(
+        self,
+        error: str,
+        scan_layers: str,
+        coded: Coded = LOW_RANK,
+        outer: OuterConfig = NO_GROUPS,
+        min_ratio: float = 2.0,
+    ) -> Budget:
         """Return the memory that a plan may use.
 
         Args:
             error: treatment of the errors of compressed messages; see CompressConfig.
             scan_layers: whether layers run in a loop; see PipelineConfig.
             coded: codecs other than low rank.
+            outer: groups of data ranks that train apart.
+            min_ratio: least ratio of compression, for what groups exchange; see CompressConfig.
         """
-        return Budget(self.usable_memory, error, scan_layers, margin=self.memory_margin, coded=coded)
+        return Budget(self.usable_memory, error, scan_layers, self.memory_margin, coded, outer, min_ratio)
 
 
 def _check_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from planner.planning import loss_budget, to_plan
 from planner.planning.inputs import Values, search_for, sections
 from planner.planning.offers import offers
 from planner.planning.options import PlanOptions
-from planner.report import answers, contents, losses, page, text
+from planner.report import answers, contents, groups, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
@@ -115,6 +115,7 @@ class Plans:
                 for offer in made.offers
             ],
             "loss": text.loss_words(made),
+            **_if_any("groups", groups.figures(made)),
             "bound_seconds": made.outcome.bound,
             "memory_limit_bytes": made.limit,
             "candidates": made.outcome.enumerated,
@@ -335,10 +336,16 @@ class _Planning:
             sources=self.sources(rows),
             noise=self.noise(chosen),
             oracle=rows,
-            explained=tuple(explain.neighbours(search, chosen, self.global_batch)) if reasons else (),
+            explained=self.explained(chosen) if reasons else (),
             command=shlex.join(["python", *sys.orig_argv[1:]]),
             gain=search.options.gain,
         )
+
+    def explained(self, chosen: Found) -> tuple[str, ...]:
+        """Return why each neighbor of the chosen plan was not chosen; first what training without groups takes."""
+        self.say("looking at the neighbors")
+        together = explain.without_groups(self.search, chosen)
+        return (*together, *explain.neighbours(self.search, chosen, self.global_batch))
 
     def sources(self, rows: tuple[contents.OracleRow, ...]) -> dict[str, str]:
         """Return the source of each kind of figure."""
@@ -376,7 +383,7 @@ def figures_of(made: contents.Report, found: Found, global_batch: int) -> dict[s
         global_batch: sequences of an optimizer step.
     """
     return {
-        **dataclasses.asdict(found.candidate),
+        **found.candidate.figures(),
         "global_batch": global_batch,
         "step_seconds": found.seconds,
         "tokens_per_second": global_batch * made.model.sequence / found.seconds,
@@ -386,6 +393,11 @@ def figures_of(made: contents.Report, found: Found, global_batch: int) -> dict[s
         "placed": found.placement.source,
         "hosts": found.placement.hosts.tolist(),
     }
+
+
+def _if_any(name: str, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values under a name, or nothing if there are none."""
+    return {name: values} if values else {}
 
 
 def figures(made: contents.Report) -> dict[str, object]:
@@ -401,6 +413,7 @@ def figures(made: contents.Report) -> dict[str, object]:
         "lower_bound_seconds": chosen.placement.bound,
         "host_order_seconds": chosen.plain,
         "loss": text.loss_words(made),
+        **_if_any("groups", groups.figures(made)),
         "memory_bytes": chosen.memory,
         "memory_limit_bytes": made.limit,
         "memory_source": made.memory_source,

@@ -7,7 +7,7 @@ import numpy as np
 
 from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
 from paxtrain.config.options import NO_OPTIONS
-from paxtrain.config.plan import Plan
+from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
@@ -104,6 +104,12 @@ def sections(
     }
 
 
+def groups(candidate: Candidate) -> PlannedGroups | None:
+    """Return the groups that a candidate is for; None if all data ranks train together."""
+    outer = candidate.outer
+    return PlannedGroups(outer.every, candidate.apart, outer.fragments, outer.overlap) if outer.every else None
+
+
 def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
     """Return the settings of codecs where nothing is compressed: a codec that is named would compress everything.
 
@@ -111,7 +117,12 @@ def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
         c: the plan.
         data: whether gradients over data are compressed.
     """
-    used = {"backward": c.backward != "none", "forward": c.pipe > 1, "data": data, "weights": c.zero1 and c.data > 1}
+    used = {
+        "backward": c.backward != "none",
+        "forward": c.pipe > 1,
+        "data": data,
+        "weights": c.zero1 and c.together > 1,
+    }
     off = [place for place, needed in used.items() if not needed]
     return {f"{place}_codec": "" for place in off} | {f"{place}_options": NO_OPTIONS for place in off}
 
@@ -146,5 +157,6 @@ def decide(
         hosts=real.hosts if real.named else (),
         devices_per_host=real.devices_per_host if real.named else 0,
         device_order=device_order(hosts, cluster.devices_per_host, candidate.tensor),
+        outer=groups(candidate),
         predicted=predicted,
     )

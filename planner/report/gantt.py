@@ -146,15 +146,17 @@ def outside(parts: list[tuple[float, float]], busy: list[tuple[float, float]]) -
 
 
 def activity(report: Report) -> Activity:
-    """Return the step of the slowest data rank's pipeline, with its collectives and the optimizer.
+    """Return the step of the slowest data rank's pipeline, with its collectives, the optimizer, and exchanges.
 
     If there are too many ops to replay one by one, part of the steady middle is left out.
     """
     problem, step, hosts = report.problem, report.step, report.chosen.placement.hosts[None]
     c = problem.candidate
-    seconds = problem.seconds(problem.links(problem.paths(report.fabric, hosts)), problem.kind_of_host[hosts])
+    links, kinds = problem.links(problem.paths(report.fabric, hosts)), problem.kind_of_host[hosts]
+    seconds = problem.seconds(links, kinds)
     ends = problem.pipelines(seconds)  # [data, P]
-    rank = int(np.argmax(ends.max(axis=1)))
+    first = c.together * int(np.argmax(problem.of_groups(links, kinds, ends).total))  # of the slowest group
+    rank = first + int(np.argmax(ends[first : first + c.together].max(axis=1)))
     one, table = simulator.take(seconds, slice(rank, rank + 1)), problem.rank_table(rank)
     own = table.micro_batches - table.first
     few = max(_MOST_OPS // (c.pipe * c.chunks), 6 * c.pipe)
@@ -167,12 +169,14 @@ def activity(report: Report) -> Activity:
         skipped, half = table.micro_batches - shorter.micro_batches, (shorter.micro_batches - table.first) // 2
         bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]
     total = float(step.total[0])
+    updated = total - (0.0 if step.outer is None else float(step.outer[0]))
     for stage in range(c.pipe):
         gathered = float(step.gather[0, stage])
         reduced = float(step.finish[0, stage]), float(step.finish[0, stage] + step.reduce[0, stage])
         bars += [Bar("collective", stage, 0.0, gathered)] * (gathered > 0)
         bars += [Bar("collective", stage, reduced[0] - left_out, reduced[1] - left_out)] * (reduced[1] > reduced[0])
-        bars.append(Bar("optimizer", stage, total - float(step.optimizer[0]) - left_out, total - left_out))
+        bars.append(Bar("optimizer", stage, updated - float(step.optimizer[0]) - left_out, updated - left_out))
+        bars += [Bar("collective", stage, updated - left_out, total - left_out)] * (total > updated)
     return Activity(bars, total, rank, left_out)
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from planner.report import answers, drawings, gantt, traffic
+from planner.report import answers, drawings, gantt, groups, traffic
 from planner.report.contents import Report, gap
 from planner.report.svg import duration
 from planner.report.text import (
@@ -96,6 +96,7 @@ def page(report: Report) -> str:
         ("If the cluster changes", _WHAT_IF_WORDS, _what_ifs(report)) if report.what_ifs else _NOTHING,
         ("Near by", _sentences(nearby_words(report)), ""),
         ("Compression", _sentences(lossy_words(report)), ""),
+        ("Groups that train apart", _sentences(list(filter(None, [groups.words(report)]))), ""),
         ("Links before and after placement", links_words, _scrolled(links_chart)),
         ("One training step", schedule_words, _scrolled(schedule_chart)),
         ("Stages", f"Layers per stage: {stage_layers(c.counts)}. {_STAGE_WORDS}", _stages(report)),
@@ -188,7 +189,8 @@ def _ranked(report: Report) -> str:
 
 
 _NOTHING = ("", "", "")
-_OF_WORDS = ("Near by", "Compression", "As asked, and by a free choice")  # sections without a drawing or a table
+# Sections without a drawing or a table.
+_OF_WORDS = ("Near by", "Compression", "Groups that train apart", "As asked, and by a free choice")
 _WHAT_IF_WORDS = (
     "The plan for the cluster as it would be, and the step time that today's plan would have there, on the same hosts."
 )

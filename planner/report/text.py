@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 
 from planner.cost.candidate import Candidate
-from planner.report import losses, traffic
+from planner.report import groups, losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
 from planner.report.svg import duration
 from planner.search.baselines import NO_COMPRESSION
@@ -314,6 +314,7 @@ def text(report: Report) -> str:
         *labelled("chosen", headline(report)),
         *labelled("others", "step time relative to chosen: " + ", ".join(gains(report))) * bool(report.comparisons),
         *(line for words in lossy_words(report) for line in labelled("lossy", words)),
+        *(labelled("groups", groups.words(report)) if groups.words(report) else ()),
         *labelled("noise", noise_words(report)),
         *(labelled("bytes", traffic.words(report)) if report.cluster.sites else ()),
         *(labelled("trunks", traffic.trunk_words(report)) if report.cluster.trunks else ()),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost import compute as costs
+from planner.cost import outer
 from planner.cost.link_seconds import ring_order
 from planner.cost.sizes import MASTER
 from planner.report.contents import Report
@@ -50,20 +51,25 @@ def flows(report: Report) -> list[Flows]:
     times[-1] -= 1
     sent = 2 * np.array(c.of_ranks)[:, None] * problem.message * times * (c.pipe > 1)
     add("messages between stages", hosts, np.roll(hosts, -1, axis=1), sent)
-    ring = ring_order(hosts.T)  # [P, D]
+    groups = hosts.reshape(c.apart, c.together, c.pipe)
+    ring = ring_order(np.swapaxes(groups, 1, 2))  # [G, P, D / G]
     layers, table = problem.layer_parameters, problem.embedding_parameters * problem.meets
-    share = (c.data - 1) / c.data
+    share = (c.together - 1) / c.together
 
     def around(what: str, size: Array) -> None:
         """Add turns of all rings, whose stages [P] have `size` bytes."""
-        add(what, ring, np.roll(ring, -1, axis=1), (share * size)[:, None])
+        add(what, ring, np.roll(ring, -1, axis=2), (share * size)[:, None])
 
     reduced = (layers + table) * costs.ITEM[c.reduce_dtype]
     around("gradients over data", reduced if c.zero1 else 2 * reduced)
     if c.zero1:
         around("weights over data", (layers + table) * costs.ITEM[report.model.dtype])
     if problem.swaps:
-        add("tied embedding", hosts[:, 0], hosts[:, -1], 2 * problem.embedding_parameters * MASTER / c.data)
+        add("tied embedding", hosts[:, 0], hosts[:, -1], 2 * problem.embedding_parameters * MASTER / c.together)
+    if c.apart > 1:
+        across = ring_order(np.moveaxis(groups, 0, 2))  # [D / G, P, G]
+        of_round = sum(size for size, _ in outer.sent(problem))
+        add("differences between groups", across, np.roll(across, -1, axis=2), of_round / c.outer.every)
     return found
 
 

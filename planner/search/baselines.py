@@ -59,7 +59,8 @@ def _chosen_by(search: Search, rule: str) -> int:
     message = taken.micro_batch * model.sequence // taken.parts * model.hidden * pruning.item(model)
     hops = 2 * message / np.where(groups >= taken.data * taken.pipe, inside, outside)
     parameters = pruning.parameters(model, taken)
-    reduce = closed_forms.ring(parameters * MASTER, taken.data, np.where(groups >= taken.data, inside, outside))
+    ranks = taken.together
+    reduce = closed_forms.ring(parameters * MASTER, ranks, np.where(groups >= ranks, inside, outside))
     stages = int(taken.pipe.max())
     on = np.arange(stages) < taken.pipe[:, None]
     hop_rows = np.where(np.arange(stages - 1) < taken.pipe[:, None] - 1, hops[:, None], 0.0)

@@ -4,11 +4,14 @@ import dataclasses
 
 import numpy as np
 
-from paxtrain.config import ModelConfig, scans
+from paxtrain.config import ModelConfig, OuterConfig, scans
+from paxtrain.config.config import fragment_layers
 from planner.cluster.cluster import Cluster
+from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import LOW_RANK, Coded
 from planner.memory import closed_form
 from planner.memory.margin import MARGINS, margin, origin
+from planner.search import layers
 from planner.search.space import Space
 
 Array = np.ndarray
@@ -24,6 +27,8 @@ class Budget:
         scan_layers: PipelineConfig.scan_layers.
         coded: codecs other than low rank.
         margin: add the safety margin of the closed form, for programs like those that it was measured on.
+        outer: groups of data ranks that train apart.
+        min_ratio: CompressConfig.min_ratio, for what groups exchange.
     """
 
     usable: float = closed_form.USABLE
@@ -31,6 +36,8 @@ class Budget:
     scan_layers: str = "auto"
     margin: bool = True
     coded: Coded = LOW_RANK
+    outer: OuterConfig = NO_GROUPS
+    min_ratio: float = 2.0
 
     def limit(self, cluster: Cluster) -> float:
         """Return the bytes that a plan may use on the cluster's smallest device: all stages run one program."""
@@ -47,7 +54,7 @@ class Budget:
         common = model.layers // (space.pipe * space.chunks)
         return closed_form.Shape(
             model=model.with_attention(capability(cluster)),
-            data=space.data,
+            data=space.together,
             pipe=space.pipe,
             tensor=space.tensor,
             virtual_stages=space.chunks,
@@ -66,7 +73,29 @@ class Budget:
             error=("none", "explicit", "lazy").index(self.error),
             overlap=int(cluster.overlaps),
             coded=self.coded,
+            copies=1 + (self.outer.momentum > 0) if self.outer.every else 0,
+            groups=space.data // space.together,
+            fragment_layers=self.fragments(model, space) if self.outer.every else (),
+            overlaps=self.outer.overlap > 0,
+            min_ratio=self.min_ratio,
         )
+
+    def fragments(self, model: ModelConfig, space: Space) -> tuple[Array, ...]:
+        """Return the layers [N] that a device sends to other groups of each fragment; of uneven splits at most.
+
+        Args:
+            model: model to train.
+            space: candidates.
+        """
+        keys, where = np.unique(np.stack([space.pipe, space.chunks]), axis=1, return_inverse=True)
+        even, most = [], []
+        for pipe, chunks in keys.T.tolist():
+            counts = layers.even(model.layers, pipe * chunks)
+            even.append(max(counts))
+            most.append(fragment_layers(model, self.outer.fragments, counts, pipe))
+        more = np.maximum(space.slots - np.array(even, int)[where.ravel()], 0) * space.chunks
+        of_fragments = np.array(most, int).reshape(-1, self.outer.fragments)[where.ravel()]
+        return tuple(of_fragments.T + more)
 
     def bytes(self, cluster: Cluster, model: ModelConfig, space: Space) -> Array:
         """Return the bytes per device [N] that candidates are estimated to need, including the safety margin.

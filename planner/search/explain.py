@@ -1,11 +1,15 @@
 """Reasons against other plans: why each neighbor of the chosen plan was not chosen."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
+from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS, name_of
+from planner.cost.candidate import NO_GROUPS
+from planner.cost.coded import Coded
 from planner.search.search import Found, Search
 from planner.search.space import COLUMNS, numbers_of
 
@@ -35,6 +39,33 @@ def _described(changed: dict[str, int], now: dict[str, int]) -> str:
         if value != now[column] and (column != "backward_rank" or changed["backward"]):
             words.append(f"{column}={COLUMNS[column].value(value)}")
     return " ".join(words)
+
+
+def without_groups(search: Search, chosen: Found) -> list[str]:
+    """Return a sentence on what training would take if all data ranks trained together; none if they do.
+
+    Args:
+        search: search that chose.
+        chosen: chosen plan.
+    """
+    if chosen.candidate.apart == 1:
+        return []
+    choices = dataclasses.replace(search.choices, outer=NO_GROUPS, coded=_alone(search.coded))
+    budget = dataclasses.replace(search.budget, outer=NO_GROUPS, coded=choices.coded)
+    try:
+        other = Search(search.cluster, search.model, search.global_batch, choices, budget, search.options)
+        best = other.run(top=1, placed=1).ranked[0]
+    except UserError as error:
+        return [f"without groups: {error}"]
+    c, slower = best.candidate, best.seconds / chosen.seconds - 1
+    mesh = f"data={c.data} pipe={c.pipe} tensor={c.tensor} micro_batch={c.micro_batch} {c.schedule}"
+    more = f"{slower:.1%} more" if slower >= 0 else f"{-slower:.1%} less"
+    return [f"without groups: the best plan found, {mesh}, takes {best.seconds:.4g} s, {more}"]
+
+
+def _alone(coded: Coded) -> Coded:
+    """Return codecs without the one between groups."""
+    return dataclasses.replace(coded, outer=None, names=tuple(x for x in coded.names if x[0] != "outer"))
 
 
 def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
@@ -105,6 +136,10 @@ def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:
         return f"{pipe * changed['chunks']} virtual stages are more than the model's {model.layers} layers"
     if global_batch % (data * micro):
         return f"data={data} x micro_batch={micro} does not divide the global batch of {global_batch}"
+    if (apart := search.choices.apart(data)) == 1 and search.choices.outer.every:
+        return "groups that train apart need several data ranks"
+    if data % apart:
+        return f"{apart} groups do not divide data={data}"
     if changed["uneven_data"]:
         return "data ranks that are alike get equal numbers of micro-batches"
     if pipe == 1:

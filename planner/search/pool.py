@@ -99,6 +99,8 @@ class Pools:
         where = problem.paths(self.fabric, hosts)
         hops = (where.forward[1][:, :, :-1].sum(2) + where.backward[1][:, :, 1:].sum(2)).max(1)
         ring = where.ring[1].max(1)
+        if where.outer:  # of which a step has a share
+            ring = ring + where.outer[1].max(1) / c.outer.every
         costs = [x / x.min() if x.min() > 0 else x for x in (hops, ring)]
         mixtures = _MIXTURES if c.groups < _GROUPS else _MIXTURES[2:3]
         picked = [int(np.argmin((1 - w) * costs[0] + w * costs[1])) for w in mixtures]

@@ -11,6 +11,7 @@ The parts, each below what planner.cost.step_time says of any placement and any 
     links       as fast as the fastest that a message or ring can get: inside a host only if several tensor groups share
                 one and a ring's ranks find room in it; at least one tensor group's flows share the NIC.
     reduction   compressed if that is quicker; on GPUs under the last op, except for one layer's.
+    groups      that train apart each count as if they were alone, and exchange nothing.
     devices     as quick as the quickest kind. If there are several kinds, D data ranks on n groups of the quickest ones
                 leave at most n/D stages that lie on these alone; the layers are then split exactly.
 """
@@ -80,7 +81,7 @@ def _fastest(cluster: Cluster, space: Space) -> tuple[Array, Array, Array, Array
     def pick(within: Array, a: float, b: float, share: Array) -> Array:
         return np.where(within, min(a, b), b * share)
 
-    hop_inside, ring_inside = groups > 1, groups >= space.data
+    hop_inside, ring_inside = groups > 1, groups >= space.together
     one = np.ones(len(space))
     return (
         pick(hop_inside, alpha_in, alpha_out, one),
@@ -264,14 +265,14 @@ def _waits_for_its_first_gradient(spec: ScheduleSpec) -> bool:
 def _all_to_all(cluster: Cluster, space: Space, facts: _Facts) -> Array:
     """Return the least seconds per byte [N] of a rank's array that an all-to-all over data takes."""
     groups = cluster.devices_per_host // space.tensor
-    flows = space.tensor * np.maximum(space.data - groups, 1) / (cluster.nics * cluster.fan_out)
+    flows = space.tensor * np.maximum(space.together - groups, 1) / (cluster.nics * cluster.fan_out)
     alone = np.maximum(space.tensor / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
-    return facts.ring_byte * np.where(space.data > groups, np.maximum(flows / alone, 1.0), 1.0) / space.data
+    return facts.ring_byte * np.where(space.together > groups, np.maximum(flows / alone, 1.0), 1.0) / space.together
 
 
 def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:
     """Return the least seconds [N] of the layers' reduction and gather over data, and of the embedding's gradient."""
-    d, held, table = space.data, facts.held, facts.table
+    d, held, table = space.together, facts.held, facts.table
     share = (d - 1) / d * facts.ring_byte
     latency = (d - 1) * facts.ring_latency
     size = np.array([costs.ITEM[dtype] for dtype in REDUCE_DTYPES])[space.reduce_dtype]
@@ -368,7 +369,7 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space, coded: Coded
     several = each(space.schedule, lambda spec: spec.splits)
     first = np.where(several, first, np.maximum(first, slowest))
     over, edge = _reduction(cluster, model, space, facts)
-    optimizer = (facts.held + facts.table) / np.where(space.zero1, space.data, 1) * facts.costs["optimizer"]
+    optimizer = (facts.held + facts.table) / np.where(space.zero1, space.together, 1) * facts.costs["optimizer"]
     # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the
     # embedding is tied to the head, to exchange.
     return np.maximum(pipeline + over, first + over + edge) + optimizer

@@ -109,7 +109,7 @@ class Search:
         self.global_batch, self.choices = global_batch, choices
         self.fabric = fabric(cluster, options.quantile)
         self.space = enumerate_candidates(cluster, model, global_batch, choices)
-        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven, choices.coded)
+        self.trials = Trials(cluster, model, self.fabric, self.space, budget, options.uneven, choices)
         self.bytes = self.trials.bytes
         self.limit, self.coded = budget.limit(cluster), choices.coded
         bounds = pruning.lower_bound(cluster, model, self.space, self.coded)
@@ -123,7 +123,7 @@ class Search:
 
     def candidate(self, i: int, counts: tuple[int, ...]) -> Candidate:
         """Return candidate i with a split of the layers."""
-        return candidate_of(self.space, i, counts, self.coded)
+        return candidate_of(self.space, i, counts, self.choices)
 
     def among(self, choices: Choices) -> "Search":
         """Return a search among other choices that knows the placements that this one has found."""

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from compress.policy import compression_ratio
-from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig
+from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, SPECS, ScheduleSpec, between_ends, code, name_of, names
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.cost.candidate import Candidate
+from planner.cost.candidate import NO_GROUPS, Candidate
 from planner.cost.coded import LOW_RANK, Coded
 
 Array = np.ndarray
@@ -85,6 +85,7 @@ class Choices:
         coded: codecs other than low rank; with one, the ranks of its place are one number above 0.
         uneven_data: whether data ranks have numbers of micro-batches by their speed, values to try if there are several
             kinds of devices.
+        outer: groups of data ranks that train apart, in all candidates.
     """
 
     tensor: tuple[int, ...] = ()
@@ -103,6 +104,14 @@ class Choices:
     data: tuple[int, ...] = ()
     coded: Coded = LOW_RANK
     uneven_data: tuple[bool, ...] = (False,)
+    outer: OuterConfig = NO_GROUPS
+
+    def apart(self, data: int) -> int:
+        """Return the number of groups into which data ranks fall; 1 if all train together."""
+        return (self.outer.groups or data) if self.outer.every else 1
+
+
+DEFAULTS = Choices()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,6 +122,7 @@ class Space:
 
     Attributes:
         slots: layer slots of a virtual stage if layers are spread as evenly as they get.
+        together: data ranks that train together, those of a group.
     """
 
     data: Array
@@ -131,6 +141,7 @@ class Space:
     data_rank: Array
     uneven_data: Array
     slots: Array
+    together: Array
 
     def __len__(self) -> int:
         return len(self.data)
@@ -145,17 +156,18 @@ class Space:
         return Space(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
 
 
-def candidate_of(space: Space, i: int, counts: tuple[int, ...], coded: Coded = LOW_RANK) -> Candidate:
+def candidate_of(space: Space, i: int, counts: tuple[int, ...], choices: Choices = DEFAULTS) -> Candidate:
     """Return a candidate of the space with a split of the layers.
 
     Args:
         space: candidates.
         i: place of the candidate.
         counts: layers of each virtual stage.
-        coded: codecs other than low rank.
+        choices: choices that the space was made of, for the codecs and the groups of all candidates.
     """
     chosen = {name: column.value(getattr(space, name)[i].item()) for name, column in COLUMNS.items()}
-    return Candidate(**chosen, coded=coded, counts=counts)
+    ratio = choices.min_ratio if choices.outer.every else Candidate.outer_ratio
+    return Candidate(**chosen, coded=choices.coded, counts=counts, outer=choices.outer, outer_ratio=ratio)
 
 
 def numbers_of(candidate: Candidate) -> dict[str, int]:
@@ -201,6 +213,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         UserError: no mesh divides the model and the batch.
     """
     meshes = list(_meshes(cluster, model, choices))
+    if meshes and choices.outer.every:
+        meshes = _in_groups(meshes, choices)
     if not meshes:
         split = ", ".join(f"model.{name}={size}" for name, size in model.split_sizes.items())
         raise UserError(
@@ -218,7 +232,8 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             m = global_batch // data // micro_batch
             if (SPECS[name].size or (pipe, chunks, m)) != (pipe, chunks, m):
                 continue
-            zero1 = choices.zero1 if data > 1 else choices.zero1[:1]
+            together = data // choices.apart(data)
+            zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
             saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
             by_speed = _uneven_data(choices, cluster, data, m, SPECS[name])
             for sequence in _sequence_parallel(choices, model, tensor):
@@ -226,7 +241,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
                 if pipe > 1 and choices.coded.refuses(message, model.dtype, choices.min_ratio):
                     refused = True
                     continue
-                policies = _compressions(choices, model, data, pipe, tensor, micro_batch, sequence)
+                policies = _compressions(choices, model, together, pipe, tensor, micro_batch, sequence)
                 for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
                     dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
                     how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
@@ -245,7 +260,30 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"{_listed(choices.micro_batch)}; a multiple of {smallest[0] * min(choices.micro_batch or (1,))} would fit"
         )
     values = {name: np.array(column) for name, column in zip(COLUMNS, zip(*rows))}
-    return Space(**values, slots=-(-model.layers // (values["pipe"] * values["chunks"])))
+    return Space(
+        **values,
+        slots=-(-model.layers // (values["pipe"] * values["chunks"])),
+        together=np.array([data // choices.apart(data) for data in values["data"].tolist()]),
+    )
+
+
+def _in_groups(meshes: list[tuple[int, int, int]], choices: Choices) -> list[tuple[int, int, int]]:
+    """Return the meshes whose data ranks fall into the groups that are asked for, two of them or more.
+
+    Raises:
+        UserError: there is none.
+    """
+    groups = choices.outer.groups
+    found = [mesh for mesh in meshes if mesh[0] > 1 and mesh[0] % choices.apart(mesh[0]) == 0]
+    if not found:
+        sizes = sorted({data for data, *_ in meshes})
+        divide = sorted({d for data in sizes for d in divisors(data) if d > 1})
+        would = (
+            f"outer.groups={_listed(divide)} would fit" if divide else "another --data, --pipe or --tensor would fit"
+        )
+        of = f"outer.groups={groups} divides the data axis of no mesh" if groups else "each data rank is a group"
+        raise UserError(f"{of}, and the meshes that may be chosen have data={_listed(sizes)}; {would}")
+    return found
 
 
 def _listed(values: Sequence[int]) -> str:
@@ -277,14 +315,24 @@ def _sequence_parallel(choices: Choices, model: ModelConfig, tensor: int) -> tup
 
 
 def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: ScheduleSpec) -> tuple[bool, ...]:
-    differ = data > 1 and m > 1 and len(set(cluster.kinds)) > 1 and not spec.size
+    differ = not choices.outer.every and data > 1 and m > 1 and len(set(cluster.kinds)) > 1 and not spec.size
     return choices.uneven_data if differ else (False,)
 
 
 def _compressions(
-    choices: Choices, model: ModelConfig, data: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
+    choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
 ) -> list[tuple[int, int, int]]:
-    """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply."""
+    """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply.
+
+    Args:
+        choices: values to try.
+        model: model to split.
+        together: data ranks that train together.
+        pipe: size of the pipe axis.
+        tensor: size of the tensor axis.
+        micro_batch: sequences of a micro-batch.
+        sequence: whether tensor splits the sequence.
+    """
     n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
     between = [(0, 0)]
     if pipe > 1 and choices.coded.backward is not None:
@@ -294,11 +342,11 @@ def _compressions(
         between += [(BACKWARD.index(kind), r) for kind in choices.backward if kind != "none" for r in ranks]
     over = [0]
     kernels = compute.kernels(model, tensor)
-    if data > 1 and choices.coded.data is not None:
+    if together > 1 and choices.coded.data is not None:
         # ZeRO-1 or not, the parts are the same.
-        takes = all(choices.coded.takes(shape, data, True, choices.min_ratio) for shape in kernels)
+        takes = all(choices.coded.takes(shape, together, True, choices.min_ratio) for shape in kernels)
         over += [CODED] if choices.data_ranks and takes else []
-    elif data > 1:
-        parts = [choices.coded.part(shape, data, True) for shape in kernels]
+    elif together > 1:
+        parts = [choices.coded.part(shape, together, True) for shape in kernels]
         over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in parts)]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]

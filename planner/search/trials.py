@@ -9,14 +9,13 @@ from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cost import step_time
 from planner.cost.candidate import Candidate
-from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import Fabric, Paths
 from planner.cost.shares import by_speed
 from planner.cost.step_time import Problem
 from planner.placement.place import Placement
 from planner.search.budget import Budget
 from planner.search.pool import Pools
-from planner.search.space import Space, candidate_of
+from planner.search.space import Choices, Space, candidate_of
 from planner.search.splitting import Counts, Splits, slowest
 
 Array = np.ndarray
@@ -106,9 +105,9 @@ class Trials:
         space: Space,
         budget: Budget,
         uneven: bool,
-        coded: Coded = LOW_RANK,
+        choices: Choices,
     ) -> None:
-        self.coded = coded
+        self.choices = choices
         self.cluster, self.model, self.fabric, self.space = cluster, model, fabric, space
         self.pools, self.uneven = Pools(fabric), uneven
         self.splits = Splits(cluster, model, budget, space)
@@ -117,7 +116,7 @@ class Trials:
 
     def problem(self, i: int, counts: Counts) -> Problem:
         """Return a candidate with a split of the layers on the cluster."""
-        return Problem(self.cluster, self.model, candidate_of(self.space, i, counts, self.coded))
+        return Problem(self.cluster, self.model, candidate_of(self.space, i, counts, self.choices))
 
     def simulate(self, some: list[int], only: Array | None = None, limit: float = np.inf) -> list[Found]:
         """Return each of some candidates with the best of its splits and of the known placements of its mesh.

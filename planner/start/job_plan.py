@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from paxtrain import tables
-from paxtrain.config import Config, PipelineConfig, from_dict, read_section
+from paxtrain.config import Config, OuterConfig, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
@@ -67,6 +67,8 @@ class PlanRequest:
             UserError: a probe that the options name cannot be read.
         """
         found = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
+        if read_section(OuterConfig, self.values.get("outer", {}), "outer").every:
+            found["outer"] = self.values["outer"]
         found["search"] = dataclasses.asdict(self.options)
         if self.options.probe:  # whose content may change under its name
             found["probe"] = dataclasses.asdict(loss_budget.read(self.options))

@@ -15,7 +15,7 @@ from paxtrain.config import (
     plan,
     to_dict,
 )
-from paxtrain.config.plan import Plan
+from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.errors import UserError
 
 PLAN = Plan(
@@ -62,6 +62,31 @@ def test_only_the_sections_are_needed(tmp_path):
     assert (loaded.hosts, loaded.device_order, loaded.predicted) == ((), (), {})
     assert (loaded.mesh, loaded.pipeline, loaded.batch) == (PLAN.mesh, PLAN.pipeline, PLAN.batch)
     assert loaded.compress == PLAN.compress
+
+
+GROUPS = {"every": 10, "groups": 2}
+IN_GROUPS = dataclasses.replace(PLAN, outer=PlannedGroups(**GROUPS))
+
+
+def test_groups_come_back_and_are_checked(tmp_path):
+    loaded = plan.load(file_of(tmp_path, outer=GROUPS))
+    assert loaded == IN_GROUPS
+    for groups in (0, 2):
+        values = to_dict(Config()) | {"outer": {"every": 10, "groups": groups, "lr": 0.5}}
+        applied = loaded.apply(values).outer
+        assert (applied.every, applied.groups, applied.lr) == (10, 2, 0.5)
+    for outer, words in (
+        ({"every": 20, "groups": 2}, r"outer\.every=10, but the configuration has outer\.every=20"),
+        ({}, r"outer\.every=10, but the configuration has outer\.every=0"),
+        ({"every": 10, "groups": 1}, r"outer\.groups=2, but the configuration has outer\.groups=1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            loaded.apply(to_dict(Config()) | {"outer": outer})
+    with pytest.raises(UserError, match=r"without groups, but the configuration has outer\.every=10"):
+        PLAN.apply(to_dict(Config()) | {"outer": GROUPS})
+    assert "outer.groups=3 does not divide mesh.data=2" in refusal(file_of(tmp_path, outer=GROUPS | {"groups": 3}))
+    assert "outer.every of a plan must be 1 or more" in refusal(file_of(tmp_path, outer=GROUPS | {"every": 0}))
+    assert "unknown configuration key outer.lr" in refusal(file_of(tmp_path, outer=GROUPS | {"lr": 0.5}))
 
 
 def test_a_plan_replaces_its_sections_only():

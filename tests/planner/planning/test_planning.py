@@ -112,12 +112,6 @@ def test_options_narrow_the_choice(config, found):
     assert np.min([plan.seconds for plan in narrowed.ranked]) >= found.step_seconds.min()
 
 
-def test_groups_are_not_planned_for(config):
-    several = {f"model.{name}": value for name, value in SMALL.items()} | {"outer.every": 10}
-    with pytest.raises(paxtrain.UserError, match=r"outer\.every=10 is not planned for: plan one group"):
-        planner.plan(paxtrain.load_config("tiny", several), cluster(2, 4), OPTIONS)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -14,7 +14,7 @@ from paxtrain.config import ModelConfig
 from planner.cluster.cluster import Cluster
 from planner.cluster.trunks import Trunks
 from planner.cost.candidate import Candidate
-from planner.cost.link_seconds import fabric, paths
+from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
 from planner.search.budget import Budget
 from planner.search.search import Options, Search
@@ -37,7 +37,9 @@ class Instance:
     def search(self, **narrowed: tuple) -> Search:
         """Return the search for its best plan, whose choices may be narrowed."""
         choices = dataclasses.replace(self.choices, **narrowed)
-        return Search(self.cluster, self.model, self.batch, choices, Budget(margin=False), Options())
+        return Search(
+            self.cluster, self.model, self.batch, choices, Budget(margin=False, outer=choices.outer), Options()
+        )
 
 
 def _factors(rng: np.random.Generator, kind: str, hosts: int) -> np.ndarray:
@@ -113,11 +115,14 @@ def behind_trunks(some: Instance, seed: int) -> Instance:
 
 def candidates(some: Instance) -> Iterator[Candidate]:
     """Yield all plans without their placements; 1f1b comes with all numbers of micro-batches in flight."""
-    hosts, choices = len(some.cluster.hosts), some.choices
+    hosts, choices, outer = len(some.cluster.hosts), some.choices, some.choices.outer
     for pipe in (p for p in range(1, hosts + 1) if hosts % p == 0 and p <= some.model.layers):
         data = hosts // pipe
+        if outer.every and (data == 1 or data % choices.apart(data)):
+            continue
+        together = data // choices.apart(data)
         for size, save, zero1 in itertools.product(choices.micro_batch, choices.saves, choices.zero1):
-            if some.batch % (data * size) or (data == 1 and zero1 != choices.zero1[0]):
+            if some.batch % (data * size) or (together == 1 and zero1 != choices.zero1[0]):
                 continue
             names = list(choices.schedules if pipe > 1 else choices.schedules[:1])
             names += [f"1f1b:{most}" for most in range(pipe + 1, 2 * pipe - 1) if "1f1b" in names]
@@ -125,7 +130,8 @@ def candidates(some: Instance) -> Iterator[Candidate]:
                 for cuts in itertools.combinations(range(1, some.model.layers), pipe - 1):
                     counts = tuple(np.diff([0, *cuts, some.model.layers]).tolist())
                     count = some.batch // data // size
-                    yield Candidate(data, pipe, 1, size, count, name, counts, save=save, zero1=zero1)
+                    how = {"save": save, "zero1": zero1, "outer": outer}
+                    yield Candidate(data, pipe, 1, size, count, name, counts, **how)
 
 
 def placements(data: int, pipe: int) -> np.ndarray:
@@ -148,7 +154,7 @@ def best(some: Instance) -> tuple[float, Candidate, np.ndarray]:
         size = max(1, _TOGETHER // members[0].data)
         for start in range(0, len(every), size):
             hosts = every[start : start + size]
-            where = paths(links, hosts, 1)
+            where = Problem(some.cluster, some.model, members[0]).paths(links, hosts)
             for c in members:
                 problem = Problem(some.cluster, some.model, c)
                 total = problem.evaluate(problem.links(where), problem.kind_of_host[hosts]).total

@@ -38,7 +38,8 @@ HETERO = cluster(device=["a100-80gb", "h100", "a100-80gb", "h100"], nics=2)
 
 
 def candidate(space, i: int, counts: tuple[int, ...]) -> Candidate:
-    columns = {f.name: getattr(space, f.name)[i].item() for f in dataclasses.fields(space) if f.name != "slots"}
+    chosen = [f.name for f in dataclasses.fields(space) if f.name not in ("slots", "together")]
+    columns = {name: getattr(space, name)[i].item() for name in chosen}
     names = {"schedule": tuple(SPECS), "save": SAVE_MODES, "backward": BACKWARD, "reduce_dtype": REDUCE_DTYPES}
     return Candidate(**columns | {key: known[columns[key]] for key, known in names.items()}, counts=counts)
 
