@@ -86,8 +86,8 @@ class Plan:
             pipe, tensor); empty: 0, 1, 2, ...
         outer: groups of data ranks that it is for; None: all train together. The configuration must have the same, or
             leave their number open.
-        predicted: the planner's figures with their sources. A run prints `step_seconds` and `terms` beside what it
-            measured; nothing depends on them.
+        predicted: the planner's figures with their sources. A run prints `step_seconds` (of groups the median,
+            `groups.median_step_seconds`) and `terms` beside what it measured; nothing depends on them.
     """
 
     mesh: MeshConfig

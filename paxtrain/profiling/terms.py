@@ -95,7 +95,9 @@ def compare(
         steps: seconds of the steps of this start.
         parts: seconds [P] of each part of a traced step; empty if none was traced.
     """
-    seconds = predicted.get("step_seconds")
+    groups = predicted.get("groups")  # whose median step has no exchange, or few
+    median_step = groups.get("median_step_seconds") if isinstance(groups, dict) else None
+    seconds = predicted.get("step_seconds") if median_step is None else median_step
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf or not steps:
         return None
     told, terms = predicted.get("terms"), {}

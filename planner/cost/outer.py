@@ -113,8 +113,8 @@ def hides(candidate: Candidate, overlap: bool) -> bool:
     return overlap and c.outer.overlap > 0 and (c.pipe == 1 or bool(SPECS[c.schedule].masks(True)))
 
 
-def waits(candidate: Candidate, exchanges: Array, under: Array, overlap: bool) -> Array:
-    """Return the seconds [batch] that a step waits for exchanges, as a mean over the steps of a round.
+def exposed(candidate: Candidate, exchanges: Array, under: Array, overlap: bool) -> Array:
+    """Return the seconds [batch, fragments] that groups wait for the exchange of each fragment.
 
     Args:
         candidate: candidate with groups.
@@ -122,5 +122,4 @@ def waits(candidate: Candidate, exchanges: Array, under: Array, overlap: bool) -
         under: seconds [batch] of a step's rows, which may hide a fragment.
         overlap: transfers run beside compute.
     """
-    exposed = np.maximum(exchanges - under[:, None], 0.0) if hides(candidate, overlap) else exchanges
-    return exposed.sum(axis=1) / candidate.outer.every
+    return np.maximum(exchanges - under[:, None], 0.0) if hides(candidate, overlap) else exchanges

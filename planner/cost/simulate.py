@@ -108,5 +108,5 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
         optimizer=float(step.optimizer[0]),
         hosts=placed,
         exchanges=exchanges(problem, None if links.outer is None else links.outer[0]) if config.outer.every else (),
-        waits=0.0 if step.outer is None else float(step.outer[0]),
+        waits=0.0 if step.outer is None else float(step.outer[0].sum()) / config.outer.every,
     )

@@ -49,7 +49,7 @@ class Step:
             stage's last row.
         compressed: [batch, P] bool, stages whose reduction is compressed.
         optimizer: [batch] update.
-        outer: [batch] share of the step for which it waits for exchanges between groups; None without groups.
+        outer: [batch, fragments] seconds for which groups wait for the exchange of each fragment; None without groups.
     """
 
     total: Array
@@ -267,8 +267,8 @@ class Problem(Sizes):
         slowest = step.total.reshape(len(exchanges), -1).argmax(axis=1)
         rows = slowest + np.arange(len(exchanges)) * self.candidate.apart
         one = Step(*(getattr(step, field.name)[rows] for field in dataclasses.fields(Step) if field.name != "outer"))
-        waits = outer.waits(self.candidate, exchanges, (one.finish - one.gather).min(axis=1), self.overlap)
-        return dataclasses.replace(one, total=one.total + waits, outer=waits)
+        waits = outer.exposed(self.candidate, exchanges, (one.finish - one.gather).min(axis=1), self.overlap)
+        return dataclasses.replace(one, total=one.total + waits.sum(axis=1) / self.candidate.outer.every, outer=waits)
 
     def of_groups(self, links: LinkSeconds, kinds: Array, pipelines: Array) -> Step:
         """Return the steps of groups that train apart, of each group as a row; the arguments are those of `finish`."""

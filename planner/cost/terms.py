@@ -37,7 +37,7 @@ def _compute(table: Table, seconds: Seconds, overlap: bool) -> Array:
 def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     """Return the seconds [P] of each term of a step, as means over the data ranks; they add up to the step.
 
-    Of groups that train apart they are the slowest group's, and what exchanges add to a step counts as data.
+    Of groups that train apart they are those of the slowest group in a step without an exchange.
 
     Args:
         problem: candidate on its cluster.
@@ -56,7 +56,7 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     return {
         COMPUTE: compute,
         TRANSFER: step.finish[0] - step.gather[0] - compute,
-        DATA: step.gather[0] + step.reduce[0] + (0.0 if step.outer is None else step.outer[0]),
+        DATA: step.gather[0] + step.reduce[0],
         SYNC: reduced.max() - reduced,
         OPTIMIZER: np.full(len(compute), step.optimizer[0]),
     }

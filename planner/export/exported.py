@@ -150,6 +150,11 @@ def common(plan: Plan) -> list[str]:
             f"all data ranks get as many micro-batches, not {plan.batch.data_micro_batches}, so the step takes longer "
             "than the plan says; --uneven_data=no plans for that"
         )
+    if plan.outer:
+        found.append(
+            f"the {plan.outer.groups} groups, which train apart for {plan.outer.every} steps, train together, so the "
+            "step takes longer than the plan says; a plan without outer.every would fit"
+        )
     if plan.compress.chosen("backward") != "none" or plan.compress.chosen("data") != "none":
         found.append("compressed messages stay uncompressed, so the step takes longer than the plan says")
     if not plan.hosts and plan.device_order and list(plan.device_order) != sorted(plan.device_order):

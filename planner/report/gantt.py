@@ -169,7 +169,7 @@ def activity(report: Report) -> Activity:
         skipped, half = table.micro_batches - shorter.micro_batches, (shorter.micro_batches - table.first) // 2
         bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]
     total = float(step.total[0])
-    updated = total - (0.0 if step.outer is None else float(step.outer[0]))
+    updated = total - (0.0 if step.outer is None else float(step.outer[0].sum()) / c.outer.every)
     for stage in range(c.pipe):
         gathered = float(step.gather[0, stage])
         reduced = float(step.finish[0, stage]), float(step.finish[0, stage] + step.reduce[0, stage])

@@ -19,12 +19,18 @@ def exchanges(report: Report) -> tuple[outer.FragmentExchange, ...]:
     return outer.exchanges(problem, links.outer[0])
 
 
+def waits(report: Report) -> Array:
+    """Return the seconds [H] for which each step of a round waits for an exchange, in no order."""
+    c, exposed = report.chosen.candidate, report.step.outer
+    assert exposed is not None
+    return np.concatenate([exposed[0], np.zeros(c.outer.every - exposed.shape[1])])
+
+
 def figures(report: Report) -> dict[str, object]:
     """Return the figures of the chosen plan's groups as JSON values; empty if all data ranks train together."""
     if not (found := exchanges(report)):
         return {}
-    c, round_bytes = report.chosen.candidate, _round(report)
-    assert report.step.outer is not None
+    c, round_bytes, waited = report.chosen.candidate, _round(report), waits(report)
     return {
         "groups": c.apart,
         "data_ranks": c.together,
@@ -34,7 +40,8 @@ def figures(report: Report) -> dict[str, object]:
         "round_bytes": round_bytes,
         "step_bytes": round_bytes / c.outer.every,
         "round_seconds": sum(x.seconds for x in found),
-        "step_waits_seconds": float(report.step.outer[0]),
+        "step_waits_seconds": float(waited.mean()),
+        "median_step_seconds": report.chosen.seconds - float(waited.mean() - np.median(waited)),
     }
 
 
@@ -48,14 +55,13 @@ def words(report: Report) -> str:
     if not (found := exchanges(report)):
         return ""
     c, round_bytes = report.chosen.candidate, _round(report)
-    assert report.step.outer is not None
     ranks = f"{c.together} data rank{'s' * (c.together > 1)}"
     parts = f" in {len(found)} fragments" if len(found) > 1 else ""
     taken = sum(x.seconds for x in found)
-    waits = float(report.step.outer[0])
-    under = f", of which compute hides {duration(taken - c.outer.every * waits)}" if c.outer.overlap else ""
+    waited = waits(report)
+    under = f", of which compute hides {duration(taken - waited.sum())}" if c.outer.overlap else ""
     return (
         f"{c.apart} groups of {ranks} exchange {round_bytes / 1e9:.3g} GB in {c.outer.every} steps{parts}, all devices "
         f"together, {round_bytes / c.outer.every / 1e9:.3g} GB a step; it takes {duration(taken)}{under}, so a step "
-        f"is {duration(waits)} longer"
+        f"is {duration(waited.mean())} longer on average"
     )

@@ -47,6 +47,12 @@ def test_without_a_trace_the_step_alone_is_told():
     assert found.figures() == {"predicted_step": 4.0, "measured_step": 5.0}
 
 
+def test_of_groups_the_median_step_is_compared_with_the_plans():
+    """One of three steps waits for an exchange, so the mean is no step of theirs."""
+    predicted = {"step_seconds": 6.0, "groups": {"median_step_seconds": 4.0}}
+    assert compare(predicted, [4.5, 10.0, 4.5], {}).figures() == {"predicted_step": 4.0, "measured_step": 4.5}
+
+
 @pytest.mark.parametrize("predicted", [{}, {"step_seconds": "fast"}, {"step_seconds": math.nan}, {"step_seconds": 0}])
 def test_plans_that_predict_nothing_are_not_compared(predicted):
     assert compare(predicted, [5.0], measured()) is None

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from paxtrain.config import OuterConfig
 from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TERMS, TRANSFER
 from planner.cost import compute as costs
 from planner.cost import link_seconds
@@ -52,6 +53,17 @@ def test_terms_add_up_to_the_step_and_compute_is_that_of_the_events(candidate):
         np.testing.assert_allclose(coding, 0, atol=1e-12)
     else:  # the last gradients are compressed by the stages behind the first, and decoded by those before the last
         assert (coding > 0).all()
+
+
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
+def test_terms_of_groups_add_up_to_the_slowest_groups_step_without_an_exchange(schedule):
+    outer = OuterConfig(every=10, groups=2, fragments=2)
+    problem, fabric, hosts = found(Candidate(4, 2, 2, 2, 6, schedule, (6, 6), outer=outer))
+    parts, step = terms(problem, fabric, hosts), problem.step(fabric, hosts[None])
+    assert (step.outer > 0).all()
+    total = step.total[0] - step.outer[0].sum() / 10
+    np.testing.assert_allclose(sum(parts.values()), [total, total])
+    assert all((x >= -1e-12).all() for x in parts.values())
 
 
 def test_each_term_by_hand():

@@ -116,7 +116,7 @@ def test_without_the_price_of_exchanges_a_worse_plan_is_chosen(monkeypatch):
     some, chosen = two_sites(30.0), groups(every=1, count=0)
     right = search(some, chosen).run().ranked[0]
     with monkeypatch.context() as patched:
-        patched.setattr(outer, "waits", lambda _, exchanges, *__: np.zeros(len(exchanges)))
+        patched.setattr(outer, "exposed", lambda _, exchanges, *__: np.zeros_like(exchanges))
         wrong = search(some, chosen).run().ranked[0]
     seconds = planner.simulate(configured(wrong.candidate, chosen), some, wrong.placement.hosts).seconds
     assert seconds > 1.05 * right.seconds
