@@ -5,7 +5,7 @@
     data.py compress.py run.py                   data; compression; run and checkpoints
     options.py                                   options of codecs, and their dotted flags
     load.py shipped.py                           configurations from mappings and files; shipped files by name
-    plan.py                                      a plan, which sets mesh, pipeline, batch and compression
+    plan.py                                      a plan, which sets mesh, pipeline, batch, compression and groups
     checks.py                                    helpers of the sections' checks, which are in their __post_init__
 
 May import `paxtrain.schedule`, and `paxtrain.errors` as everything may.

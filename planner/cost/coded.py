@@ -169,7 +169,7 @@ class Coded:
             zero1: whether a rank keeps a part of the mean only.
             min_ratio: factor by which the matrix must become smaller.
         """
-        return bool(self._reducer(ranks).takes(shape, _shard(shape, ranks, zero1), min_ratio))
+        return _takes(self._reducer(ranks), shape, ranks, zero1, min_ratio)
 
     def exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
         """Return the collectives that reduce a matrix over data, or between groups; the arguments are those of `takes`.
@@ -190,7 +190,7 @@ class Coded:
             groups: number of groups.
             min_ratio: factor by which the part must become smaller.
         """
-        return bool(self.outer.takes(shape, _shard(shape, groups, False), min_ratio))
+        return _takes(self.outer, shape, groups, False, min_ratio)
 
     def outer_bytes(self, shape: tuple[int, int], groups: int) -> int:
         """Return the bytes of the state of a device's part of a matrix that is compressed between groups."""
@@ -248,6 +248,12 @@ def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> "Shard":
 
     dim = next((d for d, n in enumerate(shape) if n % ranks == 0), -1)
     return Shard("data", ranks, dim if zero1 else -1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
+    """Return whether a reducer compresses a matrix; the arguments are those of `Coded.takes`."""
+    return bool(reducer.takes(shape, _shard(shape, ranks, zero1), min_ratio))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,14 +69,14 @@ def sent(sizes: Sizes) -> list[tuple[float, float]]:
     return found
 
 
-def seconds(sizes: Sizes, latency: Array, per_byte: Array, pass_per_byte: float) -> Array:
+def seconds(sizes: Sizes, pass_per_byte: float, latency: Array, per_byte: Array) -> Array:
     """Return the seconds [batch, fragments] of each fragment's exchange, in which all devices of all groups send.
 
     Args:
         sizes: the candidate's.
+        pass_per_byte: seconds of a pass over a byte on the slowest device.
         latency: seconds [batch, rings] of a turn of each ring over groups.
         per_byte: seconds per byte [batch, rings] of that turn.
-        pass_per_byte: seconds of a pass over a byte on the slowest device.
     """
     c, found = sizes.candidate, []
     passes = 0.0 if c.coded.outer is None else c.coded.passes_of(c.coded.outer)[0]

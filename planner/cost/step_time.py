@@ -147,7 +147,7 @@ class Problem(Sizes):
             swap=swap if self.swaps else np.zeros_like(swap),
             inside=DataLinks(*map(stages, paths.inside)) if c.inside > 1 else None,
             between=DataLinks(*map(stages, paths.between)) if c.inside > 1 else None,
-            outer=outer.seconds(self, *paths.outer, self.pass_per_byte.max()) if c.apart > 1 else None,
+            outer=outer.seconds(self, self.pass_per_byte.max(), *paths.outer) if c.apart > 1 else None,
         )
 
     def step(self, fabric: Fabric, hosts: Array) -> Step:

@@ -113,7 +113,7 @@ def test_a_plan_that_does_not_fit_the_model():
     [
         ({"version": 2}, ["version must be 1", "2"]),
         ({"version": None}, ["version must be 1", "None"]),
-        ({"meshes": {}}, ["unknown key meshes", "mesh, pipeline"]),
+        ({"meshes": {}}, ["unknown key meshes", "mesh, outer, pipeline"]),
         ({"mesh": None}, ["section mesh is missing"]),
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),
         (

@@ -75,20 +75,20 @@ OVERLAPPED = {"outer.fragments": 4, "outer.overlap": 2}
     ],
 )
 def test_a_step_waits_for_what_its_rows_do_not_hide(changes, hidden):
-    """The largest fragment takes longer than a step's rows, which hide the others."""
+    """The largest fragment, with the tables, takes longer than a step's rows, which hide the others."""
     some = cluster(4, 2, seed=None)
     step = planner.simulate(config(OVERLAPPED | changes), some)
     group = step.seconds - step.waits
     rows = float((step.finish - step.gather).min())
     taken = np.array([x.seconds for x in step.exchanges])
-    scale = 2 * rows / taken.max()
+    scale = 2 * rows / (taken.max() + taken.min())
     # Only the rings over groups become slow: those between hosts 0, 1 and hosts 2, 3.
     apart = np.abs(np.subtract.outer(np.arange(4) // 2, np.arange(4) // 2)) == 1
     samples, alpha = np.where(apart, some.samples / scale, some.samples), np.where(apart, scale, 1) * some.alpha
     slow = dataclasses.replace(some, samples=samples, alpha=alpha)
     slower = planner.simulate(config(OVERLAPPED | changes), slow)
     taken = np.array([x.seconds for x in slower.exchanges])
-    assert taken.max() == pytest.approx(2 * rows) and taken.min() < rows
+    assert taken.max() > 1.01 * rows and taken.min() < 0.99 * rows
     assert slower.seconds - slower.waits == pytest.approx(group)
     exposed = np.maximum(taken - rows, 0) if hidden else taken
     assert slower.waits == pytest.approx(exposed.sum() / 12)

@@ -12,6 +12,7 @@ from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
 from paxtrain.config.plan import PlannedGroups
 from planner.memory import closed_form
+from planner.planning.planning import plan_sections
 from planner.report import traffic
 from planner.search.budget import capability
 from tests.paxtrain.training import configuration, corpus
@@ -35,6 +36,12 @@ def config(**changes):
     return paxtrain.load_config("tiny", VALUES | OUTER | changes)
 
 
+def planned(outer, some, options):
+    """Plan for groups that no mesh of the configuration itself would have."""
+    values = to_dict(config())
+    return plan_sections(values | {"outer": values["outer"] | outer}, some, options)
+
+
 @pytest.fixture(scope="module")
 def found():
     return planner.plan(config(), two_sites(), OPTIONS, explained=True)
@@ -44,9 +51,9 @@ def test_a_plan_states_its_groups_and_the_configuration_takes_them(found, tmp_pa
     found.save(tmp_path)
     plan = plans.load(tmp_path / "plan.json")
     assert plan == found.plan and plan.outer == PlannedGroups(every=20, groups=2)
-    planned = plan.apply(to_dict(config()))
-    assert planned.groups == 2 and planned.mesh.data % 2 == 0
-    step = planner.simulate(planned, two_sites(), found.ranked[0].hosts)
+    applied = plan.apply(to_dict(config()))
+    assert applied.groups == 2 and applied.mesh.data % 2 == 0
+    step = planner.simulate(applied, two_sites(), found.ranked[0].hosts)
     assert step.seconds == pytest.approx(plan.predicted["step_seconds"], rel=1e-12)
     terms = plan.predicted["terms"]
     between = plan.predicted["groups"]["median_step_seconds"]  # most steps have no exchange
@@ -83,8 +90,7 @@ def test_the_report_says_what_crosses_between_groups(found):
 def test_memory_is_that_of_the_configuration(outer):
     some = two_sites()
     made = planner.plan(config(**outer), some, dataclasses.replace(OPTIONS, uneven=False))
-    planned = made.plan.apply(to_dict(config(**outer)))
-    shape = closed_form.of(planned, capability(some))
+    shape = closed_form.of(made.plan.apply(to_dict(config(**outer))), capability(some))
     assert shape.copies == 2
     assert made.memory_bytes[0] == pytest.approx(float(closed_form.analytic(shape).total), rel=1e-12)
 
@@ -99,19 +105,35 @@ def test_each_site_is_a_group_if_the_options_say_so():
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "words"),
+    ("outer", "options", "words"),
     [
-        ({"outer.groups": 3}, {}, r"outer\.groups=3 divides the data axis of no mesh.*outer\.groups=2,4,8 would fit"),
+        ({"groups": 3}, {}, r"outer\.groups=3 divides the data axis of no mesh.*outer\.groups=2,4,8 would fit"),
         ({}, {"uneven_data": "yes"}, r"--uneven_data=yes weighs sequences .*outer\.every=20 groups train apart"),
         ({}, {"data": (1,)}, r"outer\.groups=2 divides the data axis of no mesh.*data=1; another --data"),
-        ({"outer.every": 0, "outer.groups": 0}, {"groups": "sites"}, "--groups=sites needs groups that train apart"),
-        ({"outer.groups": 4}, {"groups": "sites"}, r"--groups=sites makes 2 groups .*outer\.groups=4; leave one out"),
+        ({"every": 0, "groups": 0}, {"groups": "sites"}, "--groups=sites needs groups that train apart"),
+        ({"groups": 4}, {"groups": "sites"}, r"--groups=sites makes 2 groups .*outer\.groups=4; leave one out"),
         ({}, {"groups": "hosts"}, "--groups must be one of configured, sites, got 'hosts'"),
     ],
 )
-def test_groups_that_cannot_be_are_one_sentence(changes, options, words):
+def test_groups_that_cannot_be_are_one_sentence(outer, options, words):
     with pytest.raises(paxtrain.UserError, match=words):
-        planner.plan(config(**changes), two_sites(), dataclasses.replace(OPTIONS, **options))
+        planned(outer, two_sites(), dataclasses.replace(OPTIONS, **options))
+
+
+@pytest.mark.parametrize(
+    ("outer", "changes", "words"),
+    [
+        ({"every": 30}, {}, r"outer\.every=30 does not divide run\.steps=400"),
+        ({"every": 20, "fragments": 5}, {}, r"outer\.fragments=5 is more than model\.layers=4"),
+        ({"every": 20, "fragments": 3}, {}, r"outer\.fragments=3 does not divide outer\.every=20"),
+        ({}, {"data_micro_batches": "4,4"}, r"batch\.data_micro_batches=4,4 weighs sequences .* groups train apart"),
+    ],
+)
+def test_what_the_trainer_refuses_is_refused_before_the_search(outer, changes, words):
+    values = to_dict(config())
+    values |= {"outer": values["outer"] | outer, "batch": values["batch"] | changes}
+    with pytest.raises(paxtrain.UserError, match=words):
+        plan_sections(values, two_sites(), OPTIONS)
 
 
 def test_a_cluster_of_one_site_has_no_groups_of_its_own():

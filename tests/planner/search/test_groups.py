@@ -152,7 +152,7 @@ def test_training_together_takes_longer_over_slow_links():
 
 
 @pytest.mark.parametrize("trunks", [False, True])
-@pytest.mark.parametrize("seed", [0, 3, 5, 8])
+@pytest.mark.parametrize("seed", [6, 9, 23, 25, 27])
 def test_no_plan_is_better_on_six_hosts(seed, trunks):
     some = brute_force.instance(seed)
     some = brute_force.behind_trunks(some, seed) if trunks else some
