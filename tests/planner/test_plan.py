@@ -141,6 +141,13 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
         "there is no host 'pax3' to leave out": [cluster_flag, "--without=host0,pax3"],
+        "outer.every=30 does not divide run.steps=100000": [cluster_flag, "--model.outer.every=30"],
+        "outer.groups=3 divides the data axis of no mesh": [
+            cluster_flag,
+            "--model.outer.every=50",
+            "--model.outer.groups=3",
+        ],
+        "--groups=sites needs groups that train apart": [cluster_flag, "--groups=sites"],
         "all 2 hosts are left out": [cluster_flag, "--without=host0,host1"],
     }
     for sentence, arguments in cases.items():

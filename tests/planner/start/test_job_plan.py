@@ -130,6 +130,21 @@ def test_the_decision_is_told_in_ten_lines(out):
     assert all(len(line) <= 240 for line in lines)
 
 
+def test_groups_are_planned_for_and_other_ones_anew(out):
+    alone, grouped = request(out), request(out)
+    grouped.values["outer"] = {"every": 10, "groups": 2}
+    assert decide(alone, *HOSTS).plan.outer is None
+    assert "outer" not in alone.asked()
+    made = decide(grouped, *HOSTS)
+    assert made.source.startswith("made anew: configuration") and made.plan.outer.groups == 2
+    assert made.plan.apply(grouped.values).groups == 2
+    [line] = [line for line in job_plan.describe(made, machines(*HOSTS)).splitlines() if line.startswith("groups")]
+    assert f"2 of {made.plan.mesh.data // 2} data ranks, which exchange every 10 steps" in line
+    assert " again: " in decide(grouped, *HOSTS).source
+    grouped.values["outer"] = {"every": 20, "groups": 2}
+    assert decide(grouped, *HOSTS).source.startswith("made anew: configuration")
+
+
 def test_of_a_plan_without_figures_the_rest_is_told(out):
     found = decide(request(out), *HOSTS)
     bare = dataclasses.replace(found, plan=dataclasses.replace(found.plan, predicted={"step_seconds": 1.0}))
