@@ -271,9 +271,9 @@ def describe(decision: Decision, machines: Machines) -> str:
     how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
     how += ", sequence parallel" if mesh.sequence_parallel else ""
     rows.append(("mesh", f"data={mesh.data} pipe={mesh.pipe} tensor={mesh.tensor}, {how}"))
-    if outer := plan.outer:
-        ranks = mesh.data // outer.groups
-        rows.append(("groups", f"{outer.groups} of {ranks} data ranks, which exchange every {outer.every} steps"))
+    if apart := plan.outer:
+        of = f"{apart.groups} of {mesh.data // apart.groups} data ranks"
+        rows.append(("groups", f"{of}, which exchange every {apart.every} steps"))
     layers = f", layers {pipeline.pipe_layers}" if pipeline.pipe_layers else ""
     by_rank = f", data ranks of {batch.data_micro_batches} micro-batches" if batch.data_micro_batches else ""
     rows.append(
