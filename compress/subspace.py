@@ -16,6 +16,8 @@ A zero column stays exactly zero in every function, so zero columns make a rank 
 each; in plain jnp, XLA makes about 20 of them, and calls cuSOLVER and cuBLAS for the factorisations and solves.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,6 +33,9 @@ FACTORS = ("float32", "bfloat16", "int8")
 # from which later messages cannot recover. This share adds less than 0.3 % to the error of a constant message.
 _MIX = 0.03
 _RIDGE = 1e-6
+# Multiplications of a batch, n r^2 each, above which CPUs take one matrix after another, see `_one_by_one`; and the
+# devices that vmap may add to a batch without its showing.
+_LARGE, _EMULATED = 2**17, 8
 
 
 class Factor(NamedTuple):
@@ -56,6 +61,32 @@ def _unit(x: jax.Array) -> jax.Array:
     # x is scaled first, so that no square leaves float32's range, however small or large x is.
     x = x / _largest(x)
     return x * lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-2, keepdims=True), 1))
+
+
+def _one_by_one(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Return a function of every matrix of a batch; on CPUs large ones are taken one after another.
+
+    LAPACK's kernels of jaxlib 0.10 hand a large batch to XLA's threads, and one of these waits until the others are
+    done. If as many kernels as there are threads begin at once, none of them ends: two processors with two devices have
+    hung so in factorisations of four matrices of 512 x 48 (jax-v0.10.2, jaxlib/cpu/lapack_kernels.cc). A matrix alone is
+    not handed on.
+
+    Args:
+        function: function of matrices, one of each array.
+        arrays: batches of matrices [*, n, r], with equal leading dims.
+    """
+    batch, (n, r) = arrays[-1].shape[:-2], arrays[-1].shape[-2:]
+    number = math.prod(batch)
+    if max(number, _EMULATED) * n * r * r <= _LARGE:
+        return function(*arrays)
+    alone = jax.custom_batching.sequential_vmap(function)
+
+    def in_turn(*arrays: jax.Array) -> jax.Array:
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+        found = lax.map(lambda matrices: alone(*matrices), flat)
+        return found.reshape(*batch, *found.shape[-2:])
+
+    return lax.platform_dependent(*arrays, cpu=in_turn, default=function)
 
 
 def _cholesky(g: jax.Array, ridge: float) -> jax.Array:
@@ -102,7 +133,11 @@ def precondition(p: jax.Array, implementation: str = "xla") -> jax.Array:
         return thin.left(parts, _shift(p.shape[-1]), p.dtype, interpret=implementation == "interpret")[0]
     p = _unit(p)
     gram = jnp.matmul(p.mT, p, precision=lax.Precision.HIGHEST)
-    return _divide(p, _cholesky(gram, _shift(p.shape[-1])), transpose=True)
+
+    def divided(gram: jax.Array, p: jax.Array) -> jax.Array:
+        return _divide(p, _cholesky(gram, _shift(p.shape[-1])), transpose=True)
+
+    return _one_by_one(divided, gram, p)
 
 
 def orthonormal(p: jax.Array) -> jax.Array:
@@ -111,7 +146,7 @@ def orthonormal(p: jax.Array) -> jax.Array:
     It is slower than `precondition` and serves to check it. Zero columns must be the last ones; they stay zero.
     """
     p = _unit(p)
-    return jnp.where(jnp.any(p != 0, axis=-2, keepdims=True), jnp.linalg.qr(p)[0], 0)
+    return jnp.where(jnp.any(p != 0, axis=-2, keepdims=True), _one_by_one(lambda p: jnp.linalg.qr(p)[0], p), 0)
 
 
 def solve(s: jax.Array, g: jax.Array, implementation: str = "xla") -> jax.Array:
@@ -130,8 +165,12 @@ def solve(s: jax.Array, g: jax.Array, implementation: str = "xla") -> jax.Array:
         return thin.fit(*parts, _RIDGE, interpret=implementation == "interpret")[0]
     largest = jnp.max(jnp.diagonal(g, axis1=-2, axis2=-1), axis=-1)[..., None, None]
     largest = jnp.where(largest == 0, 1, largest)
-    lower = _cholesky(g / largest, _RIDGE)
-    return _divide(_divide(s / largest, lower, transpose=True), lower, transpose=False)
+
+    def divided(g: jax.Array, s: jax.Array) -> jax.Array:
+        lower = _cholesky(g, _RIDGE)
+        return _divide(_divide(s, lower, transpose=True), lower, transpose=False)
+
+    return _one_by_one(divided, g / largest, s / largest)
 
 
 def warm_start(w: jax.Array, first: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Thin-factor mathematics against numpy in float64, and against algorithms that are known to fail."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -250,3 +251,42 @@ def test_any_message(seed, rank, decades, exponent):
         p, w, q = compress(m, first, first, form)
         assert all(np.isfinite(x).all() for x in (p, w, q))
         assert relative_error(m, p, w) <= (1 + 1e-5 if rank > 12 else 1e-4)
+
+
+# --- Large batches on CPUs --------------------------------------------------------------------------------------------
+
+_BATCHED = {
+    "precondition": lambda p, g: subspace.precondition(p),
+    "orthonormal": lambda p, g: subspace.orthonormal(p),
+    "solve": subspace.solve,
+}
+
+
+def lapack_batches(compiled):
+    """Return the number of matrices in each call of LAPACK."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        if "custom-call" in line and "lapack" in line:
+            shape = re.search(r"f32\[([\d,]+)\]", line).group(1)
+            found.append(int(np.prod([int(size) for size in shape.split(",")[:-2]], dtype=int)))
+    return found
+
+
+@pytest.mark.parametrize("name", _BATCHED)
+@pytest.mark.parametrize("emulated", [False, True])
+def test_large_matrices_come_alone_to_lapack_and_with_the_same_bits(name, emulated, monkeypatch):
+    """LAPACK's kernels of a batch may wait for each other for ever; the control has the whole batch in one call."""
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(rng.normal(size=(2, 3, 320, 24)), jnp.float32)
+    g = jnp.asarray(p.mT @ p)
+
+    def compiled():
+        function = jax.vmap(_BATCHED[name]) if emulated else _BATCHED[name]
+        return jax.jit(lambda p, g: function(p, g)).lower(p, g).compile()
+
+    alone = compiled()
+    assert set(lapack_batches(alone)) == {1}
+    monkeypatch.setattr(subspace, "_LARGE", 2**40)
+    together = compiled()
+    assert set(lapack_batches(together)) == {6}
+    np.testing.assert_array_equal(alone(p, g), together(p, g))
