@@ -68,8 +68,8 @@ def _one_by_one(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.A
 
     LAPACK's kernels of jaxlib 0.10 hand a large batch to XLA's threads, and one of these waits until the others are
     done. If as many kernels as there are threads begin at once, none of them ends: two processors with two devices have
-    hung so in factorisations of four matrices of 512 x 48 (jax-v0.10.2, jaxlib/cpu/lapack_kernels.cc). A matrix alone is
-    not handed on.
+    hung so in factorisations of four matrices of 512 x 48 (jax-v0.10.2, jaxlib/cpu/lapack_kernels.cc). A matrix alone
+    is not handed on.
 
     Args:
         function: function of matrices, one of each array.
