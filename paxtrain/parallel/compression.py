@@ -92,7 +92,7 @@ class Compression:
     Attributes:
         layout: layout of the model on the mesh.
         implementation: implementation of the kernels, one of compress.kernels.IMPLEMENTATIONS.
-        record: number of messages that every link keeps for a study; 0 keeps none.
+        record: number of rows of the schedule whose messages every link keeps for a study; 0 keeps none.
         codec: codec of the gradients between stages, given from Python. compress.backward says which gradients it
             encodes, and "none" stands for "all" then; what else the configuration says about them does not apply. None:
             the codec that the configuration describes.
@@ -193,8 +193,8 @@ class Compression:
     @functools.cached_property
     def links(self) -> Links:
         """Codecs of the messages between the stages, within a Recorder if the run records messages."""
-        codecs = self.backward_codec, self.forward_codec
-        return Links(*(Recorder(codec, self.record) if self.record else codec for codec in codecs))
+        codecs, axes = (self.backward_codec, self.forward_codec), ("data", "pipe", "tensor")
+        return Links(*(Recorder(codec, self.record, axes) if self.record else codec for codec in codecs))
 
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """Return the gradients that go through the backward codec, as (sending virtual stage, micro-batch)."""

@@ -83,7 +83,7 @@ class Trainer:
         mesh: Device mesh with the axes (data, pipe, tensor), as `make_mesh` returns it.
         stage_ranks: Rank of each stage's factors over data, 0 for dense; None: the ranks of the configuration after
             compression has started.
-        record: Number of messages that each link between stages keeps in its state, for a study.
+        record: Number of rows of the schedule whose messages each link between stages keeps in its state, for a study.
         virtual: Whether to emulate all devices of config.mesh on the one device of `mesh`: the same values, without
             collectives.
         codec: Codec of the gradients between stages, instead of the LowRank that config.compress describes (see
@@ -239,8 +239,12 @@ class Trainer:
         Args:
             canonical: Parameters in the canonical layout of `model.transformer`, float32.
         """
+        return self._made_from_params(canonical)
+
+    @functools.cached_property
+    def _made_from_params(self) -> Callable[[Params], TrainState]:
         made = jax.jit(self._from_params, out_shardings=self.state_shardings)
-        return distributed.compiled_together(made, "the first state of given weights")(canonical)
+        return distributed.compiled_together(made, "the first state of given weights")
 
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
     variants.py             the configurations that are compared
     runs.py                 the training runs
+    finished.py             their results on disk, as each ends
     programs.py             their compiled steps, shared by variants
     probe.py                measurements besides losses: bytes, errors of messages, spectra
     frontier.py             all codecs of the library, loss against bytes

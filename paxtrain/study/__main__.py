@@ -21,11 +21,11 @@ from paxtrain.config.options import PLACES
 from paxtrain.errors import UserError, whole
 from paxtrain.study import frontier, loss_probe, plots, propagation, report
 from paxtrain.study.loss_probe_file import FILE
+from paxtrain.study.report import VariantResult
 from paxtrain.study.runs import Study
 from paxtrain.study.variants import settled
 
 HINT = OVERRIDES
-_STEPS, _SEEDS = 100, 3  # of the frontier
 _RANKS = (4, 8, 16)  # of the study
 _MODES = ("frontier", "probe", "lep")
 
@@ -37,7 +37,7 @@ def define_flags() -> None:
         "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier, --probe, --lep."
     )
     flags.DEFINE_integer("seeds", None, description)
-    description = f"Optimizer steps of each run; default: the configuration's, {_STEPS} with --frontier, "
+    description = f"Optimizer steps of each run; default: the configuration's, {frontier.STEPS} with --frontier, "
     description += f"{loss_probe.STEPS} with --probe, {propagation.STEPS} with --lep."
     flags.DEFINE_integer("steps", None, description, lower_bound=1)
     words = [",".join(map(str, ranks)) for ranks in (_RANKS, loss_probe.RANKS, propagation.RANKS)]
@@ -51,6 +51,9 @@ def define_flags() -> None:
     flags.DEFINE_list("axes", [], description)
     description = f"Codecs of --frontier, default: all of the library; or of --probe: {','.join(loss_probe.CODECS)}."
     flags.DEFINE_list("codecs", [], description)
+    flags.DEFINE_bool(
+        "resume", False, "Take from --out the runs that an earlier start has finished with the same values."
+    )
     flags.DEFINE_integer("workers", 2, "Runs at a time; one with --real_mesh.", lower_bound=1)
     shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
@@ -68,8 +71,10 @@ def _given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _workers() -> int:
-    return 1 if flags.FLAGS.real_mesh else flags.FLAGS.workers
+def _trained(study: Study) -> list[VariantResult]:
+    """Return the results of a study's runs."""
+    study.keep_programs()
+    return study.run(1 if flags.FLAGS.real_mesh else flags.FLAGS.workers)
 
 
 def _frontier(config: Config) -> str:
@@ -79,11 +84,10 @@ def _frontier(config: Config) -> str:
     for name, given, known in (("axes", axes, frontier.AXES), ("codecs", codecs, frontier.CODECS)):
         if unknown := [value for value in given if value not in known]:
             raise UserError(f"--{name} must be some of {', '.join(known)}, got {unknown[0]!r}")
-    config = settled(config)
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=_given(f.steps, _STEPS)))
-    others = frontier.variants(config, axes, codecs)
-    study = Study(config, f.out, _given(f.seeds, _SEEDS), (), f.real_mesh, others=others)
-    print(frontier.write(study.config, study.run(_workers()), study.out))
+    others = frontier.variants(settled(config), axes, codecs, _given(f.steps, frontier.STEPS))
+    seeds = _given(f.seeds, frontier.SEEDS)
+    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, resume=f.resume)
+    print(frontier.write(study.config, others, _trained(study), study.out))
     return frontier.PAGE
 
 
@@ -97,8 +101,8 @@ def _probe(own: Config) -> str:
     config = loss_probe.settled(own, _given(f.steps, loss_probe.STEPS))
     ranks = _ranks(loss_probe.RANKS)
     others = loss_probe.variants(config, own, where, f.codecs or loss_probe.CODECS, ranks)
-    study = Study(config, f.out, seeds, (), f.real_mesh, others=others, counted=False)
-    print(loss_probe.write(config, others, study.run(_workers()), study.out))
+    study = Study(config, f.out, seeds, (), f.real_mesh, others=others, counted=False, resume=f.resume)
+    print(loss_probe.write(config, others, _trained(study), study.out))
     print(f"\nwrote {study.out / FILE}, which python -m planner.plan takes as --probe")
     return loss_probe.PAGE
 
@@ -108,8 +112,8 @@ def _lep(config: Config) -> str:
     f = flags.FLAGS
     others = propagation.variants(settled(config), _ranks(propagation.RANKS), _given(f.steps, propagation.STEPS))
     seeds = _given(f.seeds, propagation.SEEDS)
-    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, counted=False)
-    print(propagation.write(study.config, study.run(_workers()), study.out))
+    study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, counted=False, resume=f.resume)
+    print(propagation.write(study.config, _trained(study), study.out))
     return propagation.PAGE
 
 
@@ -119,8 +123,8 @@ def _study(config: Config) -> str:
     config = settled(config)
     if f.steps is not None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=f.steps))
-    study = Study(config, f.out, _given(f.seeds, 1), _ranks(_RANKS), f.real_mesh)
-    outcomes = study.run(_workers())
+    study = Study(config, f.out, _given(f.seeds, 1), _ranks(_RANKS), f.real_mesh, resume=f.resume)
+    outcomes = _trained(study)
     report.write_csv(outcomes, study.out)
     figures = plots.draw(study.config, outcomes, study.out)
     report.write_page(study.config, outcomes, figures, study.out)
@@ -139,6 +143,10 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} is of {' and '.join(f'--{mode}' for mode in of)}; add one of them")
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if not f.real_mesh:
+        # Likewise XLA, whose ops are small here: runs are what is computed in parallel, each in its own thread.
+        os.environ.setdefault("NPROC", "1")
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     config = from_dict(f.config)
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     began = time.perf_counter()

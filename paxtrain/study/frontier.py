@@ -1,7 +1,7 @@
-"""The frontier: the loss of every codec of the library against its bytes, one axis of the mesh at a time, over seeds.
+"""The frontier: every codec's loss against its bytes and its modelled time, one axis of the mesh at a time, over seeds.
 
-`python -m paxtrain.study --frontier` writes frontier.csv, frontier.png and frontier.md. A codec's bytes are those of
-its axis, as a share of what that traffic is without one.
+`python -m paxtrain.study --frontier` writes frontier.csv, frontier.md and a picture of each axis. A codec's bytes are
+those of its axis, as a share of what that traffic is without one.
 """
 
 import csv
@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from paxtrain.config import Config
 from paxtrain.config.options import CodecOptions
+from paxtrain.devices.datasheets import datasheet
+from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.layout import Layout
 from paxtrain.run import plots
+from paxtrain.study.plots import Label, Side, around, put_labels
 from paxtrain.study.report import VariantResult, by_run, differences, markdown
-from paxtrain.study.variants import Variant, bare
+from paxtrain.study.variants import Variant, bare, shortened
 
 PAGE = "frontier.md"
 DENSE = "dense"
@@ -56,19 +60,33 @@ POINTS = (
 # The kinds of probe.BYTES that a codec takes over, by axis.
 AXES = {"between": ("backward",), "data": ("reduce-scatter", "all-reduce")}
 WORDS = {"between": "gradients between stages", "data": "gradients over data"}
+RATES = (1, 10, 100)  # of links, Gbit/s
+STEPS, SEEDS = 60, 3
+_DEVICE = "H100"  # whose memory codecs read and write in the modelled time
+_LINE, _POINT, _INK = "#d9822b", "#2f6f9f", "#22272e"
+# Sides of a point for its label, the far ones with a line to it.
+_SIDES: tuple[Side, ...] = tuple(
+    ((far * x, far * y), {1: "left", 0: "center", -1: "right"}[x], {1: "bottom", 0: "center", -1: "top"}[y])
+    for far in (7, 18, 30, 44, 60)
+    for x, y in ((1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1), (1, 0), (-1, 0))
+)
 
 
 CODECS = tuple(dict.fromkeys(point.codec for point in POINTS))
 
 
-def variants(config: Config, axes: Sequence[str] = tuple(AXES), codecs: Sequence[str] = CODECS) -> list[Variant]:
+def variants(
+    config: Config, axes: Sequence[str] = tuple(AXES), codecs: Sequence[str] = CODECS, steps: int = STEPS
+) -> list[Variant]:
     """Return dense training, and each point of some codecs on each of some axes.
 
     Args:
         config: configuration of the study.
         axes: names in AXES.
         codecs: names in CODECS.
+        steps: optimizer steps of each run, over which the learning rate falls.
     """
+    config = shortened(config, steps)
     # Compression over data from the first step on, so that each variant is one program.
     c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="fused")
     found = [Variant(DENSE, DENSE, dataclasses.replace(config, compress=c))]
@@ -87,114 +105,216 @@ def variants(config: Config, axes: Sequence[str] = tuple(AXES), codecs: Sequence
 
 
 class CodecLoss(NamedTuple):
-    """A codec's bytes and losses on an axis.
+    """A codec's bytes, work and losses on an axis.
 
     Attributes:
         axis: name in AXES.
         label: name of the codec.
         share: bytes of the axis's traffic, as a share of dense training's.
+        passes: reads and writes of the traffic, as it is without a codec, to encode and to decode it.
         losses: percent by which the validation loss is above dense training's, for each seed.
     """
 
     axis: str
     label: str
     share: float
+    passes: float
     losses: list[float]
 
+    @property
+    def mean(self) -> float:
+        """Mean of the losses over the seeds."""
+        return statistics.fmean(self.losses)
 
-def rows(outcomes: list[VariantResult]) -> list[CodecLoss]:
-    """Return the points of all axes, those with most bytes first."""
+    def seconds(self, rate: float) -> float:
+        """Return the modelled time for what is a gigabyte without a codec: on the link, and in the codec's passes.
+
+        Args:
+            rate: rate of the link in Gbit/s.
+        """
+        sheet = datasheet(_DEVICE)
+        assert sheet
+        return 8 * self.share / rate + self.passes * 1e9 / sheet.memory_bandwidth
+
+
+def _passes(variant: Variant) -> float:
+    """Return the passes of a variant's codec over the traffic of its axis."""
+    made = Compression(Layout(variant.config))
+    codec = made.reducer if variant.name.startswith("data") else made.backward_codec
+    assert codec
+    encode, decode, _ = codec.passes()
+    return encode + decode
+
+
+def rows(outcomes: list[VariantResult], trained: Sequence[Variant]) -> list[CodecLoss]:
+    """Return the points of all axes, those with most bytes first.
+
+    Args:
+        outcomes: results of all runs.
+        trained: variants of the runs.
+    """
     runs = by_run(outcomes)
     dense, found = runs[DENSE][0], []
-    for name, group in runs.items():
-        axis, _, label = name.partition(": ")
+    for variant in trained:
+        axis, _, label = variant.name.partition(": ")
         if axis in AXES:
-            sent, whole = (sum(one.bytes[kind] for kind in AXES[axis]) for one in (group[0], dense))
-            found.append(CodecLoss(axis, label, sent / whole, differences(runs, name)))
+            one = runs[variant.name][0]
+            sent, whole = (sum(outcome.bytes[kind] for kind in AXES[axis]) for outcome in (one, dense))
+            losses = differences(runs, variant.name)
+            found.append(CodecLoss(axis, label, sent / whole, _passes(variant), losses))
     return sorted(found, key=lambda row: (list(AXES).index(row.axis), -row.share))
 
 
-def write_csv(outcomes: list[VariantResult], out: pathlib.Path) -> None:
+def _write_csv(some: list[CodecLoss], seeds: Sequence[int], out: pathlib.Path) -> None:
     """Write frontier.csv with a row per codec, axis and seed."""
-    seeds = [outcome.seed for outcome in by_run(outcomes)[DENSE]]
     with (out / "frontier.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["axis", "codec", "bytes_share", "seed", "percent_above_dense"])
-        for row in rows(outcomes):
+        times = [f"seconds_per_gigabyte_at_{rate}_gbit" for rate in RATES]
+        writer.writerow(["axis", "codec", "bytes_share", *times, "seed", "percent_above_dense"])
+        for row in some:
+            spent = [f"{row.seconds(rate):.5g}" for rate in RATES]
             for seed, loss in zip(seeds, row.losses, strict=True):
-                writer.writerow([row.axis, row.label, f"{row.share:.5g}", seed, f"{loss:.5g}"])
+                writer.writerow([row.axis, row.label, f"{row.share:.5g}", *spent, seed, f"{loss:.5g}"])
 
 
-def table(outcomes: list[VariantResult]) -> list[list[str]]:
+def table(some: list[CodecLoss]) -> list[list[str]]:
     """Return the table as rows of cells; the first row has the headings."""
-    cells = [["axis", "codec", "bytes of dense's, %", "loss against dense, %", "lowest", "highest"]]
-    for row in rows(outcomes):
-        spread = [f"{found(row.losses):+.2f}" for found in (statistics.fmean, min, max)]
-        cells.append([WORDS[row.axis], row.label, f"{100 * row.share:.1f}", *spread])
+    times = [f"ms a GB at {rate} Gbit/s" for rate in RATES]
+    cells = [["axis", "codec", "bytes of dense's, %", *times, "loss against dense, %", "lowest", "highest"]]
+    for row in some:
+        spread = [f"{value:+.2f}" for value in (row.mean, min(row.losses), max(row.losses))]
+        spent = [f"{1e3 * row.seconds(rate):.1f}" for rate in RATES]
+        cells.append([WORDS[row.axis], row.label, f"{100 * row.share:.1f}", *spent, *spread])
     return cells
 
 
-def _panel(axes: Axes, some: list[CodecLoss], title: str) -> None:
-    """Draw the codecs of one axis."""
-    plots.style(axes)
-    axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
-    axes.axhline(0, color="#22272e", linewidth=0.9)
-    for n, row in enumerate(some):
-        mean, x = statistics.fmean(row.losses), 100 * row.share
-        spread = [[mean - min(row.losses)], [max(row.losses) - mean]]
-        axes.errorbar(x, mean, spread, color="#2f6f9f", marker="o", capsize=3, linestyle="none", elinewidth=1.2)
-        axes.annotate(
-            row.label,
-            (x, mean),
-            xytext=(5, 5 if n % 2 else -11),
-            textcoords="offset points",
-            fontsize=8,
-            color="#22272e",
-        )
-    means = [statistics.fmean(row.losses) for row in some]
-    shares = np.array([100 * row.share for row in some])
-    # No other codec has both fewer bytes and a lower loss than those on the line.
-    best = [i for i in np.argsort(shares) if means[i] <= min(m for m, s in zip(means, shares) if s <= shares[i])]
-    axes.plot(shares[best], np.array(means)[best], color="#d9822b", linewidth=1.2, zorder=1)
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.yaxis.set_major_formatter(PercentFormatter(100, decimals=1))
-    axes.set_xlabel("bytes, % of what is sent without a codec")
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.margins(0.15)
-
-
-def draw(outcomes: list[VariantResult], out: pathlib.Path) -> None:
-    """Draw frontier.png: loss against bytes, a panel for each axis."""
-    every = rows(outcomes)
-    names = list(dict.fromkeys(row.axis for row in every))
-    figure = plots.figure(6.5 * len(names), 5)
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-        _panel(axes, [row for row in every if row.axis == name], WORDS[name])
-    figure.supylabel("validation loss against dense", fontsize=10)
-    figure.savefig(out / "frontier.png")
-
-
-def write(config: Config, outcomes: list[VariantResult], out: pathlib.Path) -> str:
-    """Write the page, the picture and the numbers, and return the table as Markdown.
+def best(places: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Return the points that no other beats: none is both as far left and as low, in the order of their places.
 
     Args:
-        config: configuration of the study.
+        places: bytes or times.
+        losses: losses, of the same points.
+    """
+    order = sorted(range(len(places)), key=lambda i: (places[i], losses[i]))
+    found: list[int] = []
+    for i in order:
+        if not found or losses[i] < losses[found[-1]]:
+            found.append(i)
+    return found
+
+
+def sentences(some: list[CodecLoss]) -> list[str]:
+    """Return for each axis which codecs cost something that these seeds show, and which do not."""
+    found = []
+    for axis in dict.fromkeys(row.axis for row in some):
+        own = [row for row in some if row.axis == axis]
+        worse = [f"{row.label} ({row.mean:+.2f}%)" for row in own if min(row.losses) > 0]
+        better = [f"{row.label} ({row.mean:+.2f}%)" for row in own if max(row.losses) < 0]
+        alike = [row.label for row in own if min(row.losses) <= 0 <= max(row.losses)]
+        said = [
+            f"above dense with every seed: {', '.join(worse)}" if worse else "none is above dense with every seed",
+            *([f"below dense with every seed, which so few seeds do not prove: {', '.join(better)}"] if better else []),
+            *([f"not to be told from dense, since its sign changes: {', '.join(alike)}"] if alike else []),
+        ]
+        found.append(f"{WORDS[axis].capitalize()}: {'; '.join(said)}.")
+    return found
+
+
+def _panel(axes: Axes, some: list[CodecLoss], places: Sequence[float], dense: float, title: str) -> None:
+    """Draw the codecs of one axis of the mesh against their bytes or times.
+
+    Args:
+        axes: axes of the figure.
+        some: the codecs.
+        places: bytes or time of each.
+        dense: bytes or time of dense training.
+        title: title, with the unit of the places.
+    """
+    plots.style(axes)
+    axes.axhspan(-1, 1, color="#e9f2ea", zorder=0)
+    axes.axhline(0, color=_INK, linewidth=0.9)
+    axes.plot(dense, 0, color=_INK, marker="D", linestyle="none")
+    for row, x in zip(some, places, strict=True):
+        spread = [[row.mean - min(row.losses)], [max(row.losses) - row.mean]]
+        axes.errorbar(x, row.mean, spread, color=_POINT, marker="o", markersize=5, capsize=3, elinewidth=1)
+    means = [row.mean for row in some]
+    line = best([*places, dense], [*means, 0.0])
+    axes.plot(*zip(*(((*places, dense)[i], (*means, 0.0)[i]) for i in line)), color=_LINE, linewidth=1.2, zorder=1)
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g} %" if percent else "0"))
+    axes.yaxis.set_ticks([y for y in (-3, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50) if _shown(y, axes)])
+    axes.xaxis.set_ticks([x for n in range(-4, 4) for x in (10.0**n, 2 * 10.0**n, 5 * 10.0**n)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.minorticks_off()
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(min(places) / 1.6, dense * 1.6)
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def _shown(y: float, axes: Axes) -> bool:
+    """Return whether a tick is within the axes' limits."""
+    low, high = axes.get_ylim()
+    return low <= y <= high
+
+
+def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
+    """Draw the picture of an axis, with a panel for bytes and one for each rate of links, and return its name."""
+    figure = plots.figure(12, 9)
+    panels = [("bytes, % of what is sent without a codec", [100 * row.share for row in some], 100.0)]
+    dense = CodecLoss(axis, DENSE, 1, 0, [0])
+    for rate in RATES:
+        title = f"at {rate} Gbit/s: modelled ms for what is 1 GB without a codec"
+        panels.append((title, [1e3 * row.seconds(rate) for row in some], 1e3 * dense.seconds(rate)))
+    grid = list(figure.subplots(2, 2, sharey=True).flat)
+    for axes, (title, places, end) in zip(grid, panels, strict=True):
+        _panel(axes, some, places, end, title)
+    figure.suptitle(WORDS[axis].capitalize(), fontsize=12, x=0.01, ha="left")
+    figure.supylabel("validation loss against dense: mean, lowest and highest of the seeds", fontsize=10)
+    figure.draw_without_rendering()
+    for axes, (_, places, end) in zip(grid, panels, strict=True):
+        points = [*zip(places, (row.mean for row in some), strict=True), (end, 0.0)]
+        taken = around(axes, axes.transData.transform(points), 5)
+        for row, x in zip(some, places, strict=True):
+            along = np.linspace(min(row.losses), max(row.losses), 12)
+            taken += around(axes, axes.transData.transform([(x, y) for y in along]), 2)
+        names = [*(row.label for row in some), DENSE]
+        put_labels(axes, [Label(name, point, _INK, _SIDES) for name, point in zip(names, points, strict=True)], taken)
+    name = f"frontier_{axis}.png"
+    figure.savefig(out / name, dpi=100)
+    return name
+
+
+_MODEL = (
+    "The modelled time is that of traffic which is 1 GB without a codec: its bytes over the link's rate, and the "
+    f"passes that the codec declares, at the memory bandwidth of an {_DEVICE}. It is no step's time: what "
+    "travels under compute costs none of it, and kernels of small messages take longer. Numbers are float32 here. "
+    "Beside bfloat16 traffic the shares of int8, int4, fp8 and sign are twice as large."
+)
+
+
+def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResult], out: pathlib.Path) -> str:
+    """Write the page, the pictures and the numbers, and return the table and the sentences as Markdown.
+
+    Args:
+        config: configuration of the runs.
+        trained: variants of the runs.
         outcomes: results of all runs.
         out: folder to write to.
     """
-    write_csv(outcomes, out)
-    draw(outcomes, out)
-    c, m = config, config.model
-    seeds = len(by_run(outcomes)[DENSE])
-    made = markdown(table(outcomes), words=2)
+    some, c, m = rows(outcomes, trained), config, config.model
+    tokens = f"{c.batch.global_batch * m.sequence:,}"
+    seeds = [outcome.seed for outcome in by_run(outcomes)[DENSE]]
+    _write_csv(some, seeds, out)
+    pictures = [_draw(axis, [row for row in some if row.axis == axis], out) for axis in {row.axis: 0 for row in some}]
+    made = "\n\n".join([markdown(table(some), words=2), "\n".join(f"- {one}" for one in sentences(some))])
     setting = (
-        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}) on a mesh of {c.mesh.data} "
-        f"data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {c.batch.global_batch * m.sequence:,} tokens, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}: mean, lowest and highest. Every message of an axis goes through the "
-        "codec, with error feedback, from the first step on. Bytes are read from the program compiled for the real "
-        "mesh, norms, biases and the embedding's reduction included."
+        f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
+        f"{c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {tokens} tokens, "
+        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: mean, lowest and highest. Every message of an axis "
+        "goes through the codec, with error feedback, from the first step on. Bytes are those that the step sends on "
+        "the real mesh, norms, biases and the embedding's reduction included."
     )
-    page = ["# The frontier of the codecs", setting, made, "![loss against bytes](frontier.png)"]
-    (out / PAGE).write_text("\n\n".join(page) + "\n")
+    shown = [f"![{WORDS[name[9:-4]]}: loss against bytes and time]({name})" for name in pictures]
+    (out / PAGE).write_text("\n\n".join(["# The frontier of the codecs", setting, _MODEL, made, *shown]) + "\n")
     return made

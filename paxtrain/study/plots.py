@@ -3,11 +3,12 @@
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from matplotlib.transforms import Bbox
 
@@ -33,8 +34,10 @@ _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))
 _LINKS = ("#2f6f9f", "#d9822b", "#3c9d8f", "#8e5aa8", "#c0392b", "#8aa83a", "#22272e")
 _BAND = "#e9f2ea"
+_FAR = 15  # points between a label and its point from which on a line joins them
 # Sides of a point for its label, by preference: offset in points, horizontal and vertical alignment.
-_SIDES = (
+Side = tuple[tuple[float, float], str, str]
+_SIDES: tuple[Side, ...] = (
     ((0, 11), "center", "bottom"),
     ((0, -11), "center", "top"),
     ((-9, 0), "right", "center"),
@@ -43,6 +46,22 @@ _SIDES = (
 _TITLE = {"fontsize": 10, "loc": "left"}
 
 ResultsByName = dict[str, list[VariantResult]]
+
+
+class Label(NamedTuple):
+    """The label of a point.
+
+    Attributes:
+        text: what it says.
+        point: the point, in the axes' units.
+        color: color of the text.
+        sides: sides of the point where it may be, by preference.
+    """
+
+    text: str
+    point: tuple[float, float]
+    color: str
+    sides: Sequence[Side] = _SIDES
 
 
 def _signed(percent: float, _: float) -> str:
@@ -64,6 +83,40 @@ def _ordered(runs: ResultsByName) -> ResultsByName:
 def _points(runs: ResultsByName) -> dict[str, tuple[float, float]]:
     """Return the MB on all links per step of each variant, and the percentage by which its loss exceeds dense."""
     return {name: (group[0].total_bytes / 1e6, float(np.mean(differences(runs, name)))) for name, group in runs.items()}
+
+
+def around(axes: Axes, places: np.ndarray, width: float) -> list[Bbox]:
+    """Return boxes around places, for `put_labels`.
+
+    Args:
+        axes: axes of the figure.
+        places: places [n, 2] in pixels, as `axes.transData` gives them.
+        width: half of a box's width and height, in points.
+    """
+    half = width / 72 * cast(Figure, axes.figure).dpi
+    return [Bbox([xy - half, xy + half]) for xy in places]
+
+
+def put_labels(axes: Axes, labels: Sequence[Label], taken: list[Bbox]) -> None:
+    """Write labels beside their points, where they cover nothing, if there is such a place.
+
+    Args:
+        axes: axes with the points, in a figure that has been drawn with all of its parts.
+        labels: the labels; the first ones choose first.
+        taken: boxes in pixels that no label should cover; the labels' own are appended.
+    """
+    for label in labels:
+        for side in label.sides:
+            place: dict[str, Any] = dict(zip(("xytext", "ha", "va"), side), textcoords="offset points")
+            if max(map(abs, side[0])) > _FAR:
+                place["arrowprops"] = {"arrowstyle": "-", "color": label.color, "linewidth": 0.5, "alpha": 0.6}
+            text = axes.annotate(label.text, label.point, fontsize=8, color=label.color, **place)
+            box = Text.get_window_extent(text)
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0
+            if side == label.sides[-1] or (inside and not any(map(box.overlaps, taken))):
+                break
+            text.remove()
+        taken.append(box)
 
 
 def _loss_against_bytes(axes: Axes, runs: ResultsByName) -> None:
@@ -124,17 +177,12 @@ def _label(axes: Axes, runs: ResultsByName) -> None:
     zero = axes.transData.transform((0, 0))[1]
     taken = [Bbox([[axes.bbox.x0, zero - 1], [axes.bbox.x1, zero + 1]])]
     for some, width in ((axes.transData.transform(list(points.values())), 5), (line, 1)):
-        taken += [Bbox([xy - width / 72 * axes.figure.dpi, xy + width / 72 * axes.figure.dpi]) for xy in some]
+        taken += around(axes, some, width)
+    labels = []
     for name, point in sorted(points.items(), key=lambda item: -item[1][0]):
         sides, color = (_SIDES, _color(name)) if name in _COLORS else (_SIDES[2:], "#5b7f9c")
-        for side in sides:
-            place: dict[str, Any] = dict(zip(("xytext", "ha", "va"), side), textcoords="offset points")
-            text = axes.annotate(runs[name][0].label, point, fontsize=8, color=color, **place)
-            box = text.get_window_extent()
-            if side == sides[-1] or not any(map(box.overlaps, taken)):
-                break
-            text.remove()
-        taken.append(box)
+        labels.append(Label(runs[name][0].label, point, color, sides))
+    put_labels(axes, labels, taken)
 
 
 def _bytes_by_kind(axes: Axes, runs: ResultsByName) -> None:

@@ -14,7 +14,8 @@ from paxtrain.model import transformer
 from paxtrain.parallel.layout import Params
 from paxtrain.parallel.step import Trainer
 from paxtrain.study.programs import at_ranks
-from paxtrain.xla import hlo
+from paxtrain.xla import traced
+from paxtrain.xla.traced import TracedCollective
 
 Row = dict[str, Any]  # a row of a CSV file: numbers and names by column
 BYTES = ("forward", "backward", "embedding", "all-reduce", "reduce-scatter", "all-gather")
@@ -25,10 +26,6 @@ _RING = {
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-gather": lambda n: n - 1,
 }
-
-# Collectives are the same without optimization. On CPUs (not on GPUs) the disabled pass would move the embedding's
-# collectives out of the branch of the first and the last stage. Every stage would then run them.
-_COMPILE = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 # --- Bytes on the wire ------------------------------------------------------------------------------------------------
@@ -51,26 +48,13 @@ def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=4)
-def _executed(text: str) -> tuple[list[hlo.Collective], set[str]]:
-    """Return the collectives of a program, and the computations that all devices run."""
-    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
-    return hlo.collectives(text), certain
+def asked(trainer: Trainer) -> list[TracedCollective]:
+    """Return the collectives of a step, from its trace; nothing is compiled."""
+    step = trainer.step.trace(trainer.abstract_state(), trainer.abstract_batch())
+    return traced.collectives(step.jaxpr, trainer.platform)
 
 
-def collectives(trainer: Trainer, text: str, stage: int) -> list[hlo.Collective]:
-    """Return the collectives that a device of a stage runs: not those in loops that only other stages enter.
-
-    Args:
-        trainer: trainer whose stages all have factors of the same rank.
-        text: text of its compiled step.
-        stage: number of the stage.
-    """
-    every, certain = _executed(text)
-    return [op for op in every if op.computation in certain or _runs(trainer, stage, op.op_name)]
-
-
-def _sent_by_one(ops: list[hlo.Collective], mesh: MeshConfig) -> collections.Counter[str]:
+def _sent_by_one(ops: list[TracedCollective], mesh: MeshConfig) -> collections.Counter[str]:
     """Return the bytes that one device sends in collectives by kind, except permutes and collectives of tensor groups.
 
     Args:
@@ -79,22 +63,21 @@ def _sent_by_one(ops: list[hlo.Collective], mesh: MeshConfig) -> collections.Cou
     """
     sent: collections.Counter[str] = collections.Counter()
     for op in ops:
-        group = op.groups[0] if op.groups else range(mesh.devices)
         # On CPUs a reduce-scatter is an all-to-all with sums behind it (compress.collectives.reduce_scatter).
         kind = "reduce-scatter" if op.kind == "all-to-all" else op.kind
-        if kind in _RING and len({number // mesh.tensor for number in group}) > 1:
-            sent[kind] += _RING[kind](len(group)) * op.bytes * op.executions
+        if kind in _RING and len({number // mesh.tensor for number in op.groups[0]}) > 1:
+            sent[kind] += _RING[kind](len(op.groups[0])) * op.bytes * op.executions
     return sent
 
 
-def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
+def _sent_by_permutes(ops: list[TracedCollective], mesh: MeshConfig) -> collections.Counter[str]:
     """Return the bytes that all devices send to other stages: "forward", "backward" or "embedding"."""
     sent: collections.Counter[str] = collections.Counter()
 
     def stage(number: int) -> int:
         return number // mesh.tensor % mesh.pipe
 
-    for op in _executed(text)[0]:
+    for op in (op for op in ops if op.pairs):
         steps = {(stage(source), stage(target)) for source, target in op.pairs}
         # Only the swap of the tied embedding goes both ways at once.
         if steps == {(0, mesh.pipe - 1), (mesh.pipe - 1, 0)}:
@@ -105,32 +88,33 @@ def _sent_by_permutes(text: str, mesh: MeshConfig) -> collections.Counter[str]:
     return sent
 
 
-def step_text(trainer: Trainer) -> str:
-    """Return the text of the compiled step, from which its collectives can be read."""
-    return trainer.step.lower(trainer.abstract_state(), trainer.abstract_batch()).compile(_COMPILE).as_text()
+def alike(trainer: Trainer) -> dict[int, Trainer]:
+    """Return a trainer for each rank over data that a stage has, whose stages all have it.
+
+    In a program with different ranks the trace does not tell which stage takes which branch. So the bytes that a stage
+    sends over data are read from the program whose stages are all like it.
+    """
+    return {rank: at_ranks(trainer, (rank,) * trainer.config.mesh.pipe) for rank in sorted(set(trainer.ranks))}
 
 
-def wire_bytes(trainer: Trainer, text_of: Callable[[Trainer], str] = step_text) -> dict[str, int]:
-    """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from compiled HLO.
+def wire_bytes(trainer: Trainer, by_rank: dict[int, list[TracedCollective]] | None = None) -> dict[str, int]:
+    """Return the bytes that all devices together put on the links in a step, by the kinds BYTES, from its trace.
 
     Bytes within tensor groups, which are inside hosts, do not count; those inside groups of data ranks
-    (compress.data.inside) do. Collectives are assumed to run over rings. In a
-    program with different ranks the HLO does not tell which stage takes which branch. So the bytes that a stage sends
-    over data are read from a program whose stages all have that stage's rank.
+    (compress.data.inside) do. Collectives are assumed to run over rings.
 
     Args:
         trainer: trainer on the real mesh, without virtual stages.
-        text_of: `step_text`, or a function that keeps what it has returned.
+        by_rank: what the trainers `alike` have `asked` for; None: they are traced here.
     """
-    mesh, ranks = trainer.config.mesh, trainer.ranks
+    mesh = trainer.config.mesh
+    by_rank = by_rank or {rank: asked(one) for rank, one in alike(trainer).items()}
     total: collections.Counter[str] = collections.Counter()
-    for rank in sorted(set(ranks)):
-        alike = at_ranks(trainer, (rank,) * mesh.pipe)
-        text = text_of(alike)
-        for stage in (stage for stage, own in enumerate(ranks) if own == rank):
-            for kind, sent in _sent_by_one(collectives(alike, text, stage), mesh).items():
-                total[kind] += round(sent * mesh.data * mesh.tensor)
-    return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(text, mesh))
+    for stage, rank in enumerate(trainer.ranks):
+        ops = [op for op in by_rank[rank] if op.certain or _runs(trainer, stage, op.op_name)]
+        for kind, sent in _sent_by_one(ops, mesh).items():
+            total[kind] += round(sent * mesh.data * mesh.tensor)
+    return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(by_rank[max(by_rank)], mesh))
 
 
 # --- Messages between the stages --------------------------------------------------------------------------------------
@@ -156,7 +140,7 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
     """Return the messages that a stage of a data rank sent in the last step.
 
     Args:
-        trainer: trainer that records as many messages as there are micro-batches.
+        trainer: trainer that records all rows of its schedule.
         codec: state of its codecs, in numpy.
         direction: "backward" or "forward".
         data: number of the data rank.
@@ -168,7 +152,8 @@ def messages(trainer: Trainer, codec: Any, direction: str, data: int, stage: int
         numbers = [mb for mb in numbers if (stage, mb) in chosen]
     record: Record = jax.tree.map(lambda x: x[data, stage, 0, 0], codec[direction])
     # Schedules without virtual stages send in the order of the micro-batches.
-    slots = (int(record.seen) - len(numbers) + np.arange(len(numbers))) % trainer.record
+    slots = record.slots[len(record.slots) - len(numbers) :]
+    assert len(slots) == len(numbers), "the record has all messages of a step"
     given, decoded, residual = (
         np.asarray(ring)[slots].astype(np.float64) for ring in (record.given, record.decoded, record.residual)
     )
@@ -240,7 +225,7 @@ def link_errors(trainer: Trainer, codec: Any) -> list[Row]:
     The rows also have direction, link and data_rank. Link k joins the stages k and k+1.
 
     Args:
-        trainer: trainer that records as many messages as there are micro-batches.
+        trainer: trainer that records all rows of its schedule.
         codec: state of its codecs, in numpy.
     """
     c, rows = trainer.config, []
@@ -272,7 +257,7 @@ def activation_gradient_spectra(trainer: Trainer, codec: Any) -> dict[str, np.nd
     Each spectrum is the mean over the step's messages.
 
     Args:
-        trainer: trainer that records as many messages as there are micro-batches.
+        trainer: trainer that records all rows of its schedule.
         codec: state of its codecs, in numpy.
     """
     mesh, found = trainer.config.mesh, {}

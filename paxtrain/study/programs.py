@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from paxtrain.config.options import CodecOptions
+from paxtrain.parallel.compression import State
 from paxtrain.parallel.ranks import Ranks
 from paxtrain.parallel.step import Trainer, TrainState
 
@@ -56,6 +57,15 @@ def at_ranks(trainer: Trainer, ranks: Ranks) -> Trainer:
     off: dict[str, Any] = {"data": "none", "data_codec": "", "data_options": CodecOptions(), "data_inside": 1}
     config = dataclasses.replace(trainer.config, compress=dataclasses.replace(trainer.config.compress, **off))
     return dataclasses.replace(trainer, config=config, stage_ranks=None)
+
+
+def first_codec(trainer: Trainer) -> Callable[[], State]:
+    """Return the compiled first state of a run's compression; the rest of a first state is that of any run.
+
+    Args:
+        trainer: trainer of the run.
+    """
+    return jax.jit(trainer.compression.init, out_shardings=trainer.state_shardings.codec).lower().compile()
 
 
 def on_dense(step: Step) -> Step:

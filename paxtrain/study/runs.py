@@ -7,7 +7,7 @@ import itertools
 import pathlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from tqdm import tqdm
@@ -19,9 +19,11 @@ from paxtrain.model import transformer
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
+from paxtrain.process import compilation_cache
 from paxtrain.run import checkpoint
 from paxtrain.study import probe
-from paxtrain.study.programs import Step, at_ranks, on_dense, once
+from paxtrain.study.finished import FinishedRuns, identity
+from paxtrain.study.programs import Step, at_ranks, first_codec, on_dense, once
 from paxtrain.study.report import VariantResult
 from paxtrain.study.variants import Variant, variants
 
@@ -45,6 +47,7 @@ class Study:
         only: Sequence[str] = (),
         others: Sequence[Variant] = (),
         counted: bool = True,
+        resume: bool = False,
     ) -> None:
         """Check the input.
 
@@ -56,7 +59,8 @@ class Study:
             real_mesh: whether to train on as many devices as the mesh has, not on one that emulates them.
             only: names of the variants to run; empty: all.
             others: variants to run instead, dense training first. Their messages are not examined.
-            counted: whether the bytes of a step are counted, for which each variant is compiled for the real mesh.
+            counted: whether the bytes of a step are counted, for which each variant is traced for the real mesh.
+            resume: whether runs count that the folder has of an earlier start, with the same configuration and seed.
 
         Raises:
             UserError: the data, the mesh, the ranks or the folder do not fit, or there is no such variant.
@@ -76,21 +80,30 @@ class Study:
         self.data = DataSets(config)
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
-        self._compiled, self._text = once(Trainer.compile_step), once(probe.step_text)
+        self._compiled, self._asked, self._empty = once(Trainer.compile_step), once(probe.asked), once(first_codec)
         for variant in self.variants:
             self.trainer(variant).compression.check()
+        # Made here, since a trainer on several CPU devices turns off jax's cache of compiled programs.
+        real = {variant.name: self.real_trainer(variant) for variant in self.variants} if counted else {}
+        self._real = {name: (trainer, probe.alike(trainer)) for name, trainer in real.items()}
+        self._plain, self._resume = self.trainer(self.variants[0]), resume
         checkpoint.ensure_writable(self.out)
+
+    def keep_programs(self) -> None:
+        """Keep the compiled programs in the study's folder, from where a second start of this machine loads them."""
+        if self.virtual:
+            compilation_cache.use(self.out / "programs")
 
     def trainer(self, variant: Variant) -> Trainer:
         """Return the trainer of a variant; every link records all messages of a step, if they are examined."""
-        record = self.config.micro_batches if self._examined else 0
-        return Trainer(variant.config, self.mesh, record=record, virtual=self.virtual)
+        made = Trainer(variant.config, self.mesh, virtual=self.virtual)
+        return dataclasses.replace(made, record=made.schedule.rows) if self._examined else made
 
     def real_trainer(self, variant: Variant) -> Trainer:
-        """Return the trainer of a variant on the real mesh of CPU devices; it is only compiled, to count bytes.
+        """Return the trainer of a variant on the real mesh of CPU devices; it is only traced, to count bytes.
 
         Error feedback changes no message's size, so all variants count with it: those that differ in nothing else share
-        a program.
+        a trace.
         """
         c = variant.config
         c = dataclasses.replace(
@@ -123,14 +136,15 @@ class Study:
             tqdm(total=total, unit="step", dynamic_ncols=True, disable=None) as self._bar,
             concurrent.futures.ThreadPoolExecutor(workers) as pool,
         ):
-            self._lock = threading.Lock()
-            self._done: list[Variant] = []
+            self._lock, self._done = threading.Lock(), 0
+            self._finished = FinishedRuns(self.out, self._resume)
             self._evaluate = pool.submit(self._compile_evaluation)
-            # Bytes last: their short jobs fill what the last runs leave of the workers.
-            trained = [pool.submit(self._train, variant) for variant in self.variants]
+            # Those with two programs first, so that no long one is left at the end.
+            order = sorted(self.variants, key=lambda variant: variant.config.compress.chosen("data") == "none")
+            trained = {variant.name: pool.submit(self._train, variant) for variant in order}
             counted = {variant.name: pool.submit(self._count, variant) for variant in self.variants if self._counted}
             try:
-                outcomes = [outcome for group in trained for outcome in group.result()]
+                outcomes = [outcome for variant in self.variants for outcome in trained[variant.name].result()]
                 sent = {name: group.result() for name, group in counted.items()}
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # else the rest is run before the error is seen
@@ -139,12 +153,13 @@ class Study:
 
     def _compile_evaluation(self) -> jax.stages.Compiled:
         """Compile the evaluation, which is that of dense training for all variants."""
-        dense = self.trainer(self.variants[0])
+        dense = self._plain
         return dense.evaluate.lower(dense.abstract_state().params, dense.abstract_batch()).compile()
 
     def _count(self, variant: Variant) -> dict[str, int]:
         """Return the bytes of a variant on the wire."""
-        sent = probe.wire_bytes(self.real_trainer(variant), self._text)
+        trainer, alike = self._real[variant.name]
+        sent = probe.wire_bytes(trainer, {rank: self._asked(one) for rank, one in alike.items()})
         self._say(f"{variant.label}: {sum(sent.values()) / 1e3:.0f} kB a step on all links")
         return sent
 
@@ -159,36 +174,66 @@ class Study:
         return sum(float(evaluate(state.params, batch)) for batch in self._validation) / len(self._validation)
 
     def _train(self, variant: Variant) -> list[VariantResult]:
-        """Train a variant with every seed."""
-        began = time.perf_counter()
-        trainer = self.trainer(variant)
-        ranks = StageRanks.of(variant.config, trainer.compression.stages)
-        # Another variant may be compiling the dense step, so it comes last.
-        steps = {key: self._step(trainer, key) for key in map(ranks.at, (self.config.run.steps, 1))}
-        self._say(f"{variant.label}: compiled in {time.perf_counter() - began:.0f} s")
-        outcomes = []
-        for seed in self.seeds:
+        """Train a variant with every seed that has not been trained before."""
+        known = {seed: identity(variant, seed, (self._examined, self.virtual)) for seed in self.seeds}
+        outcomes = {seed: found for seed in known if (found := self._finished.results.get(known[seed]))}
+        missing = [seed for seed in self.seeds if seed not in outcomes]
+        for seed in outcomes:
+            self._end(variant, outcomes[seed], "from an earlier start", self.config.run.steps)
+        if missing:
             began = time.perf_counter()
-            compress = variant.config.compress
-            rank = compress.backward_rank if compress.low_rank("backward") else 0
-            outcome = VariantResult(variant.name, variant.label, seed, rank, {})
-            state = trainer.from_params(self._start(jax.random.key(seed)))
-            outcome.validation[0] = self._validate(state)
-            # Dropout takes the configuration's seed in all runs.
-            for number, batch in zip(range(1, self.config.run.steps + 1), self.batches("train", seed)):
-                state, values = steps[ranks.at(number)](state, batch)
-                outcome.losses.append(float(values["loss"]))
-                self._look(trainer, outcome, number, state, batch)
-                with self._lock:
-                    self._bar.update()
-            outcome.skipped = int(state.skipped)
-            outcomes.append(outcome)
-            self._done.append(variant)
-            self._say(
-                f"[{len(self._done)}/{len(self.variants) * len(self.seeds)}] {variant.label}, seed {seed}: validation "
-                f"loss {outcome.final:.4f} after {time.perf_counter() - began:.0f} s"
-            )
-        return outcomes
+            trainer = self.trainer(variant)
+            ranks = StageRanks.of(variant.config, trainer.compression.stages)
+            # Another variant may be compiling the dense step, so it comes last.
+            steps = {key: self._step(trainer, key) for key in map(ranks.at, (self.config.run.steps, 1))}
+            self._say(f"{variant.label}: compiled in {time.perf_counter() - began:.0f} s")
+        for seed in missing:
+            began = time.perf_counter()
+            outcome = outcomes[seed] = self._run(variant, trainer, lambda number: steps[ranks.at(number)], seed)
+            self._finished.add(known[seed], outcome)
+            self._end(variant, outcome, f"after {time.perf_counter() - began:.0f} s")
+        return [outcomes[seed] for seed in self.seeds]
+
+    def _run(self, variant: Variant, trainer: Trainer, step_of: Callable[[int], Step], seed: int) -> VariantResult:
+        """Train a variant with a seed.
+
+        Args:
+            variant: the variant.
+            trainer: its trainer.
+            step_of: number of a step, from 1 on -> the compiled step.
+            seed: seed of the weights and of the order of the data.
+        """
+        compress = variant.config.compress
+        rank = compress.backward_rank if compress.low_rank("backward") else 0
+        outcome = VariantResult(variant.name, variant.label, seed, rank, {})
+        state = self._plain.from_params(self._start(jax.random.key(seed)))
+        state = dataclasses.replace(state, codec=self._empty(trainer)())
+        outcome.validation[0] = self._validate(state)
+        # Dropout takes the configuration's seed in all runs.
+        for number, batch in zip(range(1, self.config.run.steps + 1), self.batches("train", seed)):
+            state, values = step_of(number)(state, batch)
+            outcome.losses.append(float(values["loss"]))
+            self._look(trainer, outcome, number, state, batch)
+            with self._lock:
+                self._bar.update()
+        outcome.skipped = int(state.skipped)
+        return outcome
+
+    def _end(self, variant: Variant, outcome: VariantResult, when: str, steps: int = 0) -> None:
+        """Say that a run has ended.
+
+        Args:
+            variant: variant of the run.
+            outcome: its result.
+            when: when it has ended, in words.
+            steps: number of steps that the bar does not show yet.
+        """
+        with self._lock:
+            self._bar.update(steps)
+            self._done += 1
+        every = len(self.variants) * len(self.seeds)
+        loss = f"validation loss {outcome.final:.4f}"
+        self._say(f"[{self._done}/{every}] {variant.label}, seed {outcome.seed}: {loss} {when}")
 
     def _look(self, trainer: Trainer, outcome: VariantResult, number: int, state: TrainState, batch: jax.Array) -> None:
         """Add to the outcome the measurements that are due after a step.
