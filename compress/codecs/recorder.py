@@ -86,8 +86,8 @@ class Recorder(Codec):
     def _same(self, calls: jax.Array) -> jax.Array:
         """Return a number that all devices have, as one that vmap knows to be the same.
 
-        It is the index of an update in place then. With an index for each device the update would be a scatter, which
-        copies the record.
+        It is the index of an update in place then. With an index for each device the update would be a loop over the
+        devices, which copies the record.
         """
         real = jax.sharding.get_abstract_mesh().manual_axes
         return lax.pmax(calls, self.axes) if self.axes and self.axes[0] not in real else calls

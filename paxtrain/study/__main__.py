@@ -2,7 +2,7 @@
 
 The program trains one model several times, from the same start on the same data, and compresses more of the traffic
 each time. It then writes a page with a table, figures and conclusions. One device emulates all devices of the mesh and
-computes the same values. Bytes on the wire are read from the step compiled for the real mesh. --frontier, --probe and
+computes the same values. Bytes on the wire are read from the step as traced for the real mesh. --frontier, --probe and
 --lep ask other questions with the same runs.
 """
 

@@ -111,7 +111,8 @@ def put_labels(axes: Axes, labels: Sequence[Label], taken: list[Bbox]) -> None:
             if max(map(abs, side[0])) > _FAR:
                 place["arrowprops"] = {"arrowstyle": "-", "color": label.color, "linewidth": 0.5, "alpha": 0.6}
             text = axes.annotate(label.text, label.point, fontsize=8, color=label.color, **place)
-            box = Text.get_window_extent(text)
+            text.get_window_extent()  # puts the text where it belongs
+            box = Text.get_window_extent(text)  # without the line
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0
             if side == label.sides[-1] or (inside and not any(map(box.overlaps, taken))):
                 break

@@ -328,9 +328,8 @@ _WORDS = """\
 - **SC**: PowerSGD on the gradients over data of stages {stages}.
 - **everything**: gradients and activations between stages, all messages, and gradients over data of all stages.
 {codecs}
-Bytes are those that all devices together put on the links in one step, read from the program compiled for the real
-mesh; collectives are taken to run over rings. Where compression over data starts late, they are those after its start.
-{widened}"""
+Bytes are those that all devices together put on the links in one step, read from the step as traced for the real mesh;
+collectives are taken to run over rings. Where compression over data starts late, they are those after its start."""
 
 
 def _codecs(config: Config) -> str:
@@ -358,15 +357,10 @@ def write_page(config: Config, outcomes: list[VariantResult], figures: dict[str,
     """
     seeds = len({outcome.seed for outcome in outcomes})
     once = "" if seeds > 1 else "One seed says nothing about chance: `--seeds=3` shows the spread."
-    widened = (
-        ""
-        if config.model.dtype == "float32"
-        else "That program is of CPUs, which send float32 in place of other types."
-    )
     parts = [
         "# What compression does to training",
         _setting(config, seeds),
-        _WORDS.format(stages=config.compress.data, widened=widened, codecs=_codecs(config)),
+        _WORDS.format(stages=config.compress.data, codecs=_codecs(config)),
         "## Results",
         markdown(table(outcomes)),
         *([once] if once else []),

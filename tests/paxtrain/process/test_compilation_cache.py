@@ -6,6 +6,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from paxtrain.config import from_dict
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
+from paxtrain.process import compilation_cache as process
 
 
 @pytest.fixture
@@ -24,6 +25,25 @@ def cache(tmp_path):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def test_programs_stay_in_the_folder_that_is_asked_for(cache, tmp_path):
+    """Also after a trainer on several devices has turned the cache off."""
+    folder = tmp_path / "programs"
+
+    def kept(function):
+        jax.clear_caches()
+        jax.jit(function)(jnp.ones(3)).block_until_ready()
+        return sorted(path.name for path in folder.glob("jit__lambda*-cache"))
+
+    process.leave_unused()
+    assert kept(lambda x: jnp.sin(x) * 3) == [] and not folder.exists()
+    process.use(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    first = kept(lambda x: jnp.cos(x) * 3)
+    assert len(first) == 1
+    assert kept(lambda x: jnp.cos(x) * 3) == first
+    assert len(kept(lambda x: jnp.cos(x) * 4)) == 2
 
 
 @pytest.mark.parametrize("devices", [1, 2])
