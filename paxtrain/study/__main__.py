@@ -143,10 +143,6 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} is of {' and '.join(f'--{mode}' for mode in of)}; add one of them")
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if not f.real_mesh:
-        # Likewise XLA, whose ops are small here: runs are what is computed in parallel, each in its own thread.
-        os.environ.setdefault("NPROC", "1")
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
     config = from_dict(f.config)
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     began = time.perf_counter()

@@ -81,6 +81,7 @@ class Study:
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
         self._compiled, self._asked, self._empty = once(Trainer.compile_step), once(probe.asked), once(first_codec)
+        self._untrained = once(lambda seed: self._validate(self._first(seed)))
         for variant in self.variants:
             self.trainer(variant).compression.check()
         # Made here, since a trainer on several CPU devices turns off jax's cache of compiled programs.
@@ -168,6 +169,10 @@ class Study:
         step = self._compiled(at_ranks(trainer, ranks))
         return step if any(ranks) else on_dense(step)
 
+    def _first(self, seed: int) -> TrainState:
+        """Return the state of dense training before its first step, of which all others have all but the codecs'."""
+        return self._plain.from_params(self._start(jax.random.key(seed)))
+
     def _validate(self, state: TrainState) -> float:
         """Return the mean validation loss."""
         evaluate = self._evaluate.result()
@@ -206,9 +211,8 @@ class Study:
         compress = variant.config.compress
         rank = compress.backward_rank if compress.low_rank("backward") else 0
         outcome = VariantResult(variant.name, variant.label, seed, rank, {})
-        state = self._plain.from_params(self._start(jax.random.key(seed)))
-        state = dataclasses.replace(state, codec=self._empty(trainer)())
-        outcome.validation[0] = self._validate(state)
+        state = dataclasses.replace(self._first(seed), codec=self._empty(trainer)())
+        outcome.validation[0] = self._untrained(seed)
         # Dropout takes the configuration's seed in all runs.
         for number, batch in zip(range(1, self.config.run.steps + 1), self.batches("train", seed)):
             state, values = step_of(number)(state, batch)
