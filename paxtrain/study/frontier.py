@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.transforms import Bbox
 
 from paxtrain.config import Config
 from paxtrain.config.options import CodecOptions
@@ -63,7 +64,7 @@ WORDS = {"between": "gradients between stages", "data": "gradients over data"}
 RATES = (1, 10, 100)  # of links, Gbit/s
 STEPS, SEEDS = 50, 3
 _DEVICE = "H100"  # whose memory codecs read and write in the modelled time
-_EQUAL, _APART = 0.02, 1.06  # shares within which places are equal, and by which their points stand apart
+_EQUAL, _APART = 0.02, 0.02  # share within which places are equal; how far apart they stand, as a share of the width
 _LINE, _POINT, _INK = "#d9822b", "#2f6f9f", "#22272e"
 # Sides of a point for its label, the far ones with a line to it.
 _SIDES: tuple[Side, ...] = tuple(
@@ -257,9 +258,10 @@ def _panel(axes: Axes, some: list[CodecLoss], places: Sequence[float], dense: fl
 def _apart(places: Sequence[float]) -> list[float]:
     """Return the places with those that are nearly equal side by side, so that bars of their points can be told."""
     found: list[float] = []
+    apart = (max(places) / min(places)) ** _APART
     for n, x in enumerate(places):
         equal = [m for m, other in enumerate(places) if abs(other / x - 1) < _EQUAL]
-        found.append(x * _APART ** (equal.index(n) - (len(equal) - 1) / 2))
+        found.append(x * apart ** (equal.index(n) - (len(equal) - 1) / 2))
     return found
 
 
@@ -287,6 +289,8 @@ def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
         shown = _apart(places)
         points = [*zip(shown, (row.mean for row in some), strict=True), (end, 0.0)]
         taken = around(axes, axes.transData.transform(points), 5)
+        zero = axes.transData.transform((1, 0))[1]
+        taken.append(Bbox([[axes.bbox.x0, zero - 1], [axes.bbox.x1, zero + 1]]))
         for row, x in zip(some, shown, strict=True):
             along = np.linspace(min(row.losses), max(row.losses), 12)
             taken += around(axes, axes.transData.transform([(x, y) for y in along]), 2)

@@ -81,7 +81,7 @@ class Study:
         self.virtual = not real_mesh
         self.mesh = make_mesh(MeshConfig(), devices=jax.devices()[:1]) if self.virtual else make_mesh(config.mesh)
         self._compiled, self._asked, self._empty = once(Trainer.compile_step), once(probe.asked), once(first_codec)
-        self._untrained = once(lambda seed: self._validate(self._first(seed)))
+        self._untrained = once(self._validate_first)
         for variant in self.variants:
             self.trainer(variant).compression.check()
         # Made here, since a trainer on several CPU devices turns off jax's cache of compiled programs.
@@ -177,6 +177,10 @@ class Study:
         """Return the mean validation loss."""
         evaluate = self._evaluate.result()
         return sum(float(evaluate(state.params, batch)) for batch in self._validation) / len(self._validation)
+
+    def _validate_first(self, seed: int) -> float:
+        """Return the mean validation loss before the first step, which is the same in all runs of a seed."""
+        return self._validate(self._first(seed))
 
     def _train(self, variant: Variant) -> list[VariantResult]:
         """Train a variant with every seed that has not been trained before."""
