@@ -34,8 +34,14 @@ _RING = {
 # A partition's number is (data * stages + stage) * tensor + its rank in the tensor group.
 
 
-def _runs(trainer: Trainer, stage: int, op_name: str) -> bool:
-    """Return whether a stage runs a collective of a loop that some stages skip, by the collective's named scopes."""
+def runs(trainer: Trainer, stage: int, op_name: str) -> bool:
+    """Return whether a stage runs a collective of a loop that some stages skip.
+
+    Args:
+        trainer: trainer whose stages all have factors of the same rank.
+        stage: number of the stage.
+        op_name: named scopes of the collective, joined by slashes.
+    """
     scopes = op_name.split("/")
     # The stages between skip the embedding's in a loop within its scope, except over gloo (weights.on_edges).
     skips = "embedding" in scopes and "while" in scopes[scopes.index("embedding") :]
@@ -111,7 +117,7 @@ def wire_bytes(trainer: Trainer, by_rank: dict[int, list[TracedCollective]] | No
     by_rank = by_rank or {rank: asked(one) for rank, one in alike(trainer).items()}
     total: collections.Counter[str] = collections.Counter()
     for stage, rank in enumerate(trainer.ranks):
-        ops = [op for op in by_rank[rank] if op.certain or _runs(trainer, stage, op.op_name)]
+        ops = [op for op in by_rank[rank] if op.certain or runs(trainer, stage, op.op_name)]
         for kind, sent in _sent_by_one(ops, mesh).items():
             total[kind] += round(sent * mesh.data * mesh.tensor)
     return {kind: total[kind] for kind in BYTES} | dict(_sent_by_permutes(by_rank[max(by_rank)], mesh))

@@ -107,9 +107,22 @@ def by_pair(trained: Trainer) -> dict[tuple[int, int], int]:
 SCATTER = "all-to-all"  # on CPUs
 
 
+@functools.lru_cache(maxsize=8)
+def _executed(text: str) -> tuple[list[hlo.Collective], set[str]]:
+    """Return the collectives of a program, and the computations that all devices run."""
+    certain = {op.computation for op in hlo.collectives(text, unknown_trip_count=0) if op.executions}
+    return hlo.collectives(text), certain
+
+
+def collectives(trained: Trainer, stage: int) -> list[hlo.Collective]:
+    """Return the collectives of the compiled step that a device of a stage runs."""
+    every, certain = _executed(compiled(trained).as_text())
+    return [op for op in every if op.computation in certain or probe.runs(trained, stage, op.op_name)]
+
+
 def all_reduced(trained: Trainer, stage: int) -> dict[str, int]:
     """Return the bytes of a device of a stage in each kind of collective over data."""
-    ops = probe.collectives(trained, compiled(trained).as_text(), stage)
+    ops = collectives(trained, stage)
     return {
         kind: sum(op.bytes * op.executions for op in ops if op.kind == kind)
         for kind in ("all-reduce", SCATTER, "all-gather")

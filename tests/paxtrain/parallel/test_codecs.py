@@ -23,6 +23,7 @@ from tests.paxtrain.compressed import (
     batch,
     by_pair,
     canonical,
+    collectives,
     compiled,
     config,
     evaluated,
@@ -242,7 +243,7 @@ def by_group(trained, stage):
     """Return the bytes that a device of a stage sends over data in each kind: inside groups of two, and otherwise."""
     sent = ({}, {})
     stride = trained.config.mesh.pipe * trained.config.mesh.tensor
-    for op in probe.collectives(trained, compiled(trained).as_text(), stage):
+    for op in collectives(trained, stage):
         ranks = sorted({number // stride for number in op.groups[0]}) if op.groups else list(range(4))
         if op.kind in RING and len(ranks) > 1:
             near = len(ranks) == 2 and ranks[1] - ranks[0] == 1

@@ -9,7 +9,6 @@ import pytest
 
 from paxtrain.model import transformer
 from paxtrain.parallel import gradients
-from paxtrain.study import probe
 from tests.paxtrain.compressed import (
     FAST,
     FULL,
@@ -17,7 +16,7 @@ from tests.paxtrain.compressed import (
     assert_close,
     batch,
     canonical,
-    compiled,
+    collectives,
     config,
     differences,
     evaluated,
@@ -66,7 +65,7 @@ def test_fused_embedding_sends_the_formulas_bytes(zero1, stage):
     def sent(embedding: str) -> float:
         trained = trainer(config((ranks, 2, 1), zero1=zero1, embedding=embedding))
         total = 0.0
-        for op in probe.collectives(trained, compiled(trained).as_text(), stage):
+        for op in collectives(trained, stage):
             ring = {
                 "all-reduce": 2 * (ranks - 1) / ranks,
                 "all-to-all": (ranks - 1) / ranks,  # a reduce-scatter on CPUs

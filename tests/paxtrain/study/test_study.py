@@ -519,4 +519,4 @@ def test_a_stage_counts_the_collectives_that_it_runs(scopes, stages):
     """The first of four stages ends the step, so it alone reduces in the last row."""
     mesh, schedule = types.SimpleNamespace(pipe=4), types.SimpleNamespace(closing=(0,))
     trainer = types.SimpleNamespace(config=types.SimpleNamespace(mesh=mesh), schedule=schedule)
-    assert {stage for stage in range(4) if probe._runs(trainer, stage, f"jit(_step)/shard_map/{scopes}")} == stages
+    assert {stage for stage in range(4) if probe.runs(trainer, stage, f"jit(_step)/shard_map/{scopes}")} == stages
