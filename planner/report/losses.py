@@ -39,8 +39,9 @@ SEEN: Mapping[tuple[str, str], tuple[SeenLoss, ...]] = {
         SeenLoss("CB, all messages, rank 4", 4, 0.075),
     ),
     ("", _BOTH): (SeenLoss("CB epilogue + FE + SC", 16, 0.0015),),
-    ("int8", _ALL): (SeenLoss("gradients between stages, int8", 0, 0.0006),),
-    ("fp8", _ALL): (SeenLoss("gradients between stages, fp8 e4m3", 0, -0.0007),),
+    ("int8", _ALL): (SeenLoss("gradients between stages, int8", 0, 0.0016),),
+    ("int4", _ALL): (SeenLoss("gradients between stages, int4", 0, 0.0010),),
+    ("fp8", _ALL): (SeenLoss("gradients between stages, fp8 e4m3", 0, 0.0030),),
 }
 
 

@@ -138,7 +138,8 @@ def test_groups_are_planned_for_and_other_ones_anew(out):
     made = decide(grouped, *HOSTS)
     assert made.source.startswith("made anew: configuration") and made.plan.outer.groups == 2
     assert made.plan.apply(grouped.values).groups == 2
-    [line] = [line for line in job_plan.describe(made, machines(*HOSTS)).splitlines() if line.startswith("groups")]
+    said = job_plan.describe(made, machines(*HOSTS)).splitlines()
+    [line] = [line for line in said if line.split()[0] == "groups"]
     assert f"2 of {made.plan.mesh.data // 2} data ranks, which exchange every 10 steps" in line
     assert " again: " in decide(grouped, *HOSTS).source
     grouped.values["outer"] = {"every": 20, "groups": 2}
