@@ -54,7 +54,7 @@ class TracedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """Where an equation stands: the mesh's axes, its turns, whether all devices come there, and the scopes."""
+    """The place of an equation: the mesh's axes, its turns, whether all devices come there, and the scopes."""
 
     sizes: Mapping[str, int]
     executions: int = 1

@@ -1,4 +1,4 @@
-"""What groups of data ranks that train apart exchange: bytes and seconds of a round, and of a step."""
+"""The exchange of groups of data ranks that train apart: bytes and seconds of a round, and of a step."""
 
 import numpy as np
 
