@@ -27,5 +27,6 @@ def use(folder: pathlib.Path) -> None:
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # else a program is known by its folder, too
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()

@@ -16,6 +16,7 @@ def cache(tmp_path):
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_enable_compilation_cache": True,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_enable_xla_caches": "none",
     }
     before = {name: getattr(jax.config, name) for name in options}
     for name, value in options.items():
@@ -44,6 +45,11 @@ def test_programs_stay_in_the_folder_that_is_asked_for(cache, tmp_path):
     assert len(first) == 1
     assert kept(lambda x: jnp.cos(x) * 3) == first
     assert len(kept(lambda x: jnp.cos(x) * 4)) == 2
+    # They are found in another folder, too.
+    every, folder = kept(lambda x: jnp.cos(x) * 4), folder.rename(tmp_path / "moved")
+    process.use(folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    assert kept(lambda x: jnp.cos(x) * 3) == every
 
 
 @pytest.mark.parametrize("devices", [1, 2])
