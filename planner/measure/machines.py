@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,8 +90,12 @@ def _computer() -> str:
         return socket.gethostname()
 
 
-def _crowded(roster: list[_Entry]) -> tuple[int, int] | None:
-    """Return Machines.crowded."""
+def crowded_cores(roster: Sequence[_Entry]) -> tuple[int, int] | None:
+    """Return `Machines.crowded`.
+
+    Args:
+        roster: what every process says of itself.
+    """
     on: dict[str, list[int]] = {}
     for entry in roster:
         if entry.cores:
@@ -167,5 +172,5 @@ def find_machines(group: ProcessGroup, rack: str, name: str = "", site: str = ""
         memory=tuple(entry.memory for entry in first),
         racks=tuple(entry.rack for entry in first),
         sites=tuple(entry.site for entry in first),
-        crowded=_crowded(roster),
+        crowded=crowded_cores(roster),
     )

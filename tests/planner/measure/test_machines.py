@@ -9,6 +9,6 @@ def entry(computer: str, cores: int) -> machines._Entry:
 
 def test_processes_are_crowded_by_computer_and_not_by_host():
     crowded = [entry("a", 2)] * 4 + [entry("b", 8)] * 4
-    assert machines._crowded(crowded) == (4, 2)
-    assert machines._crowded(crowded[4:]) is None
-    assert machines._crowded([entry("a", 0)] * 4) is None  # on GPUs
+    assert machines.crowded_cores(crowded) == (4, 2)
+    assert machines.crowded_cores(crowded[4:]) is None
+    assert machines.crowded_cores([entry("a", 0)] * 4) is None  # on GPUs
