@@ -54,7 +54,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "resume", False, "Take from --out the runs that an earlier start has finished with the same values."
     )
-    flags.DEFINE_integer("workers", 2, "Runs at a time; one with --real_mesh.", lower_bound=1)
+    flags.DEFINE_integer("workers", 3, "Runs at a time; one with --real_mesh.", lower_bound=1)
     shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
 

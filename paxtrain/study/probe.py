@@ -188,7 +188,7 @@ def _outer(gradients: np.ndarray, x: np.ndarray) -> np.ndarray:
     def rows(a: np.ndarray) -> np.ndarray:
         return a.reshape(len(a), -1, a.shape[-1])
 
-    return np.cumsum(np.einsum("nra,nrb->nab", rows(gradients), rows(x)), axis=0)
+    return np.cumsum(rows(gradients).swapaxes(1, 2) @ rows(x), axis=0)
 
 
 def message_errors(sent: Messages, activations: np.ndarray | None) -> Iterable[Row]:
