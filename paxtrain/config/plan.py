@@ -18,10 +18,13 @@ from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.errors import UserError
 
 VERSION = 1
-# Terms of a step that `predicted["terms"]` may have, seconds by stage that add up to the step. Compute has the
-# collectives inside of layers and what idle stages compute on scrap; transfer is what messages between stages expose,
-# and the bubble; data the gathering of weights and the reduction of gradients; sync the wait for the slowest stage.
-COMPUTE, TRANSFER, DATA, SYNC, OPTIMIZER = TERMS = ("compute", "transfer", "data", "sync", "optimizer")
+# Terms of a step that `predicted["terms"]` may have, seconds by stage that add up to the step. The first three have the
+# collectives inside of layers and what idle stages compute on scrap; backward has both parts of a split B. Compression
+# is that of messages; transfer what messages between stages expose, and the bubble; gather and reduce are collectives
+# over data; sync is the wait for the slowest stage.
+FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head", "compression")
+TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER = ("transfer", "gather", "reduce", "sync", "optimizer")
+TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER)
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 

@@ -8,8 +8,10 @@ instruction comes from, and which devices a collective connects. The parts:
                         too, so their bubble is no idle time.
     head                final norm, logits and loss, forward and backward
     pipeline            transfers between stages, with the wait for the other end
-    tensor              collectives over the tensor axis
-    data                collectives over the data axis, except the embedding's
+    tensor/forward, tensor/head, tensor/backward
+                        collectives over the tensor axis by the work that needs them; all others of them count as B's
+    gather              collectives over the data axis that gather the weights of layers
+    data                all others over the data axis, except the embedding's: gradients, and what the optimizer moves
     embedding           the tied table: its collectives over data, and the exchange between first and last stage
     compression         encoding and decoding
     optimizer           clipping and update
@@ -41,13 +43,15 @@ from paxtrain.profiling.trace import INPUT, OTHER, STEP, Part, Span, read
 from paxtrain.xla import hlo
 
 SCOPES = ("forward", "backward", "head", "embedding", "compression", "optimizer", "sync")
-LINKS = ("pipeline", "tensor", "data", "embedding", "sync")
+TENSOR = ("tensor/forward", "tensor/head", "tensor/backward")
+LINKS = ("pipeline", *TENSOR, "gather", "data", "embedding", "sync")
 PARTS = (
     "forward",
     "backward",
     "head",
     "pipeline",
-    "tensor",
+    *TENSOR,
+    "gather",
     "data",
     "embedding",
     "compression",
@@ -118,9 +122,9 @@ def part(instruction: hlo.Instruction, mesh: Mesh) -> Part:
     if over == {"pipe"} and instruction.kind == "collective-permute":
         return Part("pipeline", link=True)
     if over == {"tensor"}:
-        return Part("tensor", link=True)
+        return Part(f"tensor/{scope if scope in ('forward', 'head') else 'backward'}", link=True)
     if over == {"data"}:
-        return Part("data", link=True)
+        return Part("gather" if "gather_weights" in words else "data", link=True)
     return Part("sync", link=True)
 
 

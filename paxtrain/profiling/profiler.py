@@ -27,8 +27,8 @@ TIMELINE, PICTURE, TABLE = "timeline.json.gz", "timeline.png", "breakdown.txt"
 GROUPS = {
     "compute": ("forward", "backward", "head", "compression", "optimizer", "other"),
     "transfer": ("pipeline",),
-    "tensor": ("tensor",),
-    "data": ("data", "embedding"),
+    "tensor": breakdown.TENSOR,
+    "data": ("gather", "data", "embedding"),
     "sync": ("sync",),
     "input": ("input",),
     "idle": ("idle",),

@@ -2,27 +2,48 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
+from paxtrain.config.plan import (
+    BACKWARD,
+    COMPRESSION,
+    FORWARD,
+    GATHER,
+    HEAD,
+    OPTIMIZER,
+    REDUCE,
+    SYNC,
+    TRANSFER,
+)
 
 HOST = "host"  # what no plan predicts
 # Parts of the breakdown (breakdown.py) that belong to each term.
 PARTS = {
-    COMPUTE: ("forward", "backward", "head", "compression", "tensor"),
+    FORWARD: ("forward", "tensor/forward"),
+    BACKWARD: ("backward", "tensor/backward"),
+    HEAD: ("head", "tensor/head"),
+    COMPRESSION: ("compression",),
     TRANSFER: ("pipeline",),
-    DATA: ("data", "embedding"),
+    GATHER: ("gather",),
+    REDUCE: ("data", "embedding"),
     SYNC: ("sync",),
     OPTIMIZER: ("optimizer",),
     HOST: ("other", "input", "idle"),
 }
+_COMPUTE = "kernels take another time than where they were profiled; profile again with all processes of the job"
+_LINKS = "collectives over data take another time than planned; profile the links again"
 _MENDS = {
-    COMPUTE: "kernels take another time than where they were profiled; profile again with all processes of the job",
+    FORWARD: _COMPUTE,
+    BACKWARD: _COMPUTE,
+    HEAD: _COMPUTE,
+    COMPRESSION: "codecs take another time than they declare; those over data are planned as part of reduce",
     TRANSFER: "messages between stages take another time than planned; profile the links again",
-    DATA: "collectives over data take another time than planned; profile the links again",
+    GATHER: _LINKS,
+    REDUCE: _LINKS,
     SYNC: "stages wait for one that is slow; look for it in the breakdown",
     OPTIMIZER: "memory is slower or faster than where it was profiled; profile compute again",
     HOST: "the host, casts and copies are not in the plan; larger micro-batches make them a smaller share",
@@ -49,8 +70,8 @@ class StepComparison:
     terms: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
     def worst(self) -> str:
-        """Return the term whose mean is off by most seconds; empty without terms."""
-        off = {name: abs(float(np.mean(b) - np.mean(a))) for name, (a, b) in self.terms.items()}
+        """Return the term that is off by most seconds, as a mean over the stages; empty without terms."""
+        off = {name: float(np.mean(np.abs(b - a))) for name, (a, b) in self.terms.items()}
         return max(off, key=off.__getitem__, default="")
 
     def figures(self) -> dict[str, float]:
@@ -66,7 +87,7 @@ class StepComparison:
         step = f"{self.predicted:.4g} s predicted, {self.measured:.4g} s measured ({error}), median of {self.steps}"
         rows = [("step", step)]
         for name, (a, b) in self.terms.items():
-            between = f"; by stage {_each(a)} and {_each(b)}" if len(a) > 1 and name == COMPUTE else ""
+            between = f"; by stage {_each(a)} and {_each(b)}" if len(a) > 1 and name in (FORWARD, BACKWARD) else ""
             rows.append((name, f"{np.mean(a):.4f} s predicted, {np.mean(b):.4f} s measured{between}"))
         if worst := self.worst():
             rows.append(("most off", f"{worst}: {_MENDS[worst]}"))
@@ -81,8 +102,13 @@ def _each(seconds: np.ndarray) -> str:
 
 def _planned(told: object) -> np.ndarray:
     """Return a term of a plan's file, which may hold anything; an empty array if it holds no numbers."""
-    numbers = isinstance(told, list) and all(isinstance(value, int | float) for value in told)
+    numbers = isinstance(told, list) and all(_finite(value) for value in told)
     return np.array(told if numbers else [], float)
+
+
+def _finite(told: object) -> bool:
+    """Return whether a value of a plan's file is a number that a float can hold."""
+    return isinstance(told, int | float) and abs(told) <= sys.float_info.max
 
 
 def compare(
@@ -98,13 +124,13 @@ def compare(
     groups = predicted.get("groups")  # whose median step has no exchange, or few
     median_step = groups.get("median_step_seconds") if isinstance(groups, dict) else None
     seconds = predicted.get("step_seconds") if median_step is None else median_step
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf or not steps:
+    if not _finite(seconds) or not seconds > 0 or not steps:
         return None
     told, terms = predicted.get("terms"), {}
     if parts and isinstance(told, dict):
         for name, of in PARTS.items():
             measured = np.sum([parts[part] for part in of], axis=0)
-            planned = _planned(told.get(name, [0.0] * len(measured)))
+            planned = _planned([0.0] * len(measured) if name == HOST else told.get(name))
             if planned.shape == measured.shape:
                 terms[name] = (planned, measured)
     median = float(np.median(steps))

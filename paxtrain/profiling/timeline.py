@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from paxtrain.profiling.breakdown import PARTS, Traced
+from paxtrain.profiling.breakdown import PARTS, TENSOR, Traced
 from paxtrain.profiling.trace import Part, Span
 from paxtrain.run import plots
 
@@ -22,7 +22,8 @@ COLORS = {
     "backward": "#5b8c3a",
     "head": "#8a5a9e",
     "pipeline": "#d9622b",
-    "tensor": "#e0a030",
+    **dict.fromkeys(TENSOR, "#e0a030"),
+    "gather": "#e0788a",
     "data": "#b3261e",
     "embedding": "#c77f9b",
     "compression": "#3aa6a0",

@@ -106,6 +106,8 @@ class Run(PreparedRun):
         if result.finished:
             self._summary(result)
         else:
+            if comparison:
+                self.say(table(comparison.rows()))
             self.say(f"stopped by SIGTERM after step {done}; the same command continues from its checkpoint")
         return result
 

@@ -2,7 +2,18 @@
 
 import numpy as np
 
-from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TRANSFER
+from paxtrain.config.plan import (
+    BACKWARD,
+    COMPRESSION,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    HEAD,
+    OPTIMIZER,
+    REDUCE,
+    SYNC,
+    TRANSFER,
+)
 from planner.cost.link_seconds import Fabric
 from planner.cost.step_time import Problem
 from planner.pipeline.rows import Table, numbers, runs
@@ -11,26 +22,26 @@ from planner.pipeline.simulator import Seconds, take
 Array = np.ndarray
 
 
-def _compute(table: Table, seconds: Seconds, overlap: bool) -> Array:
-    """Return the seconds [pipelines, P] that each stage computes in its rows, on scrap as well.
+def _compute(table: Table, seconds: Seconds, overlap: bool) -> dict[str, Array]:
+    """Return the seconds [pipelines, P] of each term of COMPUTE that a stage spends in its rows, on scrap as well.
 
     Args:
         table: schedule.
         seconds: durations of the candidate's pipelines.
         overlap: see `planner.pipeline.simulator.pipeline`.
     """
-    found = np.zeros((len(seconds.forward), table.stages))
-    phases = {"forward": seconds.forward, "backward": seconds.backward, "weights": seconds.weights}
+    found = {name: np.zeros((len(seconds.forward), table.stages)) for name in COMPUTE}
+    phases = {"forward": FORWARD, "backward": BACKWARD, "weights": BACKWARD}
     for rows, repeats in runs(table, overlap=overlap):
         for row in rows:
-            for name, of_virtual in phases.items():
-                if (where := getattr(row, name)) is not None:
+            for phase, term in phases.items():
+                if (where := getattr(row, phase)) is not None:
                     stages, virtual = map(numbers, where)
-                    found[:, stages] += repeats * of_virtual[:, virtual]
+                    found[term][:, stages] += repeats * getattr(seconds, phase)[:, virtual]
             if row.head:
-                found[:, -1] += repeats * np.asarray(seconds.head)
+                found[HEAD][:, -1] += repeats * np.asarray(seconds.head)
             for ends, work in zip(row.packed or (), (seconds.encode, seconds.decode)):
-                found[:, numbers(ends)] += repeats * np.asarray(work)[:, numbers(ends)]
+                found[COMPRESSION][:, numbers(ends)] += repeats * np.asarray(work)[:, numbers(ends)]
     return found
 
 
@@ -50,13 +61,18 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
     seconds = problem.seconds(links, kinds)
     parts = [_compute(t, take(seconds, where), problem.overlap) for t, where in problem.tables(len(seconds.forward))]
     c = problem.candidate
-    totals = problem.of_groups(links, kinds, problem.pipelines(seconds)).total
-    compute = np.concatenate(parts).reshape(c.apart, c.together, c.pipe)[np.argmax(totals)].mean(axis=0)
+    slowest = np.argmax(problem.of_groups(links, kinds, problem.pipelines(seconds)).total)
+
+    def of_stages(term: str) -> Array:
+        each = np.concatenate([part[term] for part in parts]).reshape(c.apart, c.together, c.pipe)
+        return each[slowest].mean(axis=0)
+
+    compute = {term: of_stages(term) for term in COMPUTE}
     reduced = step.finish[0] + step.reduce[0]
-    return {
-        COMPUTE: compute,
-        TRANSFER: step.finish[0] - step.gather[0] - compute,
-        DATA: step.gather[0] + step.reduce[0],
+    return compute | {
+        TRANSFER: step.finish[0] - step.gather[0] - sum(compute.values()),
+        GATHER: np.broadcast_to(step.gather[0], c.pipe),
+        REDUCE: np.broadcast_to(step.reduce[0], c.pipe),
         SYNC: reduced.max() - reduced,
-        OPTIMIZER: np.full(len(compute), step.optimizer[0]),
+        OPTIMIZER: np.full(c.pipe, step.optimizer[0]),
     }

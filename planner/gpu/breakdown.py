@@ -11,7 +11,7 @@ from paxtrain.bench.steps import PipelinedStep
 from paxtrain.bench.throughput import of_one_device
 from paxtrain.config.load import load_config
 from paxtrain.devices import gpus
-from paxtrain.profiling.breakdown import breakdown
+from paxtrain.profiling.breakdown import TENSOR, breakdown
 from paxtrain.run import plots
 from planner.gpu.section import FULL, TOY, Result, Section, SectionPart
 from planner.gpu.throughput import SMALL
@@ -21,7 +21,7 @@ _TRACED = {
     "layers and embedding": ("forward", "backward"),
     "head": ("head",),
     "optimizer": ("optimizer", "sync"),
-    "other": ("other", "embedding", "compression", "pipeline", "tensor", "data"),
+    "other": ("other", "embedding", "compression", "pipeline", *TENSOR, "gather", "data"),
     "idle": ("idle", "input"),
 }
 _ESTIMATED = {"layers and embedding": ("layers", "embedding"), "head": ("head",), "optimizer": ("optimizer",)}

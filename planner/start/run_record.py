@@ -2,7 +2,8 @@
 
 trials.csv         a row for each start that was timed, as planner/fit/trials.py describes them, with the predicted
                    and the measured seconds of each term in further columns
-corrections.json   the factor by which compute takes longer than its profile says, with its standard error
+corrections.json   for each kind of work that is profiled, the factor by which it takes longer than its profile says,
+                   with the factor's standard error
 """
 
 import csv
@@ -17,14 +18,21 @@ import numpy as np
 
 from paxtrain import files
 from paxtrain.config import Config
-from paxtrain.config.plan import COMPUTE, OPTIMIZER
+from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, OPTIMIZER
 from paxtrain.profiling.terms import StepComparison
 from planner.cluster.cluster import Cluster
-from planner.cost.compute import PARTS, TIMES
+from planner.cost.compute import PARTS
 from planner.fit import trials
 from planner.measure.machines import Machines
 
 TRIALS, CORRECTIONS = "trials.csv", "corrections.json"
+# Columns of the compute profile that a term's factor corrects; it has no time of the embedding's of its own.
+_CORRECTED = {
+    FORWARD: ("forward", "embedding"),
+    BACKWARD: ("backward", *PARTS),
+    HEAD: ("head",),
+    OPTIMIZER: ("optimizer",),
+}
 _RECOMPUTES = ("inputs", "layer_inputs")  # save modes whose backward runs the layers' forward again
 
 
@@ -63,15 +71,16 @@ def _former(path: pathlib.Path) -> list[dict[str, str]]:
         return []
 
 
-def read_correction(out: pathlib.Path) -> tuple[float, float]:
-    """Return by which factor compute takes longer than profiled, and its standard error; 1 and 0 without a record."""
+def read_corrections(out: pathlib.Path) -> dict[str, tuple[float, float]]:
+    """Return by which factor each term takes longer than profiled, and its standard error; empty without a record."""
+    found = {}
     try:
-        told = json.loads((out / CORRECTIONS).read_text())[COMPUTE]
-        factor, error = float(told["factor"]), float(told["error"])
+        told = json.loads((out / CORRECTIONS).read_text())
+        for term in set(told) & set(_CORRECTED):
+            found[term] = float(told[term]["factor"]), float(told[term]["error"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 1.0, 0.0
-    known = math.isfinite(factor) and 0.01 < factor < 100 and math.isfinite(error)
-    return (factor, error) if known else (1.0, 0.0)
+        return {}
+    return {term: (x, error) for term, (x, error) in found.items() if 0.01 < x < 100 and math.isfinite(error)}
 
 
 def corrected(cluster: Cluster, out: pathlib.Path) -> tuple[Cluster, dict[str, Any]]:
@@ -83,16 +92,18 @@ def corrected(cluster: Cluster, out: pathlib.Path) -> tuple[Cluster, dict[str, A
         cluster: profiled cluster.
         out: folder of the run.
     """
-    factor, error = read_correction(out)
-    if abs(factor - 1) <= 2 * error or not cluster.compute:
+    found = {term: (x, error) for term, (x, error) in read_corrections(out).items() if abs(x - 1) > 2 * error}
+    if not found or not cluster.compute:
         return cluster, {}
+    factors = {column: x for term, (x, _) in found.items() for column in _CORRECTED[term]}
 
     def scaled(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value * factor if key in (*TIMES, *PARTS) else value for key, value in row.items()}
+        return {key: value * factors[key] if key in factors else value for key, value in row.items()}
 
-    rows = tuple(map(scaled, cluster.compute))
-    source = f"{cluster.source}; compute x {factor:.3g} +- {error:.2g}, as the run in {out} measured"
-    return dataclasses.replace(cluster, compute=rows, source=source), {"correction": {COMPUTE: factor}}
+    said = ", ".join(f"{term} x {x:.3g} +- {error:.2g}" for term, (x, error) in sorted(found.items()))
+    source = f"{cluster.source}; {said}, as the run in {out} measured"
+    told = {"correction": {term: x for term, (x, _) in found.items()}}
+    return dataclasses.replace(cluster, compute=tuple(map(scaled, cluster.compute)), source=source), told
 
 
 def record(out: pathlib.Path, config: Config, machines: Machines, found: StepComparison, correction: object) -> None:
@@ -109,12 +120,29 @@ def record(out: pathlib.Path, config: Config, machines: Machines, found: StepCom
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = [{name: row.get(name, "") for name in columns} for row in rows]
     trials.write(out / TRIALS, table)
-    if COMPUTE not in found.terms:
-        return
-    (planned, measured), (update, updated) = (found.terms[name] for name in (COMPUTE, OPTIMIZER))
-    ratios = (measured + updated) / (planned + update)
-    made_with = correction.get(COMPUTE, 1.0) if isinstance(correction, dict) else 1.0
-    factor = float(np.mean(measured + updated) / np.mean(planned + update)) * made_with
+    made_with = correction if isinstance(correction, dict) else {}
+    corrections = {
+        term: _correction(*found.terms[term], made_with.get(term, 1.0), found.spread)
+        for term in _CORRECTED
+        if term in found.terms and found.terms[term][0].any()
+    }
+    if corrections:
+        files.write(out / CORRECTIONS, json.dumps(corrections) + "\n")
+
+
+def _correction(planned: np.ndarray, measured: np.ndarray, made_with: float, spread: float) -> dict[str, float]:
+    """Return a term's factor and its standard error.
+
+    Args:
+        planned: seconds [P] that were planned.
+        measured: seconds [P] that were measured.
+        made_with: factor that the plan was made with.
+        spread: standard error of the median step, as a share of it.
+    """
+    does = planned > 0  # only the last stage has a head
+    planned, measured = planned[does], measured[does]
+    factor = float(np.mean(measured) / np.mean(planned)) * made_with
     # Stages and devices that differ from each other, and steps that do, say how much it is to be trusted.
-    error = factor * math.hypot(float(np.std(ratios)) / math.sqrt(len(ratios)), found.spread)
-    files.write(out / CORRECTIONS, json.dumps({COMPUTE: {"factor": factor, "error": error}}) + "\n")
+    ratios = measured / planned
+    error = factor * math.hypot(float(np.std(ratios)) / math.sqrt(len(ratios)), spread)
+    return {"factor": factor, "error": error}

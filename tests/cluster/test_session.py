@@ -120,7 +120,7 @@ def test_devices_take_their_time_alone_and_together(session, loaded):
 def test_a_step_is_broken_down_into_parts_that_add_up(session, loaded):
     for parts in session.ask("breakdown", name="plain"):
         assert min(parts.values()) >= 0
-        assert parts["data"] == parts["tensor"] == parts["compression"] == 0
+        assert parts["data"] == parts["tensor/backward"] == parts["compression"] == 0
         assert parts["forward"] > 0
         assert parts["backward"] > parts["forward"]
         assert parts["pipeline"] > 0

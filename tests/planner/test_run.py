@@ -143,7 +143,7 @@ def test_a_job_measures_plans_and_trains_and_the_next_starts_know_what_it_did(se
     # Its prediction is told beside what it measured, in the log, the metrics and the record.
     assert "s predicted, " in done[0][1] and "most off" in done[0][1]
     [told] = [record for record in metrics.read(out / metrics.FILE) if "predicted_step" in record]
-    assert told["measured_compute"] > 0 and told["predicted_compute"] > 0
+    assert told["measured_backward"] > 0 and told["predicted_backward"] > 0
     rows = trials.read(out / run_record.TRIALS)
     assert [row.devices for row in rows] == [2, 2, 1]
     assert float(rows[2].columns["measured_step"]) == pytest.approx(told["measured_step"], rel=1e-5)

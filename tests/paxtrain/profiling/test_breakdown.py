@@ -19,6 +19,7 @@ from paxtrain.profiling.breakdown import (
     LINKS,
     PARTS,
     SCOPES,
+    TENSOR,
     Breakdown,
     attribute,
     axes,
@@ -104,7 +105,10 @@ def test_axes_are_those_along_which_a_groups_devices_differ(groups, expected):
         ("copy", "", (), Part("other", False)),
         ("collective-permute-start", "jit(_step)/shard_map/ppermute", ((0, 2), (4, 6)), Part("pipeline", True)),
         ("collective-permute", "jit(_step)/embedding/ppermute", ((0, 2), (2, 0)), Part("embedding", True)),
-        ("all-reduce", "jit(_step)/backward/psum", ((0, 1), (2, 3)), Part("tensor", True)),
+        ("all-reduce", "jit(_step)/backward/psum", ((0, 1), (2, 3)), Part("tensor/backward", True)),
+        ("all-reduce", "jit(_step)/forward/head/psum", ((0, 1), (2, 3)), Part("tensor/head", True)),
+        ("all-reduce", "jit(_step)/reduce_gradients/psum", ((0, 1), (2, 3)), Part("tensor/backward", True)),
+        ("all-gather", "jit(_step)/gather_weights/all_gather", ((0, 4), (1, 5)), Part("gather", True)),
         ("all-reduce", "jit(_step)/compression/psum", ((0, 4), (1, 5)), Part("data", True)),
         ("reduce-scatter", "", ((0, 4), (1, 5)), Part("data", True)),
         ("all-reduce", "jit(_step)/sync/psum", ((0, 4), (1, 5)), Part("sync", True)),
@@ -155,9 +159,9 @@ def everything():
 # jax's names of the collectives, which are known of each besides the groups that XLA writes.
 PRIMITIVES = {
     "ppermute": {"pipeline", "embedding"},
-    "all_gather": {"data", "embedding"},
+    "all_gather": {"gather", "data", "embedding"},
     "all_to_all": {"data", "embedding"},  # a reduce-scatter on CPUs
-    "pmax": {"tensor"},
+    "pmax": {"tensor/head"},
     "reduce_sum": {"sync"},
 }
 
@@ -178,12 +182,13 @@ def test_every_collective_of_a_step_has_the_part_of_what_it_was_written_for(ever
             allowed = PRIMITIVES[primitive]
         elif "compression" in scopes:
             allowed = {"data", "sync"}  # the factors, and the norm of what they leave out
-        elif {"forward", "backward", "head"} & set(scopes):
-            allowed = {"tensor"}
+        elif within := [scope for scope in scopes if scope in ("forward", "backward", "head")]:
+            allowed = {f"tensor/{within[-1]}"}
         else:
             allowed = {"data"}  # means of what is neither sharded nor compressed
         assert found[name].link and found[name].name in allowed, (name, instruction)
         assert found[name].name != "embedding" or "embedding" in scopes
+        assert found[name].name != "gather" or "gather_weights" in scopes
         kinds.add(found[name].name)
     assert kinds == set(LINKS)
     assert {p.name for p in found.values() if p and not p.link} == {*SCOPES, "other"}
@@ -205,7 +210,7 @@ def test_what_a_mesh_does_not_have_takes_no_time():
     found = profile.profile(settings, trainer(settings).mesh, steps=1)
     assert_adds_up(found)
     absent = {name for name, values in found.seconds.items() if not values.any()}
-    assert absent == {"pipeline", "tensor", "compression", "input"}
+    assert absent == {"pipeline", *TENSOR, "compression", "input"}
     seconds, hidden = by_stage(found, trainer(settings).mesh)
     assert seconds["forward"] == pytest.approx([found.seconds["forward"].mean()])
     shown = table(seconds, hidden)
@@ -233,7 +238,7 @@ def test_a_head_that_sleeps_shows_in_the_head_and_where_the_other_stage_waits_fo
     first, last = ({name: values[stage] for name, values in found.seconds.items()} for stage in (0, 1))
     assert last.pop("head") > slept * 0.99 and first.pop("pipeline") > slept / 2
     assert sum(first.values()) < slept and sum(last.values()) < slept / 2
-    assert first["data"] == first["tensor"] == first["compression"] == 0
+    assert first["data"] == first["tensor/backward"] == first["compression"] == 0
 
 
 def test_the_command_refuses_a_mesh_of_another_size():

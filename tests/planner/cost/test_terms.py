@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 
 from paxtrain.config import OuterConfig
-from paxtrain.config.plan import COMPUTE, DATA, OPTIMIZER, SYNC, TERMS, TRANSFER
+from paxtrain.config.plan import (
+    BACKWARD,
+    COMPRESSION,
+    COMPUTE,
+    FORWARD,
+    GATHER,
+    HEAD,
+    OPTIMIZER,
+    REDUCE,
+    SYNC,
+    TERMS,
+    TRANSFER,
+)
 from planner.cost import compute as costs
 from planner.cost import link_seconds
 from planner.cost.candidate import Candidate
@@ -42,17 +54,20 @@ def test_terms_add_up_to_the_step_and_compute_is_that_of_the_events(candidate):
 
     links = problem.links(link_seconds.paths(fabric, hosts[None], candidate.tensor))
     seconds = problem.seconds(links, problem.kind_of_host[hosts][None])
-    busy = np.zeros(candidate.pipe)
+    kinds = {"F": FORWARD, "B": BACKWARD, "W": BACKWARD, "H": HEAD}
+    busy = {term: np.zeros(candidate.pipe) for term in COMPUTE}
     for d in range(candidate.data):
         fields = {f.name: np.asarray(getattr(seconds, f.name)) for f in dataclasses.fields(seconds)}
         one = simulator.Seconds(**{name: x[d : d + 1] if x.ndim else x for name, x in fields.items()})
         for event in simulator.timeline(problem.table, one, problem.overlap):
-            busy[event.stage] += (event.end - event.begin) * (event.what in "FBWH") / candidate.data
-    coding = parts[COMPUTE] - busy
+            if event.what in kinds:
+                busy[kinds[event.what]][event.stage] += (event.end - event.begin) / candidate.data
+    for term in (FORWARD, BACKWARD, HEAD):
+        np.testing.assert_allclose(parts[term], busy[term], rtol=1e-9, atol=1e-12)
     if candidate.backward == "none":
-        np.testing.assert_allclose(coding, 0, atol=1e-12)
+        assert not parts[COMPRESSION].any()
     else:  # the last gradients are compressed by the stages behind the first, and decoded by those before the last
-        assert (coding > 0).all()
+        assert (parts[COMPRESSION] > 0).all()
 
 
 @pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b"])
@@ -73,8 +88,10 @@ def test_each_term_by_hand():
     parts = terms(problem, fabric, hosts)
     layer = costs.layer(some, "a100-80gb", MODEL, 1, 2, "dots")
     ops = 4 * 6 * (layer.forward + layer.backward)
-    np.testing.assert_allclose(parts[COMPUTE], [ops + 4 * layer.embedding, ops + 4 * layer.head])
+    compute = sum(parts[term] for term in COMPUTE)
+    np.testing.assert_allclose(compute, [ops + 4 * layer.embedding, ops + 4 * layer.head])
+    np.testing.assert_allclose(parts[HEAD], [0, 4 * layer.head])
     assert parts[SYNC].min() == 0
-    assert (parts[TRANSFER] > 0).all() and (parts[DATA] > 0).all()
+    assert all((parts[term] > 0).all() for term in (TRANSFER, GATHER, REDUCE))
     held = 6 * costs.layer_parameters(MODEL, 1) + costs.embedding_parameters(MODEL, 1, 2)
     np.testing.assert_allclose(parts[OPTIMIZER], held / 2 * layer.optimizer)
