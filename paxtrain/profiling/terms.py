@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def _planned(told: object) -> np.ndarray:
     return np.array(told if numbers else [], float)
 
 
-def _finite(told: object) -> bool:
+def _finite(told: object) -> TypeGuard[float]:
     """Return whether a value of a plan's file is a number that a float can hold."""
     return isinstance(told, int | float) and abs(told) <= sys.float_info.max
 
