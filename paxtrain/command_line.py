@@ -4,8 +4,6 @@
 """
 
 import contextlib
-import errno
-import os
 import re
 import shutil
 import sys
@@ -15,7 +13,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging
 
-from paxtrain.errors import PREFIX, UserError
+from paxtrain.errors import PREFIX, UserError, told
 from paxtrain.process import sealed, setup
 
 OVERRIDES = "overrides are written --config.section.key=value"
@@ -23,22 +21,10 @@ _COLUMN = 26  # at which `--help` begins to describe a flag
 _titles: dict[str, str] = {}  # of the groups in `--help`, by the names of flags
 
 
-def sentence(error: Exception) -> str:
-    """Return an error's text in one line, without control characters and with long words cut."""
+def sentence(error: Exception | str) -> str:
+    """Return an error or its text in one line, without control characters and with long words cut."""
     text = re.sub(r"\S{200,}", lambda found: f"{found[0][:60]}... ({len(found[0])} characters)", str(error))
     return sealed.printable(" ".join(text.split()), 2000)
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Return whether an exception, or one that it follows from, says that a disk is full."""
-    seen = 0
-    while error is not None and seen < 20:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):  # in tensorstore's words
-            return True
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return False
 
 
 def fail(error: Exception) -> NoReturn:
@@ -145,15 +131,13 @@ def run(
             if hint is not None and len(argv) > 1:
                 raise UserError(f"unexpected argument {argv[1]!r}; {hint}")
             main(argv)
-        except UserError as error:
-            fail(error)
         except Exception as error:
-            if not _is_full(error):
+            found = told(error)
+            if found is None:
                 raise
-            # Not exit code 2: nothing is wrong with the input, and a later start may succeed.
-            text = f"the disk is full: {sentence(error)}; make room, and start the same command again"
-            print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
-            sys.exit(1)
+            text, code = found
+            print(f"{PREFIX}{sentence(text)}", file=sys.stderr, flush=True)
+            sys.exit(code)
 
     if any(".compress." in argument for argument in sys.argv):
         from paxtrain.config.options import flat_argument  # it needs numpy, and supervisors start without

@@ -3,11 +3,38 @@
 `command_line` prints the sentence and exits with code 2.
 """
 
+import errno
+import os
+
 PREFIX = "error: "  # begins the sentence; a supervisor looks for it in a worker's output
 
 
 class UserError(Exception):
     """Bad input: the message is one sentence that says what is wrong, what was given and what would work."""
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an exception, or one that it follows from, says that a disk is full."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT)):  # in tensorstore's words
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def told(error: Exception) -> tuple[str, int] | None:
+    """Return what to tell the user of an error and the exit code; None if it is neither bad input nor a full disk.
+
+    A full disk is not code 2: nothing is wrong with the input, and a later start may succeed.
+    """
+    if isinstance(error, UserError):
+        return str(error), 2
+    if is_full(error):
+        return f"the disk is full: {error}; make room, and start the same command again", 1
+    return None
 
 
 def whole(text: str, most: int = 2**31 - 1) -> int | None:

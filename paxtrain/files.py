@@ -8,9 +8,28 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, is_full
 
 Parsed = TypeVar("Parsed")
+
+
+@contextlib.contextmanager
+def writable(where: str | pathlib.Path, instead: str) -> Iterator[None]:
+    """Turn an error of the file system in the block into bad input; a full disk is none, and its error passes.
+
+    Args:
+        where: what cannot be written, for the sentence.
+        instead: what would work.
+
+    Raises:
+        UserError: A file cannot be written; OSError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise UserError(f"cannot write to {where} ({error.strerror or error}); {instead}") from error
 
 
 def sync_folder(folder: pathlib.Path) -> None:

@@ -43,6 +43,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
     shape, sharding = trainer.abstract_batch().shape, trainer.batch_sharding
     draw = functools.partial(jax.random.randint, shape=shape, minval=0, maxval=config.model.vocab_size)
     tokens, step = jax.jit(draw, out_shardings=sharding)(jax.random.key(0)), trainer.compile_step()
+    distributed.wait_for_all("the step is compiled")
 
     def one() -> dict[str, jax.Array]:
         nonlocal state

@@ -11,6 +11,12 @@ def size(count: float, unit: str = "") -> str:
     return f"{count:.3g} {unit}"
 
 
+def some(texts: Sequence[str], most: int = 8) -> str:
+    """Return texts joined by commas, and how many more there are if they are many."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def table(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of (label, figure) as two aligned columns."""
     width = max(len(what) for what, _ in rows)

@@ -111,10 +111,8 @@ def _record(decision: Decision, machines: Machines, config: Config, processes: i
         plan={"source": decision.source, **plan},
     )
     out = pathlib.Path(config.run.out)
-    try:
+    with files.writable(f"--out={out}", "name a folder that can be written"):
         environment.record(out, start)
-    except OSError as error:
-        raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
 
 
 def given() -> tuple[dict[str, Any], PlanOptions, Config]:
@@ -135,6 +133,10 @@ def given() -> tuple[dict[str, Any], PlanOptions, Config]:
     options = planning_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
     if f.plan == AUTO:
         sections(values)
+    elif os.path.isfile(f.plan):  # else process 0 says that there is none, or a pod has what is not here
+        plan = plans.load(f.plan)
+        if not f.replan:  # with it the plan may be for other nodes, and then does not count
+            plan.apply(values)
     return values, options, job_plan.measurable(values)
 
 

@@ -25,6 +25,7 @@ VERSION = 1
 FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head", "compression")
 TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER = ("transfer", "gather", "reduce", "sync", "optimizer")
 TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER)
+_DEEPEST = 32  # lists and objects inside each other in a plan's JSON, which dataclasses.asdict walks by recursion
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 
 
@@ -155,6 +156,15 @@ def load(path: str | pathlib.Path) -> Plan:
     return files.read_json(path, "plan", "name a plan.json as paxtrain/config/plan.py describes it", from_json)
 
 
+def _is_deep(values: object) -> bool:
+    """Return whether lists and objects lie deeper inside each other than `_DEEPEST`."""
+    level = [values]
+    for _ in range(_DEEPEST):
+        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [item for items in lists for item in items]
+    return any(isinstance(each, dict | list) for each in level)
+
+
 def from_json(values: object) -> Plan:
     """Return the plan that JSON values describe.
 
@@ -163,6 +173,8 @@ def from_json(values: object) -> Plan:
     """
     if not isinstance(values, dict):
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
+    if _is_deep(values):
+        raise UserError(f"a plan has lists and objects at most {_DEEPEST} deep inside each other, this one has more")
     if values.get("version") != VERSION:
         raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
     kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "predicted": dict}

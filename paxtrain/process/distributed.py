@@ -1,6 +1,10 @@
 """Joining the processes of a launch: by the launcher's variables or by flags."""
 
+import base64
 import contextlib
+import errno
+import io
+import json
 import math
 import os
 import pathlib
@@ -14,13 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
-from jax.experimental import multihost_utils
 
 from paxtrain.errors import PREFIX, UserError, whole
 from paxtrain.process import failures, jax_private, listening
 
-_BARRIER = 3_600_000  # milliseconds that `wait_for_all` waits
-_waits: Counter[str] = Counter()  # calls of `wait_for_all`, by name; a barrier's name can be used once
+_BARRIER = 3_600_000  # milliseconds that `wait_for_all` and `gather_texts` wait
+_GATHER = "gather"
+_waits: Counter[str] = Counter()  # calls by name; the name of a barrier, or of a key, can be used once
+
+_BAD_INPUT = -1  # in place of an error number
 
 _INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
 # Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
@@ -98,27 +104,26 @@ def _local_devices(environment: Mapping[str, str]) -> list[int] | None:
 
 def host_names() -> list[str]:
     """Return the host name of every process, by process index."""
-    mine = np.zeros(256, np.uint8)
-    raw = socket.gethostname().encode()[: mine.size]
-    mine[: len(raw)] = np.frombuffer(raw, np.uint8)
-    if jax.process_count() == 1:
-        return [socket.gethostname()]
-    return [bytes(row).rstrip(b"\0").decode() for row in allgather(mine)]
+    return gather_texts(socket.gethostname())
 
 
-def agree(error: UserError | None) -> None:
-    """End all processes if one of them has found bad input, so that none waits for it.
+def agree(error: UserError | OSError | None) -> None:
+    """End all processes if one of them has found bad input or a disk that fails, so that none waits for it.
 
     Args:
         error: The error of this process, or None.
 
     Raises:
-        UserError: `error`, or an error that names the first process with one.
+        UserError, OSError: `error`, or an error of its kind that names the first process with one.
     """
     if jax.process_count() > 1:
-        failed = np.flatnonzero(allgather(np.array([error is not None])))
-        if len(failed) and error is None:
-            raise UserError(f"process {failed[0]} found bad input; {failures.BAD_INPUT_ELSEWHERE}")
+        kind = 0 if error is None else _BAD_INPUT if isinstance(error, UserError) else error.errno or errno.EIO
+        kinds = allgather(np.array([kind])).flatten()
+        if kinds.any() and error is None:
+            first = int(np.flatnonzero(kinds)[0])
+            if kinds[first] == _BAD_INPUT:
+                raise UserError(f"process {first} found bad input; {failures.BAD_INPUT_ELSEWHERE}")
+            raise OSError(int(kinds[first]), f"process {first} failed; {failures.BAD_INPUT_ELSEWHERE}")
     if error is not None:
         raise error
 
@@ -135,15 +140,47 @@ def wait_for_all(what: str) -> None:
         client.wait_at_barrier(f"paxtrain/{what}/{_waits[what]}", _BARRIER)
 
 
+def gather_texts(text: str) -> list[str]:
+    """Return every process's text, once all have called.
+
+    The texts travel through the key-value store of jax's coordinator, which compiles nothing and waits as long as
+    `wait_for_all` does.
+    """
+    client, count, me = jax_private.coordination_client(), jax.process_count(), jax.process_index()
+    if client is None or count == 1:
+        return [text]
+    turn = _waits[_GATHER] = _waits[_GATHER] + 1
+    where = f"paxtrain/{_GATHER}/{turn}"
+    if me:
+        client.key_value_set(f"{where}/{me}", text)
+        return json.loads(client.blocking_key_value_get(f"{where}/0", _BARRIER))
+    texts = [text, *(client.blocking_key_value_get(f"{where}/{i}", _BARRIER) for i in range(1, count))]
+    client.key_value_set(f"{where}/0", json.dumps(texts))
+    if turn > 1:  # all have called, so all have read the last texts
+        client.key_value_delete(f"paxtrain/{_GATHER}/{turn - 1}/")
+    return texts
+
+
 def allgather(x: Any, tiled: bool = False) -> Any:
-    """Return every process's numpy value; all processes are there before the collective's time runs.
+    """Return every process's numpy value, which must be small: it travels as `gather_texts` says.
 
     Args:
-        x: array or pytree of arrays, of the same shapes on all processes.
+        x: array or pytree of arrays, of the same types and, without `tiled`, of the same shapes on all processes.
         tiled: whether to concatenate the values along the first dim, instead of stacking them.
     """
-    wait_for_all("allgather")
-    return multihost_utils.process_allgather(x, tiled=tiled)
+    leaves, structure = jax.tree.flatten(x)
+    packed = io.BytesIO()
+    np.savez(packed, *leaves)
+    every = [np.load(io.BytesIO(base64.b64decode(text))) for text in gather_texts(_base64(packed.getvalue()))]
+
+    def join(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts) if tiled else np.stack(parts)
+
+    return jax.tree.unflatten(structure, [join([each[name] for each in every]) for name in every[0].files])
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 def _is_shared(program: jax.stages.Compiled) -> bool:

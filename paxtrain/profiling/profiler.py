@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from paxtrain import files
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.process import distributed
@@ -132,7 +133,7 @@ class Profiler:
         timeline.draw(self.folder / PICTURE, traced, self._mesh)
         seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
         table = breakdown.table(seconds, hidden)
-        (self.folder / TABLE).write_text(table + "\n")
+        files.write(self.folder / TABLE, table + "\n")
         self.parts = seconds
         say(f"steps {self.steps.start} to {self.last} are profiled in {self.folder}\n{table}")
         mean = {name: float(np.mean(values)) for name, values in seconds.items()}

@@ -18,7 +18,6 @@ from orbax.checkpoint.multihost import get_barrier_sync_fn
 from compress.codec import Tree
 from paxtrain import files
 from paxtrain.config import CheckpointConfig
-from paxtrain.errors import UserError
 from paxtrain.process import distributed
 from paxtrain.run import checkpoint_reading, checkpoint_record
 from paxtrain.run.checkpoint_reading import Wanted
@@ -36,14 +35,12 @@ def ensure_writable(path: str | pathlib.Path) -> None:
     """Create a directory if it is missing, and check that files can be written there.
 
     Raises:
-        UserError: It cannot be created or written.
+        UserError: It cannot be created or written; OSError: the disk is full.
     """
-    try:
+    with files.writable(path, "name a directory that can be written"):
         pathlib.Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"\0")
-    except OSError as error:
-        raise UserError(f"cannot write to {path} ({error.strerror}); name a directory that can be written") from error
 
 
 class _Barrier:
@@ -83,7 +80,21 @@ class _Barrier:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without its question about SIGTERM, since jax counts such questions (see stopping.py)."""
+    """Orbax's manager, which calls a function between the naming of a checkpoint and the end of those it replaces.
+
+    It does not ask about SIGTERM, since jax counts such questions (see stopping.py).
+    """
+
+    def __init__(
+        self, directory: pathlib.Path, options: ocp.CheckpointManagerOptions, named: Callable[[], None]
+    ) -> None:
+        self._when_named = named
+        super().__init__(directory, options=options)
+
+    def check_for_errors(self) -> None:
+        """Do as orbax does; it asks on process 0 once a checkpoint has its name, and removes older ones then."""
+        super().check_for_errors()
+        self._when_named()
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -179,6 +190,14 @@ class Checkpoints:
                 files.sync_tree(self._directory / str(step))
             files.sync_folder(self._directory)
 
+    def _sync_named(self) -> None:
+        """Bring a new name to disk; orbax passes over an error here, so `check` tells of it."""
+        try:
+            self._sync_names()
+        except OSError as unwritten:
+            self._barrier.failure = unwritten
+            raise
+
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         """Turn an error in the block into a sentence about the checkpoint."""
@@ -250,7 +269,7 @@ class Checkpoints:
                 post_finalization_callback=self._sync_unfinished,  # which orbax calls before it gives the name
             ),
         )
-        return _Manager(self._directory, options=options)
+        return _Manager(self._directory, options, self._sync_named)
 
     def _set_aside(self, step: int) -> None:
         home = self._directory / _SET_ASIDE

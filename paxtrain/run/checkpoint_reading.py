@@ -1,6 +1,7 @@
 """The reader of checkpoints: it restores the newest good one, verified against its record, onto any mesh."""
 
 import functools
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -9,7 +10,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
-from jax.experimental import multihost_utils
 
 from compress.codec import Tree
 from paxtrain.errors import UserError, whole
@@ -45,10 +45,7 @@ def same_everywhere(directory: pathlib.Path) -> list[int]:
     steps = finished_steps(directory)
     if jax.process_count() == 1:
         return steps
-    distributed.wait_for_all("checkpoints are listed")
-    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    given = np.array((steps + [0] * count)[:count], np.int32)
-    steps = [int(step) for step in multihost_utils.broadcast_one_to_all(given)]
+    steps = json.loads(distributed.gather_texts(json.dumps(steps))[0])
     until = time.monotonic() + _VISIBLE
     while not set(steps) <= set(finished_steps(directory)) and time.monotonic() < until:
         time.sleep(0.5)

@@ -15,6 +15,7 @@ import numpy as np
 from compress.codec import Tree
 from paxtrain.errors import UserError
 from paxtrain.process import distributed
+from paxtrain.tables import some
 
 Meta = dict[str, Any]  # JSON values
 
@@ -105,7 +106,7 @@ def _differences(saved: Meta, expected: Meta) -> str:
     keys = sorted(saved.keys() | expected.keys())
     pairs = [(key, saved.get(key, missing), expected.get(key, missing)) for key in keys]
     different = [f"{key} is {there} there and {here} here" for key, there, here in pairs if there != here]
-    return ", ".join(different[:8]) + (f" and {len(different) - 8} more" if len(different) > 8 else "")
+    return some(different)
 
 
 def require_same(record: Meta, abstract: Tree, model: Meta, where: str) -> None:

@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from paxtrain import files
 from paxtrain.errors import UserError
 from paxtrain.run import metrics
 
@@ -137,7 +138,8 @@ def plot_losses(jsonl: str | pathlib.Path, png: str | pathlib.Path) -> None:
     bottom.set_ylabel("learning rate")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     bottom.set_xlabel("optimizer step")
-    page.savefig(png)
+    with files.replacing(png) as new:
+        page.savefig(new, format="png")
 
 
 def plot_runs(runs: Sequence[str | pathlib.Path], png: str | pathlib.Path) -> None:

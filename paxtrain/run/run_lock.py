@@ -1,13 +1,14 @@
 """The lock of a run's folder: a second start is refused with a sentence that names the first.
 
 The lock is a file beside the checkpoints. It is made by a hard link, which a shared file system gives to one process
-alone, and holds who made it and a count that its owner raises every few seconds. A process that ended without removing
-it does not block the folder: on the same host its number is gone, and elsewhere the count stands still. Clocks are not
-compared.
+alone, or where there are no hard links by opening a file that must not exist yet. It holds who made it and a count that
+its owner raises every few seconds. A process that ended without removing it does not block the folder: on the same host
+its number is gone, and elsewhere the count stands still. Clocks are not compared.
 """
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -18,10 +19,14 @@ import threading
 import time
 from typing import Self
 
+from paxtrain import files
 from paxtrain.errors import UserError
 
 FILE = "lock.json"
 _BEAT = 3.0  # seconds between two counts
+_LOOKS, _PAUSE = 5, 0.2  # readings of a lock that is gone or unreadable, seconds apart: another start may hold it
+# What file systems say that have no hard links (FAT, some object stores and network folders).
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _DEAD = 15.0  # seconds without a new count after which another host's process has ended
 
 
@@ -95,14 +100,47 @@ class LockOwner:
         return False
 
 
-def _read(path: pathlib.Path) -> tuple[LockOwner, int] | None:
-    """Return owner and count of a lock; None if there is none or it is no lock."""
+def _parsed(content: bytes) -> tuple[LockOwner, int] | None:
+    """Return owner and count of a lock; None if it is no lock."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(content)
         count = values.pop("count")
         return LockOwner(**values), int(count)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
+
+
+def _read(path: pathlib.Path) -> tuple[LockOwner, int] | None:
+    """Return owner and count of a lock; None if there is none, it cannot be read, or it is no lock."""
+    try:
+        return _parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _link(path: pathlib.Path, new: pathlib.Path) -> bool:
+    """Give a file a second name that nothing has yet, and return False if something has it.
+
+    Without hard links, the second name is a copy.
+
+    Args:
+        path: file.
+        new: second name.
+    """
+    try:
+        os.link(path, new)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        content = path.read_bytes()
+        try:
+            with open(new, "xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+    return True
 
 
 class RunLock:
@@ -112,7 +150,7 @@ class RunLock:
         """Take the lock of a folder that exists.
 
         Raises:
-            UserError: Another process has it, and lives.
+            UserError: Another process has it, and lives, or the folder cannot be written; OSError: the disk is full.
         """
         self._path = pathlib.Path(folder) / FILE
         self._owner = LockOwner.here()
@@ -122,7 +160,8 @@ class RunLock:
         found = _read(self._path)
         self._mine = not (found is not None and found[0].me)  # else this process has it already, and keeps it
         if self._mine:
-            self._take()
+            with files.writable(self._path.parent, "name a run.out that can be written"):
+                self._take()
             self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
             self._beating.start()
 
@@ -132,20 +171,17 @@ class RunLock:
         # The count has a fixed width, so that a file that is read during a write is good, too.
         return json.dumps(dataclasses.asdict(self._owner) | {"count": f"{self._count:012d}"}).encode()
 
-    def _link(self) -> bool:
+    def _make(self) -> bool:
         """Make the lock file, and return False if there is one."""
         own = self._path.with_name(f".{FILE}.{self._owner.token}")
-        own.write_bytes(self._content())
         try:
-            os.link(own, self._path)
-        except FileExistsError:
-            return False
+            own.write_bytes(self._content())
+            return _link(own, self._path)
         finally:
             own.unlink(missing_ok=True)
-        return True
 
     def _take(self) -> None:
-        while not self._link():
+        while not self._make():
             found = self._look()
             if found is None:
                 self._remove(None)
@@ -156,10 +192,10 @@ class RunLock:
 
     def _look(self) -> tuple[LockOwner, int] | None:
         """Return owner and count of the lock; None if there is no longer one, or if it stays unreadable."""
-        for _ in range(5):
+        for _ in range(_LOOKS):
             if (found := _read(self._path)) is not None:
                 return found
-            time.sleep(0.2)
+            time.sleep(_PAUSE)
         return None
 
     def _stands_still(self, found: tuple[LockOwner, int]) -> bool:
@@ -187,8 +223,7 @@ class RunLock:
             os.rename(self._path, aside)
             taken = _read(aside)
             if taken is not None and taken[0].token != token:
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
+                _link(aside, self._path)
             aside.unlink(missing_ok=True)
 
     def _refusal(self, owner: LockOwner) -> UserError:
@@ -199,11 +234,29 @@ class RunLock:
 
     # --- Holding ------------------------------------------------------------------------------------------------------
 
+    def _taken(self) -> str:
+        """Return who has the folder instead of this process, or that its lock is gone; "" if neither is known.
+
+        What cannot be read for a while (a network folder whose server restarts) is nobody else's. Another start that
+        looks at the lock moves it aside for a moment.
+        """
+        for _ in range(_LOOKS):
+            try:
+                found = _parsed(self._path.read_bytes())
+            except FileNotFoundError:
+                self._over.wait(_PAUSE)
+                continue
+            except OSError:
+                return ""
+            if found is not None and found[0].token != self._owner.token:
+                return f"by process {found[0].process} on {found[0].host}"
+            return ""
+        return "" if self._over.is_set() else "or its lock removed"
+
     def _beat(self) -> None:
         while not self._over.wait(_BEAT):
-            found = _read(self._path)
-            if found is None or found[0].token != self._owner.token:
-                self._lost = f"by process {found[0].process} on {found[0].host}" if found else "or its lock removed"
+            self._lost = self._taken()
+            if self._lost:
                 return
             self._count += 1
             with contextlib.suppress(OSError), open(self._path, "r+b") as file:  # a full disk must not end training

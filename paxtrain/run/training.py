@@ -42,13 +42,14 @@ def train_together(
 
     Raises:
         UserError: One of the processes has found bad input; every process raises.
+        OSError: One of them has found a full disk; every process raises.
     """
     run, problem = None, None
     try:
         devices = host_major(chosen.hosts, names) if chosen and chosen.hosts else None
         mesh = make_mesh(config.mesh, chosen.device_order or None if chosen else None, devices)
         run = Run(config, mesh, progress, quiet, codec)
-    except UserError as error:
+    except (UserError, OSError) as error:  # also a full disk
         problem = error
     distributed.agree(problem)
     assert run is not None

@@ -466,7 +466,8 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
         arrays["measured"] = fields["measured"]
     if len(hosts) > _IN_JSON:
         beside = path.with_suffix(".npz")
-        np.savez_compressed(beside, **arrays)
+        with files.replacing(beside) as new, new.open("wb") as file:
+            np.savez_compressed(file, **arrays)
         links: dict[str, object] = {"npz": beside.name}
     else:
         links = {name: array.tolist() for name, array in arrays.items()}

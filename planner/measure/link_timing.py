@@ -221,8 +221,10 @@ def _meeting(mesh: Mesh) -> Callable[[], None]:
     return lambda: jax.block_until_ready(compiled(ones))
 
 
-def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5) -> float:
-    """Return the median seconds of an all-reduce.
+def all_reduce(
+    devices: Sequence[jax.Device], per_host: int, axis: str, size: int, repeats: int = 5
+) -> Callable[[], float]:
+    """Compile an all-reduce, and return a function that returns its median seconds. All processes call it together.
 
     Args:
         devices: all devices, host after host.
@@ -231,21 +233,34 @@ def all_reduce(devices: Sequence[jax.Device], per_host: int, axis: str, size: in
         size: bytes per device.
         repeats: number of timed calls.
     """
-    grid = np.array(devices).reshape(-1, per_host)
-    mesh = Mesh(grid, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    mesh = _hosts_mesh(devices, per_host)
     spec = PartitionSpec(("host", "device"))
     mapped = jax.shard_map(lambda x: lax.pmean(x, axis), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     sharding = NamedSharding(mesh, spec)
     x = jax.jit(lambda: jnp.zeros((mesh.size, size // 4), jnp.float32), out_shardings=sharding)()
-    run = jax.jit(mapped)
-    jax.block_until_ready(run(x))
-    return float(np.median([_seconds(lambda _: jax.block_until_ready(run(x)), 0) for _ in range(repeats)]))
+    compiled = jax.jit(mapped).lower(x).compile()
+
+    def run(_: int) -> None:
+        jax.block_until_ready(compiled(x))
+
+    def median() -> float:
+        run(0)  # makes the connections
+        return float(np.median([_seconds(run, 0) for _ in range(repeats)]))
+
+    return median
 
 
-def all_to_all(devices: Sequence[jax.Device], per_host: int, size: int, pause: float, repeats: int = 5) -> float:
-    """Return the seconds of the quickest of some all-to-alls over the hosts, from the first host's start on.
+def _hosts_mesh(devices: Sequence[jax.Device], per_host: int) -> Mesh:
+    return Mesh(np.array(devices).reshape(-1, per_host), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
 
-    Hosts start a little apart, as they do in training. gloo then sends the two messages of a pair one after the other.
+
+def all_to_all(
+    devices: Sequence[jax.Device], per_host: int, size: int, pause: float, repeats: int = 5
+) -> Callable[[], float]:
+    """Compile an all-to-all over the hosts, and return a function that returns its seconds.
+
+    These are the quickest of some calls, from the first host's start on. Hosts start a little apart, as they do in
+    training. gloo then sends the two messages of a pair one after the other. All processes call the function together.
 
     Args:
         devices: all devices, host after host.
@@ -254,9 +269,8 @@ def all_to_all(devices: Sequence[jax.Device], per_host: int, size: int, pause: f
         pause: seconds that this process waits before it starts; hosts should differ.
         repeats: number of timed calls.
     """
-    grid = np.array(devices).reshape(-1, per_host)
-    mesh = Mesh(grid, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
-    spec, hosts = PartitionSpec(("host", "device")), len(grid)
+    mesh = _hosts_mesh(devices, per_host)
+    spec, hosts = PartitionSpec(("host", "device")), mesh.shape["host"]
 
     def local(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, "host", 1, 1)
@@ -264,18 +278,21 @@ def all_to_all(devices: Sequence[jax.Device], per_host: int, size: int, pause: f
     sharding = NamedSharding(mesh, spec)
     make = jax.jit(lambda: jnp.zeros((mesh.size, hosts, size // 4), jnp.float32), out_shardings=sharding)
     x = make()
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)).lower(x).compile()
-    meet = _meeting(mesh)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    run, meet = jax.jit(mapped).lower(x).compile(), _meeting(mesh)
 
     def call(_: int) -> None:
         time.sleep(pause)
         jax.block_until_ready(run(x))
 
-    seconds = []
-    for _ in range(repeats + 1):  # the first call makes the connections
-        meet()
-        seconds.append(_seconds(call, 0))
-    return min(seconds[1:])
+    def quickest() -> float:
+        seconds = []
+        for _ in range(repeats + 1):  # the first call makes the connections
+            meet()
+            seconds.append(_seconds(call, 0))
+        return min(seconds[1:])
+
+    return quickest
 
 
 # --- From times to links ----------------------------------------------------------------------------------------------

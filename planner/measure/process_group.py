@@ -5,6 +5,7 @@ collective would wait forever.
 """
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -15,14 +16,21 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from paxtrain.errors import PREFIX, UserError
-from paxtrain.process import failures, jax_private
+from paxtrain.errors import PREFIX, UserError, is_full, told
+from paxtrain.process import distributed, failures, jax_private
+from paxtrain.process.sealed import printable
 
 _GRACE = 2.0  # seconds for which a failing process 0 keeps the store up, so that the others can read the reason
 ADVICE = f"{failures.CHECK_ITS_HOST} and reachable from the others"
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def _failure(answer: dict[str, Any]) -> Exception:
+    """Return the error of another process as this one's, from what `ProcessGroup.gather` got instead of a value."""
+    text = printable(str(answer["error"]))
+    return OSError(errno.ENOSPC, text) if answer.get("full") else UserError(text)
 
 
 class ProcessGroup:
@@ -57,7 +65,7 @@ class ProcessGroup:
         except RuntimeError as error:
             raise UserError(f"{self.names[process]} has not answered for {seconds:g} s; {ADVICE}") from error
         if isinstance(answer, dict) and "error" in answer:
-            raise UserError(answer["error"])
+            raise _failure(answer)
         return answer
 
     @overload
@@ -86,21 +94,39 @@ class ProcessGroup:
             return self._wait(0, 3 * self.timeout)  # process 0 itself waits for the others, one after another
         try:
             result = verdict([value, *(self._wait(i, self.timeout) for i in range(1, self.count))])
-        except UserError as error:
-            self._store.key_value_set(self._key(0), json.dumps({"error": str(error)}))
+        except Exception as error:
+            self._store.key_value_set(self._key(0), json.dumps(self._told(error)))
             raise
         self._store.key_value_set(self._key(0), json.dumps(result))
         if self._round > 1:  # all have called, so all have read the last verdict
             self._store.key_value_delete(f"paxtrain/group/{self._round - 1}/")
         return result
 
+    def _told(self, error: Exception) -> dict[str, object]:
+        """Return what the others learn of an error of process 0, so that they do not wait for it."""
+        elsewhere = f"{self.names[0]} failed ({type(error).__name__}); {failures.BAD_INPUT_ELSEWHERE}"
+        if isinstance(error, UserError):
+            return {"error": str(error)}
+        return {"error": elsewhere, "full": is_full(error)}
+
     def agree(self, value: float) -> float:
         """Return process 0's value on every process."""
         return self.gather(value, lambda values: values[0])
 
+    def meet(self, what: str) -> None:
+        """Return when all processes have called. Compilers may take longer than a process may be silent.
+
+        Args:
+            what: name of the meeting ("the link programs are compiled").
+        """
+        try:
+            distributed.wait_for_all(what)
+        except RuntimeError as error:
+            self.fail(f"{self.names[self.process]} lost another process ({' '.join(str(error).split())}); {ADVICE}")
+
     def fail(self, message: str) -> None:
         """End this process with an error message; the others end with the same message at their next gather."""
-        print(f"{PREFIX}{message}", flush=True, file=sys.stderr)
+        print(f"{PREFIX}{printable(message)}", flush=True, file=sys.stderr)
         if self.count > 1:
             with contextlib.suppress(RuntimeError):
                 self._store.key_value_set(self._key(self.process, 1), json.dumps({"error": message}))
@@ -133,12 +159,14 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def ends_together(self) -> Iterator[None]:
-        """On a UserError, end this process at once with its message and exit code 2."""
+        """On bad input or a full disk, end this process at once with its message and exit code."""
         try:
             yield
-        except UserError as error:
-            if self.count == 1:
+        except Exception as error:
+            found = told(error)
+            if self.count == 1 or found is None:
                 raise
-            print(f"{PREFIX}{error}", flush=True, file=sys.stderr)
+            text, code = found
+            print(f"{PREFIX}{printable(text)}", flush=True, file=sys.stderr)
             time.sleep(_GRACE if self.process == 0 else 0)
-            os._exit(2)
+            os._exit(code)

@@ -38,8 +38,9 @@ def affordable(
         until: time.monotonic() at which to stop; process 0's clock counts.
     """
     me = machines.hosts[machines.of_process[group.process]]
+    exchange = link_timing.Exchange(machines.devices, rounds, (_PROBE,))
+    group.meet("the first link programs are compiled")
     with group.watch(me, "the other hosts in the first round of links"):
-        exchange = link_timing.Exchange(machines.devices, rounds, (_PROBE,))
         times = [exchange(number) for number in range(len(rounds))]
 
     def verdict(values: list[list[_Times]]) -> int:
@@ -84,8 +85,8 @@ def profile_links(
         return collected, ""
     mine = machines.of_process[group.process]
     me = machines.hosts[mine]
-    with group.watch(me, "the other hosts while the link programs were compiled"):
-        exchange = link_timing.Exchange(machines.devices, rounds, sizes)
+    exchange = link_timing.Exchange(machines.devices, rounds, sizes)
+    group.meet("the link programs are compiled")
     total = options.repeats * len(rounds)
     with tqdm(total=total, desc="links", unit="round", disable=group.process > 0 or None) as progress:
         for done in range(total):
@@ -153,8 +154,10 @@ def time_fan_out(
     for size in sizes:
         last = size * per_byte / 2
         pause = float(last * mine / (count - 1))
+        timed = link_timing.all_to_all(machines.devices, per_host, size, pause)
+        group.meet("an all-to-all is compiled")
         with group.watch(machines.hosts[mine], "the others in an all-to-all over the hosts"):
-            own = link_timing.all_to_all(machines.devices, per_host, size, pause)
+            own = timed()
         took.append(group.gather(own, max) - last)
     # Small messages take longer than their bytes do, so the slope counts.
     slope = (took[1] - took[0]) / (sizes[1] - sizes[0]) if sizes[0] < sizes[1] else took[1] / sizes[1]
@@ -193,8 +196,10 @@ def time_all_reduces(
         rings.append(("inside a host", "device", machines.per_host, slowness.diagonal().max(), filled.alpha[0, 0]))
     rows = []
     for name, axis, ring, per_byte, alpha in rings:
+        timed = link_timing.all_reduce(machines.devices, machines.per_host, axis, size)
+        group.meet("an all-reduce is compiled")
         with group.watch(machines.hosts[machines.of_process[group.process]], f"the others in an all-reduce {name}"):
-            seconds = link_timing.all_reduce(machines.devices, machines.per_host, axis, size)
+            seconds = timed()
         seconds = group.gather(seconds, max)
         links = 2 * (ring - 1) * (alpha + size / ring * per_byte)
         took = f"{tables.size(size, 'B')} in {seconds:.4g} s"

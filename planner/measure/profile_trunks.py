@@ -179,8 +179,8 @@ def profile_trunks(
     repeats = min(options.repeats, _REPEATS)
     size = max(options.sizes) if options.sizes else affordable(group, machines, rounds, repeats, until)[1]
     me = machines.hosts[machines.of_process[group.process]]
-    with group.watch(me, "the other hosts while the programs for shared uplinks were compiled"):
-        exchange = link_timing.Exchange(machines.devices, rounds, (size,))
+    exchange = link_timing.Exchange(machines.devices, rounds, (size,))
+    group.meet("the programs for shared uplinks are compiled")
     taken: list[Array] = []
     total = repeats * len(rounds)
     with tqdm(total=total, desc="uplinks", unit="round", disable=group.process > 0 or None) as progress:

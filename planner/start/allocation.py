@@ -8,10 +8,12 @@ from collections.abc import Sequence
 
 import jax
 
+from paxtrain import files
 from paxtrain.config import ModelConfig
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
+from paxtrain.tables import some
 from planner.cluster import cluster as clusters
 from planner.cluster import cluster_file
 from planner.cluster.cluster import Cluster
@@ -107,10 +109,8 @@ def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED
     def write(_: object) -> str:
         checkpoint.ensure_writable(out)
         token = out / f".shared-{secrets.token_hex(8)}"
-        try:
+        with files.writable(f"--out={out}", "name a folder that can be"):
             token.write_text(token.name)
-        except OSError as error:
-            raise UserError(f"cannot write to --out={out} ({error.strerror}); name a folder that can be") from error
         return token.name
 
     def verdict(values: list[bool]) -> None:
@@ -118,7 +118,7 @@ def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED
         if blind:
             raise UserError(
                 f"--out={out} is not the same folder on all nodes: what {group.names[0]} writes there is not seen on "
-                f"{', '.join(blind)}; name a folder on a file system that they share"
+                f"{some(blind)}; name a folder on a file system that they share"
             )
 
     token = out / group.gather(None, write)
@@ -132,10 +132,6 @@ def check_shared(group: ProcessGroup, out: pathlib.Path, within: float = _SHARED
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def why_not(plan: Plan, machines: Machines) -> str:
     """Return why a plan is not for these nodes ("pax4 is not in it"), in whatever order; empty if it is."""
     there, devices = len(machines.hosts) * machines.per_host, plan.mesh.devices
@@ -143,8 +139,8 @@ def why_not(plan: Plan, machines: Machines) -> str:
     if plan.hosts:
         added = [host for host in machines.hosts if host not in plan.hosts]
         gone = [host for host in plan.hosts if host not in machines.hosts]
-        reasons += [f"{_some(added)} {'is' if len(added) == 1 else 'are'} not in it"] * bool(added)
-        reasons += [f"{_some(gone)} of it {'is' if len(gone) == 1 else 'are'} not here"] * bool(gone)
+        reasons += [f"{some(added)} {'is' if len(added) == 1 else 'are'} not in it"] * bool(added)
+        reasons += [f"{some(gone)} of it {'is' if len(gone) == 1 else 'are'} not here"] * bool(gone)
         if not reasons and plan.devices_per_host != machines.per_host:
             reasons.append(f"it is for {plan.devices_per_host} devices on each of them, here are {machines.per_host}")
     elif devices != there:

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from paxtrain import tables
+from paxtrain import files, tables
 from paxtrain.config import Config, OuterConfig, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
 from paxtrain.process import supervised
+from paxtrain.process.sealed import printable
 from planner.cluster import cluster as clusters
 from planner.cluster.cluster import Cluster
 from planner.measure import profile_cluster, profile_compute
@@ -162,13 +163,11 @@ def _source(again: bool, reason: str, why: str) -> str:
 
 
 def _told(write: Callable[[Asked], Told], out: pathlib.Path) -> Callable[[Asked], Told]:
-    """Return the same function, except that it reports a disk that fails as bad input."""
+    """Return the same function, except that it reports a folder that cannot be written as bad input."""
 
     def told(values: Asked) -> Told:
-        try:
+        with files.writable(f"--out={out}", "name a folder that can be written"):
             return write(values)
-        except OSError as error:
-            raise UserError(f"cannot write to --out={out} ({error}); name a folder that can be written") from error
 
     return told
 
@@ -255,18 +254,49 @@ def _ago(seconds: float) -> str:
     return "just now"
 
 
+def _is_figure(*values: Any) -> bool:
+    """Return whether all values, which are of a file that others may have written, are finite numbers."""
+    return all(type(value) in (int, float) and abs(value) < 1e300 for value in values)
+
+
+def _link_rows(links: object) -> list[tuple[str, str]]:
+    """Return the rows about the links that a plan was made for, without those that its file does not have as it should.
+
+    Args:
+        links: what `Plan.predicted` has of them.
+    """
+    if not isinstance(links, dict):
+        return []
+    rows: list[tuple[str, str]] = []
+    source: Any = links.get("source")
+    measured: Any = links.get("measured")
+    if isinstance(source, str) and _is_figure(measured):
+        rows.append(("links", f"{printable(source)}, {_ago(time.time() - measured)}"))
+    for name in ("slowest", "fastest"):
+        match links.get(name):
+            case [str(a), str(b), rate, alpha] if _is_figure(rate, alpha):
+                ends = f"{printable(a)} to {printable(b)}"
+                rows.append((name, f"{ends}: {tables.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
+    return rows
+
+
+def _memory_row(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row about a device's memory, or none; `told` is `Plan.predicted`."""
+    bytes_: list[Any] = [told.get("memory_bytes"), told.get("memory_limit_bytes")]
+    source: Any = told.get("memory_source")
+    if not _is_figure(*bytes_) or not isinstance(source, str):
+        return []
+    used, limit = (tables.size(each, "B") for each in bytes_)
+    return [("memory", f"{used} of {limit} per device ({printable(source)})")]
+
+
 def describe(decision: Decision, machines: Machines) -> str:
     """Return the decision in ten lines, or fewer if the plan does not say where its figures are from."""
     plan, told = decision.plan, decision.plan.predicted
     names = ", ".join(machines.hosts[:8]) + (", ..." if len(machines.hosts) > 8 else "")
     kinds = ", ".join(dict.fromkeys(machines.kinds))
     rows = [("nodes", f"{len(machines.hosts)} x {machines.per_host} {kinds}: {names}"), ("plan", decision.source)]
-    if links := told.get("links"):
-        rows.append(("links", f"{links['source']}, {_ago(time.time() - links['measured'])}"))
-        for name in ("slowest", "fastest"):
-            if name in links:
-                a, b, rate, alpha = links[name]
-                rows.append((name, f"{a} to {b}: {tables.size(rate, 'B/s')}, {alpha * 1e6:.0f} us"))
+    rows += _link_rows(told.get("links"))
     mesh, pipeline, batch, compress = plan.mesh, plan.pipeline, plan.batch, plan.compress
     how = "ZeRO-1" if mesh.zero1 else "replicated optimizer"
     how += ", sequence parallel" if mesh.sequence_parallel else ""
@@ -294,12 +324,11 @@ def describe(decision: Decision, machines: Machines) -> str:
     over = f"gradients over data of stages {data} {words['data']}{groups}"
     parts = [between] * (backward != "none") + [over] * (data != "none")
     rows.append(("compressed", " and ".join(parts) or "nothing"))
-    if told.keys() >= {"memory_bytes", "memory_limit_bytes", "memory_source"}:
-        used, limit = (tables.size(told[key], "B") for key in ("memory_bytes", "memory_limit_bytes"))
-        rows.append(("memory", f"{used} of {limit} per device ({told['memory_source']})"))
+    rows += _memory_row(told)
     took = f"decided in {decision.seconds:.1f} s"
-    if told.keys() >= {"step_seconds", "host_order_seconds"}:
-        step, order = told["step_seconds"], told["host_order_seconds"]
+    step: Any = told.get("step_seconds")
+    order: Any = told.get("host_order_seconds")
+    if _is_figure(step, order) and step > 0:
         took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
     rows.append(("step", took))
     if machines.crowded:

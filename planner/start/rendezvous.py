@@ -19,8 +19,10 @@ from paxtrain.errors import UserError, whole
 from paxtrain.process import distributed, failures, jax_private, job_secret, listening
 from paxtrain.process.listening import SealedServer
 from paxtrain.process.sealed import SealedStream, printable
+from paxtrain.tables import some
 
 _GO = "go"
+_NAME = 64  # characters of a host's name at most, as Linux has it: the sentence is a first message, which is short
 
 
 def launch(
@@ -70,10 +72,10 @@ def missing_sentence(
         address: address of process 0.
         timeout: seconds that were waited.
     """
-    who = [f"process {i}" + (f" (host {hosts[i]})" if hosts else "") for i in missing]
-    there = f"those on {', '.join(sorted(set(came.values())))} have" if came else "no other one has"
+    who = [f"process {i}" + (f" (host {printable(hosts[i], _NAME)})" if hosts else "") for i in missing]
+    there = f"those on {some(sorted(set(came.values())))} have" if came else "no other one has"
     return (
-        f"{', '.join(who)} did not come within {timeout:g} s, {there}; {failures.CHECK_THAT_HOST} and can reach "
+        f"{some(who)} did not come within {timeout:g} s, {there}; {failures.CHECK_THAT_HOST} and can reach "
         f"{address}, or give a larger --coordinator_timeout"
     )
 
@@ -90,7 +92,7 @@ async def _listen(where: tuple[str, int], secret: bytes, processes: int, timeout
     async def answer(stream: SealedStream, hello: dict[str, Any]) -> None:
         number, host = hello.get("process"), hello.get("host")
         if isinstance(number, int) and 0 < number < processes and isinstance(host, str):
-            came[number] = printable(host, 253)
+            came[number] = printable(host, _NAME)
             if len(came) == processes - 1 and not verdict.done():
                 verdict.set_result(_GO)
             stream.send({"verdict": await asyncio.shield(verdict)})

@@ -164,3 +164,15 @@ def test_a_file_that_is_no_plan(tmp_path, content):
 def test_a_path_that_is_no_file(tmp_path):
     for path in (tmp_path / "missing.json", tmp_path):
         assert "plan.json as paxtrain/config/plan.py describes it" in refusal(path)
+
+
+def test_lists_in_lists_in_lists_are_refused_before_anything_walks_them(tmp_path):
+    """dataclasses.asdict, which writes a plan, calls itself for each; 600 of them had raised RecursionError."""
+    deep: object = 1.0
+    for _ in range(30):
+        deep = [deep]
+    good = plan.load(file_of(tmp_path, predicted={"terms": deep}))
+    assert plan.from_json(plan.to_json(good)).predicted == {"terms": deep}
+    for _ in range(570):
+        deep = {"in": deep}
+    assert "at most 32 deep" in refusal(file_of(tmp_path, predicted={"terms": deep}))

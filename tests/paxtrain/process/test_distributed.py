@@ -1,5 +1,7 @@
 """Joining processes: launchers are recognized, wrong flags refused, and no process waits longer than the limit."""
 
+import errno
+import os
 import pathlib
 import socket
 import subprocess
@@ -11,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, is_full
 from paxtrain.process import distributed
+from tests.processes import run_processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LAUNCHERS = (
@@ -219,12 +222,43 @@ def test_bad_input_of_one_process_ends_them_all(monkeypatch):
         distributed.agree(mine)
     distributed.agree(None)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    gathered = np.array([[False], [True], [True]])
-    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", lambda _, tiled: gathered)
-    with pytest.raises(UserError, match="process 1 found bad input"):
-        distributed.agree(None)
+    told = []
+
+    def others(kind):
+        told.append(kind.tolist())
+        return np.array([[0], told[0], told[0]])
+
+    monkeypatch.setattr(distributed, "allgather", others)
     with pytest.raises(UserError, match="mine"):
         distributed.agree(mine)
+    with pytest.raises(UserError, match="process 1 found bad input"):
+        distributed.agree(None)
+    told.clear()
+    with pytest.raises(OSError, match="No space left"):
+        distributed.agree(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(OSError, match="process 1 failed") as full:  # which is no bad input for the others either
+        distributed.agree(None)
+    assert is_full(full.value)
+
+
+GATHERED = """
+import numpy as np
+from paxtrain.process import distributed
+
+for turn in range(3):
+    assert distributed.gather_texts(f"{turn} of {process}") == [f"{turn} of {i}" for i in range(3)]
+both = distributed.allgather({"a": np.float64(process) + 1e-12, "b": np.arange(process, process + 2)})
+assert both["a"].dtype == np.float64 and (both["a"] == np.arange(3) + 1e-12).all(), both
+assert both["b"].tolist() == [[0, 1], [1, 2], [2, 3]], both
+assert distributed.allgather(np.full((process, 2), process), tiled=True).tolist() == [[1, 1], [2, 2], [2, 2]]
+assert len(distributed.host_names()) == 3
+"""
+
+
+def test_small_values_are_gathered_without_a_collective():
+    run_processes(GATHERED, processes=3, devices=1)
+    alone = distributed.allgather((np.arange(2), np.array(True)))
+    assert [value.tolist() for value in alone] == [[[0, 1]], [True]]
 
 
 def test_a_program_runs_only_when_all_have_compiled_it(monkeypatch):
@@ -261,3 +295,23 @@ except UserError as error:
         said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert said.stdout.startswith(f"cannot listen at 127.0.0.1:{port}: port {port} of this machine is taken"), said
     assert f"`ss -ltnp 'sport = :{port}'` shows by which process" in said.stdout
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_coordinator_listens_at_its_address_alone(bound):
+    """The control is jax's own choice: all addresses of the machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = f"""
+import os, socket
+from paxtrain.process import distributed
+if not {bound}:
+    distributed._bind_address = lambda *_: None
+distributed.initialize("127.0.0.1:{port}", 1, 0, 20)
+for address in ("127.0.0.1", "127.0.0.2"):
+    with socket.socket() as s:
+        print(s.connect_ex((address, {port})) == 0, flush=True)
+os._exit(0)
+"""
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert said.stdout.split() == ["True", str(not bound)], said

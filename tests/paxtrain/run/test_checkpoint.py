@@ -1,6 +1,8 @@
 """Checkpoints are bit-exact on any mesh, and damage of every kind is found and survived."""
 
 import contextlib
+import errno
+import os
 import pathlib
 import resource
 import shutil
@@ -265,6 +267,17 @@ def test_metadata_without_arrays(saved, tmp_path):
         checkpoint_reading.read_meta(tmp_path)
 
 
+def test_a_full_disk_is_no_bad_input(tmp_path, monkeypatch):
+    """Bad input is not tried again by schedulers; on a full disk there may be room later."""
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.tempfile, "TemporaryFile", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.ensure_writable(tmp_path)
+
+
 def test_a_directory_that_cannot_be_written():
     with pytest.raises(UserError, match="cannot write to /dev/null/x"):
         checkpoint.ensure_writable("/dev/null/x")
@@ -374,7 +387,38 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_an_older_one_
     monkeypatch.setattr(files, "sync_tree", watched)
     save(tmp_path, 1, 2, keep=1)
     assert synced[0] == ("1", [])
-    assert synced[-2:] == [("2", [1]), ("2", [2])]
+    assert synced[-3:] == [("2", [1]), ("2", [1, 2]), ("2", [2])]
+
+
+def test_a_new_name_is_on_disk_before_an_older_checkpoint_goes(tmp_path, monkeypatch):
+    """Else a loss of power could undo the new name and not the removal."""
+    there, sync = [], files.sync_folder
+
+    def watched(folder):
+        sync(folder)
+        if folder == tmp_path:
+            there.append(steps_in(tmp_path))
+
+    monkeypatch.setattr(files, "sync_folder", watched)
+    save(tmp_path, 1, 2, 3, keep=1)
+    assert there == [[1], [1, 2], [2, 3], [3]]
+
+
+def test_a_name_that_cannot_be_brought_to_disk_is_told(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+
+    def broken(folder):
+        if folder == tmp_path:
+            raise OSError(5, "Input/output error", str(folder))
+
+    monkeypatch.setattr(files, "sync_folder", broken)
+    checkpoints.save(1, make_state((2, 2, 2), 1), {"model": MODEL, "step": 1})
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        checkpoints.wait()
+    with pytest.raises(RuntimeError, match="Input/output error"):
+        checkpoints.check()
+    monkeypatch.undo()
+    checkpoints._manager.close()
 
 
 def test_a_checkpoint_that_cannot_be_brought_to_disk_is_told(tmp_path, monkeypatch):

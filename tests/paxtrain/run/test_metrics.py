@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 import struct
 
 import jax.numpy as jnp
@@ -153,6 +154,23 @@ def test_figure_shows_losses_and_skipped_steps(tmp_path):
     with_skip, without = coloured(True), coloured(False)
     assert all(count > 50 for count in with_skip)
     assert all(count > 50 for count in without[:3]) and without[3] == 0
+
+
+def test_a_figure_that_is_cut_off_leaves_the_old_one(tmp_path, monkeypatch):
+    with Metrics(tmp_path, primary=True) as writer:
+        writer.write(1, {"loss": 3.0})
+    png = tmp_path / "loss.png"
+    plots.plot_losses(tmp_path / metrics.FILE, png)
+    good = png.read_bytes()
+
+    def cut_off(_, path, **options):
+        pathlib.Path(path).write_bytes(good[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plots.Figure, "savefig", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        plots.plot_losses(tmp_path / metrics.FILE, png)
+    assert png.read_bytes() == good and not list(tmp_path.glob(".loss.png*"))
 
 
 @pytest.mark.parametrize(

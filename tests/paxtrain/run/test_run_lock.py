@@ -1,6 +1,7 @@
 """A folder has one run: the second start is refused by name, and a run that was killed blocks nobody."""
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,7 +19,11 @@ from paxtrain.run.run_lock import LockOwner, RunLock
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HOLD = """
-import sys, time
+import errno, os, sys, time
+if sys.argv[3] == "without":
+    def link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+    os.link = link
 from paxtrain.errors import UserError
 from paxtrain.run.run_lock import RunLock
 try:
@@ -41,8 +47,8 @@ for count in range(8, 100):
 """
 
 
-def hold(folder, seconds=60.0):
-    command = [sys.executable, "-c", HOLD, str(folder), str(seconds)]
+def hold(folder, seconds=60.0, links="with"):
+    command = [sys.executable, "-c", HOLD, str(folder), str(seconds), links]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -69,12 +75,13 @@ def test_a_second_start_is_refused_and_names_the_first(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_starts_at_once_one_gets_the_folder(tmp_path):
-    """Also where a run that was killed has left its lock."""
-    with hold(tmp_path) as dead:
-        dead.stdout.readline()
+@pytest.mark.parametrize("links", ["with", "without"])
+def test_of_many_starts_at_once_one_gets_the_folder(tmp_path, links):
+    """Also where a run that was killed has left its lock, and on a file system without hard links."""
+    with hold(tmp_path, links=links) as dead:
+        assert dead.stdout.readline() == "has it\n"
         dead.kill()
-    started = [hold(tmp_path, 5.0) for _ in range(8)]
+    started = [hold(tmp_path, 5.0, links) for _ in range(8)]
     said = [process.communicate(timeout=60)[0] for process in started]
     assert sorted(process.returncode for process in started) == [0] + [2] * 7, said
     [winner] = [process.pid for process in started if process.returncode == 0]
@@ -121,6 +128,53 @@ def test_a_run_that_was_taken_over_ends(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="was taken over by process 4711 on n7 while this process stood still"):
             lock.check()
     assert (tmp_path / run_lock.FILE).exists()  # the other's stays
+
+
+def failing(number):
+    """Return a function that fails as the file system does with that number."""
+
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_folder_that_cannot_be_locked_is_bad_input_and_a_full_disk_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", failing(errno.EROFS))
+    with pytest.raises(UserError, match=rf"^cannot write to {tmp_path} \(Read-only file system\); name a run.out that"):
+        RunLock(tmp_path)
+    monkeypatch.setattr(os, "link", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        RunLock(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_read_for_a_while_is_still_ones_own(tmp_path, monkeypatch):
+    """A network folder whose server restarts, or another start that looks at the lock, ends no healthy run."""
+    monkeypatch.setattr(run_lock, "_BEAT", 0.01)
+    monkeypatch.setattr(run_lock, "_PAUSE", 0.1)
+    path, read, failures = tmp_path / run_lock.FILE, pathlib.Path.read_bytes, []
+
+    def stale(self):
+        failures.append(self)
+        failing(errno.ESTALE)()
+
+    with RunLock(tmp_path) as lock:
+        monkeypatch.setattr(pathlib.Path, "read_bytes", stale)
+        while len(failures) < 10:
+            time.sleep(0.01)
+        monkeypatch.setattr(pathlib.Path, "read_bytes", read)
+        path.rename(tmp_path / "aside")
+        time.sleep(0.15)
+        (tmp_path / "aside").rename(path)
+        before = json.loads(path.read_bytes())["count"]
+        time.sleep(0.3)
+        assert json.loads(path.read_bytes())["count"] > before  # it goes on
+        lock.check()
+        path.unlink()
+        lock._beating.join(5)
+        with pytest.raises(UserError, match="was taken over or its lock removed while this process stood still"):
+            lock.check()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"count": 1}', b"\xff"])

@@ -308,3 +308,20 @@ def test_links_between_sites_have_their_own_rate(tmp_path):
     for wrong in ({"sites": [0, 0, 1, 1]}, {"links": links}, {"sites": [0, 0, 0, 0], "links": links}):
         with pytest.raises(UserError, match=r"links\.sites needs two sites"):
             Cluster.parse(values(**{"hosts": 4, "links": CLASSES, **wrong}))
+
+
+def test_arrays_that_are_cut_off_leave_the_old_ones(tmp_path, monkeypatch):
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(values(hosts=80)))
+    Cluster.load(path).save(path)
+    good = (tmp_path / "cluster.npz").read_bytes()
+
+    def cut_off(file, **_):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        Cluster.load(path).save(path)
+    assert (tmp_path / "cluster.npz").read_bytes() == good
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["cluster.json", "cluster.npz"]

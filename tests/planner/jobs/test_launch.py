@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import time
 import pytest
 import yaml
 
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig
+from paxtrain.config import plan as plans
 from planner import launch as main
 from planner.jobs import job as jobs
 from planner.jobs import jobset, slurm
@@ -118,6 +121,21 @@ def test_bad_input_is_not_tried_again(batch):
     assert "bad input with 3 of 4 nodes; if only so few do not fit, sbatch it again for more" in said
     code, said = batch.run("2,2", SLURM_JOB_NUM_NODES="4")
     assert code == 2 and "to start again would not help" in said and " of 4 nodes" not in said
+
+
+@pytest.mark.parametrize("content", ["a[$(touch canary)]", "$(touch canary)", "`touch canary`", "1;touch canary", "08"])
+def test_the_count_of_faults_is_a_number_and_no_program(batch, tmp_path, content):
+    """bash's arithmetic runs commands that are in a variable's subscript."""
+    logs, canary = pathlib.Path(batch.job.logs), tmp_path / "canary"
+    logs.mkdir(parents=True)
+    (logs / "faults.7").write_text(content.replace("canary", str(canary)) + "\n")
+    code, said = batch.run("3")
+    first = 9 if content == "08" else 1
+    assert (f"the last of {first} faults" if content == "08" else f"fault {first} of 2") in said
+    assert code == (FAULT if content == "08" else 0) and not canary.exists()
+    hostile = shlex.quote(f"a[$(touch {canary})]")
+    subprocess.run(["bash", "-c", f"faults={hostile}; echo $((faults + 1))"], capture_output=True, check=False)
+    assert canary.exists()  # the control
 
 
 def test_where_faults_cannot_be_counted_it_ends(batch):
@@ -313,6 +331,9 @@ def launch(monkeypatch, capsys):
         (("slurm", "--config=configs/tiny.py"), "--nodes is missing"),
         (("slurm", "--config=configs/none.py", "--nodes=4"), "there is no file --config=configs/none.py"),
         ((*_SLURM, "--plan=none.json"), "there is no file --plan=none.json"),
+        ((*_SLURM, "--plan=README.md"), "cannot read the plan README.md"),
+        ((*_PODS, "--plan=README.md"), "cannot read the plan README.md"),
+        (("local", "--config=configs/tiny.py", "--plan=README.md"), "cannot read the plan README.md"),
         ((*_SLURM, "--min_nodes=5"), "--min_nodes=5 is above --nodes=4"),
         ((*_SLURM, "--image=x"), "--image is for kubernetes, not for slurm"),
         ((*_SLURM, "--time=soon"), "--time must be as SLURM writes it"),
@@ -364,6 +385,16 @@ def test_names_of_shipped_configurations_and_paths_are_passed_on_unchanged(launc
         assert code == 0 and f"--config={config} " in out.replace("\n", " ")
     code, _, said = launch(*slurm_command, "--config=gpt_8bb")
     assert code == 2 and "there is no shipped file 'gpt_8bb'; did you mean gpt_8b" in said
+
+
+def test_a_plan_must_fit_the_configuration_before_the_job_is_printed(launch, tmp_path):
+    path = tmp_path / "plan.json"
+    plans.save(plans.Plan(MeshConfig(pipe=2), PipelineConfig(), BatchConfig(), CompressConfig()), path)
+    assert launch(*_SLURM, f"--plan={path}", "--", "--config.model.layers=4")[0] == 0
+    code, out, said = launch(*_SLURM, f"--plan={path}", "--", "--config.model.layers=1")
+    assert (code, out, said.count("\n")) == (2, "", 1) and "layers" in said
+    # The nodes of the job may be others than the plan's, for which the job then plans anew.
+    assert launch(*_SLURM, f"--plan={path}", "--", "--config.model.layers=1", "--replan")[0] == 0
 
 
 def test_what_the_readme_says_works(launch):

@@ -1,11 +1,15 @@
 """Process groups: verdicts, names of lost processes, and hosts that cannot be reached."""
 
+import contextlib
+import errno
 import json
+import os
+import pathlib
 import socket
 
 import pytest
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, is_full
 from planner.measure import process_group, reachability
 from planner.measure.process_group import ProcessGroup
 from planner.measure.reachability import check_reachable, unreachable
@@ -88,6 +92,61 @@ def test_a_verdict_that_fails_fails_on_all(processes):
             process.gather(0, verdict)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_on_process_0_is_known_to_all_at_once(processes, number):
+    store, (first, second, _) = processes
+    for i in (1, 2):
+        answer(store, 1, i, i)
+
+    def verdict(values):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(OSError, match=os.strerror(number)):
+        first.gather(0, verdict)
+    kind = OSError if number == errno.ENOSPC else UserError
+    with pytest.raises(kind, match=r"n0 failed \(OSError\); its own output says what") as elsewhere:
+        second.gather(0)
+    assert is_full(elsewhere.value) == (number == errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (UserError("a \x1b[31mstranger's"), 2, "error: a \\x1b[31mstranger's\n"),
+        (OSError(errno.ENOSPC, "no room"), 1, "error: the disk is full: [Errno 28] no room; make room, and start "),
+    ],
+)
+def test_processes_end_together_and_print_no_control_characters(processes, monkeypatch, capsys, error, code, words):
+    _, (_, second, _) = processes
+    ended = []
+    monkeypatch.setattr(process_group.os, "_exit", ended.append)
+    with second.ends_together():
+        raise error
+    assert ended == [code]
+    assert capsys.readouterr().err.startswith(words)
+    second.fail("a \x1b[31mstranger's")
+    assert "\x1b" not in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), second.ends_together():
+        raise ZeroDivisionError
+
+
+def test_a_meeting_that_loses_a_process_ends_with_a_sentence(processes, monkeypatch, capsys):
+    _, (_, second, _) = processes
+    ended, met = [], []
+    monkeypatch.setattr(process_group.os, "_exit", ended.append)
+    monkeypatch.setattr(process_group.distributed, "wait_for_all", met.append)
+    second.meet("the link programs are compiled")
+    assert (met, ended) == (["the link programs are compiled"], [])
+
+    def lost(what):
+        raise RuntimeError("ABORTED: a task\nis gone")
+
+    monkeypatch.setattr(process_group.distributed, "wait_for_all", lost)
+    second.meet("again")
+    assert ended == [2]
+    assert capsys.readouterr().err.startswith("error: n1 lost another process (ABORTED: a task is gone); see whether")
+
+
 def test_who_waits_too_long_inside_the_runtime_says_for_whom_and_the_others_learn_it(processes, monkeypatch, capsys):
     _, (first, second, third) = processes
     ended = []
@@ -122,17 +181,47 @@ def test_hosts_are_really_called(processes, monkeypatch):
     store, (first, *_) = processes
     monkeypatch.setattr(reachability, "own_address", lambda: "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as up, socket.create_server(("127.0.0.1", 0)) as down:
-        addresses = [["127.0.0.1", s.getsockname()[1]] for s in (up, down)]
-        for i in (1, 2):
-            answer(store, 1, i, addresses[i - 1])
-            answer(store, 2, i, [])
+        ports = [s.getsockname()[1] for s in (up, down)]
+
+        def answers(turn):
+            for i in (1, 2):
+                for of, value in enumerate(("127.0.0.1", ports[i - 1], [])):
+                    answer(store, turn + of, i, value)
+
+        answers(1)
         check_reachable(first)
         down.close()
-        for i in (1, 2):
-            answer(store, 3, i, addresses[i - 1])
-            answer(store, 4, i, [])
+        answers(4)
         with pytest.raises(UserError, match=r"^n2 \(127.0.0.1\) cannot be reached from n0: Connection refused; "):
             check_reachable(first)
+
+
+def listens_at(port):
+    """Return the addresses at which this machine listens at a TCP port of IPv4, as the kernel writes them."""
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == port}
+
+
+def test_the_port_for_calls_is_open_at_one_address_and_strangers_cannot_fill_it(monkeypatch):
+    monkeypatch.setattr(reachability, "_BACKLOG", 8)
+    with reachability._reachable("127.0.0.1") as port:
+        assert listens_at(port) == {"0100007F"}
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 3)) for _ in range(100)]
+            strangers[0].settimeout(3)
+            assert strangers[0].recv(1) == b""  # they are hung up on
+            assert reachability._connect("127.0.0.1", port, 3) == ""
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full:  # the control: who does not accept is filled
+            where = full.getsockname()
+            idle = [socket.socket() for _ in range(4)]
+            for each in idle:
+                each.setblocking(False)
+                each.connect_ex(where)
+            assert reachability._connect(*where, 0.5) != ""
+            for each in idle:
+                each.close()
+    assert listens_at(port) == set()
+    assert "refused" in reachability._connect("127.0.0.1", port, 3)
 
 
 def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
@@ -143,13 +232,13 @@ def test_loopback_is_an_address_for_one_machine_alone(processes, monkeypatch):
     assert reachability.own_address() == "127.0.0.1"
     ways = []
     monkeypatch.setattr(reachability, "_towards", lambda *far: ways.append(far) or "10.0.0.1")
-    mixed = [("127.0.1.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3)]
+    mixed = ["127.0.1.1", "10.0.0.2", "10.0.0.3"]
     for i in (1, 2):
         answer(store, 1, i, mixed[i])
-    assert reachability._beyond_loopback(first, mixed) == [("10.0.0.1", 1), *mixed[1:]]
-    assert reachability._beyond_loopback(second, mixed) == [("10.0.0.1", 1), *mixed[1:]]
-    assert ways == [("10.0.0.2", 2)]
-    for usual in ([("127.0.0.1", i) for i in range(3)], [(f"10.0.0.{i}", i) for i in range(3)]):
+    assert reachability._beyond_loopback(first, mixed) == ["10.0.0.1", *mixed[1:]]
+    assert reachability._beyond_loopback(second, mixed) == ["10.0.0.1", *mixed[1:]]
+    assert [host for host, _ in ways] == ["10.0.0.2"]
+    for usual in (["127.0.0.1"] * 3, [f"10.0.0.{i}" for i in range(3)]):
         assert reachability._beyond_loopback(first, usual) == usual
     monkeypatch.setattr(process_group.jax, "default_backend", lambda: "cpu")  # gloo uses the machine's own name
     assert reachability._beyond_loopback(first, mixed) == mixed

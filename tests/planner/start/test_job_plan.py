@@ -1,6 +1,7 @@
 """The plan for a job's nodes: made from their links, taken again on the same nodes, made anew when anything changes."""
 
 import dataclasses
+import errno
 import json
 import os
 import time
@@ -99,6 +100,47 @@ def test_a_probe_that_says_something_else_is_planned_with_anew(out):
     assert " again: " in decide(request(out, options=options), *HOSTS).source
     loss_probe_file.save(dataclasses.replace(probe, codecs=()), out / "probe.json")
     assert decide(request(out, options=options), *HOSTS).source.startswith("made anew: configuration or search flags")
+
+
+@pytest.mark.parametrize(
+    "predicted",
+    [
+        {"links": "x"},
+        {"links": {"source": 3, "measured": "today", "slowest": ["a", "b"], "fastest": "abcd"}},
+        {"links": {"slowest": ["a", "b", None, 1.0], "fastest": ["a", "b", 1.0, float("nan")]}},
+        {"links": {"source": "x", "measured": 10**400}},
+        {"memory_bytes": [], "memory_limit_bytes": 1, "memory_source": "x"},
+        {"memory_bytes": 1, "memory_limit_bytes": 1, "memory_source": {}},
+        {"step_seconds": 0.0, "host_order_seconds": 1.0},
+        {"step_seconds": float("nan"), "host_order_seconds": True},
+    ],
+)
+def test_figures_that_are_none_are_left_out_of_what_is_told(out, predicted):
+    first = decide(request(out), *HOSTS)
+    there = job_plan.describe(first, machines(*HOSTS))
+    assert all(word in there for word in ("slowest", "fastest", "memory", "in host order"))
+    plan = dataclasses.replace(first.plan, predicted=predicted)
+    said = job_plan.describe(dataclasses.replace(first, plan=plan), machines(*HOSTS))
+    assert not any(word in said for word in ("slowest", "fastest", "memory", "in host order", "links"))
+    assert "schedule" in said and "decided in" in said
+
+
+def test_texts_of_a_plan_are_told_without_what_terminals_obey(out):
+    first = decide(request(out), *HOSTS)
+    links = first.plan.predicted["links"] | {"source": "\x1b[31mred", "slowest": ["\x07a", "b", 1e9, 1e-5]}
+    plan = dataclasses.replace(first.plan, predicted=first.plan.predicted | {"links": links})
+    said = job_plan.describe(dataclasses.replace(first, plan=plan), machines(*HOSTS))
+    assert "\\x1b[31mred, " in said and "\\x07a to b" in said and "\x1b" not in said and "\x07" not in said
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, UserError), (errno.ENOSPC, OSError)])
+def test_a_full_disk_is_no_bad_input(out, monkeypatch, number, kind):
+    def fail(*_):
+        raise OSError(number, os.strerror(number), "plan.json")
+
+    monkeypatch.setattr(allocation, "keep_profile", fail)
+    with pytest.raises(kind, match=os.strerror(number)):
+        job_plan._told(fail, out)(None)
 
 
 def test_what_a_plan_does_not_depend_on_changes_nothing(out):

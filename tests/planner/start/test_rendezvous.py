@@ -1,6 +1,7 @@
 """The roll call before processes join: all are present, or the missing ones are named."""
 
 import concurrent.futures
+import itertools
 import os
 import socket
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from paxtrain.errors import UserError
-from paxtrain.process import job_secret
+from paxtrain.process import job_secret, sealed
 from planner.start import rendezvous
 
 
@@ -34,7 +35,7 @@ def called(present, processes, timeout):
             return str(error)
         return ""
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(present)) as pool:
         return list(pool.map(one, present)), address
 
 
@@ -51,6 +52,25 @@ def test_all_who_came_learn_who_did_not():
         assert sentence.startswith("process 1, process 3 did not come within 1.5 s, those on ")
         assert socket.gethostname() in sentence
         assert address in sentence
+
+
+def test_of_many_hosts_some_are_named_and_all_who_came_learn_it(monkeypatch):
+    """The sentence is the first message of a connection, which is short; with more it had been taken for a forgery."""
+    hosts = itertools.count()
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: f"n{next(hosts):03d}".ljust(64, "x"))
+    said, _ = called([i for i in range(82) if i not in (7, 9)], 82, 8)
+    assert len(said) == 80
+    assert all(sentence.startswith("process 7, process 9 did not come within 8 s, those on n0") for sentence in said)
+    assert all(" and 72 more have; see " in sentence for sentence in said)
+
+
+def test_the_longest_sentence_fits_into_a_first_message():
+    names = ["ä" * 64, *(f"{i:05d}".ljust(64, "x") for i in range(5_000))]
+    came = dict(enumerate(names, 5_000))
+    sentence = rendezvous.missing_sentence(range(4_000), came, names, f"{'n' * 253}:65535", 86_400)
+    assert sentence.startswith("process 0 (host ää")
+    assert " and 3992 more did not come" in sentence
+    assert len(sealed.encode({"verdict": sentence})) < sealed.GREETING
 
 
 def test_a_missing_process_0_is_told_by_its_address():

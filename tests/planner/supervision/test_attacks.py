@@ -1,6 +1,8 @@
 """Strangers at the supervisors' ports: the run goes on to its end, their memory stays bounded, one line tells of it."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -8,10 +10,16 @@ import socket
 import threading
 import time
 
+import pytest
+
+from paxtrain.config import to_dict
+from paxtrain.process import sealed
+from paxtrain.run import checkpoint_reading, metrics, sampling
 from planner.supervision.addresses import run_id
 from planner.supervision.first_cause import HostReport
 from planner.supervision.peer_connections import PeerConnections
 from planner.supervision.supervisor import Limits
+from tests.paxtrain.training import configuration, corpus, losses
 from tests.planner.ports import free_ports
 from tests.planner.supervision.supervisors import HOSTS, SECRET, start, wait, wait_for
 
@@ -137,3 +145,84 @@ def test_the_same_verdict_from_one_who_knows_the_secret_ends_the_run(tmp_path):
         asyncio.run(betray())
         assert wait(tmp_path, started) == [2, 2]
     assert "error: the stranger's \\x1b[31msentence" in (tmp_path / "err0").read_text()
+
+
+TRAINS = """
+import json, os, pathlib, sys
+import jax
+from paxtrain.config import from_dict
+from paxtrain.process import distributed, supervised
+from paxtrain.run import training
+from planner.start import rendezvous
+
+host, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+if __name__ == "__main__":
+    launch = (folder / "coordinator").read_text(), 3, host, 60
+    with supervised.Progress(os.environ) as progress:
+        rendezvous.call(*launch)
+        distributed.initialize(*launch, supervised.heartbeat(os.environ))
+        training.train_together(from_dict(json.loads((folder / "config.json").read_text())), None, [], progress, True)
+"""
+TRAINING = Limits(link=5.0, hang=120.0, settle=2.0, grace=0.5, start=60.0, slow_step=1e6)
+STEPS = 150
+
+
+def recorded():
+    """Yield what a stranger could have recorded: sealed messages of another connection of the job."""
+    mine = os.urandom(32)
+    seal = sealed.Seal(SECRET.encode(), mine, os.urandom(32), dialled=True)
+    for message in ({"process": 1, "host": "pax1"}, {"name": "verdict/0", "value": VERDICT, "version": 1, "age": 0.0}):
+        yield mine + seal.seal(sealed.encode(message))
+
+
+def attack(ports, over):
+    """Send everything that strangers send to the ports until it is over, and return how many messages that were."""
+    sent = 0
+    while not over.is_set():
+        with contextlib.ExitStack() as stack:
+            for _ in range(1000 // len(ports)):  # half-open: they say nothing
+                for port in ports:
+                    with contextlib.suppress(OSError):
+                        stack.enter_context(socket.create_connection(("127.0.0.1", port), 3))
+            pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(16))
+            every = (*lines(), *recorded(), b"x" * (4 << 20))
+            sent += len(list(pool.map(ask, ports * len(every), [said for said in every for _ in ports])))
+    return sent
+
+
+def trained(folder, config, attacked):
+    """Train on three hosts; return the losses by step, the fingerprints of the end, and how much strangers sent."""
+    folder.mkdir()
+    ports = free_ports(HOSTS + 1)
+    out = pathlib.Path(config.run.out)
+    (folder / "config.json").write_text(json.dumps(to_dict(config)))
+    (folder / "coordinator").write_text(f"127.0.0.1:{ports.pop()}")
+    sent, over = [], threading.Event()
+    strangers = threading.Thread(target=lambda: sent.append(attack(ports, over)))
+    with start(folder, TRAINS, TRAINING, ports=ports) as started:
+        if attacked:
+            strangers.start()
+        try:
+            codes = wait(folder, started, 240.0)
+        finally:
+            over.set()
+            if attacked:
+                strangers.join()
+    assert codes == [0] * HOSTS, [(folder / f"err{host}").read_text() for host in range(HOSTS)]
+    home = out / sampling.CHECKPOINTS
+    record = checkpoint_reading._read_record(home, checkpoint_reading.finished_steps(home)[-1])
+    assert (out / metrics.FILE).exists()
+    return losses(out), record["fingerprints"], sum(sent)
+
+
+@pytest.mark.slow
+def test_training_under_attack_ends_with_the_same_bits(tmp_path):
+    data = corpus(tmp_path)
+    changes = {"mesh__data": HOSTS, "mesh__pipe": 1, "mesh__tensor": 1, "batch__global_batch": 6, "run__steps": STEPS}
+    changes |= {"run__eval_every": 0, "run__sample_tokens": 0, "batch__micro_batch": 1}
+    quiet, loud = (
+        trained(tmp_path / name, configuration(data, tmp_path / name / "run", **changes), name == "loud")
+        for name in ("quiet", "loud")
+    )
+    assert len(quiet[0]) > 1 and quiet[:2] == loud[:2]
+    assert quiet[2] == 0 and loud[2] > 50
