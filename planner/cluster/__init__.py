@@ -8,6 +8,7 @@
     variants.py        clusters like a given one: other hosts, links or devices
     link_fit.py        a fit of links that were not measured
     trunks.py          uplinks that several hosts share
+    rails.py           NICs of one number in all hosts, joined by a switch
 
 May import nothing of the planner.
 """

@@ -11,6 +11,7 @@ import numpy as np
 from paxtrain.errors import UserError
 from planner.cluster import cluster_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
 
 
@@ -60,6 +61,7 @@ class Cluster:
         sheets: devices that the file describes itself, by kind.
         sites: site of each host, numbered from 0; empty: all hosts are at one.
         trunks: uplinks that several hosts share; None: there are none.
+        rails: how flows that change rails travel; None: all flows of a host share its NICs equally.
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
         measured: [H, H] whether the link was measured or follows from others; None: all were.
@@ -87,6 +89,7 @@ class Cluster:
     sheets: Mapping[str, DeviceSheet] = dataclasses.field(default_factory=dict)
     sites: tuple[int, ...] = ()
     trunks: Trunks | None = None
+    rails: Rails | None = None
 
     @classmethod
     def load(cls, name: str | pathlib.Path) -> "Cluster":
@@ -129,6 +132,7 @@ class Cluster:
             sheets=self.sheets,
             sites=self.sites,
             trunks=self.trunks,
+            rails=self.rails,
         )
         cluster_file.write(fields, path)
 

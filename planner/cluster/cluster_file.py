@@ -15,6 +15,10 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
                                        direction; "each": "site" gives every site one; optional
      "memory": 85e9,                   bytes of one device; optional for a known GPU; or a list
      "nics": 1,                        flows that leave a host, and enter it, at full speed; more share
+     "rails": true,                    device i of a host has NIC i * nics // devices_per_host, and one switch joins the
+                                       k-th NICs of all hosts. Flows that change rails are moved inside a host first, as
+                                       NCCL's PXN does; {"pxn": false, "oversubscription": 2}: they cross a spine with
+                                       half of the hosts' bandwidth; optional, for GPUs
      "fan_out": 1,                     hosts with which a host exchanges data at once, each at its link's full speed;
                                        optional, 1: the NICs are all there is. Only CPUs use it
      "links": ...,                     see below
@@ -51,6 +55,7 @@ from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
 from planner.cluster import array_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
 
 VERSION = 1
@@ -64,7 +69,8 @@ _OPTIONAL_SIZES = ("key_value_heads", "ffn")
 _SECONDS = ("forward", "backward", "head", "embedding", "optimizer")
 _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _REQUIRED = ("hosts", "devices_per_host", "device", "links")
-_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "nics", "fan_out", "devices", "sites", "trunks", "compute")
+_NETWORK = ("nics", "fan_out", "sites", "trunks", "rails")
+_KEYS = ("version", "name", "source", *_REQUIRED, "memory", "devices", *_NETWORK, "compute")
 _Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
@@ -87,6 +93,7 @@ class Fields(TypedDict):
     sheets: Mapping[str, DeviceSheet]
     sites: tuple[int, ...]
     trunks: Trunks | None
+    rails: Rails | None
 
 
 def read(name: str | pathlib.Path) -> Fields:
@@ -143,6 +150,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         raise UserError(f"name and hosts must be printable text, got {name!r} and {', '.join(map(repr, hosts[:3]))}")
     if len(hosts) * per_host > _MOST:
         raise UserError(f"a cluster may have {_MOST:,} devices, got {len(hosts):,} hosts of {per_host:,}")
+    nics = _integer("nics", values.get("nics", 1))
     return {
         "name": name,
         "source": str(values.get("source", "")),
@@ -150,7 +158,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "devices_per_host": per_host,
         "kinds": kinds,
         "memory": memory,
-        "nics": _integer("nics", values.get("nics", 1)),
+        "nics": nics,
         "fan_out": _at_least_one("fan_out", values.get("fan_out", 1)),
         "alpha": alpha,
         "samples": samples,
@@ -160,6 +168,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "sheets": sheets,
         "sites": sites,
         "trunks": _trunks(values.get("trunks", []), hosts, sites),
+        "rails": _rails(values.get("rails", False), nics, per_host, kinds),
     }
 
 
@@ -276,6 +285,28 @@ def _behind(names: object, known: Mapping[str, int]) -> np.ndarray:
             f"trunks: some hosts must be behind a trunk and some not, got {int(found.sum())} of {len(known)}"
         )
     return found
+
+
+def _rails(value: object, nics: int, per_host: int, kinds: Sequence[str]) -> Rails | None:
+    """Return how flows change rails; None if there are no rails."""
+    if not isinstance(value, bool | dict):
+        raise UserError(
+            f'rails must be true or an object such as {{"pxn": false, "oversubscription": 2}}, got {value!r}'
+        )
+    if value is False:
+        return None
+    given = {} if value is True else value
+    _only(given, ("pxn", "oversubscription"), "rails.")
+    pxn = given.get("pxn", True)
+    if not isinstance(pxn, bool):
+        raise UserError(f"rails.pxn must be true or false, got {pxn!r}")
+    if pxn and "oversubscription" in given:
+        raise UserError('rails.oversubscription is of the spine, which no flow crosses with PXN; say "pxn": false, too')
+    if "cpu" in kinds:
+        raise UserError("rails need GPUs, each of which has its NIC, got device cpu; leave rails out")
+    if per_host % nics:
+        raise UserError(f"nics must divide devices_per_host if there are rails, got {nics} for {per_host} devices")
+    return Rails(pxn, _at_least_one("rails.oversubscription", given.get("oversubscription", 1)))
 
 
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
@@ -495,4 +526,6 @@ def write(fields: Fields, path: str | pathlib.Path) -> None:
             {"hosts": [name for name, one in zip(hosts, behind) if one], "bandwidth": rate}
             for behind, rate in fields["trunks"]
         ]
+    if fields["rails"]:
+        values["rails"] = fields["rails"].pxn or dataclasses.asdict(fields["rails"])
     files.write(path, json.dumps(values, indent=1) + "\n")

@@ -5,6 +5,10 @@ group send to their counterparts alike, so a group of T devices sends T flows at
 bandwidth. If more flows enter or leave a host than it has NICs, they share the NICs. Those that enter or leave by the
 same trunk share that, too.
 
+If the cluster has rails, each device uses the NIC of its own rail, and flows share NICs one by one. Then it matters
+which devices of its host a group has. So functions that count flows take places: a group's place is its host's number
+plus, with rails, the number of hosts times the group's slot on its host (`Fabric.places`).
+
 On GPUs all collectives over data are rings. Over gloo a reduce-scatter is an all-to-all (compress.collectives), whose
 messages use all links of a host at once.
 """
@@ -16,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cluster.cluster import Cluster
+from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
 
 Array = np.ndarray
@@ -37,6 +42,8 @@ class Fabric:
         fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
         rings: whether a reduce-scatter runs around a ring; otherwise it is an all-to-all.
         trunks: uplinks that several hosts share; None: there are none.
+        rails: how flows that change rails travel; None: a host's flows share its NICs equally.
+        devices: devices of a host, by which rails number them.
     """
 
     alpha: Array
@@ -45,11 +52,26 @@ class Fabric:
     fan_out: float = 1.0
     rings: bool = True
     trunks: Trunks | None = None
+    rails: Rails | None = None
+    devices: int = 1
 
     @functools.cached_property
     def slowness(self) -> Array:
         """Seconds per byte [H, H] of a flow while trunks are full, by which the search tells near hosts from far."""
         return np.maximum(self.per_byte, self.trunks.slowness()) if self.trunks else self.per_byte
+
+    def places(self, hosts: Array) -> Array:
+        """Return the places of the groups of placements [batch, D, P]; without rails these are their hosts."""
+        return hosts + len(self.alpha) * slots(hosts) if self.rails else hosts
+
+    def hosts(self, places: Array) -> Array:
+        """Return the host of each place."""
+        return places % len(self.alpha) if self.rails else places
+
+    def rail_of(self, places: Array, tensor: int) -> Array:
+        """Return the rail of each device [..., T] of groups at some places [...]; there are rails."""
+        device = (places // len(self.alpha))[..., None] * tensor + np.arange(tensor)
+        return device * self.nics // self.devices
 
 
 def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None = None) -> Fabric:
@@ -65,15 +87,76 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
     else:
         bandwidth = cluster.bandwidth if quantile is None else cluster.quantile(quantile)
     alpha = np.ascontiguousarray(cluster.alpha)
-    return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps, cluster.trunks)
+    shared = cluster.trunks, cluster.rails, cluster.devices_per_host
+    return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps, *shared)
 
 
 def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
-    """Return [batch, D, P] how many flows leave (or enter) each group's host, if each crossing group has `size`."""
+    """Return [batch, ...] how many flows leave (or enter) by each group's host or NIC, if each crossing has `size`."""
     batch = len(hosts)
     place = (np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts).ravel()
     total = np.bincount(place, weights=crossing.ravel() * float(size), minlength=batch * count)
     return total[place].reshape(hosts.shape)
+
+
+def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
+    """Return by which factor the busiest NIC or spine slows down each group's flows, and whether some change rails.
+
+    With PXN a flow leaves by the NIC of its receiver's rail, and without it by that of its sender's.
+
+    Args:
+        links: links of the cluster.
+        places: [batch, ...] place of each sender.
+        onward: [batch, ...] place of its receiver.
+        counted: bool [batch, ...] which of them are sent at the same time.
+        tensor: T, flows of a group.
+
+    Returns:
+        Factors [batch, ...] from 1 on, and bool [batch, ...].
+    """
+    assert links.rails is not None
+    count, leaving, entering = len(links.alpha), links.rail_of(places, tensor), links.rail_of(onward, tensor)
+    changes = leaving != entering
+    every = np.ones_like(changes)
+
+    def flows(way: Array, taken: Array, ways: int) -> Array:
+        """Return how many flows [..., T] are in the way of each: the counted ones, but at least those of its group."""
+        own = ((way[..., None] == way[..., None, :]) & taken[..., None, :]).sum(axis=-1)
+        return np.maximum(_flows(way, taken & counted[..., None], 1, ways), own)
+
+    ends = (links.hosts(places), entering if links.rails.pxn else leaving), (links.hosts(onward), entering)
+    share = np.maximum(*(flows(at[..., None] * links.nics + rail, every, count * links.nics) for at, rail in ends))
+    if not links.rails.pxn:
+        spine = np.maximum(*(flows(rail, changes, links.nics) for rail in (leaving, entering)))
+        share = np.where(changes, np.maximum(share, spine * links.rails.oversubscription / count), share)
+    return share.max(axis=-1), changes.any(axis=-1)
+
+
+def _over_links(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
+    """Return latency and seconds per byte [batch, ...] of flows as their links and their hosts' NICs have them.
+
+    Args:
+        links: links of the cluster.
+        places: [batch, ...] place of each sender.
+        onward: [batch, ...] place of its receiver.
+        counted: bool [batch, ...] which of them are sent at the same time; others share with those and their own group.
+        tensor: T, flows that each stands for.
+    """
+    here, there = links.hosts(places), links.hosts(onward)
+    apart = here != there
+    latency, slowness = links.alpha[here, there], links.per_byte[here, there]
+    if links.rails:
+        share, changes = _on_rails(links, places, onward, counted, tensor)
+        slowness = slowness * np.where(apart, share, 1.0)
+        if links.rails.pxn:
+            moved = changes & apart
+            latency = latency + np.where(moved, links.alpha[here, here], 0.0)
+            slowness = np.where(moved, np.maximum(slowness, links.per_byte[here, here]), slowness)
+        return latency, slowness
+    count = len(links.alpha)
+    crowd = np.maximum(_flows(here, counted, tensor, count), _flows(there, counted, tensor, count))
+    share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
+    return latency, slowness * share
 
 
 def _in_trunks(
@@ -110,7 +193,7 @@ def _in_trunks(
     return slowness
 
 
-def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Array]:
+def hops(links: Fabric, places: Array, tensor: int, step: int) -> tuple[Array, Array]:
     """Return what messages from every stage to its neighbor in the ring of stages take.
 
     Only interleaved schedules send between the last and the first stage, one message in P. The model ignores what these
@@ -118,63 +201,79 @@ def hops(links: Fabric, hosts: Array, tensor: int, step: int) -> tuple[Array, Ar
 
     Args:
         links: links of the cluster.
-        hosts: int [batch, D, P].
+        places: int [batch, D, P].
         tensor: T, flows per group.
         step: 1 for messages forward, -1 back.
 
     Returns:
         Seconds of latency and seconds per byte, [batch, D, P] by sender.
     """
-    there = np.roll(hosts, -step, axis=2)
-    apart = hosts != there
-    crossing = apart.copy()
+    onward = np.roll(places, -step, axis=2)
+    here, there = links.hosts(places), links.hosts(onward)
+    crossing = here != there
     crossing[:, :, -1 if step == 1 else 0] = False
-    count = len(links.alpha)
-    crowd = np.maximum(_flows(hosts, crossing, tensor, count), _flows(there, crossing, tensor, count))
-    share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
-    slowness = links.per_byte[hosts, there] * share
+    latency, slowness = _over_links(links, places, onward, crossing, tensor)
     others = 1.0 if links.rings else _OTHER_STAGES
-    return links.alpha[hosts, there], _in_trunks(links, slowness, hosts, there, tensor, crossing, others)
+    return latency, _in_trunks(links, slowness, here, there, tensor, crossing, others)
 
 
-def ring_order(hosts: Array) -> Array:
-    """Return hosts [..., D] with equal ones brought together, in the order in which each first comes.
-
-    So a ring crosses into each host once, as NCCL's rings do.
-    """
+def _by_host(hosts: Array) -> tuple[Array, Array]:
+    """Return the order that sorts hosts [..., N], and for each place in it the first place with the same host."""
     order = np.argsort(hosts, axis=-1, kind="stable")
     by_host = np.take_along_axis(hosts, order, -1)
     starts = np.concatenate([np.ones_like(by_host[..., :1], bool), by_host[..., 1:] != by_host[..., :-1]], -1)
     # The first position of each run, carried along the run.
-    first = np.maximum.accumulate(np.where(starts, np.arange(hosts.shape[-1]), 0), -1)
-    rank = np.take_along_axis(order, first, -1)
-    return np.take_along_axis(by_host, np.argsort(rank, axis=-1, kind="stable"), -1)
+    return order, np.maximum.accumulate(np.where(starts, np.arange(hosts.shape[-1]), 0), -1)
 
 
-def rings(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
+def slots(hosts: Array) -> Array:
+    """Return the slot on its host of each group of placements int [..., D, P]: groups take them in mesh order."""
+    flat = hosts.reshape(*hosts.shape[:-2], -1)
+    order, first = _by_host(flat)
+    found = np.empty_like(order)
+    np.put_along_axis(found, order, np.arange(flat.shape[-1]) - first, -1)
+    return found.reshape(hosts.shape)
+
+
+def ring_leads(hosts: Array) -> Array:
+    """Return the way of rings over ranks on hosts [..., D]: for each position the first rank on the position's host.
+
+    Ranks on one host are brought together, in the order in which each host first comes. So a ring crosses into each
+    host once, as NCCL's rings do.
+    """
+    order, first = _by_host(hosts)
+    return np.sort(np.take_along_axis(order, first, -1), axis=-1)
+
+
+def ring_order(hosts: Array) -> Array:
+    """Return hosts [..., D] in the order in which a ring visits them; see `ring_leads`."""
+    return np.take_along_axis(hosts, ring_leads(hosts), -1)
+
+
+def rings(links: Fabric, places: Array, tensor: int) -> tuple[Array, Array]:
     """Return what a turn of each stage's data-parallel ring takes while all stages' and tensor ranks' rings run.
+
+    With rails a ring enters and leaves a host by the rail of its first rank there, as NCCL's rings keep to a NIC.
 
     Args:
         links: links of the cluster.
-        hosts: int [batch, D, P].
+        places: int [batch, D, P].
         tensor: T, rings per stage.
 
     Returns:
         Seconds of latency of a whole turn (D-1 hops, each as slow as the slowest) and seconds per byte of its slowest
         link, [batch, P].
     """
-    ranks = hosts.shape[1]
+    ranks = places.shape[1]
     if ranks == 1:
-        zero = np.zeros((len(hosts), hosts.shape[2]))
+        zero = np.zeros((len(places), places.shape[2]))
         return zero, zero
-    here = ring_order(np.swapaxes(hosts, 1, 2))  # [batch, P, D]
-    there = np.roll(here, -1, axis=2)
-    crossing = here != there
-    count = len(links.alpha)
-    crowd = np.maximum(_flows(here, crossing, tensor, count), _flows(there, crossing, tensor, count))
-    share = np.where(crossing, np.maximum(crowd / links.nics, 1.0), 1.0)
-    slowest = _in_trunks(links, links.per_byte[here, there] * share, here, there, tensor).max(axis=2)
-    return (ranks - 1) * links.alpha[here, there].max(axis=2), slowest
+    lanes = np.swapaxes(places, 1, 2)  # [batch, P, D]
+    around = np.take_along_axis(lanes, ring_leads(links.hosts(lanes)), -1)
+    onward = np.roll(around, -1, axis=2)
+    here, there = links.hosts(around), links.hosts(onward)
+    latency, slowness = _over_links(links, around, onward, here != there, tensor)
+    return (ranks - 1) * latency.max(axis=2), _in_trunks(links, slowness, here, there, tensor).max(axis=2)
 
 
 def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
@@ -214,11 +313,11 @@ def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
     return latency, per_byte
 
 
-def _reduce_scatters(links: Fabric, hosts: Array, tensor: int, ring: tuple[Array, Array]) -> tuple[Array, Array]:
+def _reduce_scatters(links: Fabric, places: Array, tensor: int, ring: tuple[Array, Array]) -> tuple[Array, Array]:
     """Return latency, and seconds per byte of a rank's array, [batch, P], of reduce-scatters over data."""
     if not links.rings:
-        return all_to_all(links, hosts, tensor)
-    ranks = hosts.shape[1]
+        return all_to_all(links, links.hosts(places), tensor)
+    ranks = places.shape[1]
     return ring[0], (ranks - 1) / ranks * ring[1]
 
 
@@ -265,25 +364,22 @@ class Paths:
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
     """Return latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
-    apart, count = first != last, len(links.alpha)
-    # Each end sends and receives.
-    crowd = np.maximum(_flows(first, apart, tensor, count), _flows(last, apart, tensor, count))
-    share = np.where(apart, np.maximum(crowd / links.nics, 1.0), 1.0)
-    here, there = np.stack([first, last], -1), np.stack([last, first], -1)
-    return links.alpha[here, there], _in_trunks(
-        links, links.per_byte[here, there] * share[..., None], here, there, tensor
-    )
+    places, onward = np.concatenate([first, last]), np.concatenate([last, first])  # NICs work both ways at once
+    here, there = links.hosts(places), links.hosts(onward)
+    found = _over_links(links, places, onward, here != there, tensor)
+    latency, slowness, here, there = (np.stack(np.split(x, 2), -1) for x in (*found, here, there))
+    return latency, _in_trunks(links, slowness, here, there, tensor)
 
 
 def _in_sets(
-    links: Fabric, hosts: Array, tensor: int, inside: int, apart: int
+    links: Fabric, places: Array, tensor: int, inside: int, apart: int
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return `Paths.inside` and `Paths.between` of placements; the arguments are those of `paths`.
+    """Return `Paths.inside` and `Paths.between` of groups at places [batch, D, P]; see `paths` for the other arguments.
 
     All sets of a stage exchange at once, as all stages do. So they are priced as stages of fewer ranks.
     """
-    batch, data, stages = hosts.shape
-    sets = hosts.reshape(batch, apart, data // apart // inside, inside, stages)
+    batch, data, stages = places.shape
+    sets = places.reshape(batch, apart, data // apart // inside, inside, stages)
     found = []
     for ranks in (np.moveaxis(sets, 3, 1), np.moveaxis(sets, 2, 1)):  # [batch, ranks that exchange, G, sets, P]
         alike = ranks.reshape(batch, ranks.shape[1], -1)
@@ -304,16 +400,17 @@ def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int 
         apart: G, groups of neighbouring data ranks that train apart. Their rings run at once, like those of stages.
     """
     batch, data, stages = hosts.shape
-    groups = hosts.reshape(batch, apart, data // apart, stages)
+    places = links.places(hosts)
+    groups = places.reshape(batch, apart, data // apart, stages)
     alike = np.swapaxes(groups, 1, 2).reshape(batch, data // apart, -1)  # [batch, D / G, G * P]
     ring = rings(links, alike, tensor)
-    sets = _in_sets(links, hosts, tensor, inside, apart) if inside > 1 else ((), ())
+    sets = _in_sets(links, places, tensor, inside, apart) if inside > 1 else ((), ())
     return Paths(
-        forward=hops(links, hosts, tensor, 1),
-        backward=hops(links, hosts, tensor, -1),
+        forward=hops(links, places, tensor, 1),
+        backward=hops(links, places, tensor, -1),
         ring=ring,
         scatter=_reduce_scatters(links, alike, tensor, ring),
-        swap=_swap(links, hosts[:, :, 0], hosts[:, :, -1], tensor),
+        swap=_swap(links, places[:, :, 0], places[:, :, -1], tensor),
         inside=sets[0],
         between=sets[1],
         outer=rings(links, groups.reshape(batch, apart, -1), tensor) if apart > 1 else (),

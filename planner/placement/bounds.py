@@ -58,6 +58,7 @@ class _CaseLinks:
         inside_per_byte: [H] seconds per byte inside each host.
         tensor: flows that a tensor group sends at once.
         nics: flows that a host sends at full speed.
+        rails: whether each device uses its own rail's NIC, so that groups need not share one.
         fan_out: hosts with which a host exchanges data at once at full speed.
     """
 
@@ -67,10 +68,12 @@ class _CaseLinks:
     inside_per_byte: Array
     tensor: int
     nics: int
+    rails: bool
     fan_out: float
 
     def share(self, groups: Array | float) -> Array:
-        """Return the factor by which flows slow down if `groups` groups of a host send at once."""
+        """Return the least factor by which flows slow down if `groups` groups of a host send at once."""
+        groups = np.minimum(groups, 1) if self.rails else groups
         return np.maximum(np.asarray(groups, float) * self.tensor / self.nics, 1.0)
 
     def across(self, size: float, groups: int = 1) -> Array:
@@ -113,6 +116,7 @@ def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
         np.diagonal(fabric.per_byte),
         problem.candidate.tensor,
         fabric.nics,
+        fabric.rails is not None,
         fabric.fan_out,
     )
 

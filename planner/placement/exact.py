@@ -3,7 +3,8 @@
 Two placements are the same to the simulator in three cases. Groups take other slots of the same host; the data rings
 begin elsewhere, so that data rank d becomes d + 1; or hosts with the same links, trunks and devices are exchanged. If
 gradients are summed inside groups of data ranks first, or groups train apart, the rings inside and those between groups
-may begin elsewhere, so any data rank may become the first one, too.
+may begin elsewhere, so any data rank may become the first one, too. With rails it may not if hosts have several groups,
+because they take a host's devices in mesh order.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def _exchangeable(links: Array, a: int, b: int) -> bool:
     return np.array_equal(links[a, exchange], links[b]) and np.array_equal(links[exchange, a], links[:, b])
 
 
-def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Array | None:
+def placements(data: int, pipe: int, slots: int, twin: Array, most: int, turns: bool = True) -> Array | None:
     """Return all placements without symmetric copies.
 
     Among the rotations of a placement, those with host 0 in data rank 0 are kept.
@@ -60,6 +61,7 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Arra
         slots: tensor groups per host.
         twin: [H] twin of each host, as `twins` returns it.
         most: largest number of placements, counted also while they are built.
+        turns: whether rotations of the data ranks are copies.
 
     Returns:
         [count, D, P] host of each group; None if there are more than `most`.
@@ -72,7 +74,7 @@ def placements(data: int, pipe: int, slots: int, twin: Array, most: int) -> Arra
         free = used < slots
         # Among unused twins only the first is free, since the others give the same placements.
         free[:, has_twin] &= (used[:, has_twin] > 0) | (used[:, twin[has_twin]] > 0)
-        if position == pipe - 1:
+        if turns and position == pipe - 1:
             free[(used[:, 0] == 0), 1:] = False
         parent, host = np.nonzero(free)
         if len(parent) > most:

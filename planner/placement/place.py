@@ -282,7 +282,8 @@ def _every(
     fabric: Fabric, data: int, pipe: int, tensor: int, twins: tuple[int, ...], most: int, inside: int, apart: int
 ) -> tuple[Array, Paths] | None:
     """Return all placements [count, D, P] and their paths; see `exact.placements`."""
-    every = exact.placements(data, pipe, data * pipe // len(twins), np.array(twins), most)
+    slots = data * pipe // len(twins)
+    every = exact.placements(data, pipe, slots, np.array(twins), most, turns=slots == 1 or fabric.rails is None)
     return None if every is None else (every, paths(fabric, every, tensor, inside, apart))
 
 

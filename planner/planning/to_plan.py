@@ -11,6 +11,7 @@ from paxtrain.config.plan import Plan, PlannedGroups
 from paxtrain.schedule.schedules import parts
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
+from planner.cost.link_seconds import slots
 from planner.cost.step_time import Step
 from planner.search import layers
 
@@ -42,12 +43,7 @@ def device_order(hosts: np.ndarray, per_host: int, tensor: int) -> tuple[int, ..
     Returns:
         Indices into the devices of all hosts, host after host.
     """
-    flat = hosts.ravel()
-    order = np.argsort(flat, kind="stable")
-    # The groups of a host take its devices in the order of the mesh.
-    slot = np.empty(len(flat), int)
-    slot[order] = np.arange(len(flat)) - np.searchsorted(flat[order], flat[order])
-    first = flat * per_host + slot * tensor
+    first = (hosts * per_host + slots(hosts) * tensor).ravel()
     return tuple((first[:, None] + np.arange(tensor)).ravel().tolist())
 
 

@@ -318,6 +318,7 @@ def text(report: Report) -> str:
         *labelled("noise", noise_words(report)),
         *(labelled("bytes", traffic.words(report)) if report.cluster.sites else ()),
         *(labelled("trunks", traffic.trunk_words(report)) if report.cluster.trunks else ()),
+        *(labelled("rails", traffic.rail_words(report)) if report.cluster.rails else ()),
         *labelled("memory", f"{memory_words(report)}; {oracle_words(report)}"),
         *(labelled("ranking", ranking_words(report)) if ranking_words(report) else ()),
         *labelled("search", statistics(report)),

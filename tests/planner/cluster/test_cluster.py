@@ -12,6 +12,7 @@ import pytest
 from paxtrain.errors import UserError
 from planner.cluster import cluster
 from planner.cluster.cluster import Cluster
+from planner.cluster.rails import Rails
 
 SHIPPED = sorted((pathlib.Path(__file__).resolve().parents[3] / "configs" / "clusters").glob("*.json"))
 CLASSES = {"inside": {"alpha": 1e-6, "bandwidth": 3e11}, "between": {"alpha": 1e-5, "bandwidth": 2e10}}
@@ -92,6 +93,24 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, hosts):
     assert again.trunks.behind.sum() == 2 and again.trunks.bandwidth.tolist() == [1e8]
 
 
+@pytest.mark.parametrize(
+    ("given", "rails"),
+    [
+        (True, Rails()),
+        ({}, Rails()),
+        ({"pxn": False}, Rails(pxn=False)),
+        ({"pxn": False, "oversubscription": 2}, Rails(pxn=False, oversubscription=2.0)),
+        (False, None),
+    ],
+)
+def test_rails_are_read_and_kept(tmp_path, given, rails):
+    made = Cluster.parse(values(nics=2, rails=given))
+    assert made.rails == rails and Cluster.parse(values()).rails is None
+    made.save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json").rails == rails
+    assert cluster.without(made, ["host1"]).rails == rails
+
+
 def test_merged_hosts_are_as_slow_as_their_slowest_pair():
     bandwidth = [[90, 5, 7, 8], [6, 90, 9, 4], [3, 9, 90, 2], [8, 8, 1, 90]]
     made = Cluster.parse(values(hosts=4, links={"alpha": 0, "bandwidth": bandwidth}, nics=2))
@@ -136,7 +155,7 @@ def test_without_some_hosts_nothing_else_changes():
             assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
-    kept = ("name", "source", "devices_per_host", "nics", "fan_out", "named", "shares", "parts", "sheets")
+    kept = ("name", "source", "devices_per_host", "nics", "rails", "fan_out", "named", "shares", "parts", "sheets")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)
@@ -237,6 +256,13 @@ def two(bandwidth: list) -> dict:
         ({"trunks": [{"hosts": [], "bandwidth": 1}]}, "some hosts must be behind a trunk and some not, got 0 of 3"),
         ({"trunks": [{"each": "site", "bandwidth": 1}]}, "if sites has two or more"),
         ({"trunks": [{"hosts": ["host0"], "bandwidth": 1, "rate": 1}]}, "unknown key trunks: rate"),
+        ({"rails": 2}, 'rails must be true or an object such as {"pxn": false, "oversubscription": 2}, got 2'),
+        ({"rails": {"spine": 2}}, "unknown key rails.spine; known are pxn, oversubscription"),
+        ({"rails": {"pxn": 1}}, "rails.pxn must be true or false, got 1"),
+        ({"rails": {"oversubscription": 2}}, 'which no flow crosses with PXN; say "pxn": false, too'),
+        ({"rails": {"pxn": False, "oversubscription": 0.5}}, "oversubscription must be a number from 1 on, got 0.5"),
+        ({"rails": True, "nics": 4}, "nics must divide devices_per_host if there are rails, got 4 for 2 devices"),
+        ({"rails": True, "device": "cpu", "memory": 1e9}, "rails need GPUs, each of which has its NIC, got device cpu"),
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),
     ],

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.cluster.rails import Rails
 from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import fabric
@@ -50,9 +51,17 @@ def problems(draw):
 
 
 @settings(max_examples=90, deadline=None, derandomize=True)
-@given(problems(), st.integers(0, 1000), st.booleans(), st.sampled_from([1.0, 2.5, 4.0]))
+@given(
+    problems(),
+    st.integers(0, 1000),
+    st.sampled_from([False, True, Rails(), Rails(False, 3.0)]),
+    st.sampled_from([1.0, 2.5, 4.0]),
+)
 def test_no_placement_is_below_the_bound(made, seed, rings, fan_out):
-    c, links = made.candidate, dataclasses.replace(fabric(made.cluster), rings=rings, fan_out=fan_out)
+    """Reductions are all-to-alls or rings, and with rails a device has a NIC of its own or shares it with others."""
+    rails = rings if isinstance(rings, Rails) and made.cluster.devices_per_host % made.cluster.nics == 0 else None
+    links = dataclasses.replace(fabric(made.cluster), rings=bool(rings), fan_out=fan_out, rails=rails)
+    c = made.candidate
     slots = c.groups // len(made.cluster.hosts)
     every = exact.placements(c.data, c.pipe, slots, exact.twins(links, made.kind_of_host), 3000)
     if every is None:

@@ -9,6 +9,7 @@ import pytest
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
 from planner.cost.link_seconds import ring_order
+from planner.planning.to_plan import device_order
 from planner.report import page, text, traffic
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report
@@ -58,6 +59,43 @@ def test_one_site_has_nothing_between_sites_and_the_report_says_what_is_sent():
     two = dataclasses.replace(report, cluster=dataclasses.replace(cluster(4, 4), sites=(0, 0, 1, 1)))
     said = " ".join(text.text(two).split())
     assert "a step sends" in said and "between sites" in said
+
+
+@pytest.mark.parametrize("pxn", [True, False])
+def test_what_leaves_by_each_nic_is_counted_and_said(pxn):
+    some = cluster(4, 4, nics=2, rails={"pxn": pxn})
+    report = made_report(micro_batches=8, schedule="1f1b", pipe=4, cluster=some)
+    c, p, hosts = report.chosen.candidate, report.problem, report.chosen.placement.hosts
+    devices = np.array(device_order(hosts, 4, c.tensor)).reshape(c.data, c.pipe, c.tensor)
+    leaving, changed = np.zeros((4, 2)), 0.0
+
+    def send(one: tuple[int, int], other: tuple[int, int], size: float) -> None:
+        nonlocal changed
+        for a, b in zip(devices[one], devices[other]):
+            if a // 4 != b // 4:
+                rails = a % 4 // 2, b % 4 // 2
+                leaving[a // 4, rails[1] if pxn else rails[0]] += size
+                changed += size * (rails[0] != rails[1])
+
+    for d, s in itertools.product(range(c.data), range(c.pipe - 1)):
+        send((d, s), (d, s + 1), 8 * p.message)
+        send((d, s + 1), (d, s), 8 * p.message)
+    for s in range(c.pipe):
+        first = sorted({int(hosts[d, s]): (d, s) for d in reversed(range(c.data))}.values())
+        parameters = p.layer_parameters + p.embedding_parameters * (s in (0, c.pipe - 1))
+        size = (
+            costs.ITEM[c.reduce_dtype] + costs.ITEM[report.model.dtype] if c.zero1 else 2 * costs.ITEM[c.reduce_dtype]
+        )
+        for a, b in zip(first, first[1:] + first[:1]) if c.data > 1 else ():
+            send(a, b, parameters * size * (c.data - 1) / c.data)
+    for d in range(c.data if p.swaps else 0):
+        for ends in ((0, c.pipe - 1), (c.pipe - 1, 0)):
+            send((d, ends[0]), (d, ends[1]), p.embedding_parameters * 4 / c.data)
+    found, crossing = traffic.by_nics(report)
+    np.testing.assert_allclose(found, leaving)
+    assert crossing == pytest.approx(changed) and leaving.any()
+    said = " ".join(text.text(report).split())
+    assert "rails 2 rails; " in said and ("over the spine" in said) != pxn and "rails" not in text.text(made_report())
 
 
 def test_what_leaves_by_a_trunk_is_counted_and_said():

@@ -56,7 +56,9 @@ GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(C
     "forward", [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8)), Coded(inside=2)]
 )
 @pytest.mark.parametrize(
-    "some", [cluster(), HETERO, cluster(2, 8, seed=None), GLOO], ids=["uneven", "kinds", "alike", "gloo"]
+    "some",
+    [cluster(), HETERO, cluster(2, 8, seed=None), cluster(nics=2, rails=True), GLOO],
+    ids=["uneven", "kinds", "alike", "rails", "gloo"],
 )
 def test_no_simulated_step_is_below_the_bound(some, forward):
     choices = dataclasses.replace(SPACE_CHOICES, coded=forward)
