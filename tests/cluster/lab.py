@@ -1,8 +1,9 @@
 """The lab: python -m tests.cluster.lab [--experiments=placements,...] [--scenario=two_racks --hosts=8 --steps=20].
 
-Without --scenario all experiments run, one after another, each into a file of raw records; what has been measured
-already is not measured again (--fresh forgets it). Then docs/results.md is written. With --scenario one cluster is
-brought up, profiled, planned for and trained on, plan after plan, and the plans are compared.
+Without --scenario the experiments of USUAL run, an hour, one after another, each into a file of raw records; what has
+been measured already is not measured again (--fresh forgets it). Then docs/results.md is written. The others, half an
+hour more, run if they are named: --experiments=paper,sooner,adaptive. With --scenario one cluster is brought up,
+profiled, planned for and trained on, plan after plan, and the plans are compared.
 """
 
 import json
@@ -11,7 +12,7 @@ import pathlib
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from absl import flags
@@ -62,6 +63,9 @@ EXPERIMENTS = {
     "peer": (peer.run, 900),
     "faults": (breakage.run, 205),
 }
+BUDGET = 3600.0  # seconds, of which USUAL takes no more
+LATER = ("paper", "sooner", "adaptive")  # run if they are named
+USUAL = tuple(name for name in EXPERIMENTS if name not in LATER)
 
 
 _RESTARTS = 2  # of an experiment whose session broke
@@ -120,6 +124,11 @@ def _insist(lab: Lab, experiment: Callable[[Lab], None]) -> None:
     experiment(lab)
 
 
+def estimate(names: Iterable[str]) -> float:
+    """Return about how many seconds experiments take."""
+    return sum(EXPERIMENTS[name][1] for name in names)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the experiments that the flags name, and write the page."""
     f = flags.FLAGS
@@ -131,7 +140,8 @@ def main(argv: Sequence[str]) -> None:
     _data(f.data)
     out = pathlib.Path(f.out)
     checkpoint.ensure_writable(out)
-    lab = Lab(out, f.data, f.repeats, f.budget, f.seed)
+    names = [name for name in EXPERIMENTS if name in (f.experiments or USUAL)]
+    lab = Lab(out, f.data, f.repeats, f.budget or max(BUDGET, estimate(names)), f.seed)
     if reason := hosts.why_not():
         print(f"this machine cannot be a cluster with slow links: {reason}; hosts are plain processes", flush=True)
     if f.scenario:
@@ -139,14 +149,14 @@ def main(argv: Sequence[str]) -> None:
         return
     if reason:
         raise UserError(f"the experiments need links of chosen rates, and {reason}; --scenario=uniform runs without")
-    chosen = {name: EXPERIMENTS[name] for name in EXPERIMENTS if name in (f.experiments or EXPERIMENTS)}
-    forgotten = [file for name in chosen for file in FILES[name]] if f.fresh else []
+    chosen = {name: EXPERIMENTS[name] for name in names}
+    forgotten = [file for name in f.experiments or EXPERIMENTS for file in FILES[name]] if f.fresh else []
     _environment(lab, forgotten)
     for file in forgotten if f.experiments else [path.stem for path in out.glob("*.jsonl") if f.fresh]:
         (out / f"{file}.jsonl").unlink(missing_ok=True)
     if f.fresh:
         shutil.rmtree(out / "logs", ignore_errors=True)
-    rest = sum(seconds for _, seconds in chosen.values())
+    rest = estimate(chosen)
     lab.say(f"{', '.join(chosen)}: about {rest / 60:.0f} minutes of a budget of {lab.budget / 60:.0f}")
     try:
         for name, (experiment, seconds) in chosen.items():
@@ -160,11 +170,16 @@ def main(argv: Sequence[str]) -> None:
     finally:  # what there is of it where one has failed
         results.write(out, pathlib.Path(f.page))
         lab.say(f"wrote {f.page}")
+    if not f.experiments:
+        others = ",".join(LATER)
+        lab.say(f"left out: {others}; --experiments={others} runs them, in {estimate(LATER) / 60:.0f} minutes")
 
 
 def define_flags() -> None:
     """Define this main's flags."""
-    flags.DEFINE_list("experiments", [], f"Some of {', '.join(EXPERIMENTS)}; all if empty.")
+    flags.DEFINE_list(
+        "experiments", [], f"Some of {', '.join(EXPERIMENTS)}; if empty, an hour of them: all but {', '.join(LATER)}."
+    )
     flags.DEFINE_string("scenario", None, "One cluster instead: a scenario by name, or a JSON file.")
     flags.DEFINE_integer("hosts", 8, "With --scenario: how many.", lower_bound=2, upper_bound=16)
     flags.DEFINE_integer("steps", 20, "With --scenario: of training under each plan.", lower_bound=2)
@@ -172,9 +187,11 @@ def define_flags() -> None:
     flags.DEFINE_string("page", "docs/results.md", "The page that is written, figures beside it.")
     flags.DEFINE_string("data", "runs/data", "Folder of paxtrain.prepare's token files.")
     flags.DEFINE_integer("repeats", 5, "Of every measured time; cut first where time is short.", lower_bound=1)
-    flags.DEFINE_float("budget", 3600, "Seconds for all of it.", lower_bound=1)
+    flags.DEFINE_float(
+        "budget", None, "Seconds for all of it; if not given, an hour, or more for named experiments.", lower_bound=1
+    )
     flags.DEFINE_integer("seed", 0, "Of rates, orders and data.", lower_bound=0)
-    flags.DEFINE_bool("fresh", False, "Measure anew what has been measured.")
+    flags.DEFINE_bool("fresh", False, "Forget the records of the named experiments, or all, first.")
 
 
 if __name__ == "__main__":

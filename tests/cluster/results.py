@@ -38,9 +38,9 @@ PARTS = (
     *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
     *(schedules, joint, growth, peer, faults),
 )
-INTRODUCTION = """Every figure on this page is computed from the raw records that `make lab` leaves in `runs/lab`.
-`python -m tests.cluster.results` writes the page again from them. Measured times are medians over repeats, and a
-spread is half the distance between the quartiles."""
+INTRODUCTION = """Every figure on this page is computed from the raw records that the lab leaves in `runs/lab`; each
+section names the command that makes its records. `python -m tests.cluster.results` writes the page again from them.
+Measured times are medians over repeats, and a spread is half the distance between the quartiles."""
 CAVEATS = (
     """**Devices are emulated**, except beside PyTorch. Their speed is a number in `tests/cluster/device.py`. These
     figures therefore show how well step times are predicted from profiled compute and links, and what placement and

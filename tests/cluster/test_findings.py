@@ -10,6 +10,7 @@ from tests.cluster.findings import (
     adaptive,
     compression,
     faults,
+    gains,
     growth,
     joint,
     links,
@@ -207,7 +208,8 @@ def test_compression_against_dense(tmp_path):
     add_compression(tmp_path)
     section = compression.section(tmp_path)
     times, wire, parts, _ = [cells for cells in rows(section) if cells[0] == "CB"]
-    assert times[1:3] == ["0.900 s ± 0.0%", f"{1 / 0.9:.2f}x ± 0.111"]  # quartiles of ratios of 1, 1.11 and 1.44
+    # Quartiles of ratios of 1, 1.11 and 1.44, and of shares of 0, a third and two thirds.
+    assert times[1:4] == ["0.900 s ± 0.0%", f"{1 / 0.9:.2f}x ± 0.111", "33.3% ± 16.7%"]
     assert wire[1:] == ["900", "1", "901", f"{100 * 901 / 1001:.1f}%"]
     assert parts[1:] == ["250", "50", "50"]
     times, *_ = [cells for cells in rows(section) if cells[0] == "CB+FE"]
@@ -221,7 +223,9 @@ def test_compression_against_dense(tmp_path):
     assert judged(section, compression.FASTER).met
     assert "predicts\n    speed-ups of 1.01x of CB, 1.12x of CB+SC." in section.blocks[0]
     # All stages, which are chosen at 70%, cost too much loss.
-    assert judged(section, compression.CAPTURED).seen == "66.7% (100.0% at 40% (CB+FE+SC), 66.7% at 70% (CB+FE))"
+    best = "100.0% ± 17.5% at 40% (CB+FE+SC), 66.7% ± 11.7% at 70% (CB+FE)"
+    assert judged(section, compression.CAPTURED).seen == f"66.7% ({best})"
+    assert row(section, "dense, links without limits")[:3] == ["0.700 s ± 0.0%", "1.43x ± 0.143", "100%"]
     assert not judged(section, compression.CAPTURED).met
     assert judged(section, compression.CLOSE).seen == "+0.50% (100 steps, one seed)"
     assert judged(section, compression.CLOSE).met
@@ -248,7 +252,23 @@ def test_costs_are_against_dense_of_the_same_seed(tmp_path):
 
 def test_captured_is_a_share_of_what_links_cost():
     line = {"seconds": {"dense": [3.0], "half": [2.0], "slower": [4.0]}}
-    assert compression.captured(line, free=1.0) == {"dense": 0.0, "half": 0.5, "slower": -0.5}
+    assert compression.captured(line, free=[1.0]) == {"dense": (0.0, 0.0), "half": (0.5, 0.0), "slower": (-0.5, 0.0)}
+
+
+def test_gains_have_the_spread_of_their_repeats():
+    """Repeats of dense and of a kind are pairs; those on free links were taken at another time."""
+    dense, times, free = [3.0, 5.0, 4.0], [2.0, 3.0, 2.5], [1.0, 2.0]
+
+    def spread(values: list[float]) -> float:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return (high - low) / 2
+
+    pairs = list(zip(dense, times))
+    shares = [(d - t) / (d - f) for d, t in pairs for f in free]
+    assert gains.captured(dense, times, free) == pytest.approx(((4 - 2.5) / (4 - 1.5), spread(shares)))
+    assert gains.speedup(dense, times) == pytest.approx((4 / 2.5, spread([d / t for d, t in pairs])))
+    assert gains.bound(dense, free) == pytest.approx((4 / 1.5, spread([d / f for d in dense for f in free])))
+    assert gains.captured(dense, times, free).as_share == f"60.0% ± {100 * spread(shares):.1f}%"
 
 
 def test_compression_that_falls_short_is_a_miss(tmp_path):
@@ -289,7 +309,10 @@ def test_each_part_is_beside_the_kind_before_it(tmp_path):
     assert "1f1b: links take 40.0% of a dense step, as measured." in words
     assert "FE takes 5.0% ± 0.0% off the dense step (confirmed); the bytes that it removes take 2.0% of" in words
     first, second = [cells for cells in rows(section) if cells[0] == "CB+FE+SC"]
-    assert first == second == ["CB+FE+SC", "0.700 s ± 0.7%", "1.43x", "75.0%", "0.990 s", "+41.4%", "7.0"]
+    gain = ["1.43x ± 0.003", "75.0% ± 0.9%"]
+    assert first == second == ["CB+FE+SC", "0.700 s ± 0.7%", *gain, "0.990 s", "+41.4%", "7.0"]
+    first, second = [cells for cells in rows(section) if cells[0] == "dense, links without limits"]
+    assert first == second and first[1:4] == ["0.600 s ± 0.0%", "1.67x ± 0.008", "100%"]
 
 
 def test_a_part_that_gains_nothing_refutes_the_claim(tmp_path):
@@ -331,12 +354,17 @@ def test_the_choice_by_a_probe_is_judged_by_its_step_and_its_loss(tmp_path):
     within = judged(section, adaptive.WITHIN)
     assert (within.seen, within.met) == ("+0.50% (3 seeds, +0.00% to +1.00%)", True)
     faster = judged(section, adaptive.FASTER)
-    assert (faster.seen, faster.met) == ("2.00x at 50%, 66.7% captured", True)
+    said = "2.00x ± 0.013 at 50%, of at most 4.00x ± 0.075 without limits of links; 66.7% ± 0.8% captured"
+    assert (faster.seen, faster.met) == (said, True)
     assert row(section, "50% (7 Mbit/s)", "dense")[:3] == ["4.000 s ± 1.9%", "3.800 s", "-5.0%"]
     words = "int8 for gradients between stages of the epilogue and int4 for gradients over data of stages 0,1"
     # A codec that came out below dense counts as no loss; errors add up by their squares.
-    cells = ["2.000 s ± 2.5%", "2.100 s", "+5.0%", "2.00x", "66.7%", "+0.20% ± 0.14%", "+0.50% ± 0.29%"]
+    gain = ["2.00x ± 0.013", "66.7% ± 0.8%"]
+    cells = ["2.000 s ± 2.5%", "2.100 s", "+5.0%", *gain, "+0.20% ± 0.14%", "+0.50% ± 0.29%"]
     assert row(section, "50% (7 Mbit/s)", words) == cells
+    # No speed-up can be above that of links without limits.
+    free = ["1.000 s ± 0.0%", "", "", "4.00x ± 0.075", "100%", "", ""]
+    assert row(section, "50% (7 Mbit/s)", "dense, links without limits") == free
 
 
 def test_a_choice_by_a_probe_that_was_predicted_or_probed_wrongly_is_a_miss(tmp_path):

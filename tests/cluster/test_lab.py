@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.cluster import hosts
+from tests.cluster import hosts, lab
 from tests.cluster.laboratory import Lab
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -43,14 +43,26 @@ def test_records_of_another_seed_are_not_mixed_with_these(tmp_path):
     )
 
 
+def test_what_runs_by_default_is_an_hour():
+    usual, later = lab.estimate(lab.USUAL), lab.estimate(lab.LATER)
+    assert 0.9 * lab.BUDGET < usual <= lab.BUDGET == 3600
+    assert usual + later == sum(seconds for _, seconds in lab.EXPERIMENTS.values())
+    assert Lab(pathlib.Path(), "").budget == lab.BUDGET
+    [words] = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("lab:")]
+    page = " ".join((ROOT / "docs" / "design.md").read_text().split())
+    for text in (words, page, " ".join(lab.__doc__.split())):
+        assert "an hour" in text and "half an hour more" in text and f"--experiments={','.join(lab.LATER)}" in text
+    assert 1500 < later < 2100
+
+
 def test_repeats_are_cut_where_time_is_short(tmp_path, capsys):
-    lab = Lab(tmp_path, "", repeats=5, budget=1000)
-    lab.plan_for(900)
-    assert lab.repeats == 5
-    lab.began = time.monotonic() - 590
-    lab.plan_for(500)
-    assert lab.repeats == 4
+    short = Lab(tmp_path, "", repeats=5, budget=1000)
+    short.plan_for(900)
+    assert short.repeats == 5
+    short.began = time.monotonic() - 590
+    short.plan_for(500)
+    assert short.repeats == 4
     assert "8 minutes are to come, 7 are left: 4 repeats" in capsys.readouterr().out
-    lab.began = time.monotonic() - 5000
-    lab.plan_for(500)
-    assert lab.repeats == 1
+    short.began = time.monotonic() - 5000
+    short.plan_for(500)
+    assert short.repeats == 1

@@ -7,9 +7,11 @@ import numpy as np
 
 from paxtrain.study.loss_probe_file import WORDS, ProbedCodec, excess
 from tests.cluster.experiments import adaptive as experiment
+from tests.cluster.findings import gains
+from tests.cluster.findings.gains import Gain, measured
 from tests.cluster.laboratory import summary
 from tests.cluster.records import Records
-from tests.cluster.section import Section, Target, factor, lab, listed, percent, seconds, signed, span, table
+from tests.cluster.section import Section, Target, lab, listed, percent, seconds, signed, span, table
 
 TITLE, SOURCE = "Codecs chosen by a probe", "adaptive.jsonl"
 DENSE, CHOSEN = experiment.DENSE, experiment.CHOSEN
@@ -28,10 +30,9 @@ def error(line: dict, kind: str) -> float:
     return float(line["predicted"][kind] / summary(line["seconds"][kind])["median"] - 1)
 
 
-def captured(line: dict) -> float:
+def captured(line: dict) -> Gain:
     """Return the share of the time that links cost a dense step which the plan removes."""
-    dense, chosen = (summary(line["seconds"][kind])["median"] for kind in (DENSE, CHOSEN))
-    return (dense - chosen) / (dense - summary(line["unlimited"])["median"])
+    return gains.captured(line["seconds"][DENSE], line["seconds"][CHOSEN], line["unlimited"])
 
 
 def losses(records: Records, plan: str) -> list[float]:
@@ -74,7 +75,8 @@ def _words(records: Records, lines: list[dict]) -> str:
     prediction, and profiled. From both the planner chooses codecs within a budget of {percent(experiment.BUDGET)} loss,
     on mesh {"x".join(map(str, split.mesh))} with {split.schedule}, where all else is as in the section on compression.
     The embedding is synchronised fused, which is the default. {repeats} repeats of dense and of the plan, taken in
-    turn. "Captured" is the share that the plan removes of the time that links cost a dense step, as measured."""
+    turn. "Captured" is the share that the plan removes of the time that links cost a dense step, as measured.
+    A dense step on links without limits bounds the speed-up that less communication can bring. {gains.SPREADS}"""
     if seeds:
         words += f""" Losses are validation losses after {trained[0]["validation"][-1][0]} steps against dense with the
         same seed: mean and standard error over {seeds} seeds, none of which the probe has seen."""
@@ -101,28 +103,19 @@ def _plan(line: dict) -> str:
 def _times(records: Records, lines: list[dict]) -> str:
     rows = []
     for line in lines:
-        dense = summary(line["seconds"][DENSE])["median"]
+        dense = line["seconds"][DENSE]
         for kind, times in line["seconds"].items():
-            found = summary(times)
             more = ("", "", "", "")
             if kind == CHOSEN:
                 expected = _noisy(*excess(_codecs(line["codecs"])))
-                more = (
-                    factor(dense / found["median"]),
-                    percent(captured(line)),
-                    expected,
-                    _lost(losses(records, line["plan"])),
-                )
-            rows.append(
-                (
-                    _at(line),
-                    DENSE if kind == DENSE else _plan(line),
-                    f"{seconds(found['median'])} ± {percent(found['spread'] / found['median'])}",
-                    seconds(line["predicted"][kind]),
-                    signed(error(line, kind)),
-                    *more,
-                )
-            )
+                lost = _lost(losses(records, line["plan"]))
+                more = (gains.speedup(dense, times).as_factor, captured(line).as_share, expected, lost)
+            what = DENSE if kind == DENSE else _plan(line)
+            foretold = (seconds(line["predicted"][kind]), signed(error(line, kind)))
+            rows.append((_at(line), what, measured(times), *foretold, *more))
+        free = line["unlimited"]
+        bound = (gains.bound(dense, free).as_factor, "100%")
+        rows.append((_at(line), "dense, links without limits", measured(free), "", "", *bound, "", ""))
     headings = ("communication", "", "step", "predicted", "error", "speed-up", "captured", "loss, probed", "loss")
     return table(headings, rows, words=2)
 
@@ -139,11 +132,14 @@ def _targets(records: Records, lines: list[dict]) -> tuple[Target, ...]:
         worst = max(found.values(), key=statistics.fmean)
         note = f"{len(worst)} seeds, {span(worst, WITHIN.show)}"
         within = WITHIN.judged(statistics.fmean(worst), note)
-    gains = [summary(line["seconds"][DENSE])["median"] / summary(line["seconds"][CHOSEN])["median"] for line in lines]
+    found_gains = [gains.speedup(line["seconds"][DENSE], line["seconds"][CHOSEN]) for line in lines]
     faster = ", ".join(
-        f"{factor(gain)} at {line['share']:.0%}, {percent(captured(line))} captured" for gain, line in zip(gains, lines)
+        f"{gain.as_factor} at {line['share']:.0%}, of at most "
+        f"{gains.bound(line['seconds'][DENSE], line['unlimited']).as_factor} without limits of links; "
+        f"{captured(line).as_share} captured"
+        for gain, line in zip(found_gains, lines)
     )
-    return predicted, within, FASTER.said(faster, min(gains) > 1)
+    return predicted, within, FASTER.said(faster, min(gain.value for gain in found_gains) > 1)
 
 
 def section(folder: pathlib.Path) -> Section:

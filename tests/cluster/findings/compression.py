@@ -9,7 +9,8 @@ from compress.policy import compression_ratio
 from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.experiments import compression as experiment
-from tests.cluster.findings import losses
+from tests.cluster.findings import gains, losses
+from tests.cluster.findings.gains import Gain, measured
 from tests.cluster.laboratory import summary
 from tests.cluster.records import Records
 from tests.cluster.section import Drawing, Section, Target, factor, lab, percent, seconds, span, table
@@ -46,27 +47,19 @@ _PARTS = {
 }
 
 
-def speedups(line: dict) -> dict[str, tuple[float, float]]:
-    """Return every kind's speed-up over dense: the ratio of medians, and the spread of the single repeats' ratios."""
-    dense = line["seconds"][DENSE]
-    return {
-        kind: (
-            summary(dense)["median"] / summary(times)["median"],
-            summary((np.array(dense) / np.array(times)).tolist())["spread"],
-        )
-        for kind, times in line["seconds"].items()
-    }
+def speedups(line: dict) -> dict[str, Gain]:
+    """Return every kind's speed-up over dense."""
+    return {kind: gains.speedup(line["seconds"][DENSE], times) for kind, times in line["seconds"].items()}
 
 
-def captured(line: dict, free: float) -> dict[str, float]:
+def captured(line: dict, free: list[float]) -> dict[str, Gain]:
     """Return the share of the time that links cost a dense step which each kind removes.
 
     Args:
         line: times of a share of communication.
-        free: seconds of a dense step without limits of links.
+        free: seconds of dense steps without limits of links.
     """
-    medians = {kind: summary(times)["median"] for kind, times in line["seconds"].items()}
-    return {kind: (medians[DENSE] - median) / (medians[DENSE] - free) for kind, median in medians.items()}
+    return {kind: gains.captured(line["seconds"][DENSE], times, free) for kind, times in line["seconds"].items()}
 
 
 def costs(records: Records) -> dict[str, list[float]]:
@@ -82,9 +75,9 @@ def costs(records: Records) -> dict[str, list[float]]:
     return found
 
 
-def _free(paper: dict | None) -> float | None:
-    """Return the seconds of a dense step without limits of links, if they were measured."""
-    return summary(paper["unlimited"][DENSE])["median"] if paper and "unlimited" in paper else None
+def _free(paper: dict | None) -> list[float] | None:
+    """Return the seconds of dense steps without limits of links, if they were measured."""
+    return paper["unlimited"][DENSE] if paper and "unlimited" in paper else None
 
 
 def _captured(lines: list[dict], paper: dict | None, cost: dict[str, list[float]]) -> Target:
@@ -100,9 +93,9 @@ def _captured(lines: list[dict], paper: dict | None, cost: dict[str, list[float]
             if kind != DENSE and np.mean(cost.get(names[kind], [np.inf])) <= losses.NEAR - 1
         }
         kind = max(near, key=near.__getitem__, default="")
-        best[line["share"]] = (near.get(kind, 0.0), kind)
-    said = ", ".join(f"{percent(share)} at {at:.0%} ({kind or 'none'})" for at, (share, kind) in best.items())
-    return CAPTURED.judged(min(share for share, _ in best.values()), said)
+        best[line["share"]] = (near.get(kind, Gain(0.0, 0.0)), kind)
+    said = ", ".join(f"{share.as_share} at {at:.0%} ({kind or 'none'})" for at, (share, kind) in best.items())
+    return CAPTURED.judged(min(share.value for share, _ in best.values()), said)
 
 
 def parts(line: dict) -> dict[str, dict[str, float]]:
@@ -186,8 +179,8 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     data to 4, with error feedback, and "{experiment.GRADIENTS}" those between stages as well. "Captured" is the share
     that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
     share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
-    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn. The spread
-    of a speed-up is taken over the ratios of the single repeats."""
+    Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn.
+    {gains.SPREADS}"""
     return f"{words} {_unlimited(lines, paper)} {_ranks(cb['backward_rank'], all_['backward_rank'])}"
 
 
@@ -254,24 +247,23 @@ def _quickest(times: dict[str, dict[str, float]], curves: dict[str, losses.Curve
     return f"Of the kinds that are {within}, the quickest are: {said}." if best else f"No kind is {within}."
 
 
-def _times(lines: list[dict], free: float | None) -> str:
+def _times(lines: list[dict], free: list[float] | None) -> str:
     """Return step times, speed-ups, and the shares of the links' time that are removed.
 
     Args:
         lines: times, by share of communication.
-        free: seconds of a dense step without limits of links, which bounds the speed-ups; None: not measured.
+        free: seconds of dense steps without limits of links, which bound the speed-ups; None: not measured.
     """
     rows = []
     for kind in lines[0]["seconds"]:
         row = [kind]
         for line in lines:
-            time, (gain, spread) = summary(line["seconds"][kind]), speedups(line)[kind]
-            row.append(f"{seconds(time['median'])} ± {percent(time['spread'] / time['median'])}")
-            row.append("" if kind == DENSE else f"{factor(gain)} ± {spread:.3f}")
-            row.append("" if kind == DENSE or free is None else percent(captured(line, free)[kind]))
+            row.append(measured(line["seconds"][kind]))
+            row.append("" if kind == DENSE else speedups(line)[kind].as_factor)
+            row.append("" if kind == DENSE or free is None else captured(line, free)[kind].as_share)
         rows.append(row)
     if free is not None:
-        bounds = [(seconds(free), factor(summary(line["seconds"][DENSE])["median"] / free), "100%") for line in lines]
+        bounds = [(measured(free), gains.bound(line["seconds"][DENSE], free).as_factor, "100%") for line in lines]
         rows.append(["dense, links without limits", *(cell for cells in bounds for cell in cells)])
     headings = [heading for line in lines for heading in (_links(line), "speed-up", "captured")]
     return table(["", *headings], rows)
@@ -348,11 +340,11 @@ def section(folder: pathlib.Path) -> Section:
     cost = costs(records)
     faster, close = FASTER, CLOSE
     if paper:
-        gains = speedups(paper)
+        found = speedups(paper)
         note = f"communication takes {paper['share']:.0%} of a dense step; {_most(paper)}; spread "
         slowest = lines[-1]
         there = {kind: f"; {factor(gain)} at {slowest['share']:.0%}" for kind, (gain, _) in speedups(slowest).items()}
-        faster = FASTER.judged(gains[PAPER][0], f"{note}{gains[PAPER][1]:.3f}{there[PAPER]}")
+        faster = FASTER.judged(found[PAPER].value, f"{note}{found[PAPER].spread:.3f}{there[PAPER]}")
     if DENSE in curves and PAPER in curves:
         last = curves[PAPER].last / curves[DENSE].last - 1
         close = CLOSE.judged(last, f"{curves[PAPER].steps[-1]:.0f} steps, one seed")

@@ -9,6 +9,7 @@ from paxtrain.run import plots
 from tests.cluster import figures
 from tests.cluster.experiments import paper as experiment
 from tests.cluster.experiments.compression import paper_speedups
+from tests.cluster.findings.gains import SPREADS, bound, captured, measured, speedup
 from tests.cluster.laboratory import summary
 from tests.cluster.records import Records
 from tests.cluster.section import Drawing, Section, Target, factor, lab, listed, percent, seconds, signed, span, table
@@ -75,8 +76,9 @@ def _setting(lines: list[dict]) -> str:
     links of {lines[0]["rate"]:.0f} Mbit/s are set so that communication takes {lines[0]["share"]:.0%} of a dense step
     of 1F1B, as the planner predicts for that setting on 200 Gbit/s. CB compresses the gradients of the pipeline's
     drain, FE fuses the synchronisation of the embedding, and SC compresses the gradients over data of the stages that
-    the planner's rule chooses: {chosen}. {repeats} repeats of each kind, taken in turn. Losses are not compared here,
-    only times. The head is as long as a layer, of which a stage has one; there it is less than a tenth of a stage."""
+    the planner's rule chooses: {chosen}. {repeats} repeats of each kind, taken in turn. {SPREADS} Losses are not
+    compared here, only times. The head is as long as a layer, of which a stage has one; there it is less than a tenth
+    of a stage."""
 
 
 def _traffic() -> str:
@@ -90,23 +92,21 @@ def _traffic() -> str:
 
 
 def _times(line: dict) -> str:
-    dense, free = summary(line["seconds"][DENSE])["median"], summary(line["unlimited"])["median"]
+    dense, free = line["seconds"][DENSE], line["unlimited"]
     rows = []
     for kind, times in line["seconds"].items():
-        found = summary(times)
-        captured = "" if kind == DENSE else percent((dense - found["median"]) / (dense - free))
         rows.append(
             (
                 kind,
-                f"{seconds(found['median'])} ± {percent(found['spread'] / found['median'])}",
-                "" if kind == DENSE else factor(dense / found["median"]),
-                captured,
+                measured(times),
+                "" if kind == DENSE else speedup(dense, times).as_factor,
+                "" if kind == DENSE else captured(dense, times, free).as_share,
                 seconds(line["predicted"][kind]),
-                signed(line["predicted"][kind] / found["median"] - 1),
+                signed(line["predicted"][kind] / summary(times)["median"] - 1),
                 f"{sum(line['wire'][kind].values()) / 1e6:.1f}" if "wire" in line else "",
             )
         )
-    rows.append(("dense, links without limits", seconds(free), factor(dense / free), "100.0%", "", "", ""))
+    rows.append(("dense, links without limits", measured(free), bound(dense, free).as_factor, "100%", "", "", ""))
     headings = (line["key"], "step", "speed-up", "captured", "predicted", "error", "MB of all devices")
     return table(headings, rows)
 
