@@ -17,6 +17,11 @@ def some(texts: Sequence[str], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
+def times(ratio: float) -> str:
+    """Return a ratio with three digits: 22.06 -> "22.1 times"."""
+    return f"{ratio:.3g} times" if ratio < 999.5 else f"{ratio:,.0f} times"
+
+
 def table(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of (label, figure) as two aligned columns."""
     width = max(len(what) for what, _ in rows)

@@ -21,7 +21,7 @@ from planner.cost.candidate import Candidate
 from planner.memory import closed_form
 from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
-from planner.report.text import aligned, labelled, mesh, percent, schedule
+from planner.report.text import aligned, labelled, longer, mesh, schedule
 from planner.search import layers
 from planner.search.search import Search
 from planner.search.space import Space, candidate_of, divisors, enumerate_candidates
@@ -210,7 +210,7 @@ def _state(c: Candidate) -> str:
 def _change_words(change: Change) -> str:
     left = change.limit - change.bytes
     fits = f"{_gb(left)} left" if left >= 0 else f"{_gb(-left)} too much"
-    slower = "" if change.slower is None else f", step's bound {percent(change.slower)}"
+    slower = "" if change.slower is None else f", step's bound {longer(change.slower)}"
     return f"{change.what}: {_gb(change.bytes)}, {fits}{slower}"
 
 

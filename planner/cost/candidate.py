@@ -102,6 +102,16 @@ class Candidate:
         return self.pipe > 1 and self.coded.compresses_forward
 
     @property
+    def compresses_weights(self) -> bool:
+        """Return whether layers' kernels are compressed as they are gathered over data."""
+        return self.coded.weights is not None and self.zero1 and self.together > 1
+
+    @property
+    def compresses_outer(self) -> bool:
+        """Return whether the differences that groups exchange are compressed."""
+        return self.coded.outer is not None and self.apart > 1
+
+    @property
     def slots(self) -> int:
         """Layer slots of a stage, padding included."""
         return max(self.counts) * self.chunks

@@ -8,6 +8,7 @@ go through is given, low rank too: no search decides it.
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from compress.policy import largest_rank
 from paxtrain.config import CompressConfig
-from paxtrain.config.options import OTHERS, PLACES
+from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import Numbers
 
@@ -54,6 +55,7 @@ class Coded:
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
         inside: CompressConfig.data_inside, data ranks of a group inside which gradients are summed as they are.
         names: what the configuration calls them, by place, for reports.
+        options: their options that are not the default, by place, for reports; those of low rank are `error` alone.
     """
 
     backward: "Codec | None" = None
@@ -64,10 +66,15 @@ class Coded:
     outer: "Reducer | None" = None
     inside: int = 1
     names: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, CodecOptions], ...] = ()
 
     def name(self, place: str) -> str:
         """Return what the configuration calls the codec of a place; "" for low rank."""
         return dict(self.names).get(place, "")
+
+    def options_of(self, place: str) -> CodecOptions:
+        """Return the options of a place's codec that are not the default."""
+        return dict(self.options).get(place, NO_OPTIONS)
 
     def message_passes(self, place: str) -> tuple[float, float, int]:
         """Return the passes over a message to encode and to decode it, and the kernels of either.
@@ -213,23 +220,34 @@ def coded(compress: CompressConfig) -> Coded:
     others = [place for place in PLACES if not compress.low_rank(place)]
     others += [place for place in OTHERS if getattr(compress, f"{place}_codec")]
     rank = compress.forward_rank if compress.low_rank("forward") and compress.chosen("forward") != "none" else 0
+    # "explicit" is another form of the same numbers as "lazy".
+    feedback = CodecOptions({"error": "none"}) if compress.error == "none" else NO_OPTIONS
+    options = {place: feedback for place in ("backward", "forward") if compress.low_rank(place)}
     if not others:
-        return Coded(forward_rank=rank, inside=compress.data_inside)
+        return Coded(forward_rank=rank, inside=compress.data_inside, options=_given(options))
     from compress.codec import Codec  # here, since it imports jax, which takes long
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
 
     made: dict[str, Codec | Reducer] = {}
     for place in others:
-        name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+        name, given = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
         try:
             reduces = place in ("data", "outer")
-            found = named.build(name, options, (Codec, Reducer) if reduces else (Codec,))
+            found = named.build(name, given, (Codec, Reducer) if reduces else (Codec,))
         except ValueError as error:
             raise UserError(f"compress.{place}.codec={error}") from error
         made[place] = Scattered(found) if reduces and not isinstance(found, Reducer) else found
+        usual = {field.name: field.default for field in dataclasses.fields(found)}
+        values = {key: getattr(found, key) for key in given}
+        options[place] = CodecOptions({key: value for key, value in values.items() if value != usual[key]})
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
-    return Coded(**made, forward_rank=rank, inside=compress.data_inside, names=names)
+    return Coded(**made, forward_rank=rank, inside=compress.data_inside, names=names, options=_given(options))
+
+
+def _given(options: Mapping[str, CodecOptions]) -> tuple[tuple[str, CodecOptions], ...]:
+    """Return the options of the places that have some."""
+    return tuple((place, values) for place, values in options.items() if values)
 
 
 @functools.lru_cache(maxsize=4096)

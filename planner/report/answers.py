@@ -6,7 +6,7 @@ from typing import Any
 from planner.report.contents import Report
 from planner.report.questions import Scaling, WhatIf
 from planner.report.svg import GRID, HALO, INK, SOFT, Svg, duration, ticks
-from planner.report.text import aligned, labelled, mesh, percent, schedule, share, tokens
+from planner.report.text import aligned, labelled, longer, mesh, percent, schedule, share, tokens
 from planner.search.trials import Found
 
 _ACCENT, _MAIN = "#d55e00", "#2f6f9f"
@@ -73,7 +73,8 @@ def free_choice_words(report: Report) -> str:
     if free is asked or free.seconds >= asked.seconds:
         return f"as asked {duration(asked.seconds)} a step; a free choice found nothing quicker"
     words = f"as asked {duration(asked.seconds)} a step, free choice {duration(free.seconds)} ({plan_words(free)})"
-    return f"{words}: what was asked for costs {percent(report.free_choice.price)}"
+    price = report.free_choice.price
+    return f"{words}: what was asked for {'takes' if price > 1 else 'costs'} {longer(price)}"
 
 
 # --- More hosts -------------------------------------------------------------------------------------------------------

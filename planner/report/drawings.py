@@ -37,7 +37,9 @@ def gains(report: Report, width: float = 1080, narrow: bool = False) -> str:
     pitch, left = (66, 8) if narrow else (40, 400)
     words = [f"{percent(slower(report, other))}  ·  {duration(other.seconds)}" for other in others]
     if noise and not narrow:
-        words[0] += f"  ·  {100 * noise.gain:.2f} ± {100 * noise.std:.2f}% by sample"
+        many = f"{1 + noise.gain:.2f} ± {noise.std:.2f} times"
+        percent_more = f"{100 * noise.gain:.2f} ± {100 * noise.std:.2f}%"
+        words[0] += f"  ·  {many if noise.gain > 1 else percent_more} by sample"
     right = 24 if narrow else max(width_of(x, 12) for x in words) + 24
     svg = Svg(width, pitch * len(others) + 34, "Step time of other ways to plan, relative to the chosen plan")
     values = [100 * slower(report, other) for other in others]

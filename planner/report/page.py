@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 
+from paxtrain.tables import times
 from planner.report import answers, drawings, gantt, groups, traffic
 from planner.report.contents import Report, gap
 from planner.report.svg import duration
@@ -136,7 +137,9 @@ def _head(report: Report) -> str:
         (tokens(report.tokens_per_second(found.seconds)), "tokens/s"),
         (share(report.mfu) if report.mfu is not None else "", "model FLOPs utilization (MFU)"),
         (f"{found.memory / 1e9:.3g} GB", f"per device, of {report.limit / 1e9:.3g} GB; {report.memory_source}"),
-        (f"≤ {share(gap(report, found))}", "slower than the best possible plan"),
+        (f"≤ {times(1 + over)}", "as long as the best possible plan's step")
+        if (over := gap(report, found)) > 1
+        else (f"≤ {share(over)}", "slower than the best possible plan"),
     ]
     drawn = "".join(
         f'<div class="tile"><b>{figure}</b><span>{html.escape(w)}</span></div>' for figure, w in tiles if figure

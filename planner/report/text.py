@@ -4,6 +4,8 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 
+from paxtrain.config.options import OTHERS, PLACES
+from paxtrain.tables import times
 from planner.cost.candidate import Candidate
 from planner.report import groups, losses, traffic
 from planner.report.contents import Report, gap, quicker, slower
@@ -18,8 +20,15 @@ WIDTH = 120  # columns of a terminal
 
 
 def percent(share: float) -> str:
-    """Return a share as a signed percentage with three digits: "+17.7%", "-1.00%"."""
+    """Return a share as a signed percentage with three digits: "+17.7%", "-1.00%"; beyond 100% as "22.1 times"."""
+    if share > 1:
+        return times(1 + share)
     return f"{100 * share:+.{2 if abs(share) < 0.0995 else 1}f}%"
+
+
+def longer(share: float) -> str:
+    """Return by which share something takes longer: "+17.7%", "-1.00%", "22.1 times as long"."""
+    return percent(share) + " as long" * (share > 1)
 
 
 def share(value: float) -> str:
@@ -72,11 +81,13 @@ def micro_batches(candidate: Candidate) -> str:
 def compression(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in short: "epi16+data128"."""
     c = candidate
-    codecs = {place: c.coded.name(place) for place in ("backward", "forward", "data")}
+    codecs = {place: c.coded.name(place) for place in (*PLACES, *OTHERS)}
     there = f"fwd{codecs['forward'] or c.coded.forward_rank}" if c.compresses_forward else ""
     between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
     over = f"data{codecs['data'] or c.data_rank}{f'/{c.inside}' * (c.inside > 1)}" if c.data_rank else ""
-    return "+".join(filter(None, (between, there, over))) or "none"
+    weights = f"wgt{codecs['weights']}" if c.compresses_weights else ""
+    outer = f"out{codecs['outer']}" if c.compresses_outer else ""
+    return "+".join(filter(None, (between, there, over, weights, outer))) or "none"
 
 
 def _how(codec: str, rank: int) -> str:
@@ -98,6 +109,10 @@ def compression_words(candidate: Candidate) -> str:
         how = _how(c.coded.name("data"), c.data_rank)
         how += f" between groups of {c.inside}" if c.inside > 1 else ""
         parts.append(f"data-parallel gradients on the critical path compressed {how}")
+    if c.compresses_weights:
+        parts.append(f"weights that are gathered over data compressed by {c.coded.name('weights')}")
+    if c.compresses_outer:
+        parts.append(f"differences between groups compressed by {c.coded.name('outer')}")
     return " and ".join(parts) or "no compression"
 
 
@@ -155,7 +170,7 @@ def step(report: Report, found: Found) -> str:
 def ranking_words(report: Report) -> str:
     """Return why a plan stands above a quicker one, if one does; else what the handicap is, if any plan has it."""
     ranked, gain = report.outcome.ranked, report.gain
-    why = f"compression changes what is trained, so each kind of it must gain {percent(gain)[1:]} of the step (--gain)"
+    why = f"compression changes what is trained, so each kind of it must gain {100 * gain:.3g}% of the step (--gain)"
     for above, found in enumerate(ranked):
         below = [n for n, other in enumerate(ranked) if n > above and other.seconds < found.seconds * (1 - 1e-9)]
         if below and found.score(gain) <= ranked[below[0]].score(gain):
@@ -214,7 +229,7 @@ def headline(report: Report) -> str:
 
 def gains(report: Report) -> list[str]:
     """Return, in words, how much slower each comparison is than the chosen plan."""
-    return [f"{other.name} {percent(slower(report, other))} ({other.what})" for other in report.comparisons]
+    return [f"{other.name} {longer(slower(report, other))} ({other.what})" for other in report.comparisons]
 
 
 def noise_words(report: Report) -> str:
@@ -222,6 +237,8 @@ def noise_words(report: Report) -> str:
     if report.noise is None:
         return "the links were measured once, so the noise of the placement's gain is unknown"
     gain, std, words = report.noise
+    if gain > 1:
+        return f"host order takes {1 + gain:.2f} ± {std:.2f} times as long as the placement; {words}"
     return f"the placement gains {100 * gain:.2f} ± {100 * std:.2f}% over host order; {words}"
 
 
@@ -256,7 +273,7 @@ def nearby_words(report: Report) -> list[str]:
     for near in report.nearby:
         speed = near.global_batch * report.model.sequence / near.found.seconds
         words = f"{mesh(near.found.candidate)} in {duration(near.found.seconds)}, {tokens(speed)} tokens/s, "
-        words += f"{percent(near.gain)}"
+        words += percent(near.gain) + " as many" * (near.gain > 1)
         if near.left_out:
             names = ",".join(near.left_out)
             left = len(report.cluster.hosts) - len(near.left_out)
@@ -282,15 +299,14 @@ def loss_words(report: Report) -> str:
 
 
 def lossy_words(report: Report) -> list[str]:
-    """Return what the chosen plan's compression loses; or, if none was asked for, what each kind would gain and lose.
+    """Return what the chosen plan's compression loses, and, if none was asked for, what each kind would gain and lose.
 
     They are sentences, without capitals and stops.
     """
     if report.budgeted is not None:
         return [loss_words(report)]
-    if losses.words(report.chosen.candidate):
-        return [f"{compression_words(report.chosen.candidate)}: {loss_words(report)}"]
-    found = []
+    own = losses.words(report.chosen.candidate)
+    found = [f"{compression_words(report.chosen.candidate)}: {own}"] if own else []
     for offer in sorted(report.offers, key=lambda offer: offer.found.seconds):
         if (gain := quicker(report, offer)) >= _LEAST:
             plan, c = duration(offer.found.seconds), offer.found.candidate

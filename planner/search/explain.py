@@ -8,6 +8,7 @@ import numpy as np
 from paxtrain.config import SAVE_MODES, SPLIT_SAVES
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS, name_of
+from paxtrain.tables import times
 from planner.cost.candidate import NO_GROUPS
 from planner.cost.coded import Coded
 from planner.search.search import Found, Search
@@ -57,15 +58,29 @@ def without_groups(search: Search, chosen: Found) -> list[str]:
         best = other.run(top=1, placed=1).ranked[0]
     except UserError as error:
         return [f"without groups: {error}"]
-    c, slower = best.candidate, best.seconds / chosen.seconds - 1
+    c = best.candidate
     mesh = f"data={c.data} pipe={c.pipe} tensor={c.tensor} micro_batch={c.micro_batch} {c.schedule}"
-    more = f"{slower:.1%} more" if slower >= 0 else f"{-slower:.1%} less"
-    return [f"without groups: the best plan found, {mesh}, takes {best.seconds:.4g} s, {more}"]
+    longer = _longer(best.seconds / chosen.seconds - 1)
+    return [f"without groups: the best plan found, {mesh}, takes {best.seconds:.4g} s, {longer}"]
+
+
+def _longer(share: float, digits: int = 1) -> str:
+    """Return by which share something takes longer, in words; beyond 100% how many times as long it takes.
+
+    Args:
+        share: the share; negative if it takes less.
+        digits: decimals of the percentage.
+    """
+    if share > 1:
+        return f"{times(1 + share)} as long"
+    return f"{share:.{digits}%} more" if share >= 0 else f"{-share:.{digits}%} less"
 
 
 def _alone(coded: Coded) -> Coded:
     """Return codecs without the one between groups."""
-    return dataclasses.replace(coded, outer=None, names=tuple(x for x in coded.names if x[0] != "outer"))
+    names = tuple(x for x in coded.names if x[0] != "outer")
+    options = tuple(x for x in coded.options if x[0] != "outer")
+    return dataclasses.replace(coded, outer=None, names=names, options=options)
 
 
 def neighbours(search: Search, chosen: Found, global_batch: int) -> list[str]:
@@ -109,8 +124,8 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
         over = (search.bytes[i] - search.limit) / 1e9
         return f"does not fit, needs {search.bytes[i] / 1e9:.1f} GB per device, {over:.1f} GB too much"
     if search.bounds[i] >= chosen.seconds:
-        slower = search.bounds[i] / chosen.seconds - 1
-        return f"takes {search.bounds[i]:.4g} s at least, {slower:.1%} more, by its lower bound"
+        longer = _longer(search.bounds[i] / chosen.seconds - 1)
+        return f"takes {search.bounds[i]:.4g} s at least, {longer}, by its lower bound"
     if not (others := search.simulate([i])):
         return "on none of the known placements would data ranks get different numbers of micro-batches"
     [other] = others
@@ -119,8 +134,8 @@ def _why(search: Search, chosen: Found, where: np.ndarray, changed: dict[str, in
         why = "too little for what it changes in training"
         if other.score(search.options.gain) < chosen.score(search.options.gain):
             why = "but it did not fit once compiled, or was not among the ranked"
-        return f"simulated {other.seconds:.4g} s, {-slower:.2%} less, {why}"
-    return f"simulated {other.seconds:.4g} s, {slower:.2%} more" if slower > 1e-9 else "takes the same time"
+        return f"simulated {other.seconds:.4g} s, {_longer(slower, 2)}, {why}"
+    return f"simulated {other.seconds:.4g} s, {_longer(slower, 2)}" if slower > 1e-9 else "takes the same time"
 
 
 def _invalid(search: Search, changed: dict[str, int], global_batch: int) -> str:

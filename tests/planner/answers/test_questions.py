@@ -1,6 +1,7 @@
 """Further questions: more hosts, a cluster that changes, and the price of what flags fix."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -164,9 +165,8 @@ def test_what_was_asked_for_has_its_price():
     best = plan_sections(values(), some, dataclasses.replace(free_choice.freed(asked), nearby=False))
     assert found.free.seconds == pytest.approx(best.report.chosen.seconds) and found.price > 0
     made = dataclasses.replace(plans, report=dataclasses.replace(plans.report, free_choice=found))
-    assert "what was asked for costs +" in " ".join(made.text().split()) and "by a free choice" in page.page(
-        made.report
-    )
+    words = r"what was asked for (costs \+[\d.]+%|takes [\d.]+ times as long)"
+    assert re.search(words, " ".join(made.text().split())) and "by a free choice" in page.page(made.report)
 
 
 def test_a_free_choice_allows_what_was_asked():

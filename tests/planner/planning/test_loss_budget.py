@@ -156,6 +156,14 @@ def test_a_plan_says_what_the_probe_saw_and_what_the_step_becomes(slow, file):
     assert "of another model: layers=4 instead of 8)" in other.plan.predicted["loss"]
 
 
+def test_what_is_compressed_beside_the_probes_codecs_is_told(slow, file):
+    for budget, begin in ((0.0, "nothing else is compressed: no codec of"), (0.01, "the probe ")):
+        found = planned(small({"compress.weights.codec": "int8"}), slow, file, budget, zero1="yes")
+        lost = found.plan.predicted["loss"]
+        assert found.plan.compress.weights_codec == "int8" and lost.startswith(begin)
+        assert "; not probed: int8 of gathered weights, as configured" in lost
+
+
 def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
     codec = ProbedCodec("data", "topk", (0.0, 0.001), 0, CodecOptions({"share": 0.01}))
     loss_probe_file.save(dataclasses.replace(probe(), codecs=(codec,)), tmp_path / "probe.json")

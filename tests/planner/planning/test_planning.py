@@ -104,6 +104,18 @@ def test_a_codec_that_the_configuration_names_is_asked_for(config):
     assert "int8" in found.plan.predicted["loss"] and not found.json()["offers"]
 
 
+def test_gathered_weights_that_are_compressed_are_told_beside_the_offers():
+    """Weights are compressed as the configuration says; what else could be is offered as without."""
+    values = {f"model.{name}": value for name, value in SMALL.items()} | {"compress.weights.codec": "int4"}
+    options = dataclasses.replace(SLOW, pipe=(2,), tensor=(1,), data=(4,), zero1="yes")
+    found = planner.plan(paxtrain.load_config("tiny", values), slow_cluster(), options)
+    text = " ".join(found.text().split())
+    assert found.plan.compress.weights_codec == "int4"
+    assert "weights that are gathered over data compressed by int4: the study has no loss for int4 of gathered" in text
+    assert "wgtint4" in found.text() and "nothing is compressed" not in found.plan.predicted["loss"]
+    assert "--compress=auto" in text
+
+
 def test_options_narrow_the_choice(config, found):
     pipe = found.plan.mesh.pipe
     other = next(size for size in (1, 2, 4) if size != pipe)

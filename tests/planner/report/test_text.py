@@ -111,6 +111,38 @@ def test_plans_near_by_are_told(made):
 
 
 @pytest.mark.parametrize(
+    ("share", "short", "long"),
+    [
+        (0.177, "+17.7%", "+17.7%"),
+        (-0.01, "-1.00%", "-1.00%"),
+        (1.0, "+100.0%", "+100.0%"),
+        (21.058, "22.1 times", "22.1 times as long"),
+        (1233.6, "1,235 times", "1,235 times as long"),
+    ],
+)
+def test_much_more_is_a_multiple(share, short, long):
+    assert (report.percent(share), report.longer(share)) == (short, long)
+
+
+def test_much_slower_plans_are_so_many_times_as_long(made):
+    other = dataclasses.replace(made.comparisons[0], seconds=22.06 * made.chosen.seconds)
+    noise = contents.Noise(21.06, 0.03, "over 3 samples of the links")
+    bound = dataclasses.replace(made.outcome, bound=made.chosen.seconds / 3)
+    slow = dataclasses.replace(made, comparisons=[other], noise=noise, outcome=bound)
+    said, drawn = report.text(slow), checked(page.page(slow))
+    assert "host order 22.1 times as long (the same plan" in " ".join(said.split())
+    assert "host order takes 22.06 ± 0.03 times as long as the placement; over 3 samples" in said
+    for words in ("22.1 times  ·", "22.06 ± 0.03 times by sample", "≤ 3 times", "as long as the best possible plan"):
+        assert words in drawn
+    found = dataclasses.replace(
+        made.chosen, placement=dataclasses.replace(made.chosen.placement, seconds=made.chosen.seconds / 3)
+    )
+    near = Nearby(found, made.global_batch, ("host1",), 2.0)
+    [words] = report.nearby_words(dataclasses.replace(made, nearby=(near,)))
+    assert words.endswith(", 3 times as many; --without=host1")
+
+
+@pytest.mark.parametrize(
     "counts, width, words",
     [((5, 5, 5, 4), 20, "5x3,4"), ((18,), 20, "18"), ((1, 2, 1, 2, 3, 4), 8, "1 to 4"), ((2, 2), 3, "2x2")],
 )

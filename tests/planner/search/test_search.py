@@ -1,6 +1,7 @@
 """The search finds the best of all candidates, keeps to memory, and makes plans that the trainer takes."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -186,6 +187,17 @@ def test_every_neighbour_gets_a_reason():
     assert "save=residuals" in text or found.candidate.save == "residuals"
     assert "simulated" in text or "by its lower bound" in text
     assert len({line.split(": ")[0] for line in reasons}) == len(reasons) > 8
+
+
+def test_neighbours_that_take_much_longer_take_so_many_times_as_long():
+    one = search(choices=Choices(tensor=(1,), pipe=(2, 4), virtual_stages=(2,), backward=(), data_ranks=()))
+    found = one.run().ranked[0]
+    quick = dataclasses.replace(found, placement=dataclasses.replace(found.placement, seconds=found.seconds / 50))
+    reasons = explain.neighbours(one, quick, 32)
+    multiples = [re.search(r" s(?: at least)?, ([\d.,]+) times as long", line) for line in reasons]
+    assert any(multiples) and not any("% more" in line for line in reasons)
+    assert all(float(match[1].replace(",", "")) > 2 for match in multiples if match)
+    assert any("% more" in line for line in explain.neighbours(one, found, 32))
 
 
 def test_between_1f1b_and_eager_what_fits_is_taken():
