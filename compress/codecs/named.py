@@ -35,6 +35,10 @@ NAMES = {
 }
 
 
+# Types of an option whose values are told apart here.
+_TYPES = (bool, int, float, str, tuple, list, dict, types.NoneType)
+
+
 def known() -> str:
     """Return what can be written as the name of a codec, as a phrase."""
     return f"{', '.join(sorted([*NAMES, LOW_RANK]))} or package.module:Class"
@@ -56,7 +60,7 @@ def build(name: str, options: Mapping[str, object], protocols: tuple[type, ...] 
     kind = _imported(name, entry.path)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     free = sorted(fields.keys() - entry.fixed.keys())
-    hints = typing.get_type_hints(kind)
+    hints = _hints(name, kind) if options else {}
     given = dict(entry.fixed)
     for key, value in options.items():
         if key not in free:
@@ -99,6 +103,22 @@ def _imported(name: str, path: str) -> type:
     return kind
 
 
+def _hints(name: str, kind: type) -> dict[str, Any]:
+    """Return the types of a class's fields.
+
+    Args:
+        name: name of the codec, for messages.
+        kind: the class.
+    """
+    try:
+        return typing.get_type_hints(kind)
+    except Exception as error:  # the annotations are a user's
+        raise ValueError(
+            f"{name} has annotations that cannot be read ({type(error).__name__}: {error}); import what they name at "
+            "run time too, not under TYPE_CHECKING alone"
+        ) from error
+
+
 def _options(names: list[str]) -> str:
     """Return which options there are, as a phrase."""
     return f"its options are {', '.join(names)}" if names else "it has none"
@@ -117,11 +137,14 @@ def _typed(name: str, key: str, value: object, hint: object) -> object:
         value: value given, from a flag or a file.
         hint: annotation of the field.
     """
-    if hint is float and type(value) is int:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(one) or one for one in (typing.get_args(hint) if union else (hint,))]
+    if float in kinds and int not in kinds and type(value) is int:
         return float(value)
     if isinstance(value, list):
         value = tuple(value)
-    origin = typing.get_origin(hint) or hint
-    if isinstance(origin, type) and type(value) is not origin:
-        raise ValueError(f"{name} takes {key} of type {origin.__name__}, got {value!r}")
+    # The class judges values of other types, such as those of a Literal.
+    if all(kind in _TYPES for kind in kinds) and type(value) not in kinds:
+        words = " or ".join("None" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        raise ValueError(f"{name} takes {key} of type {words}, got {value!r}")
     return value

@@ -1,6 +1,7 @@
 """Codecs by name and by path, and what is said of names and options that do not fit."""
 
 import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 import pytest
 
@@ -9,6 +10,9 @@ from compress.codecs import named
 from compress.codecs.quantised import QuantisedBlocks
 from compress.codecs.topk import TopK
 from compress.reducer import Reducer
+
+if TYPE_CHECKING:
+    from nowhere import Missing
 
 HERE = __name__
 
@@ -26,6 +30,24 @@ class Halves(compress.Identity):
     def __post_init__(self):
         if self.count < 0:
             raise ValueError(f"count must not be negative, got {self.count}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Perhaps(compress.Identity):
+    """A codec with options of unions and of a Literal."""
+
+    seed: int | None = None
+    scale: Optional[float] = None  # noqa: UP045  # the older spelling of a union
+    width: int | str = 1
+    kind: Literal["a", "b"] = "a"
+    other: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unread(compress.Identity):
+    """A codec with an annotation that only type checkers can read."""
+
+    count: "Missing" = 1
 
 
 @dataclasses.dataclass
@@ -56,6 +78,13 @@ def test_names_and_paths():
     assert reducer == compress.PowerSGD(4)
 
 
+def test_options_of_unions_take_a_value_of_any_of_their_types():
+    made = named.build(f"{HERE}:Perhaps", {"seed": 3, "scale": 2, "width": "a", "kind": "b", "other": 1.5})
+    assert made == Perhaps(3, 2.0, "a", "b", 1.5)
+    assert type(made.scale) is float
+    assert named.build(f"{HERE}:Perhaps", {"seed": None, "scale": None}) == Perhaps()
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -79,6 +108,9 @@ def test_names_and_paths():
         ("tests.compress.codecs.raising:Codec", {}, "cannot be imported: its module raises SystemExit: 3"),
         ("identity", {"a": 1}, "identity has no option 'a'; it has none"),
         (f"{HERE}:Halves", {}, "needs the option count; its options are count, name, on, share, sizes"),
+        (f"{HERE}:Perhaps", {"seed": "a"}, "Perhaps takes seed of type int or None, got 'a'"),
+        (f"{HERE}:Perhaps", {"seed": True}, "Perhaps takes seed of type int or None, got True"),
+        (f"{HERE}:Unread", {"count": 2}, "has annotations that cannot be read (NameError: name 'Missing' is not"),
         (f"{HERE}:Halves", {"count": -1}, "count must not be negative, got -1"),
         ("compress.powersgd:PowerSGD", {"rank": 4}, "PowerSGD is no codec: it lacks on_link, problem"),
     ],
