@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import DTypeLike
 
 from compress.codec import Codec, Pairs, State, Tree, Wire, array_bytes, check_codec, codec_name
+from compress.collectives import reduce_scatter
 from compress.reducer import Reducer, Scattered, Shard, mean
 
 _Mlir: TypeAlias = Any  # a module or an operation of MLIR, for which jax has no public type
@@ -248,13 +249,29 @@ def _adds_up(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         wire, state = encode(state, x, True)
         decoded.append(codec.decode(wire, x))
     left = _sum([codec.residual(state, given[0])])
-    _require_sum(_sum(given), _sum(decoded), left, dtype)
+    if left.any():
+        _require_sum(_sum(given), _sum(decoded), left, dtype)
+        return
+    zero = jnp.zeros(shape, dtype)
+
+    def brings(state: State) -> bool:
+        return bool(np.any(np.asarray(codec.decode(encode(state, zero, True)[0], zero))))
+
+    _require_nothing(brings(codec.init(shape, dtype)), brings(state))
+
+
+def _require_nothing(first: bool, later: bool) -> None:
+    """Require that an error that is kept is told.
+
+    Args:
+        first: whether a message of zeros brings something before any other one.
+        later: whether it does after messages of which `residual` says that nothing is left.
+    """
+    assert first or not later, "residual says that nothing is left, but a message of zeros brings what was"
 
 
 def _require_sum(given: np.ndarray, arrived: np.ndarray, left: np.ndarray, dtype: DTypeLike) -> None:
-    """Require that what arrives and what is left are what was given; nothing, if no error is kept."""
-    if not left.any():
-        return
+    """Require that what arrives and what is left are what was given."""
     tolerance = 8 * _MESSAGES * float(jnp.finfo(dtype).eps) * np.abs(given).max()
     missing = np.abs(given - arrived - left).max()
     assert missing <= tolerance, f"given, arrived and residual differ by {missing:.2g}, more than {tolerance:.2g}"
@@ -274,13 +291,14 @@ def _resumes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
 # --- Over data --------------------------------------------------------------------------------------------------------
 
 # (states, gradients) -> (means, states, residuals) of all emulated ranks.
-_Reduction = Callable[[State, jax.Array], tuple[jax.Array, State, jax.Array]]
+_Reduction: TypeAlias = jax.stages.Wrapped
 
 
 def _reducer_properties(reducer: Reducer) -> Iterator[tuple[str, Callable[[], bool | None]]]:
     """Yield names and checks of a reducer's properties."""
     for name, function in {
         "declared bytes over data are those of the program": _reduced_bytes,
+        "declared passes over data are not far below those of the program": _reduced_passes,
         "ranks that need the whole mean have the same bits of it": _same_means,
         "means over data and what ranks have left out add up": _means_add_up,
         "zero gradients stay finite": _zero_gradients,
@@ -350,6 +368,20 @@ def _reduced_bytes(reducer: Reducer) -> bool | None:
     return None
 
 
+def _reduced_passes(reducer: Reducer) -> None:
+    """Compare with the bytes that XLA counts in the program that emulates all ranks, beyond those of plain means."""
+    shard, x = _shards()[0], jax.ShapeDtypeStruct((RANKS, *_KERNEL), jnp.float32)
+    state = jax.eval_shape(lambda: _start(reducer, shard))
+    plain = jax.jit(jax.vmap(lambda own: reduce_scatter(own, "data", shard.dim) / RANKS, axis_name="data"))
+    moved, dense = (
+        (lowered.compile().cost_analysis() or {}).get("bytes accessed", 0.0)
+        for lowered in (_reduction(reducer, shard).lower(state, x), plain.lower(x))
+    )
+    found = (moved - dense) / RANKS / array_bytes(_KERNEL, "float32")
+    declared = reducer.passes().encode + reducer.passes().decode
+    assert found <= _FEWER_PASSES * declared, f"passes() says {declared:g}, the program makes {found:.3g}"
+
+
 def _same_means(reducer: Reducer) -> None:
     shard = _shards()[-1]
     means, _, _ = _reduction(reducer, shard)(_start(reducer, shard), _gradients()[0])
@@ -362,8 +394,14 @@ def _means_add_up(reducer: Reducer) -> None:
         for x in _gradients():
             found, state, residuals = _reduction(reducer, shard)(state, x)
             means.append(_assembled(found, shard))
-        given = _sum([np.asarray(x, np.float64).mean(0) for x in _gradients()])
-        _require_sum(given, _sum(means), np.asarray(residuals, np.float64).mean(0), "float32")
+        left = np.asarray(residuals, np.float64)
+        if left.any():
+            given = _sum([np.asarray(x, np.float64).mean(0) for x in _gradients()])
+            _require_sum(given, _sum(means), left.mean(0), "float32")
+            continue
+        run, zero = _reduction(reducer, shard), jnp.zeros((RANKS, *_KERNEL))
+        first, later = (bool(np.any(np.asarray(run(some, zero)[0]))) for some in (_start(reducer, shard), state))
+        _require_nothing(first, later)
 
 
 def _zero_gradients(reducer: Reducer) -> None:

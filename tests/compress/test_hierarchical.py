@@ -211,7 +211,7 @@ REDUCERS = [
 @pytest.mark.parametrize("reducer", REDUCERS, ids=repr)
 def test_reducers_keep_their_properties_between_groups(reducer):
     found = check(compress.Hierarchical(reducer, 2))
-    assert len(found) == 6
+    assert len(found) == 7
     assert not any("not checked" in name for name in found)
 
 

@@ -42,7 +42,7 @@ def test_none_of_the_library_is_left_out():
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_codecs_of_the_library_have_all_properties(codec):
     found = check(codec)
-    assert len(found) == 15
+    assert len(found) == 16
     assert not any("not checked" in name for name in found)
 
 
@@ -65,7 +65,7 @@ def test_codecs_have_them_in_bfloat16(codec):
 
 @pytest.mark.parametrize("reducer", [compress.PowerSGD(4), compress.PowerSGD(4, form="qr"), compress.Scattered(TopK())])
 def test_reducers_have_them(reducer):
-    assert len(check(reducer)) == 6
+    assert len(check(reducer)) == 7
 
 
 class WrongBytes(TopK):
@@ -91,6 +91,13 @@ class Finite(TopK):
 class Forgetful(TopK):
     def residual(self, state, like):
         return 0.9 * state
+
+
+class Silent(TopK):
+    """A codec that keeps an error and does not tell it."""
+
+    def residual(self, state, like):
+        return jnp.zeros(like.shape, like.dtype)
 
 
 class ZeroForGood(TopK):
@@ -124,6 +131,7 @@ class OtherShape(TopK):
         (AlwaysActive, "leaves the state alone: encode with active=False changed"),
         (Finite, "arrives as such: a message with one"),
         (Forgetful, "add up: given, arrived and residual differ by"),
+        (Silent, "add up: residual says that nothing is left, but a message of zeros brings"),
         (ZeroForGood, "after zero messages every message arrives as zeros"),
         (OtherShape, "decode returns float32"),
     ],
@@ -147,9 +155,26 @@ class FewBytes(compress.PowerSGD):
         return super().traffic(shape, shard)[:1]
 
 
+class FewPasses(compress.PowerSGD):
+    def passes(self):
+        return compress.Passes(0.5, 0.5)
+
+
+class SilentReducer(compress.PowerSGD):
+    """A reducer that keeps an error and does not tell it."""
+
+    def residual(self, state, like, shard):
+        return jnp.zeros(like.shape, jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("reducer", "words"),
-    [(Unsummed(TopK(0.1)), "add up: given, arrived and residual"), (FewBytes(4), "wire_bytes says")],
+    [
+        (Unsummed(TopK(0.1)), "add up: given, arrived and residual"),
+        (FewBytes(4), "wire_bytes says"),
+        (FewPasses(4), "passes over data are not far below those of the program: passes() says 1, the program makes"),
+        (SilentReducer(4), "add up: residual says that nothing is left, but a message of zeros brings"),
+    ],
 )
 def test_a_reducer_without_a_property_is_caught(reducer, words):
     with pytest.raises(AssertionError) as error:
