@@ -270,6 +270,22 @@ def check_codec(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         )
 
 
+def refusal(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> str:
+    """Return a sentence about why a codec does not take messages of a shape; "" if it takes them.
+
+    Args:
+        codec: codec to check.
+        shape: shape of the messages.
+        dtype: dtype of the messages.
+    """
+    try:
+        check_codec(codec, shape, dtype)
+    except Exception as error:  # a codec may be a user's
+        reason = " ".join(str(error).split())
+        return f"the codec {codec_name(codec)} does not take messages of {list(shape)}: {reason}"
+    return ""
+
+
 def codec_error(codec: Codec, x: jax.Array, steps: int = 1) -> jax.Array:
     """Return the relative error that a codec makes, with its error feedback, when one array is sent again and again.
 

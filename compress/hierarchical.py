@@ -148,6 +148,11 @@ class Hierarchical(Reducer):
         part = self.part(shape, shard)
         return part is not None and self.reducer.takes(part, self.between(shard), min_ratio)
 
+    def refusal(self, shape: tuple[int, ...], shard: Shard) -> str:
+        """Return why the codec between groups does not take an array's parts; see `Reducer.refusal`."""
+        part = self.part(shape, shard)
+        return "" if part is None else self.reducer.refusal(part, self.between(shard))
+
     def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[list[jax.Array], Divided]:
         """Return each array as parts for the ranks of the group, and the states; see `Reducer.encode`."""
         parts = [self._parts(x, shard) for x, shard in zip(arrays, shards, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from compress.codec import Codec, Like, Passes, State, Tree, Wire, array_bytes, codec_name
+from compress.codec import Codec, Like, Passes, State, Tree, Wire, array_bytes, codec_name, refusal
 from compress.collectives import Axis, all_gather, all_to_all, axis_index, joined, parted
 
 
@@ -78,6 +78,17 @@ class Reducer(Protocol):
             shard: what each rank keeps of its mean.
             min_ratio: factor by which the configuration asks arrays to become smaller.
         """
+
+    def refusal(self, shape: tuple[int, ...], shard: Shard) -> str:
+        """Return a sentence about why an array's parts cannot go through the reducer's codec; "" if they can.
+
+        `takes` may raise for an array of which this says something.
+
+        Args:
+            shape: shape of the array.
+            shard: what each rank keeps of its mean.
+        """
+        return ""
 
     def encode(self, states: list[State], arrays: list[jax.Array], shards: Shards) -> tuple[Wire, Kept]:
         """Return what a rank sends first, and what it keeps for the other functions.
@@ -340,9 +351,9 @@ class Scattered(Reducer):
 
     codec: Codec
 
-    def part(self, shape: tuple[int, ...], shard: Shard) -> tuple[int, ...] | None:
-        """Return the shape of an array's parts; None if it cannot be cut into equal ones."""
-        return _part(shape, shard) if _place(shape, shard) >= 0 else None
+    def refusal(self, shape: tuple[int, ...], shard: Shard) -> str:
+        """Return why the codec does not take an array's parts; see `Reducer.refusal`."""
+        return refusal(self.codec, _part(shape, shard), jnp.float32) if _place(shape, shard) >= 0 else ""
 
     def init(self, shape: tuple[int, ...], shard: Shard) -> ScatteredState:
         """Return the states of all parts; see `Reducer.init`."""

@@ -90,6 +90,7 @@ class Config:
         self._check_compression()
         self._check_outer()
         self._check_inside()
+        self._check_weights()
 
     def _check_compression(self) -> None:
         """Require that the compression fits the mesh and the model."""
@@ -102,11 +103,6 @@ class Config:
                 f"{setting} needs messages between stages, but mesh.pipe=1; choose mesh.pipe of 2 or more, or leave "
                 f"--config.compress.{direction} out",
             )
-        require(
-            not c.weights_codec or (self.mesh.zero1 and self.mesh.data > 1),
-            f"compress.weights.codec={c.weights_codec} needs weights that are gathered over data; choose "
-            "mesh.zero1=True and mesh.data of 2 or more",
-        )
         require(
             c.embedding != "fused" or pipe > 1,
             "compress.embedding=fused needs tied copies of the embedding on the first and the last stage, "
@@ -157,6 +153,19 @@ class Config:
         require(
             ranks % inside == 0,
             f"compress.data.inside={inside} does not divide {of}; {divisors_near(ranks, inside)} would fit",
+        )
+
+    def _check_weights(self) -> None:
+        """Require that weights are gathered over the data ranks that train together, if a codec is to encode them."""
+        codec, data, groups = self.compress.weights_codec, self.mesh.data, self.groups
+        what, would = "gathered over data", "mesh.data of 2 or more"
+        if groups > 1:
+            what = f"gathered over data inside a group, and outer.every={self.outer.every} makes {groups} groups of "
+            what += f"mesh.data={data}"
+            would = f"mesh.data of {2 * groups} or more, or fewer outer.groups"
+        require(
+            not codec or (self.mesh.zero1 and data > groups),
+            f"compress.weights.codec={codec} needs weights that are {what}; choose mesh.zero1=True and {would}",
         )
 
     @property

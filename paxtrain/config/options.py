@@ -6,6 +6,7 @@ from typing import Any
 
 PLACES = ("backward", "forward", "data")  # what can go through a codec, low rank's or another
 OTHERS = ("weights", "outer")  # what can go through another only
+REDUCED = ("data", "outer")  # what a reducer can take in place of a codec
 _DOTTED = re.compile(rf"compress\.({'|'.join((*PLACES, *OTHERS))})\.(messages|stages|codec|options|inside)\b")
 
 

@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Codec
-from compress.codecs import named
 from compress.collectives import packed
-from compress.reducer import Reducer, Scattered, Shard, mean, stored
+from compress.reducer import Reducer, Shard, mean, stored
 from compress.reducer import each as each_state
 from paxtrain.errors import UserError
 from paxtrain.outer.fragments import LAYERS, Fragments
+from paxtrain.parallel.compression import named_reducer, require_parts
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.pipeline.collectives import permute
 
@@ -57,13 +56,7 @@ class GroupExchange:
             UserError: there is none of the configured name, or its options do not fit.
         """
         c = self.layout.config.compress
-        if not c.outer_codec:
-            return None
-        try:
-            made = named.build(c.outer_codec, c.outer_options, (Codec, Reducer))
-        except ValueError as error:
-            raise UserError(f"compress.outer.codec={error}") from error
-        return made if isinstance(made, Reducer) else Scattered(made)
+        return named_reducer(c, "outer") if c.outer_codec else None
 
     @property
     def shard(self) -> Shard:
@@ -105,13 +98,17 @@ class GroupExchange:
                 yield from ((path, place) for place in range(shape[0]))
 
     def check(self) -> None:
-        """Require that the reducer takes at least one kernel.
+        """Require that the reducer takes at least one kernel, and its codec the parts of all.
 
         Raises:
-            UserError: it takes none.
+            UserError: it takes none, or its codec does not fit a kernel's part.
         """
         c = self.layout.config.compress
-        if self.reducer is not None and not any(self.places):
+        if self.reducer is None:
+            return
+        kernels = [shape[1:] for path, shape in self.shapes.items() if path[-1] == "kernel"]
+        require_parts(self.reducer, [(shape, self.shard) for shape in kernels])
+        if not any(self.places):
             raise UserError(
                 f"compress.outer.codec={c.outer_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
                 f"(compress.min_ratio) in {self.groups} equal parts; choose other options or a smaller min_ratio"

@@ -11,14 +11,14 @@ stage, 0 for dense. A run starts dense and changes the levels at logged steps.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from compress import policy
-from compress.codec import Codec, Identity, Tree, check_codec, codec_name
+from compress.codec import Codec, Identity, Tree, codec_name, refusal
 from compress.codecs import named
 from compress.codecs.recorder import Recorder
 from compress.hierarchical import Hierarchical
@@ -27,8 +27,8 @@ from compress.lowrank import LowRank, RankByLink
 from compress.powersgd import PowerSGD, largest_rank
 from compress.reducer import Reducer, Scattered, Shard, stored
 from paxtrain import tables
-from paxtrain.config import Config
-from paxtrain.config.options import PLACES
+from paxtrain.config import CompressConfig, Config
+from paxtrain.config.options import PLACES, REDUCED
 from paxtrain.errors import UserError
 from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
@@ -144,19 +144,6 @@ class Compression:
         c = self.config.compress
         return LowRank(rank, error=c.error, factors=self._factors, form=c.form, implementation=self.implementation)
 
-    def _named(self, place: str) -> Any:
-        """Return the codec, or the reducer, that the configuration names for a place.
-
-        Raises:
-            UserError: there is none of that name, or its options do not fit.
-        """
-        c = self.config.compress
-        name, options = getattr(c, f"{place}_codec"), getattr(c, f"{place}_options")
-        try:
-            return named.build(name, options, (Codec, Reducer) if place == "data" else (Codec,))
-        except ValueError as error:
-            raise UserError(f"compress.{place}.codec={error}") from error
-
     @property
     def _backward_ranks(self) -> tuple[int, ...]:
         """Rank of each link's gradients; empty if they are not compressed by the configuration's LowRank."""
@@ -171,7 +158,7 @@ class Compression:
         if self.codec is not None or self.backward == "none":
             return Identity() if self.codec is None else self.codec  # a codec may be an empty tuple
         if not ranks:
-            return self._named("backward")
+            return _named(self.config.compress, "backward")
         codec = self._low_rank(max(ranks))
         # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
         by_sender = ranks[-1:] + ranks[: self.layout.stages - 1]
@@ -183,12 +170,13 @@ class Compression:
         c = self.config.compress
         if self.forward == "none":
             return Identity()
-        return self._low_rank(c.forward_rank) if c.low_rank("forward") else self._named("forward")
+        return self._low_rank(c.forward_rank) if c.low_rank("forward") else _named(c, "forward")
 
     @functools.cached_property
     def weights_codec(self) -> Codec | None:
         """Codec of the layers' kernels as a training step gathers them over data; None: they travel as they are."""
-        return self._named("weights") if self.config.compress.weights_codec else None
+        c = self.config.compress
+        return _named(c, "weights") if c.weights_codec else None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -213,10 +201,9 @@ class Compression:
         if c.low_rank("data"):
             made: Reducer = PowerSGD(c.data_rank, c.form, self.implementation)
         else:
-            named = self._named("data")
-            made = named if isinstance(named, Reducer) else Scattered(named)
+            made = named_reducer(c, "data")
         if c.over_data(mesh.data) == "none":
-            return None  # behind _named, which refuses a codec that does not exist
+            return None  # behind named_reducer, which refuses a codec that does not exist
         return Hierarchical(made, c.data_inside, mesh.reduce_dtype) if c.data_inside > 1 else made
 
     @property
@@ -350,7 +337,7 @@ class Compression:
         """Return the settings of the links that the shapes of a saved state do not show, as JSON values.
 
         They are the ranks of the links, the names of codecs other than low rank, and the fragments of groups, each of
-        which has states of its layers.
+        which has states of its layers. The codec of weights is not among them, since it keeps no state.
         """
         c, names = self.config.compress, dict[str, object]()
         if self.codec is not None or not c.low_rank("backward"):
@@ -361,8 +348,10 @@ class Compression:
             names["data codec"] = self.reducer.describe()
         elif isinstance(self.reducer, Hierarchical):
             names["data inside"] = self.reducer.inside
-        if c.outer_codec and self.config.outer.fragments > 1:
-            names["outer.fragments"] = self.config.outer.fragments
+        if c.outer_codec:
+            names["outer codec"] = named_reducer(c, "outer").describe()
+            if self.config.outer.fragments > 1:
+                names["outer.fragments"] = self.config.outer.fragments
         return {"backward_ranks": list(self._backward_ranks), **names}
 
     def why_reset(self, meta: Mapping[str, Any], saved: dict[str, str], mine: dict[str, str], where: str) -> str:
@@ -399,6 +388,24 @@ class Compression:
             "or start compression afresh with --config.checkpoint.reset_codec=True"
         )
 
+    def changed(self, meta: Mapping[str, Any]) -> str:
+        """Return which codecs are not those of the run that a checkpoint continues, as a line; "" if all are.
+
+        There are none unless they keep no state, since `why_reset` has refused others.
+
+        Args:
+            meta: what `why_reset` takes.
+        """
+        there, here = meta.get("link_ranks", {}), self.link_settings()
+        different = [
+            f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+            for name in sorted(there.keys() | here.keys())
+            if there.get(name) != here.get(name)
+        ]
+        if not there or not different:
+            return ""
+        return f"codecs have changed since the checkpoint, and keep no state: {'; '.join(different)}"
+
     # --- Checks and report --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -428,7 +435,7 @@ class Compression:
             for path, shape in self.kernels.items():
                 shard = self.shards[path]
                 part = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(shape))
-                _check_shapes(self.weights_codec, part, self.config.model.dtype)
+                _require_none(refusal(self.weights_codec, part, self.config.model.dtype))
 
     def _check_link(self, place: str, codec: Codec) -> None:
         """Require that a codec takes the messages between stages.
@@ -449,7 +456,7 @@ class Compression:
                 raise UserError(name)
             raise UserError(f"the codec {codec_name(codec)}: {problem}")
         if given or not c.low_rank(place):
-            _check_shapes(codec, message.shape, message.dtype)
+            _require_none(refusal(codec, message.shape, message.dtype))
 
     def _check_reducer(self, reducer: Reducer) -> None:
         """Require that a reducer takes at least one kernel.
@@ -460,10 +467,7 @@ class Compression:
         c = self.config.compress
         groups = reducer if isinstance(reducer, Hierarchical) else None
         within = groups.reducer if groups else reducer
-        if isinstance(within, Scattered):
-            for shape, shard in self._reduced.values():
-                if (part := within.part(shape, shard)) is not None:
-                    _check_shapes(within.codec, part, jnp.float32)
+        require_parts(reducer, [(shape, self.shards[path]) for path, shape in self.kernels.items()])
         taken = self.compressed_kernels(self.level)
         if groups and taken and (problem := groups.problem(self.kernels[taken[0]], self.shards[taken[0]])):
             raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
@@ -525,19 +529,48 @@ class Compression:
         return rows
 
 
-def _check_shapes(codec: Codec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> None:
-    """Require that a codec takes messages of a shape.
+def _named(compress: CompressConfig, place: str) -> Any:
+    """Return the codec, or the reducer, that a configuration names for a place.
+
+    Raises:
+        UserError: there is none of that name, or its options do not fit.
+    """
+    name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+    try:
+        return named.build(name, options, (Codec, Reducer) if place in REDUCED else (Codec,))
+    except ValueError as error:
+        raise UserError(f"compress.{place}.codec={error}") from error
+
+
+def named_reducer(compress: CompressConfig, place: str) -> Reducer:
+    """Return the reducer that a configuration names for a place, or the one that its codec makes.
 
     Args:
-        codec: the codec.
-        shape: shape of the messages.
-        dtype: dtype of the messages.
+        compress: section of the configuration.
+        place: "data" or "outer".
+
+    Raises:
+        UserError: there is none of that name, or its options do not fit.
+    """
+    made = _named(compress, place)
+    return made if isinstance(made, Reducer) else Scattered(made)
+
+
+def require_parts(reducer: Reducer, arrays: Iterable[tuple[tuple[int, ...], Shard]]) -> None:
+    """Require that a reducer's codec takes the parts of arrays.
+
+    Args:
+        reducer: the reducer.
+        arrays: shape of each array, and what a rank keeps of its mean.
 
     Raises:
         UserError: it does not.
     """
-    try:
-        check_codec(codec, shape, dtype)
-    except Exception as error:  # a codec may be a user's
-        reason = " ".join(str(error).split())
-        raise UserError(f"the codec {codec_name(codec)} does not take messages of {list(shape)}: {reason}") from error
+    for shape, shard in arrays:
+        _require_none(reducer.refusal(shape, shard))
+
+
+def _require_none(problem: str) -> None:
+    """Raise UserError if there is a problem."""
+    if problem:
+        raise UserError(problem)

@@ -202,6 +202,8 @@ class PreparedRun:
         if self._reset:
             self.say(self._reset)
         compression = meta.get("compression", {})
+        if not self._reset and (changed := self.trainer.compression.changed(compression)):
+            self.say(changed)
         if not compression.get("ranks") or self._reset or self.trainer.compression.reducer is None:
             return
         if compression["rule"] != self._rank_rule:

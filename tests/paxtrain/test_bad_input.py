@@ -237,6 +237,22 @@ BAD_CONFIGURATION = {
         ["compress.weights.codec=int8", "mesh.zero1=False"],
         ["compress.weights.codec=int8 needs weights that are gathered", "mesh.zero1=True"],
     ),
+    "codec of weights in groups of one": (
+        ["compress.weights.codec=int8", "outer.every=20"],
+        ["inside a group, and outer.every=20 makes 2 groups of mesh.data=2", "mesh.data of 4 or more, or fewer outer"],
+    ),
+    "rank above a part between groups": (
+        ["outer.every=20", "compress.outer.codec=remainder", "compress.outer.options.rank=1000"],
+        ["the codec LowRankRemainder(rank=1000", "does not take messages of [", "rank 1000 is above the full rank"],
+    ),
+    "rank above a part over data": (
+        ["compress.data.codec=remainder", "compress.data.options.rank=1000"],
+        ["the codec LowRankRemainder(rank=1000", "does not take messages of [", "rank 1000 is above the full rank"],
+    ),
+    "rank above a part of weights": (
+        ["compress.weights.codec=remainder", "compress.weights.options.rank=1000"],
+        ["the codec LowRankRemainder(rank=1000", "does not take messages of [", "rank 1000 is above the full rank"],
+    ),
     "low rank of weights": (["compress.weights.codec=lowrank"], ["compress.weights.codec=lowrank is not offered"]),
     "codec that saves nothing": (
         ["compress.data.codec=identity"],

@@ -147,6 +147,25 @@ def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys
         finished(home, tmp_path / "run", run__steps=9, **changes | {"compress__backward": "all"})
 
 
+def test_codecs_without_a_state_may_change_and_a_line_says_so(home, tmp_path, capsys):
+    forgetful = {"feedback": False}
+    changes = {
+        "compress__backward": "none",
+        "compress__backward_codec": "int8",
+        "compress__backward_options": forgetful,
+        "compress__data": "none",
+        "compress__data_adapt_every": 0,
+    }
+    _, state = finished(home, tmp_path / "run", run__steps=4, **changes)
+    assert not [path for path in state if ".codec" in path]
+    finished(home, tmp_path / "run", run__steps=5, **changes)
+    assert "codecs have changed" not in capsys.readouterr().out
+    finished(home, tmp_path / "run", run__steps=6, **changes | {"compress__backward_codec": "int4"})
+    said = capsys.readouterr().out
+    assert "codecs have changed since the checkpoint, and keep no state: codec is QuantisedBlocks(bits=8" in said
+    assert "there and QuantisedBlocks(bits=4" in said and "starts afresh" not in said
+
+
 def test_groups_of_data_ranks_continue_bit_for_bit(home, tmp_path, capsys):
     """With the errors of their parts; other groups have errors of other parts, and are refused."""
     changes = {

@@ -128,6 +128,21 @@ def test_fragments_have_codecs_of_their_own(home, streaming, tmp_path):
         finished(home, out, **STREAMING | {"outer__fragments": 1})
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"outer_codec": "int4"}, r"QuantisedBlocks\(bits=8, block=64.* there and QuantisedBlocks\(bits=4"),
+        ({"outer_options": {"block": 32}}, r"block=64, .* there and QuantisedBlocks\(bits=8, block=32"),
+        ({"outer_codec": "fp8"}, r"QuantisedBlocks.* there and Float8Blocks"),
+    ],
+)
+def test_a_state_of_another_outer_codec_of_equal_shapes_is_refused(home, reference, tmp_path, changes, words):
+    out = past(reference[0], tmp_path / "run", 8)
+    with pytest.raises(UserError, match=f"outer codec is {words}"):
+        finished(home, out, **{f"compress__{name}": value for name, value in changes.items()})
+    assert len(losses(out)) == STEPS  # no step was lost
+
+
 def test_a_longer_run_does_not_send_again_what_was_waited_for(home, streaming, tmp_path):
     """The last exchange of 12 steps was waited for. So it is not in step 13, also if a start is interrupted there."""
     longer = STREAMING | {"run__steps": STEPS + 6, "checkpoint__every": 1}
