@@ -154,8 +154,8 @@ class LowRank(Codec):
         return jnp.zeros(like.shape, like.dtype)
 
     def passes(self) -> Passes:
-        """Return two passes to encode, project and back-project, and one to decode."""
-        return Passes(encode=2, decode=1, launches=8)
+        """Return the passes of projection, back-projection and the error; see `policy.LOW_RANK_PASSES`."""
+        return Passes(*policy.LOW_RANK_PASSES[self.error])
 
     def problem(self, shape: tuple[int, ...], dtype: DTypeLike, min_ratio: float) -> str:
         """Return that the rank saves too little, if it does; see `Codec.problem`."""

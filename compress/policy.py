@@ -8,6 +8,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+# Reads and writes of the whole message or gradient by low rank: to encode, to decode, and kernels of either. They are
+# here since the planner takes them for many ranks, without jax. `LowRank` by the treatment of its errors:
+#     none      project and back-project read the message
+#     lazy      project reads the message and the one before, and writes their sum, which back-project reads
+#     explicit  project reads the message and the error, and writes their sum, which back-project reads; the new error
+#               reads it again and is written
+# PowerSGD adds the error and projects (3) and back-projects (1); then it reads the sum and writes what is left out, and
+# decodes.
+LOW_RANK_PASSES = {"none": (2, 1, 8), "lazy": (4, 1, 8), "explicit": (6, 1, 8)}
+POWER_SGD_PASSES = 4, 3, 6
+
 
 def compression_ratio(n: int, k: int, rank: int, dense_bytes: float = 4, factor_bytes: float = 4) -> float:
     """Return the bytes of a matrix [n, k] over those of its factors [n, rank] and [k, rank].

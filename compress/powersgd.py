@@ -278,7 +278,7 @@ class PowerSGD(Reducer):
 
     def passes(self) -> Passes:
         """Return the passes: add the error, project and back-project; keep what is left out, and decode."""
-        return Passes(encode=4, decode=3, launches=6)
+        return Passes(*policy.POWER_SGD_PASSES)
 
     def describe(self) -> str:
         """Return the rank."""

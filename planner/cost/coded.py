@@ -8,15 +8,15 @@ go through is given, low rank too: no search decides it.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from compress.policy import largest_rank
+from compress.policy import LOW_RANK_PASSES, POWER_SGD_PASSES, largest_rank, too_large
 from paxtrain.config import CompressConfig
-from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, REDUCED, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import Numbers
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # they import jax, which takes long
     from compress.codec import Codec
     from compress.reducer import Reducer, Shard
 
-# Of low rank, reads and writes of the whole matrix: to encode (project and back-project), and to decode.
-MESSAGE_PASSES = 2, 1, 8  # and the kernels of either
+# Of PowerSGD, passes over the gradients, and kernels per matrix.
+POWER_PASSES, POWER_LAUNCHES = sum(POWER_SGD_PASSES[:2]), 2 * POWER_SGD_PASSES[2]
 
 
 class CodecExchange(NamedTuple):
@@ -54,6 +54,7 @@ class Coded:
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
         inside: CompressConfig.data_inside, data ranks of a group inside which gradients are summed as they are.
+        error: CompressConfig.error, what low rank does with the errors of messages between stages.
         names: what the configuration calls them, by place, for reports.
         options: their options that are not the default, by place, for reports; those of low rank are `error` alone.
     """
@@ -65,6 +66,7 @@ class Coded:
     weights: "Codec | None" = None
     outer: "Reducer | None" = None
     inside: int = 1
+    error: str = "lazy"
     names: tuple[tuple[str, str], ...] = ()
     options: tuple[tuple[str, CodecOptions], ...] = ()
 
@@ -84,7 +86,7 @@ class Coded:
         """
         codec = getattr(self, place)
         if codec is None:
-            return MESSAGE_PASSES
+            return LOW_RANK_PASSES[self.error]
         encode, decode, launches = codec.passes()
         return encode, decode, launches
 
@@ -142,18 +144,73 @@ class Coded:
         """Return the bytes of a link's state, of a place with another codec than low rank."""
         return _message(getattr(self, place), shape, dtype)[1]
 
-    def refuses(self, shape: tuple[int, ...], dtype: str, min_ratio: float) -> bool:
-        """Return whether the trainer would refuse to send activations of a shape through their codec.
+    def message_problem(self, place: str, shape: tuple[int, ...], dtype: str, min_ratio: float) -> str:
+        """Return why the trainer would refuse to send messages of a shape through the codec of a place; "" if not.
 
         Args:
+            place: "backward" or "forward"; one that has a codec other than low rank, or activations.
             shape: shape of a message between stages.
             dtype: dtype of a message between stages.
             min_ratio: factor by which a message must become smaller.
         """
-        if self.forward is not None:
-            return bool(self.forward.problem(shape, dtype, min_ratio))
+        if (codec := getattr(self, place)) is not None:
+            return _message_problem(codec, shape, dtype, min_ratio)
         n, k = math.prod(shape[:-1]), shape[-1]
-        return self.forward_rank > largest_rank(n, k, max(min_ratio, 1e-9))
+        largest = largest_rank(n, k, max(min_ratio, 1e-9))
+        if self.forward_rank <= largest:
+            return ""
+        return too_large(f"compress.forward_rank={self.forward_rank}", f"messages are {n} x {k}", largest, min_ratio)
+
+    def weights_problem(self, shapes: Sequence[tuple[int, int]], ranks: int, dtype: str) -> str:
+        """Return why the trainer would refuse to gather weights through their codec; "" if it would not.
+
+        Args:
+            shapes: rows and columns of the matrices on one device.
+            ranks: number of data ranks.
+            dtype: dtype in which weights are gathered.
+        """
+        if self.weights is None or ranks == 1:
+            return ""
+        parts = [_weights_part(shape, ranks) for shape in shapes]
+        return _first(_message_problem(self.weights, part, dtype, 0.0) for part in parts)
+
+    def outer_problem(self, shapes: Sequence[tuple[int, int]], groups: int, min_ratio: float) -> str:
+        """Return why the trainer would refuse to exchange matrices between groups through their codec; "" if not.
+
+        Args:
+            shapes: rows and columns of a device's parts.
+            groups: number of groups.
+            min_ratio: factor by which a part must become smaller.
+        """
+        if self.outer is None or groups == 1:
+            return ""
+        found = _first(_refusal(self.outer, shape, groups, False) for shape in shapes)
+        if found or any(self.outer_takes(shape, groups, min_ratio) for shape in shapes):
+            return found
+        return (
+            f"compress.outer.codec={self.name('outer')} makes no kernel of a layer {min_ratio:g} times smaller "
+            f"(compress.min_ratio) in {groups} equal parts"
+        )
+
+    def data_problem(self, shapes: Sequence[tuple[int, int]], ranks: int, min_ratio: float) -> str:
+        """Return why not all of a layer's matrices are compressed over data by a codec; "" if they are.
+
+        Args:
+            shapes: rows and columns of the matrices on one device.
+            ranks: number of data ranks.
+            min_ratio: factor by which a matrix must become smaller.
+        """
+        reducer = self._reducer(ranks)
+        for shape in shapes:
+            # ZeRO-1 or not, the parts are the same.
+            if found := _refusal(reducer, shape, ranks, True):
+                return found
+            if not self.takes(shape, ranks, True, min_ratio):
+                return (
+                    f"compress.data.codec={self.name('data')} does not make a kernel of {shape[0]} x {shape[1]} "
+                    f"{min_ratio:g} times smaller (compress.min_ratio) in {ranks} equal parts"
+                )
+        return ""
 
     def weight_bytes(self, shape: tuple[int, int], ranks: int, dtype: str) -> int:
         """Return the bytes on the wire of a rank's part of a matrix of weights.
@@ -163,9 +220,7 @@ class Coded:
             ranks: number of data ranks.
             dtype: dtype in which weights are gathered.
         """
-        dim = _shard(shape, ranks, zero1=True).dim
-        part = tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
-        return _message(self.weights, part, dtype)[0]
+        return _message(self.weights, _weights_part(shape, ranks), dtype)[0]
 
     def takes(self, shape: tuple[int, int], ranks: int, zero1: bool, min_ratio: float) -> bool:
         """Return whether a matrix is compressed over data.
@@ -224,7 +279,7 @@ def coded(compress: CompressConfig) -> Coded:
     feedback = CodecOptions({"error": "none"}) if compress.error == "none" else NO_OPTIONS
     options = {place: feedback for place in ("backward", "forward") if compress.low_rank(place)}
     if not others:
-        return Coded(forward_rank=rank, inside=compress.data_inside, options=_given(options))
+        return Coded(forward_rank=rank, inside=compress.data_inside, error=compress.error, options=_given(options))
     from compress.codec import Codec  # here, since it imports jax, which takes long
     from compress.codecs import named
     from compress.reducer import Reducer, Scattered
@@ -233,7 +288,7 @@ def coded(compress: CompressConfig) -> Coded:
     for place in others:
         name, given = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
         try:
-            reduces = place in ("data", "outer")
+            reduces = place in REDUCED
             found = named.build(name, given, (Codec, Reducer) if reduces else (Codec,))
         except ValueError as error:
             raise UserError(f"compress.{place}.codec={error}") from error
@@ -242,7 +297,14 @@ def coded(compress: CompressConfig) -> Coded:
         values = {key: getattr(found, key) for key in given}
         options[place] = CodecOptions({key: value for key, value in values.items() if value != usual[key]})
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
-    return Coded(**made, forward_rank=rank, inside=compress.data_inside, names=names, options=_given(options))
+    return Coded(
+        **made,
+        forward_rank=rank,
+        inside=compress.data_inside,
+        error=compress.error,
+        names=names,
+        options=_given(options),
+    )
 
 
 def _given(options: Mapping[str, CodecOptions]) -> tuple[tuple[str, CodecOptions], ...]:
@@ -258,6 +320,32 @@ def _message(codec: "Codec", shape: tuple[int, ...], dtype: str) -> tuple[int, i
     from compress.codec import tree_bytes
 
     return codec.wire_bytes(shape, dtype), tree_bytes(jax.eval_shape(lambda: codec.init(shape, dtype)))
+
+
+def _first(problems: Iterable[str]) -> str:
+    """Return the first of some sentences that is not empty; "" if all are."""
+    return next(filter(None, problems), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _message_problem(codec: "Codec", shape: tuple[int, ...], dtype: str, min_ratio: float) -> str:
+    """Return why messages of a shape and dtype should not or cannot go through a codec; "" if they can."""
+    from compress.codec import codec_name, refusal
+
+    problem = codec.problem(shape, dtype, min_ratio)
+    return f"the codec {codec_name(codec)}: {problem}" if problem else refusal(codec, shape, dtype)
+
+
+def _weights_part(shape: tuple[int, int], ranks: int) -> tuple[int, ...]:
+    """Return the part of a matrix of weights that a rank sends."""
+    dim = _shard(shape, ranks, zero1=True).dim
+    return tuple(n // ranks if d == dim else n for d, n in enumerate(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _refusal(reducer: "Reducer", shape: tuple[int, int], ranks: int, zero1: bool) -> str:
+    """Return why a reducer's codec does not take the parts of a matrix; the arguments are those of `Coded.takes`."""
+    return reducer.refusal(shape, _shard(shape, ranks, zero1))
 
 
 def _shard(shape: tuple[int, int], ranks: int, zero1: bool) -> "Shard":

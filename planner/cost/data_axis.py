@@ -5,14 +5,11 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost import compute as costs
+from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES
 from planner.cost.link_seconds import DataLinks, LinkSeconds
 from planner.cost.sizes import MASTER, Sizes
 
 Array = np.ndarray
-
-# PowerSGD with error feedback: add the error, project, back-project, decode, keep what is left out.
-POWER_PASSES = 7
-POWER_LAUNCHES = 12  # kernels per matrix
 
 
 class Reductions(NamedTuple):

@@ -34,17 +34,20 @@ class Sizes:
     def activation(self) -> int:
         """Bytes of a message with activations on the wire."""
         c = self.candidate
+        if not c.compresses_forward:
+            return self.message
         if c.coded.forward is not None:
             return c.coded.message_bytes(self._message_shape, self.model.dtype, "forward")
-        rank = c.coded.forward_rank
-        return costs.packed_bytes(self.model, c.micro_batch, rank, c.parts) if rank else self.message
+        return costs.packed_bytes(self.model, c.micro_batch, c.coded.forward_rank, c.parts)
 
     @functools.cached_property
     def packed(self) -> int:
         """Bytes of a compressed gradient between stages."""
         c, model = self.candidate, self.model
         if c.coded.backward is not None:
-            return c.coded.message_bytes(self._message_shape, model.dtype)
+            # A codec may refuse the shape if it compresses none of them.
+            compresses = c.backward != "none"
+            return c.coded.message_bytes(self._message_shape, model.dtype) if compresses else self.message
         return costs.packed_bytes(model, c.micro_batch, c.backward_rank, c.parts)
 
     @functools.cached_property

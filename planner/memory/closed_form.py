@@ -284,13 +284,13 @@ def _codec_state(shape: Shape) -> Column:
     for place in ("backward", "forward"):
         rank = np.asarray(getattr(shape, f"{place}_rank"))
         if getattr(shape.coded, place) is not None:
-            total = total + (rank > 0) * chunks * _link_states(shape, place)
+            total = total + chunks * _link_states(shape, place)
             continue
         held = 2 * k * rank + (shape.error > 0) * n * k + (shape.error == _ERRORS.index("lazy")) * (n + k) * rank
         total = total + np.where(rank > 0, chunks * c * held, 0)
     rank = np.asarray(shape.data_rank)
     if shape.coded.data is not None:
-        return total + (rank > 0) * shape.slots * chunks * _reducer_states(shape)
+        return total + shape.slots * chunks * _reducer_states(shape)
     for dims in _matrices(shape):
         whole = np.asarray(dims[0]), np.asarray(functools.reduce(np.multiply, dims[1:]))
         rows, columns = shape.coded.part(whole, np.asarray(shape.data), np.asarray(shape.zero1) == 1)
@@ -321,31 +321,32 @@ def _columns(*columns: Column) -> tuple[np.ndarray, ...]:
 
 
 def _link_states(shape: Shape, place: str) -> Column:
-    """Return the bytes of the state of a link whose codec is not low rank.
+    """Return the bytes of the state of a link whose codec is not low rank; 0 if it compresses nothing.
 
     Args:
         shape: candidates.
         place: "backward" or "forward".
     """
-    batch, parts = _columns(shape.micro_batch, shape.parts)
     sequence, hidden, dtype = shape.model.sequence, shape.model.hidden, shape.model.dtype
-    one = np.vectorize(
-        lambda b, t: shape.coded.state_bytes((int(b), sequence // int(t), hidden), dtype, place), otypes=[float]
-    )
-    return one(batch, parts)
+
+    def one(batch: int, parts: int, rank: int) -> float:
+        # A codec may refuse the messages of candidates that do not compress them.
+        return shape.coded.state_bytes((int(batch), sequence // int(parts), hidden), dtype, place) if rank else 0.0
+
+    columns = _columns(shape.micro_batch, shape.parts, getattr(shape, f"{place}_rank"))
+    return np.vectorize(one, otypes=[float])(*columns)
 
 
 def _reducer_states(shape: Shape) -> Column:
-    """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD."""
-    data, zero1 = _columns(shape.data, shape.zero1)
+    """Return the bytes of the states of a layer's matrices, whose reducer is not PowerSGD; 0 without compression."""
+
+    def one(n: int, k: int, data: int, zero1: int, rank: int) -> float:
+        return shape.coded.reducer_bytes((int(n), int(k)), int(data), bool(zero1)) if rank else 0.0
+
     total: Column = 0
     for dims in _matrices(shape):
-        rows, columns = _columns(dims[0], functools.reduce(np.multiply, dims[1:]))
-        sizes = np.broadcast_arrays(rows, columns, data, zero1)
-        one = np.vectorize(
-            lambda n, k, d, z: shape.coded.reducer_bytes((int(n), int(k)), int(d), bool(z)), otypes=[float]
-        )
-        total = total + one(*sizes)
+        sizes = _columns(dims[0], functools.reduce(np.multiply, dims[1:]), shape.data, shape.zero1, shape.data_rank)
+        total = total + np.vectorize(one, otypes=[float])(*sizes)
     return total
 
 

@@ -152,6 +152,20 @@ class PlanOptions:
         asked = AUTOMATIC if self.compress == (AUTO,) else self.compress
         return asked or tuple(kind for kind, codec in named if codec is not None)
 
+    def asked(self, choices: Choices) -> Choices:
+        """Return choices without the kinds of compression that "auto" allows, unless their ranks or codecs are given.
+
+        Args:
+            choices: what `choices` has returned.
+        """
+        if self.compress != (AUTO,):
+            return choices
+        backward = choices.coded.backward is not None or self.backward_ranks != PlanOptions.backward_ranks
+        data = choices.coded.data is not None or self.data_ranks != PlanOptions.data_ranks
+        return dataclasses.replace(
+            choices, backward=choices.backward if backward else (), data_ranks=choices.data_ranks if data else ()
+        )
+
     def choices(
         self, min_ratio: float, reduce_dtype: str, coded: Coded = LOW_RANK, outer: OuterConfig = NO_GROUPS
     ) -> Choices:

@@ -28,6 +28,7 @@ from planner.report import answers, contents, groups, losses, page, text
 from planner.search import baselines, budget, explain, nearby
 from planner.search.nearby import Nearby
 from planner.search.search import Found, Outcome, Search
+from planner.search.space import require_compression
 
 PLAN, REPORT = "plan.json", "report.html"
 # Iterations of the placements on half of the samples: enough to tell a gain from noise, and half of what a plan gets.
@@ -193,6 +194,8 @@ def plan_sections(
     if options.probe:
         values, options, budgeted = loss_budget.choose(values, cluster, options, global_batch, say)
     search, compress = search_for(values, cluster, options, global_batch), sections(values)[-1]
+    if not budgeted:
+        require_compression(search.space, search.model, options.asked(search.choices))
     planning = _Planning(search, compress, values, search.global_batch, say)
     outcome = search.run(progress=say)
     chosen = outcome.ranked[0]

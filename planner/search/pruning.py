@@ -25,8 +25,7 @@ from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, ModelConfig
 from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
-from planner.cost.coded import LOW_RANK, Coded
-from planner.cost.data_axis import POWER_PASSES
+from planner.cost.coded import LOW_RANK, POWER_PASSES, Coded
 from planner.cost.sizes import MASTER
 from planner.search.space import BACKWARD, Space
 

@@ -2,17 +2,18 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from compress.policy import compression_ratio
+from compress.policy import largest_rank, too_large
 from paxtrain.config import REDUCE_DTYPES, SAVE_MODES, SPLIT_SAVES, ModelConfig, OuterConfig
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FAMILY, SPECS, ScheduleSpec, between_ends, code, name_of, names
 from planner.cluster.cluster import Cluster
-from planner.cost import compute
+from planner.cost import compute, outer
 from planner.cost.candidate import NO_GROUPS, Candidate
 from planner.cost.coded import LOW_RANK, Coded
 
@@ -210,7 +211,7 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         choices: values to try.
 
     Raises:
-        UserError: no mesh divides the model and the batch.
+        UserError: no mesh divides the model and the batch, or no candidate sends what the codecs take.
     """
     meshes = list(_meshes(cluster, model, choices))
     if meshes and choices.outer.every:
@@ -222,35 +223,12 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"{split} and the devices of a host, and pipe must not exceed model.layers={model.layers}; allowed were "
             f"data={_listed(choices.data)}, tensor={_listed(choices.tensor)} and pipe={_listed(choices.pipe)}"
         )
-    rows: list[tuple] = []
-    refused = False
-    for data, pipe, tensor in meshes:
-        if global_batch % data:
-            continue
-        sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
-        for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
-            m = global_batch // data // micro_batch
-            if (SPECS[name].size or (pipe, chunks, m)) != (pipe, chunks, m):
-                continue
-            together = data // choices.apart(data)
-            zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
-            saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
-            by_speed = _uneven_data(choices, cluster, data, m, SPECS[name])
-            for sequence in _sequence_parallel(choices, model, tensor):
-                message = (micro_batch, model.sequence // (tensor if sequence else 1), model.hidden)
-                if pipe > 1 and choices.coded.refuses(message, model.dtype, choices.min_ratio):
-                    refused = True
-                    continue
-                policies = _compressions(choices, model, together, pipe, tensor, micro_batch, sequence)
-                for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
-                    dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
-                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
-                    rows.append((data, pipe, tensor, micro_batch, m, *how, *policy, uneven))
+    refused: dict[str, None] = {}
+    rows = list(_rows(cluster, model, global_batch, choices, meshes, refused))
     if not rows and refused:
         raise UserError(
-            f"compress.forward makes no message between stages {choices.min_ratio:g} times smaller "
-            f"(compress.min_ratio) with pipe={_listed(choices.pipe)} and micro-batch {_listed(choices.micro_batch)}; "
-            "a smaller compress.forward_rank, or larger micro-batches, would fit"
+            f"no candidate sends what its codecs take, with data={_listed(choices.data)}, pipe={_listed(choices.pipe)} "
+            f"and micro-batch {_listed(choices.micro_batch)}: {next(iter(refused))}"
         )
     if not rows:
         smallest = sorted({data for data, *_ in meshes})
@@ -265,6 +243,54 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
         slots=-(-model.layers // (values["pipe"] * values["chunks"])),
         together=np.array([data // choices.apart(data) for data in values["data"].tolist()]),
     )
+
+
+def _rows(
+    cluster: Cluster,
+    model: ModelConfig,
+    global_batch: int,
+    choices: Choices,
+    meshes: list[tuple[int, int, int]],
+    refused: dict[str, None],
+) -> Iterator[tuple]:
+    """Yield the candidates of some meshes, numbers in the order of COLUMNS.
+
+    Args:
+        cluster: devices of the hosts.
+        model: model to split.
+        global_batch: sequences of an optimizer step.
+        choices: values to try.
+        meshes: (data, pipe, tensor) of each mesh.
+        refused: gets the sentences of codecs that do not take what some candidates send.
+    """
+
+    def takes(problem: str) -> bool:
+        if problem:
+            refused[problem] = None
+        return not problem
+
+    for data, pipe, tensor in meshes:
+        if global_batch % data:
+            continue
+        together = data // choices.apart(data)
+        zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
+        zero1 = tuple(z for z in zero1 if takes(_sharding_problem(choices, model, data, tensor, z)))
+        sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
+        for micro_batch, (name, chunks) in itertools.product(sizes, _schedules(choices, model, pipe)):
+            m = global_batch // data // micro_batch
+            if (SPECS[name].size or (pipe, chunks, m)) != (pipe, chunks, m):
+                continue
+            saves = [s for s in choices.saves if not SPECS[name].splits or s in SPLIT_SAVES]
+            by_speed = _uneven_data(choices, cluster, data, m, SPECS[name])
+            for sequence in _sequence_parallel(choices, model, tensor):
+                message = _message(model, tensor, micro_batch, sequence)
+                if pipe > 1 and not takes(_activations_problem(choices, model, message)):
+                    continue
+                policies = _compressions(choices, model, together, pipe, tensor, message)
+                for save, zero, policy, uneven in itertools.product(saves, zero1, policies, by_speed):
+                    dtype = REDUCE_DTYPES.index(choices.reduce_dtype)
+                    how = (code(name), chunks, SAVE_MODES.index(save), zero, sequence, dtype)
+                    yield (data, pipe, tensor, micro_batch, m, *how, *policy, uneven)
 
 
 def _in_groups(meshes: list[tuple[int, int, int]], choices: Choices) -> list[tuple[int, int, int]]:
@@ -319,8 +345,43 @@ def _uneven_data(choices: Choices, cluster: Cluster, data: int, m: int, spec: Sc
     return choices.uneven_data if differ else (False,)
 
 
+def _message(model: ModelConfig, tensor: int, micro_batch: int, sequence: bool) -> tuple[int, int, int]:
+    """Return the shape of a message between stages.
+
+    Args:
+        model: model to split.
+        tensor: size of the tensor axis.
+        micro_batch: sequences of a micro-batch.
+        sequence: whether tensor splits the sequence.
+    """
+    return micro_batch, model.sequence // (tensor if sequence else 1), model.hidden
+
+
+def _activations_problem(choices: Choices, model: ModelConfig, message: tuple[int, int, int]) -> str:
+    """Return why the trainer would refuse to send activations of a shape through their codec; "" if not."""
+    coded = choices.coded
+    return coded.message_problem("forward", message, model.dtype, choices.min_ratio) if coded.compresses_forward else ""
+
+
+def _sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: int, zero1: bool) -> str:
+    """Return why the trainer would refuse the codec of weights, or of what groups exchange, on a mesh; "" if not.
+
+    Args:
+        choices: choices with the codecs.
+        model: model to split.
+        data: size of the data axis.
+        tensor: size of the tensor axis.
+        zero1: whether the optimizer's state is split over data.
+    """
+    coded, groups, kernels = choices.coded, choices.apart(data), compute.kernels(model, tensor)
+    if zero1 and (problem := coded.weights_problem(kernels, data // groups, model.dtype)):
+        return problem
+    own = [outer.part(shape, data // groups, zero1) for shape in kernels]
+    return coded.outer_problem(own, groups, choices.min_ratio)
+
+
 def _compressions(
-    choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int, micro_batch: int, sequence: bool
+    choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int, message: tuple[int, int, int]
 ) -> list[tuple[int, int, int]]:
     """Return (backward, its rank, rank over data) of each kind of compression that the trainer would apply.
 
@@ -330,23 +391,89 @@ def _compressions(
         together: data ranks that train together.
         pipe: size of the pipe axis.
         tensor: size of the tensor axis.
-        micro_batch: sequences of a micro-batch.
-        sequence: whether tensor splits the sequence.
+        message: shape of a message between stages.
     """
-    n, k = micro_batch * model.sequence // (tensor if sequence else 1), model.hidden
-    between = [(0, 0)]
-    if pipe > 1 and choices.coded.backward is not None:
-        between += [(BACKWARD.index(kind), CODED) for kind in choices.backward if kind != "none"]
-    elif pipe > 1:
-        ranks = [r for r in choices.backward_ranks if compression_ratio(n, k, r) >= choices.min_ratio]
-        between += [(BACKWARD.index(kind), r) for kind in choices.backward if kind != "none" for r in ranks]
-    over = [0]
-    kernels = compute.kernels(model, tensor)
-    if together > 1 and choices.coded.data is not None:
-        # ZeRO-1 or not, the parts are the same.
-        takes = all(choices.coded.takes(shape, together, True, choices.min_ratio) for shape in kernels)
-        over += [CODED] if choices.data_ranks and takes else []
+    n, k = math.prod(message[:-1]), message[-1]
+    between, coded, ratio = [(0, 0)], choices.coded, choices.min_ratio
+
+    def useful(rows: int, columns: int) -> int:
+        return largest_rank(int(rows), int(columns), max(ratio, 1e-9))
+
+    kinds = [BACKWARD.index(kind) for kind in choices.backward if kind != "none"] if pipe > 1 else []
+    if kinds and coded.backward is not None:
+        takes = not coded.message_problem("backward", message, model.dtype, ratio)
+        between += [(kind, CODED) for kind in kinds if takes]
+    elif kinds:
+        between += [(kind, r) for kind in kinds for r in choices.backward_ranks if r <= useful(n, k)]
+    over, kernels = [0], compute.kernels(model, tensor)
+    if together > 1 and coded.data is not None:
+        over += [CODED] if choices.data_ranks and not coded.data_problem(kernels, together, ratio) else []
     elif together > 1:
-        parts = [choices.coded.part(shape, together, True) for shape in kernels]
-        over += [r for r in choices.data_ranks if all(compression_ratio(*s, r) >= choices.min_ratio for s in parts)]
+        largest = min(useful(*coded.part(shape, together, True)) for shape in kernels)
+        over += [r for r in choices.data_ranks if r <= largest]
     return [(kind, rank, data_rank) for (kind, rank), data_rank in itertools.product(between, over)]
+
+
+def require_compression(space: Space, model: ModelConfig, choices: Choices) -> None:
+    """Require that a candidate compresses each kind of messages that may be, if candidates have such messages.
+
+    Args:
+        space: candidates.
+        model: model to split.
+        choices: what may be compressed; the space has been made of these choices, or of wider ones.
+
+    Raises:
+        UserError: at the ranks, or with the codecs, that are allowed there is none.
+    """
+    several, kinds = space.take(np.flatnonzero(space.pipe > 1)), set(choices.backward) - {"none"}
+    if kinds and len(several) and not several.backward.any():
+        raise UserError(_why_no_messages(several, model, choices))
+    several = space.take(np.flatnonzero(space.together > 1))
+    if choices.data_ranks and len(several) and not several.data_rank.any():
+        raise UserError(_why_no_gradients(several, model, choices))
+    if choices.coded.weights is not None and any(choices.zero1) and len(several) and not several.zero1.any():
+        data, tensor = int(several.data[0]), int(several.tensor[0])
+        raise UserError(_sharding_problem(choices, model, data, tensor, True))
+
+
+def _why_no_messages(space: Space, model: ModelConfig, choices: Choices) -> str:
+    """Return why no candidate compresses gradients between stages; the arguments are those of `require_compression`."""
+    columns = zip(*(x.tolist() for x in (space.tensor, space.micro_batch, space.sequence_parallel)))
+    largest = max((_message(model, *row) for row in set(columns)), key=math.prod)
+    if choices.coded.backward is not None:
+        return choices.coded.message_problem("backward", largest, model.dtype, choices.min_ratio)
+    n, k = math.prod(largest[:-1]), largest[-1]
+    return _too_large("backward", choices.backward_ranks, f"messages are at most {n} x {k}", (n, k), choices.min_ratio)
+
+
+def _why_no_gradients(space: Space, model: ModelConfig, choices: Choices) -> str:
+    """Return why no candidate compresses gradients over data; the arguments are those of `require_compression`."""
+    coded, meshes = choices.coded, sorted(set(zip(space.tensor.tolist(), space.together.tolist())))
+    if coded.data is not None:
+        tensor, together = meshes[0]
+        return coded.data_problem(compute.kernels(model, tensor), together, choices.min_ratio)
+
+    def useful(matrix: tuple[int, int]) -> int:
+        return largest_rank(*matrix, max(choices.min_ratio, 1e-9))
+
+    def smallest(tensor: int, together: int) -> tuple[int, int]:
+        parts = [coded.part(shape, together, True) for shape in compute.kernels(model, tensor)]
+        return min(((int(n), int(k)) for n, k in parts), key=useful)
+
+    best = max((smallest(*mesh) for mesh in meshes), key=useful)
+    what = f"the smallest matrix of a layer on a device is {best[0]} x {best[1]}"
+    return _too_large("data", choices.data_ranks, what, best, choices.min_ratio)
+
+
+def _too_large(place: str, ranks: tuple[int, ...], what: str, matrix: tuple[int, int], min_ratio: float) -> str:
+    """Return a sentence about ranks that all save too little.
+
+    Args:
+        place: "backward" or "data".
+        ranks: the ranks that are allowed.
+        what: clause that names the matrix.
+        matrix: its rows and columns.
+        min_ratio: factor by which it must become smaller.
+    """
+    largest = largest_rank(*matrix, max(min_ratio, 1e-9))
+    return too_large(f"--{place}_ranks={_listed(ranks)}", what, largest, min_ratio)

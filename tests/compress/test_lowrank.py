@@ -1,6 +1,7 @@
 """The low-rank codec: its wire, its errors, and that error feedback sends them with the next message."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -249,3 +250,30 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="rank 25 is above the full rank of a 40 x 24 message"):
         LowRank(25).init(SHAPE, "float32")
     assert hash(LowRank(4)) == hash(LowRank(4)) != hash(LowRank(5))
+
+
+def whole_matrices(function, shape, *arguments) -> int:
+    """Return how many arrays of a shape the kernels of a function read and write."""
+
+    def of(jaxpr) -> int:
+        found = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                found += sum(math.prod(v.aval.shape) == math.prod(shape) for v in (*eqn.invars, *eqn.outvars))
+            else:
+                found += sum(of(inner.jaxpr) for inner in eqn.params.values() if hasattr(inner, "jaxpr"))
+        return found
+
+    return of(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+@pytest.mark.parametrize("error", ["none", "lazy", "explicit"])
+def test_declared_passes_are_the_matrices_that_its_kernels_read_and_write(error):
+    shape, codec = (128, 256), LowRank(16, error, implementation="interpret")
+    x = jnp.zeros(shape, jnp.bfloat16)
+    state = codec.init(shape, x.dtype)
+    wire, _ = jax.eval_shape(codec.encode, state, x)
+    wire = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wire)
+    encode = whole_matrices(lambda state, x: codec.encode(state, x, jnp.bool_(True)), shape, state, x)
+    decode = whole_matrices(lambda wire: codec.decode(wire, x), shape, wire)
+    assert (encode, decode) == codec.passes()[:2]

@@ -109,12 +109,37 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "cannot load the configuration file": ["--model=configs/none.py"],
         "--gain must be a number": [cluster_flag, "--gain=nan"],
         "compress.factors=int8 is not planned for; plan": [cluster_flag, "--model.compress.factors=int8"],
-        "compress.forward makes no message between stages 2 times smaller": [
+        "compress.forward_rank=1000 does not make anything 2 times smaller": [
             cluster_flag,
             "--model.compress.forward=all",
             "--model.compress.forward_rank=1000",
             "--pipe=2",
         ],
+        "--backward_ranks=100000 does not make anything 2 times smaller": [
+            cluster_flag,
+            "--compress=all",
+            "--backward_ranks=100000",
+        ],
+        "--data_ranks=100000 does not make anything 2 times smaller": [
+            cluster_flag,
+            "--compress=auto",
+            "--data_ranks=100000",
+        ],
+        **{
+            f"the codec LowRankRemainder(rank={rank}": [
+                cluster_flag,
+                f"--model.compress.{place}.codec=remainder",
+                f"--model.compress.{place}.options.rank={rank}",
+                *more,
+            ]
+            for place, rank, more in (
+                ("backward", 100001, []),
+                ("forward", 100002, ["--pipe=2"]),
+                ("data", 100003, []),
+                ("weights", 100004, ["--zero1=yes", "--data=2"]),
+                ("outer", 100005, ["--model.outer.every=50"]),
+            )
+        },
         "cannot read the probe none.json": [cluster_flag, "--compress=auto", "--probe=none.json"],
         "--probe=none.json needs --compress=auto": [cluster_flag, "--probe=none.json"],
         "--loss_budget needs --probe": [cluster_flag, "--loss_budget=0.01"],

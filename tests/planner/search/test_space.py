@@ -6,10 +6,21 @@ import itertools
 import numpy as np
 import pytest
 
-from paxtrain.config import SAVE_MODES, from_dict
+from paxtrain.config import SAVE_MODES, CompressConfig, from_dict
+from paxtrain.config.options import CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import SPECS, names, parts
-from planner.search.space import BACKWARD, Choices, divisors, enumerate_candidates
+from planner.cost.coded import coded
+from planner.cost.sizes import Sizes
+from planner.search.budget import Budget
+from planner.search.space import (
+    BACKWARD,
+    Choices,
+    candidate_of,
+    divisors,
+    enumerate_candidates,
+    require_compression,
+)
 from tests.planner.examples import MODEL, cluster
 
 
@@ -71,6 +82,40 @@ def test_the_budget_of_quality_is_kept():
     assert set(space.backward_rank.tolist()) == {0, 8}  # at other ranks the trainer would not compress
     assert set(space.data_rank.tolist()) == {0, 64}
     assert not space.backward[space.pipe == 1].any() and not space.data_rank[space.data == 1].any()
+
+
+def test_what_a_codec_refuses_is_no_candidate():
+    """A rank of 600 needs messages of as many rows, and one of 160 parts of gradients."""
+    ranks = {f"{place}_options": CodecOptions({"rank": rank}) for place, rank in (("backward", 600), ("data", 160))}
+    codecs = coded(CompressConfig(backward_codec="remainder", data_codec="remainder", **ranks))
+    choices = Choices(
+        tensor=(2,), sequence_parallel=(True,), backward=("all",), min_ratio=1.0, coded=codecs, schedules=("1f1b",)
+    )
+    some = cluster(2, 4)
+    space = enumerate_candidates(some, MODEL, 16, choices)
+    assert set(space.data.tolist()) == {1, 2, 4}
+    assert set(space.data[space.data_rank > 0].tolist()) == {2}  # among 4 a part of the smallest matrix has 128 rows
+    assert set(space.micro_batch[space.pipe > 1].tolist()) == {1, 2, 4, 8, 16}
+    assert set(space.micro_batch[space.backward > 0].tolist()) == {2, 4, 8, 16}  # one sequence has 512 rows on a device
+    assert np.isfinite(Budget(coded=codecs).bytes(some, MODEL, space)).all()
+    refused = int(np.flatnonzero((space.micro_batch == 1) & (space.pipe == 2))[0])
+    sizes = Sizes(MODEL, candidate_of(space, refused, (6, 6), choices))
+    assert sizes.packed == sizes.message
+
+
+def test_ranks_and_codecs_that_fit_nowhere_are_told():
+    some, kinds = cluster(2, 4), {"backward": ("all",), "schedules": ("1f1b",)}
+    for choices, words in (
+        (Choices(backward_ranks=(9000, 9001), **kinds), "--backward_ranks=9000,9001 does not make anything 2 times"),
+        (Choices(data_ranks=(257,), tensor=(1,)), "1024 x 1024; the largest useful rank is 256"),
+    ):
+        with pytest.raises(UserError) as error:
+            require_compression(enumerate_candidates(some, MODEL, 16, choices), MODEL, choices)
+        assert words in str(error.value)
+    fits = Choices(data_ranks=(256, 257), tensor=(1,), backward_ranks=(16, 9000), **kinds)
+    require_compression(enumerate_candidates(some, MODEL, 16, fits), MODEL, fits)
+    alone = Choices(pipe=(1,), data=(1,), tensor=(4,))  # nothing is sent that could be compressed
+    require_compression(enumerate_candidates(cluster(1, 4), MODEL, 16, alone), MODEL, alone)
 
 
 def test_a_sequence_that_tensor_does_not_divide_stays_whole():

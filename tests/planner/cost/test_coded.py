@@ -1,0 +1,52 @@
+"""The planner's closed forms of low rank are what the codec and the reducer declare."""
+
+import pytest
+
+import compress
+from paxtrain.config import CompressConfig
+from paxtrain.config.options import CodecOptions
+from planner.cost import compute
+from planner.cost.candidate import Candidate
+from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES, Coded, coded
+from planner.cost.sizes import Sizes
+from tests.planner.examples import MODEL
+
+RANK = 24
+
+
+@pytest.mark.parametrize("error", ["none", "lazy", "explicit"])
+@pytest.mark.parametrize("data_codec", ["", "int8"])
+def test_passes_over_a_message_are_those_of_the_codec(error, data_codec):
+    codecs = coded(CompressConfig(error=error, data_codec=data_codec))
+    assert codecs.message_passes("backward") == tuple(compress.LowRank(RANK, error).passes())
+
+
+def test_passes_over_gradients_are_those_of_the_reducer():
+    reducer = compress.PowerSGD(RANK)
+    assert Coded().passes_of(reducer) == (POWER_PASSES, POWER_LAUNCHES)
+    passes, _ = Coded().passes_of(compress.Hierarchical(reducer, 4))
+    assert passes == 3 + POWER_PASSES / 4  # what planner.cost.data_axis counts in groups
+
+
+@pytest.mark.parametrize(("data", "inside"), [(4, 1), (4, 2)])
+def test_bytes_are_those_that_the_codec_and_the_reducer_declare(data, inside):
+    codecs = coded(CompressConfig(data="all", data_inside=inside))
+    candidate = Candidate(
+        data, 4, 1, 2, 4, "1f1b", (3,) * 4, backward="all", backward_rank=RANK, data_rank=RANK, coded=codecs
+    )
+    sizes = Sizes(MODEL, candidate)
+    codec = compress.LowRank(RANK, factors=MODEL.dtype)
+    assert sizes.packed == codec.wire_bytes((2, MODEL.sequence, MODEL.hidden), MODEL.dtype)
+    reducer = compress.PowerSGD(RANK)
+    if inside > 1:
+        reducer = compress.Hierarchical(reducer, inside)
+    groups, shard = data // inside, compress.Shard("data", data, 0)
+    sent = sum(reducer.wire_bytes(shape, shard) for shape in sizes.kernels)
+    rest = 0 if inside > 1 else sizes.rest * compute.ITEM[candidate.reduce_dtype]
+    assert 2 * (groups - 1) / groups * (sizes.factor_bytes / 3 - rest) == pytest.approx(sent)
+
+
+def test_a_codec_is_asked_with_its_options():
+    options = CodecOptions({"feedback": False})
+    codecs = coded(CompressConfig(backward_codec="int8", backward_options=options))
+    assert codecs.message_passes("backward") == (2, 1, 3)
