@@ -1,5 +1,6 @@
 """The codec of docs/codecs.md: checked, trained on both axes of eight devices, and resumed, by flags alone."""
 
+import csv
 import os
 import pathlib
 import subprocess
@@ -89,6 +90,22 @@ def test_the_page_s_codec_is_planned_by_flags_alone(home):
     assert (found.backward, found.backward_codec, found.backward_options) == ("epilogue", "sparse:TopK", {"share": 0.2})
     assert found.data_codec == "sparse:TopK" and found.data_stages(4)
     assert "episparse:TopK+datasparse:TopK" in run.stdout
+
+
+def test_the_page_s_codec_is_placed_on_the_frontier(home):
+    sizes = [flag for flag in FLAGS if flag.startswith(("model", "batch", "run"))]
+    options = [flag for flag in FLAGS if flag.startswith("compress.backward")]
+    given = ["--frontier", "--codecs=sparse:TopK", "--steps=2", "--seeds=1", "--out=runs/frontier"]
+    command = [sys.executable, "-m", "paxtrain.study", *given, *(f"--config.{flag}" for flag in (*sizes, *options))]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{home}", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = list(csv.DictReader((home / "runs" / "frontier" / "frontier.csv").read_text().splitlines()))
+    found = {(row["axis"], row["codec"]): float(row["bytes_share"]) for row in rows}
+    assert found.keys() == {("between", "sparse:TopK (share=0.2)"), ("data", "sparse:TopK")}
+    assert found["between", "sparse:TopK (share=0.2)"] == pytest.approx(0.2 * (4 + 4) / 4, rel=1e-2)
+    assert 0.1 * (4 + 4) / 4 < found["data", "sparse:TopK"] < 1  # the embedding travels as it is
+    assert all(abs(float(row["percent_above_dense"])) < 5 for row in rows)
 
 
 def test_the_page_names_every_codec_of_the_library():

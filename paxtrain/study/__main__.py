@@ -44,12 +44,13 @@ def define_flags() -> None:
     description = "Ranks of compressed backpropagation to compare; default: {}, {} with --probe, {} with --lep."
     flags.DEFINE_list("ranks", [], description.format(*words))
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
-    flags.DEFINE_bool("frontier", False, "Compare all codecs of the library instead: loss against bytes, on each axis.")
+    flags.DEFINE_bool("frontier", False, "Compare codecs instead: loss against bytes, on each axis.")
     flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
     flags.DEFINE_bool("lep", False, "Compare lazy error propagation with none instead, at each rank.")
     description = f"Axes of --frontier, of {', '.join(frontier.AXES)}; or of --probe, of {', '.join(PLACES)}; all."
     flags.DEFINE_list("axes", [], description)
-    description = f"Codecs of --frontier, default: all of the library; or of --probe: {','.join(loss_probe.CODECS)}."
+    description = "Codecs of --frontier, default: all of the library; or of --probe: "
+    description += f"{','.join(loss_probe.CODECS)}. Classes of your own as package.module:Class."
     flags.DEFINE_list("codecs", [], description)
     flags.DEFINE_bool(
         "resume", False, "Take from --out the runs that an earlier start has finished with the same values."
@@ -78,12 +79,14 @@ def _trained(study: Study) -> list[VariantResult]:
 
 
 def _frontier(config: Config) -> str:
-    """Train all codecs of the library, write the page of the frontier, and return its name."""
+    """Train codecs on each axis, write the page of the frontier, and return its name."""
     f = flags.FLAGS
     axes, codecs = f.axes or list(frontier.AXES), f.codecs or list(frontier.CODECS)
-    for name, given, known in (("axes", axes, frontier.AXES), ("codecs", codecs, frontier.CODECS)):
-        if unknown := [value for value in given if value not in known]:
-            raise UserError(f"--{name} must be some of {', '.join(known)}, got {unknown[0]!r}")
+    if unknown := [axis for axis in axes if axis not in frontier.AXES]:
+        raise UserError(f"--axes must be some of {', '.join(frontier.AXES)}, got {unknown[0]!r}")
+    if unknown := [codec for codec in codecs if codec not in frontier.CODECS and ":" not in codec]:
+        known = ", ".join(frontier.CODECS)
+        raise UserError(f"--codecs must be some of {known}, or classes as package.module:Class, got {unknown[0]!r}")
     others = frontier.variants(settled(config), axes, codecs, _given(f.steps, frontier.STEPS))
     seeds = _given(f.seeds, frontier.SEEDS)
     study = Study(others[0].config, f.out, seeds, (), f.real_mesh, others=others, resume=f.resume)

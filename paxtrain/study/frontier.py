@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
 
-from paxtrain.config import Config
+from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import CodecOptions
 from paxtrain.devices.datasheets import datasheet
 from paxtrain.parallel.compression import Compression
@@ -77,6 +77,23 @@ _SIDES: tuple[Side, ...] = tuple(
 CODECS = tuple(dict.fromkeys(point.codec for point in POINTS))
 
 
+def points(codecs: Sequence[str], compress: CompressConfig, place: str) -> list[Point]:
+    """Return the points of some codecs on an axis.
+
+    Args:
+        codecs: names in CODECS, each of which may have several points, and classes as package.module:Class, with one.
+        compress: configuration whose options a class has, if it names the class for the place.
+        place: place of the axis, "backward" or "data".
+    """
+    found = [point for point in POINTS if point.codec in codecs]
+    for codec in dict.fromkeys(codec for codec in codecs if codec not in CODECS):
+        named = getattr(compress, f"{place}_codec") == codec
+        options = getattr(compress, f"{place}_options") if named else {}
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        found.append(Point(f"{codec} ({given})" if given else codec, codec, options))
+    return found
+
+
 def variants(
     config: Config, axes: Sequence[str] = tuple(AXES), codecs: Sequence[str] = CODECS, steps: int = STEPS
 ) -> list[Variant]:
@@ -85,16 +102,16 @@ def variants(
     Args:
         config: configuration of the study.
         axes: names in AXES.
-        codecs: names in CODECS.
+        codecs: names in CODECS, or classes as package.module:Class.
         steps: optimizer steps of each run, over which the learning rate falls.
     """
-    config = shortened(config, steps)
+    own, config = config.compress, shortened(config, steps)
     # Compression over data from the first step on, so that each variant is one program.
     c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="fused")
     found = [Variant(DENSE, DENSE, dataclasses.replace(config, compress=c))]
     for axis in axes:
         place = {"between": "backward", "data": "data"}[axis]
-        for point in (point for point in POINTS if point.codec in codecs):
+        for point in points(codecs, own, place):
             changes: dict[str, Any] = {place: "all"}
             if point.rank:
                 changes |= {f"{place}_rank": point.rank, "data_rank_min": 1}
@@ -329,8 +346,8 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
         f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
         f"{c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {tokens} tokens, "
         f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: mean, lowest and highest. Every message of an axis "
-        "goes through the codec, with error feedback, from the first step on. Bytes are those that the step sends on "
-        "the real mesh, norms, biases and the embedding's reduction included."
+        "goes through the codec, with its error feedback, from the first step on. Bytes are those that the step sends "
+        "on the real mesh, norms, biases and the embedding's reduction included."
     )
     shown = [f"![{WORDS[name[9:-4]]}: loss against bytes and time]({name})" for name in pictures]
     (out / PAGE).write_text("\n\n".join(["# The frontier of the codecs", setting, _MODEL, made, *shown]) + "\n")

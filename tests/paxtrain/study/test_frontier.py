@@ -25,6 +25,22 @@ def test_all_codecs_of_the_library_are_on_both_axes():
         next(v for v in frontier.variants(configuration(), ["data"]) if v.name.startswith("between"))
 
 
+def test_a_class_is_a_point_with_the_options_that_the_configuration_gives_it():
+    own = {"backward_codec": "mine.codecs:Mine", "backward_options": {"share": 0.2}, "data": "0"}
+    config = configuration(compress=own)
+    found = {v.name: v.config.compress for v in frontier.variants(config, codecs=["mine.codecs:Mine", "int4"])}
+    assert [name for name in found if "int4" not in name] == [
+        "dense",
+        "between: mine.codecs:Mine (share=0.2)",
+        "data: mine.codecs:Mine",
+    ]
+    assert sum("int4" in name for name in found) == 4
+    between, data = found["between: mine.codecs:Mine (share=0.2)"], found["data: mine.codecs:Mine"]
+    assert (between.backward_codec, between.backward_options) == ("mine.codecs:Mine", {"share": 0.2})
+    assert not between.data_codec and between.chosen("data") == "none"
+    assert (data.data_codec, data.data_options, data.backward_codec) == ("mine.codecs:Mine", {}, "")
+
+
 def made_up():
     """Return outcomes of two seeds: dense, one codec on both axes, and another on one."""
     outcomes = []
@@ -43,9 +59,9 @@ def made_up():
 def test_the_page_has_shares_of_bytes_times_and_the_spread_of_losses(tmp_path):
     trained = [v for v in frontier.variants(configuration()) if v.name in {one.name for one in made_up()}]
     table = frontier.write(trained[0].config, trained, made_up(), tmp_path)
-    # 26% of 8 Gbit over the rate, and five passes at 3.35 TB/s; low rank has three.
+    # 26% of 8 Gbit over the rate, and five passes at 3.35 TB/s, which low rank also has.
     assert "| gradients between stages | int8 | 26.0 | 2081.5 | 209.5 | 22.3 | +0.05 | +0.00 | +0.10 |" in table
-    assert "| gradients between stages | rank 4 | 10.0 | 800.9 | 80.9 | 8.9 | +7.50 | +5.00 | +10.00 |" in table
+    assert "| gradients between stages | rank 4 | 10.0 | 801.5 | 81.5 | 9.5 | +7.50 | +5.00 | +10.00 |" in table
     assert "| gradients over data | int8 | 30.0 |" in table and "| -2.38 | -4.76 | +0.00 |" in table
     assert (
         "above dense with every seed: rank 4 (+7.50%); not to be told from dense, since its sign changes: int8" in table
