@@ -95,6 +95,8 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 def write(path: str | pathlib.Path, content: str | bytes) -> None:
     """Write a file as `replacing` does. A file that has this content already is not touched.
 
+    A device or a pipe, such as /dev/stdout, has no content to keep and is written itself.
+
     Args:
         path: file to write; its folder exists.
         content: bytes, or text in UTF-8.
@@ -103,6 +105,9 @@ def write(path: str | pathlib.Path, content: str | bytes) -> None:
         OSError: The file cannot be written; it is as it was.
     """
     path, content = pathlib.Path(path), content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     with contextlib.suppress(OSError):
         if path.stat().st_size == len(content) and path.read_bytes() == content:
             return

@@ -16,17 +16,20 @@ from planner.planning.loss_budget import read
 from planner.planning.options import AUTO, AUTOMATIC, GROUPS, KINDS, SEQUENCE, UNEVEN_DATA, ZERO1, PlanOptions
 
 _INTEGERS = ("backward_ranks", "data_ranks", "data", "tensor", "pipe", "micro_batch", "virtual_stages")
-# What the planner decides, and the flags that narrow it.
+# What the planner decides, and the flags that narrow it to a value.
 _DECIDED = {
-    "mesh.data": "data",
-    "mesh.pipe": "pipe",
-    "mesh.tensor": "tensor",
-    "mesh.zero1": "zero1",
-    "mesh.sequence_parallel": "sequence_parallel",
-    "pipeline.schedule": "schedules",
-    "pipeline.virtual_stages": "virtual_stages",
-    "pipeline.save": "saves",
-    "batch.micro_batch": "micro_batch",
+    "mesh.data": "--data={}",
+    "mesh.pipe": "--pipe={}",
+    "mesh.tensor": "--tensor={}",
+    "mesh.zero1": "--zero1={}",
+    "mesh.sequence_parallel": "--sequence_parallel={}",
+    "pipeline.schedule": "--schedules={}",
+    "pipeline.in_flight": "--schedules=1f1b",
+    "pipeline.virtual_stages": "--virtual_stages={}",
+    "pipeline.pipe_layers": "--nouneven",
+    "pipeline.save": "--saves={}",
+    "batch.micro_batch": "--micro_batch={}",
+    "batch.data_micro_batches": "--uneven_data=yes",
 }
 
 
@@ -125,7 +128,7 @@ def decided_values() -> dict[str, Any]:
         if name in f and f[name].present:
             value = "yes" if f[name].value is True else "no" if f[name].value is False else f[name].value
             raise UserError(
-                f"--{name} has no effect, since the planner decides it; --{flag}={value} narrows the choice"
+                f"--{name} has no effect, since the planner decides it; {flag.format(value)} narrows the choice"
             )
     values = f.model.to_dict()
     sections(values)

@@ -26,6 +26,7 @@ from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
 from paxtrain.process import distributed, supervised
+from paxtrain.profiling.terms import StepComparison
 from paxtrain.run import training
 from paxtrain.run.run_lock import RunLock
 from planner import planning_flags
@@ -140,6 +141,19 @@ def given() -> tuple[dict[str, Any], PlanOptions, Config]:
     return values, options, job_plan.measurable(values)
 
 
+def _record_times(
+    out: pathlib.Path, config: Config, machines: Machines, found: StepComparison, plan: plans.Plan
+) -> None:
+    """Add what was predicted and measured to the folder's record; what cannot be recorded costs no training."""
+    try:
+        problem = run_record.record(out, config, machines, found, plan)
+    except OSError as error:
+        print(f"the times of this start are not in {out / run_record.TRIALS}, which cannot be written ({error})")
+        return
+    if problem:
+        print(f"the times of this start are not in {out / run_record.TRIALS}: {problem}")
+
+
 def main(argv: Sequence[str]) -> None:
     """Join the other processes, plan, and train."""
     f = flags.FLAGS
@@ -174,7 +188,7 @@ def main(argv: Sequence[str]) -> None:
         result = training.train_together(config, decision.plan, names, progress)
         if group.process == 0:
             if result.comparison:
-                run_record.record(out, config, machines, result.comparison, decision.plan.predicted.get("correction"))
+                _record_times(out, config, machines, result.comparison, decision.plan)
             if result.finished:
                 files.write(finished, json.dumps({"steps": config.run.steps}) + "\n")
 

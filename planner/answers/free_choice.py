@@ -32,6 +32,7 @@ def freed(options: PlanOptions) -> PlanOptions:
         schedules=union("schedules"),
         saves=SAVE_MODES,
         uneven=True,
+        uneven_data="both",
     )
 
 

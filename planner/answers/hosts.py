@@ -1,15 +1,20 @@
 """The gain of more hosts: a plan for each number of hosts, with the same global batch."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 from planner.cluster.cluster import Cluster
-from planner.cluster.variants import resized
+from planner.cluster.cluster_file import MOST_HOSTS
+from planner.cluster.variants import check_size, resized
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, plan_sections
 from planner.report.questions import Scaling, Size
+
+# Far above what anyone trains on or pays; hours and costs stay numbers that can be written out.
+_MOST_TOKENS, _MOST_PRICE = 1e18, 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +25,20 @@ class ScalingOptions:
         hosts: numbers of hosts.
         tokens: tokens for which GPU hours and costs are told.
         price: price of a device for an hour; 0: unknown.
+
+    Raises:
+        UserError: tokens or price are out of their range.
     """
 
     hosts: tuple[int, ...]
     tokens: float = 1e9
     price: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("tokens", 1.0, _MOST_TOKENS), ("price", 0.0, _MOST_PRICE)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise UserError(f"--{name} must be a number from {low:g} to {high:g}, got {value:g}")
 
 
 def scaling(
@@ -50,15 +64,16 @@ def scaling(
     """
     plans: dict[int, Plans] = {}
     missing: list[tuple[int, str]] = []
-    clusters = {count: resized(cluster, count) for count in sorted(set(wanted.hosts))}
-    for count, one in clusters.items():
+    for count in wanted.hosts:
+        check_size(cluster, count)
+    for count in sorted(set(wanted.hosts)):
 
         def said(phase: str, count: int = count) -> None:
             say(f"{count} hosts: {phase}")
 
         without = dataclasses.replace(options, nearby=False)
         try:
-            plans[count] = plan_sections(values, one, without, global_batch=global_batch, say=said)
+            plans[count] = plan_sections(values, resized(cluster, count), without, global_batch=global_batch, say=said)
         except UserError as error:
             missing.append((count, str(error)))
     if not plans:
@@ -78,9 +93,14 @@ def counts(words: Sequence[str]) -> tuple[int, ...]:
     """Return numbers of hosts from the words of a flag.
 
     Raises:
-        UserError: one is no number from 1 to 100,000.
+        UserError: one is no number of hosts that a cluster may have.
     """
-    wrong = [word for word in words if not (word.isascii() and word.isdecimal() and 0 < int(word[:9]) <= 100_000)]
-    if wrong:
-        raise UserError(f"--hosts must be numbers from 1 to 100,000 joined by commas, as 2,4,8, got {wrong[0]!r}")
-    return tuple(map(int, words))
+    found = []
+    for word in words:
+        number = whole(word.strip(), MOST_HOSTS)
+        if not number:
+            raise UserError(
+                f"--hosts must be numbers from 1 to {MOST_HOSTS:,} joined by commas, as 2,4,8, got {word[:40]!r}"
+            )
+        found.append(number)
+    return tuple(found)

@@ -15,6 +15,7 @@ from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import name_of
 from planner.answers.free_choice import freed
 from planner.cluster.cluster import Cluster, of_hosts
+from planner.cluster.cluster_file import MOST_HOSTS
 from planner.cluster.device_sheets import SHEETS
 from planner.cluster.variants import parts_of_a_host, with_devices
 from planner.cost.candidate import Candidate
@@ -383,7 +384,8 @@ def _other_tasks(free: Search) -> Iterator[Change]:
     tried: list[tuple[str, Cluster, ModelConfig]] = []
     if cluster.parts is None:
         for factor in (2, 4, 8):
-            tried.append((f"{factor} times as many hosts", _several(cluster, factor), model))
+            if factor * len(cluster.hosts) <= MOST_HOSTS:
+                tried.append((f"{factor} times as many hosts", _several(cluster, factor), model))
         if not cluster.compute and "cpu" not in cluster.kinds:
             larger = sorted({sheet.memory: kind for kind, sheet in SHEETS.items()}.items())
             for size, kind in larger:
@@ -400,13 +402,14 @@ def _other_tasks(free: Search) -> Iterator[Change]:
 def _several(cluster: Cluster, factor: int) -> Cluster:
     """Return a cluster with so many times its hosts, of whose links only that they are there matters here."""
     names = tuple(f"{name}.{n}" for n in range(factor) for name in cluster.hosts)
+    links = len(names), len(names)
     return dataclasses.replace(
         cluster,
         hosts=names,
         kinds=cluster.kinds * factor,
         memory=np.tile(cluster.memory, factor),
-        alpha=np.tile(cluster.alpha, (factor, factor)),
-        samples=np.tile(cluster.samples, (1, factor, factor)),
+        alpha=np.broadcast_to(cluster.alpha[:1, :1], links),  # a view, which takes no memory
+        samples=np.broadcast_to(cluster.samples[:1, :1, :1], (1, *links)),
         measured=None,
         sites=cluster.sites * factor,
         trunks=None,

@@ -3,9 +3,10 @@
 link A-B x 0.5              both directions of a link; A>B is one of them; A or B may be *
 link A-B 10 Gbit/s          sets the rate of one flow
 network x 2                 all links between hosts
-network 100 Gbit/s more     or "less"
+network 100 Gbit/s more     or "less"; also without "network"
 trunks x 2                  uplinks that hosts share; "network x 2" changes them, too
 without A                   hosts that are gone, joined by commas
+one host less               without the host whose links are slowest, or any if all are alike; the answer names it
 devices h200                other devices in the same hosts
 """
 
@@ -26,9 +27,10 @@ from planner.report.questions import WhatIf
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _GBIT = 1e9 / 8
+_ONE_LESS = r"one host (?:less|fewer)"
 _KNOWN = (
     '"link A-B x 0.5", "link A-B 10 Gbit/s", "network x 2", "network 100 Gbit/s more" (or less), "trunks x 2", '
-    '"without A,B" or "devices h200"'
+    '"without A,B", "one host less" or "devices h200"'
 )
 
 
@@ -48,12 +50,13 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             _network(cluster, factor=float(factor)), float(factor), needed=False
         ),
         rf"trunks x {_NUMBER}": lambda factor: with_trunks(cluster, float(factor)),
-        rf"network {_NUMBER} Gbit/s (more|less)": lambda rate, way: _network(
+        rf"(?:network )?{_NUMBER} Gbit/s (more|less)": lambda rate, way: _network(
             cluster, more=float(rate) * _GBIT * (1 if way == "more" else -1)
         ),
         rf"link (\S+) x {_NUMBER}": lambda pair, factor: _link(cluster, pair, float(factor), 0.0),
         rf"link (\S+) {_NUMBER} Gbit/s": lambda pair, rate: _link(cluster, pair, 0.0, float(rate) * _GBIT),
         r"without (?:hosts? )?(\S+)": lambda names: without(cluster, names.split(",")),
+        _ONE_LESS: lambda: without(cluster, [slowest_host(cluster)]),
         r"devices (\S+)": lambda kind: with_devices(cluster, kind),
     }
     for form, apply in forms.items():
@@ -63,6 +66,21 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             except UserError as error:
                 raise UserError(f"--what_if={words!r}: {error}") from error
     raise UserError(f"--what_if={words!r} cannot be read; write {_KNOWN}")
+
+
+def slowest_host(cluster: Cluster) -> str:
+    """Return the host whose links to and from all others are slowest by their mean; of several alike the last one."""
+    rates = np.where(between(cluster), cluster.bandwidth, 0.0)
+    of_host = rates.sum(axis=0) + rates.sum(axis=1)
+    slowest = np.flatnonzero(of_host <= of_host.min() * (1 + 1e-9))  # sums of equal rates may differ by rounding
+    return cluster.hosts[int(slowest[-1])]
+
+
+def _named(cluster: Cluster, text: str) -> str:
+    """Return a change as answers name it: as it was written, with the host that it leaves to the planner."""
+    if re.fullmatch(_ONE_LESS, " ".join(text.split()), re.IGNORECASE):
+        return f"{text} ({slowest_host(cluster)})"
+    return text
 
 
 def _network(cluster: Cluster, factor: float = 1.0, more: float = 0.0) -> Cluster:
@@ -132,7 +150,7 @@ def what_ifs(
             plan = plan_sections(values, other, quick, global_batch=made.global_batch)
         except UserError as error:
             raise UserError(f"--what_if={text!r}: {error}") from error
-        found.append(WhatIf(text, plan.report.chosen, _kept(today, plan)))
+        found.append(WhatIf(_named(cluster, text), plan.report.chosen, _kept(today, plan)))
     return dataclasses.replace(today, report=dataclasses.replace(made, what_ifs=tuple(found)))
 
 

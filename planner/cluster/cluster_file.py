@@ -61,7 +61,7 @@ from planner.cluster.trunks import Trunks
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
 _MOST = 1_000_000  # devices
-_MOST_HOSTS = 8192  # each matrix of links takes half a gigabyte then, and a plan needs several
+MOST_HOSTS = 8192  # each matrix of links takes half a gigabyte then, and a plan needs several
 _HUGE = 1e300  # numbers must be below it
 # Keys of a row of the compute profile whose values are positive integers, and those whose values are seconds.
 _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
@@ -131,8 +131,8 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         if key not in values:
             raise UserError(f"the key {key} is missing; needed are hosts, devices_per_host, device and links")
     count = len(values["hosts"]) if isinstance(values["hosts"], list) else values["hosts"]
-    if type(count) is int and count > _MOST_HOSTS:
-        raise UserError(f"a cluster may have {_MOST_HOSTS:,} hosts, got {count:,}; plan for a part of them")
+    if type(count) is int and count > MOST_HOSTS:
+        raise UserError(f"a cluster may have {MOST_HOSTS:,} hosts, got {count:,}; plan for a part of them")
     hosts = _hosts(values["hosts"])
     per_host = _integer("devices_per_host", values["devices_per_host"])
     sheets = _sheets(values.get("devices", {}))

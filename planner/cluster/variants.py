@@ -6,6 +6,7 @@ import numpy as np
 
 from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between, of_hosts
+from planner.cluster.cluster_file import MOST_HOSTS
 from planner.cluster.device_sheets import SHEETS
 
 
@@ -27,6 +28,27 @@ def alike(cluster: Cluster) -> bool:
     return len(set(cluster.kinds)) == 1 and one(cluster.memory) and inside and one(cluster.alpha[apart]) and one(pairs)
 
 
+def check_size(cluster: Cluster, hosts: int) -> None:
+    """Require that a cluster can have so many hosts, before its links are laid out.
+
+    Args:
+        cluster: cluster that is not merged.
+        hosts: number of hosts, from 1 on.
+
+    Raises:
+        UserError: it has fewer, which differ or have no link to go by, or there are more than a cluster may have.
+    """
+    count = len(cluster.hosts)
+    if hosts <= count:
+        return
+    if hosts > MOST_HOSTS:
+        raise UserError(f"a cluster may have {MOST_HOSTS:,} hosts, got {hosts:,}; plan for a part of them")
+    if count == 1 or not alike(cluster):
+        differ = "has hosts or links that differ, or shared uplinks"
+        why = "has one host and so no link between hosts" if count == 1 else differ
+        raise UserError(f"{hosts} hosts cannot be told from {cluster.name}, which {why}; name at most {count}")
+
+
 def resized(cluster: Cluster, hosts: int) -> Cluster:
     """Return the cluster with so many hosts: its first ones, or more that are like them.
 
@@ -35,15 +57,12 @@ def resized(cluster: Cluster, hosts: int) -> Cluster:
         hosts: number of hosts, from 1 on.
 
     Raises:
-        UserError: more hosts are asked for, but those that there are differ, or there is no link to go by.
+        UserError: the cluster cannot have so many; see `check_size`.
     """
+    check_size(cluster, hosts)
     count = len(cluster.hosts)
     if hosts <= count:
         return cluster if hosts == count else of_hosts(cluster, cluster.hosts[:hosts])
-    if count == 1 or not alike(cluster):
-        differ = "has hosts or links that differ, or shared uplinks"
-        why = "has one host and so no link between hosts" if count == 1 else differ
-        raise UserError(f"{hosts} hosts cannot be told from {cluster.name}, which {why}; name at most {count}")
     names = (*cluster.hosts, *(f"like-{cluster.hosts[0]}-{n}" for n in range(1, hosts - count + 1)))
     here = np.eye(hosts, dtype=bool)
 

@@ -1,7 +1,8 @@
 """The pipelines of measured runs, as arrays of everything that does not depend on the fitted constants.
 
-Ranks count tensor fastest, then data, then pipe, and fill host after host. Messages of concurrent senders share a
-host's network. If the pipelines of one run differ in device kinds or links, each of them is a row.
+Ranks count tensor fastest, then data, then pipe, and fill host after host unless the run says where they are. Messages
+of concurrent senders share a host's network. If the pipelines of one run differ in device kinds, links or
+micro-batches, each of them is a row.
 
 References:
     Operations and activations of a layer: Korthikanti et al. 2022, Reducing Activation Recomputation.
@@ -15,6 +16,7 @@ import numpy as np
 
 from paxtrain.devices.datasheets import UNKNOWN, UNKNOWN_HOST, datasheet
 from planner.fit.trials import Trial
+from planner.pipeline.rows import Table
 
 Array = np.ndarray
 
@@ -47,9 +49,17 @@ class LayoutRates(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _layout_rates(
-    tp: int, dp: int, pp: int, per_host: int, host_rates: tuple[float, ...], intra_rates: tuple[float, ...]
+    tp: int,
+    dp: int,
+    pp: int,
+    per_host: int,
+    placement: tuple[int, ...],
+    host_rates: tuple[float, ...],
+    intra_rates: tuple[float, ...],
 ) -> LayoutRates:
     host = np.arange(tp * dp * pp).reshape(pp, dp, tp) // per_host
+    if placement:
+        host = np.repeat(placement, tp).reshape(pp, dp, tp)
     net, inside = np.array(host_rates), np.array(intra_rates)
 
     def rates(a: Array, b: Array) -> Array:
@@ -78,7 +88,7 @@ def _layout_rates(
 
 
 class PipelineBatch(NamedTuple):
-    """N pipelines with P stages and equally many micro-batches; a trial has several if its pipelines differ.
+    """N pipelines that run one table on P stages; a trial has several if its pipelines differ.
 
     The rates tensor to ring_inter are those of LayoutRates, for each pipeline. Seconds are at the datasheet's rates.
 
@@ -139,21 +149,34 @@ def _slots(trial: Trial, host: Array) -> Array:
     return np.array(by_speed)[np.array([[rank[a : b + 1].min() for a, b in row] for row in host])]
 
 
-def _different(slots: Array, rates: LayoutRates) -> Array:
-    """Return the data ranks whose pipelines differ in device kinds or rates, one of each."""
+def _different(slots: Array, rates: LayoutRates, micro_batches: Array) -> Array:
+    """Return the data ranks whose pipelines differ in device kinds, rates or micro-batches, one of each."""
     columns = (slots, rates.tensor, rates.tensor_inter, rates.hop, rates.hop_inter)
-    ends = (rates.embedding[:, None], rates.embedding_inter[:, None])
+    ends = (rates.embedding[:, None], rates.embedding_inter[:, None], micro_batches[:, None])
     _, first = np.unique(np.concatenate((*columns, *ends), axis=1), axis=0, return_index=True)
     return first
 
 
-def _rows(index: int, trial: Trial) -> list[tuple]:
-    """Return the differing pipelines of one trial, each with the fields of a PipelineBatch without its axis N."""
+def _table(trial: Trial, micro_batches: int) -> Table:
+    """Return the table of a data rank: of one with fewer micro-batches than others the last rows of theirs."""
+    first = trial.micro_batches - micro_batches
+    skips = bool(trial.data_micro_batches)
+    return Table(trial.schedule, trial.pp, trial.micro_batches, trial.virtual_stages, first=first, skips=skips)
+
+
+def _rows(index: int, trial: Trial) -> list[tuple[Table, tuple]]:
+    """Return the differing pipelines of one trial: each one's table, and a PipelineBatch's fields without its axis N.
+
+    Args:
+        index: index of the trial.
+        trial: the run.
+    """
     sheets = [datasheet(kind) or UNKNOWN for kind in trial.device_kinds]
     hosts = trial.host_bytes or (UNKNOWN_HOST,) * trial.hosts
     intra = trial.intra_bytes or tuple(sheet.intra for sheet in sheets)
-    rates = _layout_rates(trial.tp, trial.dp, trial.pp, trial.devices_per_host, hosts, intra)
+    rates = _layout_rates(trial.tp, trial.dp, trial.pp, trial.devices_per_host, trial.placement, hosts, intra)
     slots = _slots(trial, rates.host)
+    micro_batches = np.array(trial.data_micro_batches or (trial.micro_batches,) * trial.dp)
 
     h, t, e, tokens = trial.hidden, trial.tp, trial.element_bytes, trial.micro_batch * trial.seq
     of_kind = [datasheet(kind) or UNKNOWN for kind in kinds(trial)]
@@ -165,7 +188,7 @@ def _rows(index: int, trial: Trial) -> list[tuple]:
     parameters = layers * 12 * h * h / t + table * ((stage == 0) | (stage == trial.pp - 1))
     logits = tokens * trial.vocab / t
     rows = []
-    for d in _different(slots, rates):
+    for d in _different(slots, rates, micro_batches):
         slot = slots[d]
         row = PipelineBatch(
             trial=np.array(index),
@@ -191,13 +214,14 @@ def _rows(index: int, trial: Trial) -> list[tuple]:
             ring_intra=rates.ring_intra,
             ring_inter=rates.ring_inter,
         )
-        rows.append(tuple(row))
+        rows.append((_table(trial, int(micro_batches[d])), tuple(row)))
     return rows
 
 
-def pipeline_batches(trials: Sequence[Trial]) -> dict[tuple[int, int], PipelineBatch]:
-    """Return the pipelines of all trials, batched by their numbers of stages and of micro-batches."""
-    rows: dict[tuple[int, int], list[tuple]] = {}
+def pipeline_batches(trials: Sequence[Trial]) -> dict[Table, PipelineBatch]:
+    """Return the pipelines of all trials, batched by the tables that they run."""
+    rows: dict[Table, list[tuple]] = {}
     for index, trial in enumerate(trials):
-        rows.setdefault((trial.pp, trial.micro_batches), []).extend(_rows(index, trial))
-    return {shape: PipelineBatch(*map(np.array, zip(*found))) for shape, found in rows.items()}
+        for table, row in _rows(index, trial):
+            rows.setdefault(table, []).append(row)
+    return {table: PipelineBatch(*map(np.array, zip(*found))) for table, found in rows.items()}

@@ -8,10 +8,11 @@ For one micro-batch of `tokens` = micro_batch x seq tokens, a layer of hidden si
     F           compute + 2 all-reduces over t
     B           backward_ratio x compute + 2 all-reduces, and F again if activations are recomputed
 
-The last stage adds the head, and every stage adds a constant per micro-batch. The simulator composes these to the time
-at which each stage has done its last micro-batch. The gradient rings over the real hosts follow, then the exchange of
-the tied embedding between the first and the last stage, then the optimizer. If the pipelines of one run differ, each is
-simulated and the slowest counts.
+The last stage adds the head, and every stage adds a constant per micro-batch. The simulator composes these, by the
+run's schedule, to the time at which each stage has done its last micro-batch. The closed forms are of 1f1b and stand for
+any schedule. Chunks of a stage are taken as equal, and W as half of a backward without recomputation. The gradient rings
+over the real hosts follow, then the exchange of the tied embedding between the first and the last stage, then the
+optimizer. If the pipelines of one run differ, each is simulated and the slowest counts.
 
 References:
     Operations and activations of a layer: Korthikanti et al. 2022, Reducing Activation Recomputation. Rings and
@@ -19,9 +20,11 @@ References:
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from paxtrain.schedule.schedules import SPECS
 from planner.cost import closed_forms
 from planner.fit.constants import NAMES
 from planner.fit.pipelines import PipelineBatch, kinds, pipeline_batches
@@ -32,6 +35,7 @@ from planner.pipeline.rows import Table
 Array = np.ndarray
 METHODS = ("simulate", "rows", "pipette", "amp")
 EXECUTORS = {"ideal": "simulate", "paxtrain": "rows"}  # the method that simulates each
+_CLOSED_FORMS = ("pipette", "amp")
 
 # Some kernels of a layer wait for their launch and others for memory: the time is the p-norm of the two sums.
 _SHARPNESS = 4
@@ -42,6 +46,45 @@ def _all_reduce(size: Array, ranks: Array, latency: Array, rate: Array) -> Array
     return np.where(
         ranks > 1, 2 * np.ceil(np.log2(np.maximum(ranks, 2))) * latency + closed_forms.ring(size, ranks, rate), 0
     )
+
+
+class _Work(NamedTuple):
+    """The seconds of a micro-batch on each stage, arrays [B, N, P].
+
+    Attributes:
+        forward: F of the layers.
+        backward: B of the layers, with W.
+        weights: the part of it that is W.
+        head: [B, N, 1] F of the head.
+        head_backward: [B, N, 1] B of the head.
+        constant: [B, N, 1] constant part of F and of B of a chunk.
+        hops: [B, N, P - 1] messages to the next stage.
+        back: [B, N, 1] messages between the last stage and the first, which chunks need.
+    """
+
+    forward: Array
+    backward: Array
+    weights: Array
+    head: Array
+    head_backward: Array
+    constant: Array
+    hops: Array
+    back: Array
+
+    def of_chunks(self, chunks: int, splits: bool) -> tuple[Array, Array, Array]:
+        """Return F, B and W [B, N, virtual stages], in the order of the model.
+
+        Args:
+            chunks: chunks of each stage.
+            splits: W is an op of its own.
+        """
+        weights = self.weights if splits else np.zeros_like(self.weights)
+        parts = self.forward, self.backward - weights, weights
+        forward, backward, weights = (np.tile(part / chunks, (1, 1, chunks)) for part in parts)
+        forward, backward = forward + self.constant, backward + self.constant
+        forward[..., -1:] += self.head
+        backward[..., -1:] += self.head_backward
+        return forward, backward, weights
 
 
 class TrialModel:
@@ -69,14 +112,14 @@ class TrialModel:
         """
         batch = len(constants)
         result = np.zeros((batch, len(self.trials)))
-        for (stages, micro_batches), runs in self._batches.items():
+        for table, runs in self._batches.items():
             of_stage = [np.take_along_axis(x[:, runs.trial], runs.slot[None], axis=2) for x in (speed, factor)]
             own = constants[:, runs.trial]
-            times = self._compose(runs, own, of_stage[0], of_stage[1], stages, micro_batches)
+            times = self._compose(runs, own, of_stage[0], of_stage[1], table)
             np.maximum.at(result.T, runs.trial, times.T)
         return result
 
-    def _compose(self, runs: PipelineBatch, c: Array, speed: Array, factor: Array, stages: int, m: int) -> Array:
+    def _compose(self, runs: PipelineBatch, c: Array, speed: Array, factor: Array, table: Table) -> Array:
         """Return [B, N] seconds of pipelines of one shape; c [B, N, constants], speed and factor [B, N, P]."""
         g = {name: c[:, :, i, None] for i, name in enumerate(NAMES)}
 
@@ -95,17 +138,20 @@ class TrialModel:
         forward = runs.layers * factor * (layer + reduce)
         again = ((ratio * kernels) ** _SHARPNESS + g["layer_launch"] ** _SHARPNESS) ** (1 / _SHARPNESS)
         backward = runs.layers * factor * (again + reduce) + np.where(runs.recompute[:, None], forward, 0)
+        weights = runs.layers * factor * again / 2
         head = g["head_ratio"] * (runs.head[:, :1] / compute[..., -1:] + runs.head[:, 1:] / memory[..., -1:])
-        forward, backward = forward + g["micro_batch_seconds"], backward + g["micro_batch_seconds"]
-        forward[..., -1:] += head
-        backward[..., -1:] += ratio * head
-        hop = latency(runs.hop_inter) + g["hop_ratio"] * message / rate(runs.hop, runs.hop_inter)
 
+        def hop(bytes_per_second: Array, inter: Array) -> Array:
+            return latency(inter) + g["hop_ratio"] * message / rate(bytes_per_second, inter)
+
+        hops = hop(runs.hop, runs.hop_inter)
+        back = hop(runs.embedding[:, None], runs.embedding_inter[:, None])  # from the last stage to the first
         size = g["data_ratio"] * runs.parameter_bytes
         slowest = np.minimum(rate(runs.ring_intra, False), rate(runs.ring_inter, True))
         data = _all_reduce(size, dp, latency(np.isfinite(runs.ring_inter)), slowest)
-        done = self._pipeline(forward, backward, hop, data, stages, m)
-        if stages > 1:
+        work = _Work(forward, backward, weights, head, ratio * head, g["micro_batch_seconds"], hops, back)
+        done = self._pipeline(work, data, table)
+        if table.stages > 1:
             inter = runs.embedding_inter[:, None]
             size = g["tied_ratio"] * runs.embedding_bytes[:, None]
             exchange = latency(inter) + size / rate(runs.embedding[:, None], inter)
@@ -114,26 +160,27 @@ class TrialModel:
         done = done + g["optimizer_bytes"] * runs.optimizer / memory
         return done.max(axis=2) + g["step_seconds"][..., 0]
 
-    def _pipeline(self, forward: Array, backward: Array, hop: Array, data: Array, stages: int, m: int) -> Array:
-        """Return [B, N, P] the times when each stage's gradients are reduced; hop [B, N, P - 1] seconds."""
-        if self.method in ("pipette", "amp"):
-            both = 2 * hop
+    def _pipeline(self, work: _Work, data: Array, table: Table) -> Array:
+        """Return [B, N, P] the times when each stage's gradients are reduced, which takes data [B, N, P] seconds."""
+        if self.method in _CLOSED_FORMS:
+            forward, backward, _ = work.of_chunks(1, splits=False)
+            stages, m = table.stages, table.micro_batches - table.first
             if self.method == "pipette":
-                seconds = closed_forms.pipette(forward, backward, both, data.max(axis=2), m, stages)
+                seconds = closed_forms.pipette(forward, backward, 2 * work.hops, data.max(axis=2), m, stages)
             else:
-                seconds = closed_forms.amp(forward, backward, both, data.max(axis=2), m)
+                seconds = closed_forms.amp(forward, backward, 2 * work.hops, data.max(axis=2), m)
             return np.repeat(seconds[..., None], stages, axis=2)
 
         def flat(x: Array) -> Array:
             return x.reshape(-1, x.shape[-1])
 
-        none = np.zeros_like(forward[..., :1])
+        forward, backward, weights = work.of_chunks(table.chunks, SPECS[table.schedule].splits)
         durations = simulator.Seconds(
             forward=flat(forward),
             backward=flat(backward),
-            activation=flat(np.concatenate([hop, none], axis=2)),
-            gradient=flat(np.concatenate([none, hop], axis=2)),
+            activation=flat(np.concatenate([work.hops, work.back], axis=2)),
+            gradient=flat(np.concatenate([work.back, work.hops], axis=2)),
+            weights=flat(weights),
         )
         simulated = simulator.pipeline if self.method == "rows" else ideal.pipeline
-        finish = simulated(Table("1f1b", stages, m), durations)
-        return finish.reshape(forward.shape) + data
+        return simulated(table, durations).reshape(data.shape) + data

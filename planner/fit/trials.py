@@ -4,7 +4,7 @@ One row is one run of one configuration:
 
     cluster            any name; rows of one cluster share the constants that are fitted
     devices            devices that the run used
-    devices_per_host   ranks fill host after host
+    devices_per_host   ranks fill host after host, unless placement says otherwise
     device_kinds       optional: one kind for all, or one per host joined by ";", as "A100;A100;V100"
     host_gbit          optional, likewise: Gbit/s of a host's network, each way
     intra_gbit         optional, likewise: Gbit/s between two devices of a host, each way
@@ -12,6 +12,11 @@ One row is one run of one configuration:
     global_batch, micro_batch
     tp, dp, pp         tensor, data and pipe; ranks count tensor fastest, then data, then pipe
     stage_layers       optional: transformer layers of each stage joined by ";"; default: as equal as possible
+    schedule           optional: a schedule of paxtrain/schedule/schedules.py, as "eager_1f1b", or "1f1b:5" with 5
+                       micro-batches in flight; anything else counts as 1f1b
+    virtual_stages     optional: chunks of layers of each stage, all as large, if the schedule interleaves; default: 2
+    data_micro_batches optional: micro-batches of each data rank joined by ";"; default: all have as many
+    placement          optional: host of each tensor group joined by ";", numbered from 0, in the order of the ranks
     recompute          1 if activations are recomputed in the backward pass, else 0
     dtype              dtype of activations and weights: fp16, bf16 or fp32
     seconds            seconds of one iteration; empty or inf: not run
@@ -19,15 +24,20 @@ One row is one run of one configuration:
 Optional columns may be missing or empty. Other columns are kept and not read.
 """
 
+import collections
 import csv
 import dataclasses
+import io
 import math
 import pathlib
 from collections.abc import Sequence
 
-from paxtrain.errors import UserError
+from paxtrain import files
+from paxtrain.errors import UserError, whole
+from paxtrain.schedule.schedules import FAMILY, SPECS, names
 
-OPTIONAL = ("device_kinds", "host_gbit", "intra_gbit", "stage_layers")
+_OF_RANKS = ("stage_layers", "schedule", "virtual_stages", "data_micro_batches", "placement")
+OPTIONAL = ("device_kinds", "host_gbit", "intra_gbit", *_OF_RANKS)
 COLUMNS = (
     "cluster",
     "devices",
@@ -45,7 +55,7 @@ COLUMNS = (
     "tp",
     "dp",
     "pp",
-    "stage_layers",
+    *_OF_RANKS,
     "recompute",
     "dtype",
     "seconds",
@@ -77,6 +87,10 @@ class Trial:
         host_bytes: bytes/s of each host's network; None if unknown.
         intra_bytes: bytes/s between two devices of each host; None if unknown.
         stage_layers: transformer layers of each stage.
+        schedule: a key of paxtrain.schedule.schedules.SPECS.
+        virtual_stages: chunks of layers of each stage.
+        data_micro_batches: micro-batches of each data rank; empty: all have as many.
+        placement: host of each tensor group, in the order of the ranks; empty: they fill host after host.
         element_bytes: bytes of one number of dtype.
         seconds: seconds of one iteration; None if not run.
         columns: the row as it was read.
@@ -103,11 +117,15 @@ class Trial:
     element_bytes: int
     seconds: float | None
     columns: dict[str, str] = dataclasses.field(repr=False, compare=False)
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    data_micro_batches: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per pipeline and iteration."""
-        return self.global_batch // (self.dp * self.micro_batch)
+        """Micro-batches per iteration of the pipeline that has most."""
+        return max(self.data_micro_batches, default=self.global_batch // (self.dp * self.micro_batch))
 
     @property
     def hosts(self) -> int:
@@ -126,6 +144,7 @@ class Trial:
 
 
 _MOST, _HUGE = 10_000_000, 1e12  # largest count; largest rate or time
+_MOST_CHUNKS = 1024
 
 
 def _count(name: str, text: str) -> int:
@@ -186,6 +205,75 @@ def _stage_layers(text: str, layers: int, pp: int) -> tuple[int, ...]:
     return counts
 
 
+def _schedule(name: str, stages: int, given: str) -> tuple[str, int]:
+    """Return the schedule and its virtual stages: 1f1b's if the name is none of this project's.
+
+    Args:
+        name: schedule as the row has it.
+        stages: stages of the pipeline.
+        given: virtual stages as the row has them.
+    """
+    chunks = _count("virtual_stages", given) if given else 0
+    if chunks > _MOST_CHUNKS:
+        raise UserError(f"virtual_stages must be {_MOST_CHUNKS:,} at most, got {given!r}")
+    in_flight = whole(name.removeprefix(FAMILY)) if name.startswith(FAMILY) else None
+    known = name in names() or (in_flight is not None and stages <= in_flight < 2 * stages)
+    if stages == 1 or not known:
+        return "1f1b", 1
+    spec = SPECS[name]
+    return name, max(chunks, spec.least_chunks) if spec.interleaves else 1
+
+
+def _integers(text: str) -> tuple[int, ...] | None:
+    """Return numbers that are joined by ";"; None if they cannot be read."""
+    found = [whole(entry.strip()) for entry in text.split(";")]
+    return None if None in found else tuple(number for number in found if number is not None)
+
+
+def _data_micro_batches(text: str, n: dict[str, int]) -> tuple[int, ...]:
+    """Return the micro-batches of each data rank; empty: all have as many.
+
+    Args:
+        text: the cell.
+        n: counts of the row.
+    """
+    dp, size, batch = n["dp"], n["micro_batch"], n["global_batch"]
+    if not text:
+        if batch % (dp * size):
+            raise UserError(
+                f"global_batch={batch} must be a multiple of dp={dp} x micro_batch={size}, or data_micro_batches must "
+                "say how many each data rank has"
+            )
+        return ()
+    found = _integers(text) or ()
+    if len(found) != dp or min(found) < 1 or sum(found) * size != batch:
+        raise UserError(
+            f"data_micro_batches={text} must be {dp} counts from 1 on, one per data rank, that with micro_batch={size} "
+            f"make global_batch={batch}"
+        )
+    return found
+
+
+def _placement(text: str, n: dict[str, int], hosts: int) -> tuple[int, ...]:
+    """Return the host of each tensor group; empty: they fill host after host.
+
+    Args:
+        text: the cell.
+        n: counts of the row.
+        hosts: number of hosts.
+    """
+    if not text:
+        return ()
+    found, groups = _integers(text) or (), n["dp"] * n["pp"]
+    fits = max(collections.Counter(found).values(), default=0) * n["tp"] <= n["devices_per_host"]
+    if len(found) != groups or max(found) >= hosts or not fits:
+        raise UserError(
+            f"placement={text} must name a host from 0 to {hosts - 1} for each of the {groups} tensor groups, and no "
+            f"host for more than devices_per_host={n['devices_per_host']} of their devices"
+        )
+    return found
+
+
 def parse(columns: dict[str, str]) -> Trial:
     """Parse one row of the table.
 
@@ -198,15 +286,12 @@ def parse(columns: dict[str, str]) -> Trial:
     n = {name: _count(name, row[name]) for name in _COUNTS}
     if n["tp"] * n["dp"] * n["pp"] != n["devices"]:
         raise UserError(f"tp={n['tp']} x dp={n['dp']} x pp={n['pp']} must make devices={n['devices']}")
-    if n["global_batch"] % (n["dp"] * n["micro_batch"]):
-        raise UserError(
-            f"global_batch={n['global_batch']} must be a multiple of dp={n['dp']} x micro_batch={n['micro_batch']}"
-        )
     if row["recompute"] not in ("0", "1"):
         raise UserError(f"recompute must be 0 or 1, got {row['recompute']!r}")
     if row["dtype"].lower() not in _BYTES:
         raise UserError(f"dtype must be one of {', '.join(_BYTES)}, got {row['dtype']!r}")
     hosts = -(-n["devices"] // n["devices_per_host"])
+    schedule, virtual_stages = _schedule(row["schedule"], n["pp"], row["virtual_stages"])
     return Trial(
         cluster=row["cluster"],
         device_kinds=tuple(_per_host("device_kinds", row["device_kinds"], hosts)),
@@ -217,6 +302,10 @@ def parse(columns: dict[str, str]) -> Trial:
         element_bytes=_BYTES[row["dtype"].lower()],
         seconds=_seconds(row["seconds"]),
         columns=columns,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        data_micro_batches=_data_micro_batches(row["data_micro_batches"], n),
+        placement=_placement(row["placement"], n, hosts),
         **n,
     )
 
@@ -261,8 +350,13 @@ def read(path: str | pathlib.Path) -> list[Trial]:
 
 
 def write(path: str | pathlib.Path, rows: Sequence[dict[str, object]]) -> None:
-    """Write rows as CSV, with the keys of the first one as columns."""
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    """Write rows as CSV, with the keys of the first one as columns; a crash leaves the file old or new.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write(path, text.getvalue())

@@ -29,8 +29,8 @@ class Machines:
         memory: bytes of one device, per host.
         racks: rack of each host, as the launcher or --rack says.
         sites: site of each host, as --site says; all empty: there is one.
-        crowded: the largest number of processes that compute on the same cores, and the number of these cores, if
-            there are fewer of them; else None.
+        crowded: for each process the number of processes that compute on its computer's cores, and the number of
+            these cores, if there are fewer of them; else None. Empty: no process shares its cores.
     """
 
     hosts: tuple[str, ...]
@@ -41,7 +41,7 @@ class Machines:
     memory: tuple[float, ...]
     racks: tuple[str, ...]
     sites: tuple[str, ...] = ()
-    crowded: tuple[int, int] | None = None
+    crowded: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def site_numbers(self) -> tuple[int, ...]:
@@ -52,6 +52,16 @@ class Machines:
     def places(self) -> list[tuple[str, str]]:
         """Site and rack of each host."""
         return list(zip(self.sites or ("",) * len(self.hosts), self.racks, strict=True))
+
+    @property
+    def most_crowded(self) -> tuple[int, int] | None:
+        """The entry of `crowded` with the most processes for each core; None if all have cores to themselves."""
+        return max(filter(None, self.crowded), key=lambda found: found[0] / found[1], default=None)
+
+    def processes_per_core(self, process: int) -> float:
+        """Return the processes for each core of a process's computer; 0 if it has cores to itself."""
+        processes, cores = (self.crowded[process] if self.crowded else None) or (0, 1)
+        return processes / cores
 
 
 class _Entry(NamedTuple):
@@ -90,7 +100,7 @@ def _computer() -> str:
         return socket.gethostname()
 
 
-def crowded_cores(roster: Sequence[_Entry]) -> tuple[int, int] | None:
+def crowded_cores(roster: Sequence[_Entry]) -> tuple[tuple[int, int] | None, ...]:
     """Return `Machines.crowded`.
 
     Args:
@@ -100,8 +110,8 @@ def crowded_cores(roster: Sequence[_Entry]) -> tuple[int, int] | None:
     for entry in roster:
         if entry.cores:
             on.setdefault(entry.computer, []).append(entry.cores)
-    most = max(((len(cores), max(cores)) for cores in on.values()), key=lambda x: x[0] / x[1], default=(0, 1))
-    return most if most[0] > most[1] else None
+    crowded = {computer: (len(cores), max(cores)) for computer, cores in on.items() if len(cores) > max(cores)}
+    return tuple(crowded.get(entry.computer) if entry.cores else None for entry in roster)
 
 
 def _local_kind() -> tuple[str, float]:

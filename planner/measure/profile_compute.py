@@ -75,8 +75,7 @@ class _ComputeProfile:
         self._group, self._machines, self._config, self._options = group, machines, config, options
         self._devices = machines.devices[mine * machines.per_host : (mine + 1) * machines.per_host]
         self._optimizer: dict[int, float] = {}  # seconds per parameter, by tensor-parallel size
-        processes, cores = machines.crowded or (0, 1)
-        self._processes_per_core = processes / cores
+        self._processes_per_core = machines.processes_per_core(group.process)
         self.measures = mine in alike[: options.compute_hosts or None]
 
     def _prepare(self, tensor: int, micro_batch: int) -> compute_timing.LoopTimer:

@@ -88,7 +88,7 @@ class WhatIf(NamedTuple):
     """The plan for a cluster that is changed.
 
     Attributes:
-        change: the change, as it was written.
+        change: the change, as it was written, with the host if it leaves one to the planner.
         found: plan for the changed cluster.
         kept: seconds of today's plan there, on the same hosts; None: it cannot run there.
     """

@@ -331,8 +331,8 @@ def describe(decision: Decision, machines: Machines) -> str:
     if _is_figure(step, order) and step > 0:
         took = f"{step:.3g} s predicted, {order:.3g} s in host order ({order / step - 1:+.1%}); {took}"
     rows.append(("step", took))
-    if machines.crowded:
-        processes, cores = machines.crowded
+    if machines.most_crowded:
+        processes, cores = machines.most_crowded
         rows.append(
             ("", f"{processes} processes share {cores} cores; their waits for each other's turns are not predicted")
         )

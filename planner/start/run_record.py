@@ -1,7 +1,7 @@
 """The record of a planned run: rows for planner.validate, and a correction for later plans of the same folder.
 
 trials.csv         a row for each start that was timed, as planner/fit/trials.py describes them, with the predicted
-                   and the measured seconds of each term in further columns
+                   and the measured seconds of each term in further columns; none for what that table cannot say
 corrections.json   for each kind of work that is profiled, the factor by which it takes longer than its profile says,
                    with the factor's standard error
 """
@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from paxtrain import files
-from paxtrain.config import Config
-from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, OPTIMIZER
+from paxtrain.config import Config, MeshConfig
+from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, OPTIMIZER, Plan
+from paxtrain.errors import UserError
 from paxtrain.profiling.terms import StepComparison
+from paxtrain.schedule.schedules import FILE
 from planner.cluster.cluster import Cluster
 from planner.cost.compute import PARTS
 from planner.fit import trials
@@ -36,14 +38,62 @@ _CORRECTED = {
 _RECOMPUTES = ("inputs", "layer_inputs")  # save modes whose backward runs the layers' forward again
 
 
-def _row(config: Config, machines: Machines, found: StepComparison) -> dict[str, object]:
-    """Return the row of a start; links between hosts differ, so none is named."""
-    m, mesh, batch = config.model, config.mesh, config.batch
+def _unsaid(config: Config) -> str:
+    """Return what of a run a row of the table cannot say, as a clause; empty: nothing.
+
+    Args:
+        config: configuration of the run.
+    """
+    m, compress, mesh = config.model, config.compress, config.mesh
+    if config.groups > 1:
+        return f"{config.groups} groups train apart, and a row has one ring over all data ranks"
+    if m.family != "gpt2" or m.ffn != 4 * m.hidden:
+        of = f"{m.family} with a feed-forward part of {m.ffn}"
+        return f"the model is a {of}, and a row's layers are GPT-2's with 4 x hidden"
+    between = mesh.pipe > 1 and any(compress.chosen(place) != "none" for place in ("backward", "forward"))
+    over = mesh.data > 1 and (compress.over_data(mesh.data) != "none" or compress.weights_codec != "")
+    if between or over:
+        return "messages are compressed, and a row's are not"
+    if config.pipeline.schedule.endswith(FILE):
+        return f"its schedule is the file {config.pipeline.schedule}, and a row names a schedule that others know"
+    return ""
+
+
+def _placement(plan: Plan, mesh: MeshConfig, per_host: int) -> str:
+    """Return the host of each tensor group in the order of a row's ranks; empty: these fill host after host.
+
+    Args:
+        plan: plan of the run.
+        mesh: its mesh.
+        per_host: devices per host.
+
+    Raises:
+        UserError: tensor groups span hosts in another order.
+    """
+    order = np.array(plan.device_order or range(mesh.devices))
+    hosts = order.reshape(mesh.data, mesh.pipe, mesh.tensor).transpose(1, 0, 2) // per_host
+    if (hosts.ravel() == np.arange(mesh.devices) // per_host).all():
+        return ""
+    if (hosts != hosts[..., :1]).any():
+        raise UserError("tensor groups span hosts that are not in order, and a row places whole groups")
+    return ";".join(map(str, hosts[..., 0].ravel().tolist()))
+
+
+def _row(config: Config, machines: Machines, found: StepComparison, plan: Plan) -> dict[str, object]:
+    """Return the row of a start; links between hosts differ, so none is named.
+
+    Raises:
+        UserError: the table cannot say it.
+    """
+    if problem := _unsaid(config):
+        raise UserError(problem)
+    m, mesh, batch, pipeline = config.model, config.mesh, config.batch, config.pipeline
+    kinds = dict(zip(machines.hosts, machines.kinds, strict=True))
     row: dict[str, object] = {
-        "cluster": pathlib.Path(config.run.out).name,
+        "cluster": pathlib.Path(config.run.out).resolve().name or "run",
         "devices": mesh.devices,
         "devices_per_host": machines.per_host,
-        "device_kinds": ";".join(machines.kinds),
+        "device_kinds": ";".join(kinds[host] for host in plan.hosts or machines.hosts),
         "hidden": m.hidden,
         "heads": m.heads,
         "layers": m.layers,
@@ -54,19 +104,38 @@ def _row(config: Config, machines: Machines, found: StepComparison) -> dict[str,
         "tp": mesh.tensor,
         "dp": mesh.data,
         "pp": mesh.pipe,
-        "recompute": int(config.pipeline.save in _RECOMPUTES),
+        "stage_layers": ";".join(str(sum(config.stage_layers[s :: mesh.pipe])) for s in range(mesh.pipe)),
+        "schedule": pipeline.table,
+        "virtual_stages": pipeline.virtual_stages,
+        "data_micro_batches": ";".join(map(str, config.rank_micro_batches)) if config.uneven else "",
+        "placement": _placement(plan, mesh, machines.per_host),
+        "recompute": int(pipeline.save in _RECOMPUTES),
         "dtype": m.dtype,
         "seconds": f"{found.measured:.6g}",
-        "schedule": config.pipeline.schedule,
         "steps": found.steps,
     }
-    return row | {name: f"{value:.6g}" for name, value in found.figures().items()}
+    row |= {name: f"{value:.6g}" for name, value in found.figures().items()}
+    cells = {name: str(value) for name, value in row.items()}
+    trials.parse(cells)
+    longest, most = max(map(len, cells.values())), csv.field_size_limit()
+    if longest > most:
+        raise UserError(f"a cell would have {longest:,} characters, more than the {most:,} of a table")
+    return row
+
+
+def _readable(row: dict[str, str]) -> bool:
+    """Return whether planner.validate can read a row that is there, since one that it cannot costs it all others."""
+    try:
+        trials.parse(row)
+    except UserError:
+        return False
+    return None not in row  # cells beyond the columns
 
 
 def _former(path: pathlib.Path) -> list[dict[str, str]]:
     try:
         with open(path, newline="") as file:
-            return list(csv.DictReader(file))
+            return [row for row in csv.DictReader(file) if _readable(row)]
     except (OSError, UnicodeDecodeError, csv.Error):  # a record that is lost costs no training
         return []
 
@@ -106,20 +175,38 @@ def corrected(cluster: Cluster, out: pathlib.Path) -> tuple[Cluster, dict[str, A
     return dataclasses.replace(cluster, compute=tuple(map(scaled, cluster.compute)), source=source), told
 
 
-def record(out: pathlib.Path, config: Config, machines: Machines, found: StepComparison, correction: object) -> None:
-    """Add a start to the folder's record.
+def record(out: pathlib.Path, config: Config, machines: Machines, found: StepComparison, plan: Plan) -> str:
+    """Add a start to the folder's record, and return why it got no row; empty: it got one.
 
     Args:
         out: folder of the run.
         config: its configuration, with the plan's sections.
         machines: its nodes.
         found: its prediction and measurement.
-        correction: the correction that its plan was made with, as `corrected` told it; None: it had none.
+        plan: its plan, which tells the corrections that it was made with, as `corrected` told it.
+
+    Raises:
+        OSError: the record cannot be written.
     """
-    rows: list[dict[str, Any]] = [*_former(out / TRIALS), _row(config, machines, found)]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = [{name: row.get(name, "") for name in columns} for row in rows]
-    trials.write(out / TRIALS, table)
+    problem = ""
+    try:
+        rows: list[dict[str, Any]] = [*_former(out / TRIALS), _row(config, machines, found, plan)]
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        trials.write(out / TRIALS, [{name: row.get(name, "") for name in columns} for row in rows])
+    except UserError as error:
+        problem = str(error)
+    _record_corrections(out, found, plan.predicted.get("correction"))
+    return problem
+
+
+def _record_corrections(out: pathlib.Path, found: StepComparison, correction: object) -> None:
+    """Write by which factor each kind of work takes longer than profiled, if that was measured.
+
+    Args:
+        out: folder of the run.
+        found: prediction and measurement.
+        correction: the corrections that the plan was made with; None: it had none.
+    """
     made_with = correction if isinstance(correction, dict) else {}
     corrections = {
         term: _correction(*found.terms[term], made_with.get(term, 1.0), found.spread)

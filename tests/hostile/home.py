@@ -49,7 +49,7 @@ def prepare(home: pathlib.Path) -> None:
         shutil.copy(home / "data/tokenizer.json", home / where)
     shutil.rmtree(home / "data")
     rows = [
-        f"some,8,4,A100,100,2000,1024,16,24,1024,50257,64,{b},{t},{8 // t // p},{p},,0,fp16,{0.5 + b / 10}"
+        f"some,8,4,A100,100,2000,1024,16,24,1024,50257,64,{b},{t},{8 // t // p},{p},,,,,,0,fp16,{0.5 + b / 10}"
         for b in (1, 2, 4)
         for t in (1, 2)
         for p in (1, 2)

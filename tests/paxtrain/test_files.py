@@ -92,6 +92,17 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+def test_a_pipe_is_written_and_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR)  # so that nobody waits for the other end
+    try:
+        files.write(path, "text")
+        assert os.read(reader, 10) == b"text" and path.is_fifo()
+    finally:
+        os.close(reader)
+
+
 def test_a_tree_is_synced_from_its_leaves_up(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "file").write_text("1")

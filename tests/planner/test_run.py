@@ -250,6 +250,22 @@ def test_bad_input_that_needs_the_others_is_one_sentence_and_exit_code_2(setting
         assert len(said[words].splitlines()) == 1, said[words]
 
 
+def test_a_record_that_cannot_be_written_costs_no_training(tmp_path, monkeypatch, capsys):
+    def record(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_record, "record", record)
+    run._record_times(tmp_path, None, None, None, None)
+    said = capsys.readouterr().out
+    assert said.startswith("the times of this start are not in ") and "Permission denied" in said
+    monkeypatch.setattr(run_record, "record", lambda *_: "2 groups train apart")
+    run._record_times(tmp_path, None, None, None, None)
+    assert capsys.readouterr().out.endswith("trials.csv: 2 groups train apart\n")
+    monkeypatch.setattr(run_record, "record", lambda *_: "")
+    run._record_times(tmp_path, None, None, None, None)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture
 def main(monkeypatch):
     """Run the main in this process, and return its exit code. It must end before it joins other processes."""

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from planner.answers import memory
 from planner.answers.memory import memory_answer, use_of
 from planner.planning.inputs import search_for
 from planner.planning.options import PlanOptions
@@ -57,6 +58,22 @@ def test_if_nothing_fits_what_would_is_told_and_does():
     assert told["b200 instead"].bytes <= told["b200 instead"].limit
     other = memory_answer(values(hidden=4096, heads=16, layers=24), cluster(1, 4, device="b200"), OPTIONS)
     assert other.uses[next(iter(other.uses))].total <= other.limit
+
+
+def test_more_hosts_are_told_as_far_as_a_cluster_has_them_and_take_no_memory(monkeypatch):
+    some = cluster(2, 4, memory=4e9)
+    monkeypatch.setattr(memory, "MOST_HOSTS", 8)
+    answer = memory_answer(values(hidden=4096, heads=16, layers=24), some, OPTIONS)
+    told = {change.what for change in answer.changes}
+    assert {"2 times as many hosts", "4 times as many hosts"} <= told and "8 times as many hosts" not in told
+    links = np.broadcast_to(np.float64(1), (4096, 4096))
+    names = tuple(map(str, range(4096)))
+    large = dataclasses.replace(
+        some, hosts=names, kinds=some.kinds[:1] * 4096, memory=np.full(4096, 4e9), alpha=links, samples=links[None]
+    )
+    twice = memory._several(large, 2)
+    assert twice.alpha.shape == (8192, 8192) and twice.samples.shape == (1, 8192, 8192)
+    assert twice.alpha.strides == (0, 0) and twice.samples.strides[1:] == (0, 0) and len(set(twice.hosts)) == 8192
 
 
 def test_a_change_of_the_plan_saves_what_it_says():

@@ -63,8 +63,18 @@ def test_a_change_changes_what_it_names_and_nothing_else(named):
     more = what_if.changed(named, "network 100 Gbit/s  more").bandwidth - named.bandwidth
     assert more == pytest.approx(12.5e9 * (1 - np.eye(3)))
     assert what_if.changed(named, "link a-c 8 Gbit/s").bandwidth[2, 0] == pytest.approx(1e9)
+    bare = what_if.changed(named, "100 Gbit/s more").bandwidth - named.bandwidth
+    assert bare == pytest.approx(more)
     assert what_if.changed(named, "without host b-1").hosts == ("a", "c")
     assert what_if.changed(named, "devices h100").kinds == ("h100",) * 3
+
+
+@pytest.mark.parametrize("slow", ["a", "b-1", "c"])
+def test_one_host_less_is_the_one_with_the_slowest_links(named, slow):
+    slower = what_if.changed(named, f"link {slow}-* x 0.1")
+    assert what_if.changed(slower, "One host  less").hosts == tuple(host for host in named.hosts if host != slow)
+    equal = dataclasses.replace(cluster(3, 4, seed=None), hosts=named.hosts)
+    assert what_if.changed(equal, "one host less").hosts == ("a", "b-1")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +109,9 @@ def test_a_change_of_the_network_is_one_of_its_trunks_too():
 def test_a_quicker_network_helps_and_a_lost_host_hurts():
     some = cluster(4, 4)
     today = plan_sections(values(), some, OPTIONS)
-    made = what_if.what_ifs(values(), some, OPTIONS, today, ["network x 8", "without host3", "network x 1"])
+    made = what_if.what_ifs(values(), some, OPTIONS, today, ["network x 8", "one host less", "network x 1"])
     quick, fewer, same = made.report.what_ifs
+    assert fewer.change == f"one host less ({what_if.slowest_host(some)})" and fewer.change in made.text()
     assert quick.found.seconds <= quick.kept < today.report.chosen.seconds
     assert fewer.kept is None and fewer.found.seconds > today.report.chosen.seconds
     assert same.found.seconds == pytest.approx(today.report.chosen.seconds) == pytest.approx(same.kept)
@@ -149,8 +160,26 @@ def test_numbers_without_a_plan_are_told():
     assert count == 37 and "cannot be split" in why and "37 hosts" in made.text()
     with pytest.raises(UserError, match="no number of hosts has a plan"):
         hosts.scaling(values(), cluster(4, 4, seed=None), OPTIONS, hosts.ScalingOptions((37,)))
-    with pytest.raises(UserError, match="--hosts must be numbers"):
-        hosts.counts(["2", "four"])
+
+
+def test_numbers_that_no_cluster_has_are_refused_before_links_are_laid_out(monkeypatch):
+    assert hosts.counts(["2", " 8192", "0004"]) == (2, 8192, 4)
+    for word in ("four", "0", "8193", "50000", "000000001999999", "-2", "²", "9" * 6000):
+        with pytest.raises(UserError, match="--hosts must be numbers from 1 to 8,192 joined by commas, as 2,4,8, got"):
+            hosts.counts(["2", word])
+    some = cluster(4, 4, seed=None)
+    monkeypatch.setattr(np, "where", lambda *_: pytest.fail("links were laid out"))
+    with pytest.raises(UserError, match="a cluster may have 8,192 hosts, got 50,000"):
+        resized(some, 50_000)
+    with pytest.raises(UserError, match="a cluster may have 8,192 hosts, got 8,193"):
+        hosts.scaling(values(), some, OPTIONS, hosts.ScalingOptions((2, 8193)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+@pytest.mark.parametrize("name", ["tokens", "price"])
+def test_tokens_and_price_are_numbers(name, value):
+    with pytest.raises(UserError, match=f"--{name} must be a number from [01] to 1e\\+"):
+        hosts.ScalingOptions((2,), **{name: value})
 
 
 # --- A free choice ----------------------------------------------------------------------------------------------------
@@ -176,3 +205,17 @@ def test_a_free_choice_allows_what_was_asked():
     free = free_choice.freed(asked)
     assert "zb_h1" in free.schedules and 3 in free.virtual_stages and free.sequence_parallel == "both"
     assert free.compress == () and free.usable_memory == asked.usable_memory
+
+
+@pytest.mark.parametrize("asked", ["no", "yes"])
+def test_the_micro_batches_of_slow_data_ranks_are_free_too(asked):
+    options = dataclasses.replace(OPTIONS, uneven_data=asked)
+    assert free_choice.narrows(options) and free_choice.freed(options).uneven_data == "both"
+
+
+def test_even_micro_batches_have_their_price_on_devices_of_two_kinds():
+    some = cluster(2, 1, seed=None, device=["a100-80gb", "v100"])
+    asked = PlanOptions(compress=(), oracle="no", nearby=False, top=2, placed=1, uneven_data="no")
+    small = values(layers=2)
+    found = free_choice.free_choice(small, some, asked, plan_sections(small, some, asked))
+    assert found.price > 0.02 and len(set(found.free.candidate.ranks)) > 1 and not found.asked.candidate.ranks

@@ -67,6 +67,59 @@ def test_equal_stages_take_m_plus_p_minus_1_rows():
     assert many / few == pytest.approx((40 + 15) / (16 + 15), rel=1e-5)
 
 
+FLAT = dict.fromkeys(("hop_ratio", "head_ratio", "optimizer_bytes", "tied_ratio", "layer_launch"), 0.0)
+
+
+@pytest.mark.parametrize("method", ["simulate", "rows"])
+def test_a_run_takes_what_its_schedule_takes(method):
+    """Equal stages have the bubbles of Narayanan et al. 2021 and of Qi et al. 2023; B and W are halves of it."""
+
+    def of(schedule, m=64, **changes):
+        row = trial(vocab=1, devices=4, pp=4, micro_batch=1, global_batch=m, schedule=schedule, **changes)
+        return seconds([row], method, **FREE, **FLAT)[0]
+
+    both = (of("1f1b", m=128) - of("1f1b")) / 64  # F and B of a micro-batch
+    forward = both / (1 + TYPICAL["backward_ratio"])
+    bubble = {name: (of(name) - 64 * both) / 3 for name in ("1f1b", "1f1b:6", "eager_1f1b", "gpipe", "zb_h1")}
+    assert bubble == pytest.approx(dict.fromkeys(bubble, both) | {"zb_h1": forward}, rel=1e-4)
+    for chunks in (2, 4):
+        found = of("interleaved_1f1b", virtual_stages=chunks) - 64 * both
+        assert found == pytest.approx(3 * both / chunks, rel=1e-4)
+
+
+def test_transfers_lie_under_compute_where_the_schedule_puts_them():
+    """With four in flight on two stages a transfer has the time of a micro-batch, in 1f1b none."""
+    rows = [trial(devices=8, tp=4, pp=2, schedule=name) for name in ("1f1b", "1f1b:3", "eager_1f1b")]
+    plain, more, eager = seconds(rows, "rows", hop_ratio=10.0)
+    assert eager < plain and more < plain
+    chunked = trial(devices=8, tp=4, pp=2, schedule="interleaved_1f1b")
+    # Chunks send from the last stage to the first, too.
+    none, some = (seconds([chunked], hop_ratio=ratio)[0] for ratio in (0.0, 10.0))
+    assert some - none > seconds([rows[0]], hop_ratio=10.0)[0] - seconds([rows[0]], hop_ratio=0.0)[0] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("method", trial_model.METHODS)
+def test_data_ranks_with_fewer_micro_batches(method, schedule):
+    """Of equal devices the rank with most counts. A rank of slow ones takes what all would with as few.
+
+    This trainer's rows are those of the rank with most, in which another one may wait for a moment.
+    """
+
+    def of(kinds, **batch):
+        mesh = {"devices": 8, "dp": 2, "pp": 4, "placement": "0;1;0;1;0;1;0;1", "schedule": schedule}
+        return seconds([trial(**mesh, device_kinds=kinds, **batch)], method)[0]
+
+    uneven = {"global_batch": 14, "data_micro_batches": "5;2"}
+    mixed, slow = of("A100;T4", **uneven), of("T4", global_batch=8)
+    if schedule == "1f1b":
+        close = 1e-3 if method == "rows" else 1e-9
+        assert of("A100", **uneven) == pytest.approx(of("A100", global_batch=20), rel=close)
+        assert mixed == pytest.approx(slow, rel=close)
+    assert of("A100", **uneven) < mixed < of("T4;A100", **uneven)
+    assert mixed < of("A100;T4", global_batch=14, data_micro_batches="4;3")
+
+
 @pytest.mark.parametrize("method", trial_model.METHODS)
 def test_time_grows_with_every_cost_and_falls_with_every_rate(method):
     rows = [trial(tp=2, dp=4, pp=2), trial(tp=2, dp=2, pp=4, recompute=1), trial(tp=8, dp=1, pp=2)]
@@ -98,6 +151,20 @@ def test_messages_share_a_hosts_network():
         (runs,) = pipeline_batches([row]).values()
         hops.append(runs.hop[0, 0])
     assert hops == [12.5e9 / 4, 12.5e9 / 4, 12.5e9]
+
+
+def test_tensor_groups_are_where_the_run_says():
+    mesh = {"devices": 8, "tp": 2, "dp": 2, "pp": 2, "devices_per_host": 4}
+    (default,) = pipeline_batches([trial(**mesh)]).values()
+    (same,) = pipeline_batches([trial(**mesh, placement="0;0;1;1")]).values()
+    for name in ("hop", "hop_inter", "ring_intra", "ring_inter", "embedding", "tensor"):
+        np.testing.assert_array_equal(getattr(default, name), getattr(same, name))
+    assert default.hop_inter.all() and np.isinf(default.ring_inter).all()
+    (turned,) = pipeline_batches([trial(**mesh, placement="0;1;0;1")]).values()
+    assert not turned.hop_inter.any() and np.isfinite(turned.ring_inter).all()
+    (kinds,) = pipeline_batches([trial(**mesh, placement="1;0;1;0", device_kinds="A100;T4")]).values()
+    # Of the kinds by name, the first data rank has the second host's.
+    assert sorted(kinds.slot.tolist()) == [[0, 0], [1, 1]]
 
 
 def test_rings_run_over_their_hosts():

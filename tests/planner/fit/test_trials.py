@@ -59,6 +59,45 @@ def test_optional_columns_may_be_missing_or_empty(tmp_path):
         assert trial.stage_layers == (3, 3, 2, 2)
 
 
+def test_a_row_says_how_its_pipelines_run(tmp_path):
+    changes = {"schedule": "interleaved_1f1b", "virtual_stages": 5, "placement": "0;1;0;1"}
+    (trial,) = trials.read(_file(tmp_path, changes))
+    assert (trial.schedule, trial.virtual_stages, trial.placement) == ("interleaved_1f1b", 5, (0, 1, 0, 1))
+    (trial,) = trials.read(_file(tmp_path, {"global_batch": 14, "data_micro_batches": "2;5"}))
+    assert trial.data_micro_batches == (2, 5) and trial.micro_batches == 5
+
+
+@pytest.mark.parametrize(
+    "named, virtual_stages, schedule",
+    [
+        ("", "", ("1f1b", 1)),
+        ("eager_1f1b", "4", ("eager_1f1b", 1)),  # which has no chunks
+        ("interleaved_1f1b", "", ("interleaved_1f1b", 2)),
+        ("1f1b:3", "", ("1f1b:3", 1)),
+        ("1f1b:4", "", ("1f1b", 1)),  # more than two stages have in flight
+        ("1f1b:", "", ("1f1b", 1)),
+        ("mine.csv", "", ("1f1b", 1)),
+        ("PipeDream-Flush", "", ("1f1b", 1)),
+    ],
+)
+def test_schedules_of_others_count_as_1f1b(tmp_path, named, virtual_stages, schedule):
+    (trial,) = trials.read(_file(tmp_path, {"schedule": named, "virtual_stages": virtual_stages}))
+    assert (trial.schedule, trial.virtual_stages) == schedule
+
+
+def test_a_table_is_old_or_new_if_it_cannot_be_written(tmp_path, monkeypatch):
+    path = _file(tmp_path, {})
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no"):
+        trials.write(path, [ROW, ROW])
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("text", ["", "inf", "Inf", "nan"])
 def test_what_was_not_run_has_no_seconds(tmp_path, text):
     rows = trials.read(_file(tmp_path, {"seconds": text}, {}))
@@ -82,6 +121,15 @@ def test_spreadsheets_spaces_and_byte_order_marks_do_no_harm(tmp_path):
         ({"global_batch": 33}, "global_batch=33 must be a multiple of dp=2 x micro_batch=2"),
         ({"stage_layers": "4;5"}, "stage_layers=4;5 must be 2 counts"),
         ({"stage_layers": "10"}, "must be 2 counts"),
+        ({"virtual_stages": "0"}, "virtual_stages must be a whole number"),
+        ({"virtual_stages": 5000}, "virtual_stages must be 1,024 at most"),
+        ({"data_micro_batches": "3;4"}, "data_micro_batches=3;4 must be 2 counts from 1 on"),
+        ({"data_micro_batches": "16"}, "must be 2 counts"),
+        ({"data_micro_batches": "16;0"}, "must be 2 counts from 1 on"),
+        ({"data_micro_batches": "8;x"}, "must be 2 counts from 1 on"),
+        ({"placement": "0;0;1"}, "placement=0;0;1 must name a host from 0 to 1 for each of the 4 tensor groups"),
+        ({"placement": "0;0;0;1"}, "no host for more than devices_per_host=4"),
+        ({"placement": "0;0;2;1"}, "must name a host from 0 to 1"),
         ({"layers": 1, "stage_layers": ""}, "layers=1 cannot fill pp=2 stages"),
         ({"recompute": "yes"}, "recompute must be 0 or 1, got 'yes'"),
         ({"dtype": "int8"}, "dtype must be one of fp16"),
@@ -111,7 +159,7 @@ def test_bad_files(tmp_path):
         trials.read(_file(tmp_path, {}, columns=[*trials.COLUMNS, "hidden"]))
     path = _file(tmp_path, {})
     path.write_text(path.read_text() + "lab,8,4\n")
-    with pytest.raises(UserError, match="line 3: it must have 20 cells"):
+    with pytest.raises(UserError, match="line 3: it must have 24 cells"):
         trials.read(path)
     path.write_text("")
     with pytest.raises(UserError, match="lacks the columns cluster, devices"):

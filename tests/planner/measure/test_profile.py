@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -304,6 +305,18 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
     assert done.stderr.startswith("error: process 1, process 2 did not come within 2 s, those on ")
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - began < 60
+
+
+def test_each_process_counts_the_cores_of_its_own_computer(config):
+    """Two share a core of one computer, and the third has another computer to itself."""
+    hosts, crowded = ("a", "b"), ((2, 1), (2, 1), None)
+    machines = Machines(hosts, (0, 0, 1), (), 1, ("cpu",) * 2, (1.0,) * 2, ("",) * 2, crowded=crowded)
+
+    def counted(process: int) -> float:
+        alone = types.SimpleNamespace(process=process)
+        return profile_compute._ComputeProfile(alone, machines, config, ProfileOptions())._processes_per_core
+
+    assert [counted(process) for process in range(3)] == [2.0, 2.0, 0.0]
 
 
 def test_work_on_shared_cores_takes_its_share_of_their_time():
