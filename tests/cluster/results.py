@@ -129,6 +129,8 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         "\n".join(shortfalls) or "Every target was met.",
         "What these figures cannot say:",
         "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
+        "## Scenarios",  # of the lab as it is, also if what the page says of the machine is older
+        _filled(setting.scenarios()),
         *(block for section in sections for block in _blocks(section, folder.name, date)),
     ]
     page.write_text("\n\n".join(text) + "\n")

@@ -3,7 +3,9 @@
 import dataclasses
 import statistics
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from tests.cluster.findings import (
     accuracy,
@@ -96,9 +98,11 @@ def test_scores_equal_plain_arithmetic(tmp_path):
         cells = row(section, form)
         assert cells[0] == f"{100 * mape[form]:.1f}%"
         assert cells[2] == f"{pooled[form]:.3f}"
-        assert cells[3:5] == [f"{statistics.fmean(inside[form]):.3f}", f"{min(inside[form]):.3f}"]
-        assert cells[5:] == [f"{100 * statistics.fmean(regret[form]):.1f}%", f"{100 * max(regret[form]):.1f}%"]
+        # The two of 1 and 2 s are not compared, since the spread of the former is 1.025 s. No other order is noise.
+        assert cells[3:5] == cells[5:7] == [f"{statistics.fmean(inside[form]):.3f}", f"{min(inside[form]):.3f}"]
+        assert cells[7:] == [f"{100 * statistics.fmean(regret[form]):.1f}%", f"{100 * max(regret[form]):.1f}%"]
     assert row(section, "b", "2")[0] == f"{100 * (2 / 10 + 9 / 20) / 2:.1f}%"
+    assert row(section, "a", "3")[3] == "66.7%" and row(section, "b", "2")[3] == "100.0%"
     assert row(section, "x", "3")[0] == f"{100 * (0.1 - 0.1 + 0.2) / 3:+.1f}%"
     met = {target.what: target.met for target in section.targets}
     assert met == {
@@ -107,6 +111,9 @@ def test_scores_equal_plain_arithmetic(tmp_path):
         accuracy.POOLED.what: False,
         accuracy.INSIDE.what: False,
         accuracy.REGRET.what: False,
+        accuracy.SLOW_MAPE.what: None,
+        accuracy.SLOW_INSIDE.what: None,
+        accuracy.SLOW_REGRET.what: None,
         accuracy.BETTER[0].what: True,
         accuracy.BETTER[1].what: False,
         accuracy.BETTER[2].what: False,
@@ -114,11 +121,63 @@ def test_scores_equal_plain_arithmetic(tmp_path):
 
 
 def test_good_predictions_meet_what_was_wanted(tmp_path):
-    for i in range(40):
-        add_pair(tmp_path, "a", "x", str(i), [i], [1.0 + i], predicted=1.01 * (1 + i), pipette=50.0 - i, amp=60.0 - i)
+    for scenario in ("a", *accuracy.SLOW):
+        for i in range(40):
+            closed = {"pipette": 50.0 - i, "amp": 60.0 - i}
+            add_pair(tmp_path, scenario, "x", str(i), [i], [1.0 + i], predicted=1.01 * (1 + i), **closed)
     section = accuracy.section(tmp_path)
     assert all(target.met for target in section.targets)
     assert judged(section, accuracy.MAPE).seen == "1.0%"
+
+
+def add_scenario(folder, scenario, medians, predicted, spread=0.0):
+    """Add pairs with these medians, seconds, whose quartiles lie by `spread` below and above."""
+    for i, (median, seconds) in enumerate(zip(medians, predicted, strict=True)):
+        repeats = [median - 2 * spread, median, median + 2 * spread]
+        add_pair(folder, scenario, "x", f"random {i}", [i], repeats, predicted=seconds)
+
+
+def test_the_order_without_spreads_is_that_of_scipy():
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        measured, predicted = draw.integers(1, 8, 12).astype(float), draw.integers(1, 8, 12).astype(float)
+        expected = stats.somersd(measured, predicted).statistic
+        assert pairs_of.somers_d(predicted, measured, np.zeros(12)) == pytest.approx(expected)
+
+
+def test_pairs_that_are_alike_are_not_compared(tmp_path):
+    medians = (1.0, 1.01, 2.0, 2.01)
+    add_scenario(tmp_path / "alike", "a", medians, (1.01, 1.0, 2.01, 2.0), spread=0.02)
+    [simulator, *_] = accuracy.FORMS
+    found = pairs_of.score(pairs_of.pairs(tmp_path / "alike"), simulator)
+    assert (found.somers_d, found.spearman, found.compared) == (1.0, pytest.approx(0.6), pytest.approx(4 / 6))
+    assert judged(accuracy.section(tmp_path / "alike"), accuracy.INSIDE).met
+    # The same order is wrong if the repeats agree: 2 of 6 comparisons are.
+    add_scenario(tmp_path / "apart", "a", medians, (1.01, 1.0, 2.01, 2.0), spread=0.001)
+    found = pairs_of.score(pairs_of.pairs(tmp_path / "apart"), simulator)
+    assert (found.somers_d, found.compared) == (pytest.approx(2 / 6), 1.0)
+    # A wrong order of two that differ lowers it: 1 of 4 comparisons.
+    add_scenario(tmp_path / "wrong", "a", medians, (1.0, 2.0, 1.5, 3.0), spread=0.02)
+    inside = judged(accuracy.section(tmp_path / "wrong"), accuracy.INSIDE)
+    assert (inside.seen, inside.met) == ("0.500 (a)", False)
+    # Where all are alike, there is no order to judge.
+    add_scenario(tmp_path / "none", "a", medians, medians, spread=2.0)
+    assert judged(accuracy.section(tmp_path / "none"), accuracy.INSIDE).met is None
+
+
+def test_slow_links_are_judged_by_the_worse_of_both_scenarios(tmp_path):
+    sites, ethernet = accuracy.SLOW
+    add_scenario(tmp_path, sites, (1.0, 2.0, 3.0), (1.08, 2.16, 3.24))
+    assert judged(accuracy.section(tmp_path), accuracy.SLOW_MAPE).seen == "not run", "the other one is to come"
+    add_scenario(tmp_path, ethernet, (1.0, 2.0, 2.1), (1.0, 2.1, 2.0))
+    section = accuracy.section(tmp_path)
+    error = judged(section, accuracy.SLOW_MAPE)
+    assert (error.seen, error.met) == ("8.0% (two_sites 8.0% and ten_gbe 3.3%)", False)
+    order = judged(section, accuracy.SLOW_INSIDE)
+    words = "0.333 (two_sites 1.000 and ten_gbe 0.333; Spearman's of all pairs 1.000 and 0.500)"
+    assert (order.seen, order.met) == (words, False)
+    regret = judged(section, accuracy.SLOW_REGRET)
+    assert (regret.seen, regret.met) == ("0.0% (two_sites 0.0% and ten_gbe 0.0%)", True)
 
 
 def test_predictions_that_were_made_again_are_told(tmp_path):

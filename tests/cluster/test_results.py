@@ -11,7 +11,7 @@ import matplotlib.image
 import pytest
 
 from paxtrain.errors import UserError
-from tests.cluster import results
+from tests.cluster import results, scenario
 from tests.cluster.made_up_records import (
     add_adaptive,
     add_compression,
@@ -34,6 +34,8 @@ def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
     assert "**Not run:** Compression; `python -m tests.cluster.lab --experiments=compression` does." in text
     assert "Nothing says on which machine" in text
     assert not list((tmp_path / "docs" / "results").iterdir())
+    for name in set(scenario.names()) - {"uniform"}:
+        assert f"`{name}` (" in text
 
 
 def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
@@ -83,8 +85,11 @@ def test_what_the_page_says_stays_without_records(tmp_path):
     flat = " ".join(text.split())
     assert "**Missed:** Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error." in flat
     assert "**Open:** eager_1f1b over 1f1b" in flat and "**Not run:** Compression;" in flat
+    # The scenarios are those that there are now, although the machine's section is older.
+    page.write_text(text.replace("`two_sites` (", "`gone` ("))
     add_links(second, worst=0.01)
     results.write(second, page)
+    assert "`two_sites` (" in page.read_text() and "`gone`" not in page.read_text()
     assert "**Missed:** Profiled bandwidth" not in page.read_text()
 
 

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,8 +20,14 @@ NAMES = [name.removesuffix("'s form") for name in FORMS]
 COUNT = Target.at_least("Different (plan, placement) pairs predicted and measured", 40, lambda x: f"{x:.0f}")
 MAPE = Target.at_most("Predicted step time, mean error over all pairs (MAPE)", 0.08)
 POOLED = Target.at_least("Rank correlation (Spearman), all pairs together", 0.95, rank)
-INSIDE = Target.at_least("Rank correlation within a scenario, the lowest", 0.95, rank)
+INSIDE = Target.at_least("Order within a scenario of pairs whose times differ (Somers' D), the lowest", 0.95, rank)
 REGRET = Target.at_most("Top-1 regret within a scenario, the largest", 0.03)
+# Links of sites and of hosts that share their network: what is wanted of each, and the worse one is judged.
+SLOW = ("two_sites", "ten_gbe")
+_OF_SLOW = f"on {' and '.join(SLOW)}, the worse of both"
+SLOW_MAPE = Target.at_most(f"Predicted step time {_OF_SLOW}, mean error (MAPE)", 0.05)
+SLOW_INSIDE = Target.at_least(f"Order of pairs whose times differ (Somers' D) {_OF_SLOW}", 0.95, rank)
+SLOW_REGRET = Target.at_most(f"Top-1 regret {_OF_SLOW}", 0.03)
 
 
 class Form:
@@ -32,19 +38,26 @@ class Form:
         self.each: dict[str, Scores] = {name: score(some, form) for name, some in grouped(found).items()}
         self.regrets = [s.regret for s in self.each.values()]
         # Of the scenarios in which there is something to rank.
-        self.ranks = [s.spearman for s in self.each.values() if not math.isnan(s.spearman)] or [math.nan]
-        self.mean_regret, self.mean_rank = float(np.mean(self.regrets)), float(np.mean(self.ranks))
+        self.orders = _known(s.somers_d for s in self.each.values())
+        self.ranks = _known(s.spearman for s in self.each.values())
+        self.mean_regret, self.mean_order = float(np.mean(self.regrets)), float(np.mean(self.orders))
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    """Return the values that are known; NaN alone if none is."""
+    return [value for value in values if not math.isnan(value)] or [math.nan]
 
 
 # What the forms are compared by: the value, whether more of it is better, and its words.
 _MEASURES = {
     "MAPE": (lambda form: form.pooled.mape, False, percent),
-    "Rank correlation, mean within scenarios": (lambda form: form.mean_rank, True, rank),
+    "Order of pairs whose times differ (Somers' D), mean within scenarios": (lambda form: form.mean_order, True, rank),
     "Top-1 regret, mean over scenarios": (lambda form: form.mean_regret, False, percent),
 }
 BETTER = tuple(
     Target(f"{what}, beside Pipette's and AMP's forms on the same profile", "better than both") for what in _MEASURES
 )
+TARGETS = (COUNT, MAPE, POOLED, INSIDE, REGRET, SLOW_MAPE, SLOW_INSIDE, SLOW_REGRET, *BETTER)
 
 
 def _better(forms: dict[str, Form]) -> Iterator[Target]:
@@ -60,16 +73,36 @@ def _better(forms: dict[str, Form]) -> Iterator[Target]:
 
 def _targets(found: list[Pair], forms: dict[str, Form]) -> tuple[Target, ...]:
     ours = forms[OURS]
-    worst = [name for name, scores in ours.each.items() if scores.spearman == min(ours.ranks)]
+    worst = [name for name, scores in ours.each.items() if scores.somers_d == min(ours.orders)]
     most = max(ours.each, key=lambda name: ours.each[name].regret)
     return (
         COUNT.judged(len(found)),
         MAPE.judged(ours.pooled.mape),
         POOLED.judged(ours.pooled.spearman),
-        INSIDE.judged(min(ours.ranks), listed(worst)),
+        INSIDE.judged(min(ours.orders), listed(worst)),
         REGRET.judged(max(ours.regrets), most),
+        *_slow(ours),
         *_better(forms),
     )
+
+
+def _slow(ours: Form) -> Iterator[Target]:
+    """Yield the targets of SLOW, which stay open until both scenarios have been measured."""
+    measures = (
+        (SLOW_MAPE, lambda s: s.mape, ""),
+        (SLOW_INSIDE, lambda s: s.somers_d, "; Spearman's of all pairs {spearman}"),
+        (SLOW_REGRET, lambda s: s.regret, ""),
+    )
+    scores = {name: ours.each[name] for name in SLOW if name in ours.each}
+    for target, value, more in measures:
+        if len(scores) < len(SLOW):
+            yield target
+            continue
+        values = [value(s) for s in scores.values()]
+        spearman = listed([rank(s.spearman) for s in scores.values()])
+        each = listed([f"{name} {target.show(x)}" for name, x in zip(scores, values)])
+        worst = np.min(values) if target.least else np.max(values)  # NaN of one leaves it open
+        yield target.judged(float(worst), each + more.format(spearman=spearman))
 
 
 def _draw(found: list[Pair], forms: dict[str, Form]) -> Figure:
@@ -102,8 +135,10 @@ def _scores(forms: dict[str, Form]) -> str:
             percent(f.pooled.mape),
             percent(f.pooled.median),
             rank(f.pooled.spearman),
-            rank(f.mean_rank),
+            rank(float(np.mean(f.ranks))),
             rank(min(f.ranks)),
+            rank(f.mean_order),
+            rank(min(f.orders)),
             percent(f.mean_regret),
             percent(max(f.regrets)),
         )
@@ -114,7 +149,9 @@ def _scores(forms: dict[str, Form]) -> str:
         "MAPE",
         "median error",
         "Spearman, all pairs",
-        "within a scenario, mean",
+        "Spearman within a scenario, mean",
+        "lowest",
+        "Somers' D within a scenario, mean",
         "lowest",
         "top-1 regret, mean",
         "worst",
@@ -126,10 +163,13 @@ def _scenarios(found: list[Pair], forms: dict[str, Form]) -> str:
     rows = []
     for scenario, some in grouped(found).items():
         each = [form.each[scenario] for form in forms.values()]
-        row = [scenario, f"{len(some)}", *(percent(s.mape) for s in each), *(rank(s.spearman) for s in each)]
+        row = [scenario, f"{len(some)}", *(percent(s.mape) for s in each), percent(each[0].compared)]
+        row += [*(rank(s.somers_d) for s in each), *(rank(s.spearman) for s in each)]
         rows.append([*row, *(percent(s.regret) for s in each)])
-    headings = [f"{what}, {name}" for what in ("MAPE", "Spearman", "regret") for name in NAMES]
-    return table(["scenario", "pairs", *headings], rows)
+    mape, order, ranks, regrets = (
+        [f"{what}, {name}" for name in NAMES] for what in ("MAPE", "Somers' D", "Spearman", "regret")
+    )
+    return table(["scenario", "pairs", *mape, "comparisons, of all", *order, *ranks, *regrets], rows)
 
 
 def _plans(found: list[Pair]) -> str:
@@ -168,7 +208,7 @@ def _again(folder: pathlib.Path) -> tuple[str, ...]:
 def section(folder: pathlib.Path) -> Section:
     """Return the scores of all forms: pooled, by scenario and by plan."""
     if not (found := pairs(folder)):
-        return Section(TITLE, lab("placements"), (SOURCE,), (COUNT, MAPE, POOLED, INSIDE, REGRET, *BETTER))
+        return Section(TITLE, lab("placements"), (SOURCE,), TARGETS)
     forms = {form: Form(found, form) for form in FORMS}
     blocks = (
         _repeats(found),
@@ -176,8 +216,12 @@ def section(folder: pathlib.Path) -> Section:
         """Top-1 regret is the measured time of the pair with the best prediction over the best measured time, minus
         1, within a scenario. It is the loss of a user who trusts the prediction. **A rank correlation over all pairs
         together flatters the model**: slow and fast scenarios are easy to tell apart, but nobody chooses among
-        scenarios. The correlation within a scenario is what counts. If a plan's placements are equally fast, their
-        ranks are noise.""",
+        scenarios. What counts is the order within a scenario.""",
+        """If a plan's placements are equally fast, their order is noise. So two pairs are compared only if their
+        measured medians differ by more than both spreads together. Somers' D is the share of these comparisons whose
+        order is predicted, less the share of those predicted the other way round. It is what the targets within a
+        scenario ask for: 0.95 means that 39 of 40 are right. For normally distributed times that is 0.997 of Spearman's
+        correlation, which ranks alike pairs, too, and stands beside it.""",
         _scores(forms),
         _scenarios(found, forms),
         Drawing("predicted", "Predicted against measured step times of all pairs, by scenario.", _draw(found, forms)),

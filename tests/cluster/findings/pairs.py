@@ -77,6 +77,33 @@ def spearman(predicted: np.ndarray, measured: np.ndarray) -> float:
     return float(stats.spearmanr(predicted, measured)[0])
 
 
+def differ(measured: np.ndarray, spread: np.ndarray) -> np.ndarray:
+    """Return which two pairs differ by more than both of their spreads together, bool [pairs, pairs].
+
+    Args:
+        measured: [pairs] medians, seconds.
+        spread: [pairs] half the distance between the quartiles, seconds.
+    """
+    return np.abs(measured[:, None] - measured) > spread[:, None] + spread
+
+
+def somers_d(predicted: np.ndarray, measured: np.ndarray, spread: np.ndarray) -> float:
+    """Return Somers' D of predictions over all comparisons of pairs whose measured times differ; NaN without any.
+
+    It is the share of comparisons whose order is predicted, less the share of those predicted the other way round.
+    Equal predictions are neither. Without spreads it is `scipy.stats.somersd` of the predictions given the measured
+    times.
+
+    Args:
+        predicted: [pairs] seconds.
+        measured: [pairs] medians, seconds.
+        spread: [pairs] half the distance between the quartiles, seconds.
+    """
+    agree = np.sign(predicted[:, None] - predicted) * np.sign(measured[:, None] - measured)
+    compared = agree[differ(measured, spread)]
+    return float(compared.mean()) if compared.size else math.nan
+
+
 def regret(predicted: np.ndarray, measured: np.ndarray) -> float:
     """Return the measured time of the pair predicted best, over that of the best one, less 1."""
     return float(measured[np.argmin(predicted)] / measured.min() - 1)
@@ -84,11 +111,21 @@ def regret(predicted: np.ndarray, measured: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Accuracy of predictions: mean and median of |predicted - measured| / measured, rank correlation and regret."""
+    """Accuracy of predictions.
+
+    Attributes:
+        mape, median: of |predicted - measured| / measured.
+        somers_d: order of the pairs whose measured times differ by more than their spreads.
+        spearman: rank correlation of all pairs, alike ones included.
+        compared: share of two pairs each that differ so.
+        regret: measured time of the pair predicted best over that of the best one, less 1.
+    """
 
     mape: float
     median: float
+    somers_d: float
     spearman: float
+    compared: float
     regret: float
 
 
@@ -96,5 +133,13 @@ def score(found: Sequence[Pair], form: str) -> Scores:
     """Return the scores of a form's predictions over all pairs."""
     predicted = np.array([pair.predicted[form] for pair in found])
     measured = np.array([pair.measured for pair in found])
-    off = np.abs(errors(predicted, measured))
-    return Scores(float(off.mean()), float(np.median(off)), spearman(predicted, measured), regret(predicted, measured))
+    spread = measured * np.array([pair.spread for pair in found])
+    off, most = np.abs(errors(predicted, measured)), len(found) * (len(found) - 1)
+    return Scores(
+        mape=float(off.mean()),
+        median=float(np.median(off)),
+        somers_d=somers_d(predicted, measured, spread),
+        spearman=spearman(predicted, measured),
+        compared=float(differ(measured, spread).sum() / most) if most else 0.0,
+        regret=regret(predicted, measured),
+    )

@@ -48,10 +48,18 @@ def _restarts(folder: pathlib.Path) -> Iterator[str]:
         where the records ended: {listed(broken)}."""
 
 
+def scenarios() -> str:
+    """Return what each scenario is, whether or not it was measured."""
+    scenes = [f"`{name}` ({_scene(scenario.load(name, 8))})" for name in scenario.names() if name != "uniform"]
+    return f"The scenarios are {listed(scenes)}."
+
+
 def _scene(scene: scenario.Scenario) -> str:
     rates = scene.rates[~np.eye(len(scene.rates), dtype=bool)]
     low, high = rates.min(), rates.max()
-    return f"{scene.what}; {low:.0f} to {high:.0f} Mbit/s" if low < high else f"{scene.what}; rates follow from that"
+    if low < high:
+        return f"{scene.what}; {low:.0f} to {high:.0f} Mbit/s"
+    return f"{scene.what}; {low:.0f} Mbit/s" if scene.uplinks else f"{scene.what}; rates follow from that"
 
 
 def _took(folder: pathlib.Path) -> Iterator[str]:
@@ -62,10 +70,9 @@ def _took(folder: pathlib.Path) -> Iterator[str]:
 
 
 def section(folder: pathlib.Path) -> Section:
-    """Return the machine, the emulated devices and links, and the scenarios."""
-    scenes = [f"`{name}` ({_scene(scenario.load(name, 8))})" for name in scenario.names() if name != "uniform"]
+    """Return the machine, and the emulated devices and links."""
     path, machine = folder / SOURCE, "Nothing says on which machine this was run."
     if path.exists():
         machine = table(["", "this run"], _flat(json.loads(path.read_text())).items(), words=2)
-    blocks = (_devices(), LINKS, f"**Scenarios**: {listed(scenes)}.", *_restarts(folder), *_took(folder), machine)
+    blocks = (_devices(), LINKS, *_restarts(folder), *_took(folder), machine)
     return Section(TITLE, "python -m tests.cluster.lab", (SOURCE,), (), blocks)
