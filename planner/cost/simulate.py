@@ -1,4 +1,4 @@
-"""The simulated step of one configuration on one cluster."""
+"""The simulated step of one configuration on one cluster, by this trainer and by others'."""
 
 import dataclasses
 
@@ -6,11 +6,12 @@ import numpy as np
 
 from paxtrain.config import Config
 from planner.cluster.cluster import Cluster
-from planner.cost.candidate import Candidate, host_order
-from planner.cost.coded import coded
-from planner.cost.link_seconds import fabric
+from planner.cost.candidate import NO_GROUPS, Candidate, host_order
+from planner.cost.coded import LOW_RANK, coded
+from planner.cost.link_seconds import Fabric, fabric
 from planner.cost.outer import FragmentExchange, exchanges
 from planner.cost.step_time import Problem
+from planner.pipeline import ideal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,3 +111,32 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
         exchanges=exchanges(problem, None if links.outer is None else links.outer[0]) if config.outer.every else (),
         waits=0.0 if step.outer is None else float(step.outer[0].sum()) / config.outer.every,
     )
+
+
+def ideal_step(problem: Problem, links: Fabric, hosts: np.ndarray) -> tuple[str, float]:
+    """Return a plan's schedule and seconds of a step as other trainers run it.
+
+    They run 1F1B or its interleaved form, send messages uncompressed, and train all data ranks together on equally many
+    micro-batches. Ops begin as soon as their messages are there (planner.pipeline.ideal).
+
+    Args:
+        problem: plan on its cluster.
+        links: links of the cluster.
+        hosts: int [data, stages], host of each tensor group.
+    """
+    c = problem.candidate
+    schedule, equal = "interleaved_1f1b" if c.chunks > 1 else "1f1b", sum(c.of_ranks) // c.data
+    plain = dataclasses.replace(
+        c,
+        schedule=schedule,
+        micro_batches=equal,
+        ranks=(),
+        backward="none",
+        data_rank=0,
+        coded=LOW_RANK,
+        outer=NO_GROUPS,
+    )
+    other = Problem(problem.cluster, problem.model, plain)
+    seconds, kinds = other.links(other.paths(links, hosts[None])), other.kind_of_host[hosts][None]
+    pipelines = ideal.pipeline(other.table, other.seconds(seconds, kinds))
+    return schedule, float(other.finish(seconds, kinds, pipelines).total[0])

@@ -15,7 +15,7 @@ from paxtrain.config import plan as plans
 from paxtrain.errors import UserError
 from paxtrain.flags import define_config
 from planner.export import maxtext, megatron, torchtitan
-from planner.export.exported import Exported
+from planner.export.exported import Exported, expected
 
 TRAINERS: dict[str, Callable[..., Exported]] = {
     "megatron": megatron.export,
@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> None:
     print(f"for     {found.version}")
     print(f"wrote   {', '.join(str(out / name) for name in found.files)}")
     print(f"start   {found.command}")
+    if (seconds := expected(plan, found.schedule)) is not None:
+        print(f"expect  {seconds:.4g} s a step of {found.schedule}, if ops begin as soon as their messages are there")
     for words in found.inexpressible:
         print(f"cannot  {words}")
 

@@ -34,12 +34,14 @@ class Exported:
         version: the trainer and the version whose parser takes it.
         files: text of each file, by name.
         command: how the trainer is started with them.
+        schedule: name of the schedule that it runs; "" if this project has none like it.
         inexpressible: sentences on what the trainer does otherwise than the plan.
     """
 
     version: str
     files: dict[str, str]
     command: str
+    schedule: str
     inexpressible: tuple[str, ...]
 
 
@@ -140,6 +142,20 @@ def best_order(plan: Plan, orders: Mapping[str, Sequence[str]]) -> tuple[str, Ra
 def runs(counts: Sequence[int], write: Callable[[int, int], str]) -> str:
     """Return equal neighbors of `counts` as `write(value, times)` of each run of them."""
     return "".join(write(value, len(list(group))) for value, group in itertools.groupby(counts))
+
+
+def expected(plan: Plan, schedule: str) -> float | None:
+    """Return the predicted seconds of a step whose ops begin as soon as their messages are there.
+
+    Args:
+        plan: the plan.
+        schedule: schedule that the trainer runs.
+
+    Returns:
+        None if the plan does not say it for this schedule.
+    """
+    seconds = plan.predicted.get("ideal_step_seconds")
+    return seconds.get(schedule) if isinstance(seconds, dict) else None
 
 
 def common(plan: Plan) -> list[str]:

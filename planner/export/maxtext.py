@@ -29,8 +29,9 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     if where.follow:
         variables = f"JAX_COORDINATOR_IP={where.first} JAX_COORDINATOR_PORT=29500 NNODES={where.nodes} NODE_RANK=N"
         start = f"{variables} {program}, on each host; N is its line in hostfile, from 0 on"
+    schedule = "" if plan.mesh.pipe > 1 else "1f1b"
     said = (*common(plan), *_inexpressible(plan, layers))
-    return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, start, said)
+    return Exported("MaxText 0.2.5", {"maxtext.args": text, **where.files()}, start, schedule, said)
 
 
 def _written(value: object) -> str:

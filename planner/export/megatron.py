@@ -32,7 +32,8 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     # Its validate_args refuses tensor parallelism without on GPUs before Blackwell.
     variables = "CUDA_DEVICE_MAX_CONNECTIONS=1" if plan.mesh.tensor > 1 else ""
     start = where.torchrun("pretrain_gpt.py $(cat megatron.args) ...", variables)
-    return Exported("Megatron-LM core_v0.19.2", files, start, (*common(plan), *_inexpressible(plan, model)))
+    schedule = "interleaved_1f1b" if plan.pipeline.virtual_stages > 1 else "1f1b"
+    return Exported("Megatron-LM core_v0.19.2", files, start, schedule, (*common(plan), *_inexpressible(plan, model)))
 
 
 def _model(model: ModelConfig) -> list[str]:

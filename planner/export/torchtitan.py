@@ -32,7 +32,8 @@ def export(plan: Plan, model: ModelConfig, layers: tuple[int, ...]) -> Exported:
     where = ranks(plan, ("pipe", "data", "tensor"))
     files = {"torchtitan_plan.py": _configuration(plan, model, layers), **where.files()}
     start = where.torchrun("-m torchtitan.train --module torchtitan_plan --config planned", "PYTHONPATH=.")
-    return Exported("torchtitan 0.3.0", files, start, (*common(plan), *_inexpressible(plan, model)))
+    schedule = plan.pipeline.table if plan.mesh.pipe > 1 and plan.pipeline.table in _SCHEDULES else "1f1b"
+    return Exported("torchtitan 0.3.0", files, start, schedule, (*common(plan), *_inexpressible(plan, model)))
 
 
 def modules(layers: tuple[int, ...]) -> list[list[str]]:

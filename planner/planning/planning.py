@@ -16,6 +16,7 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
 from planner.cost.candidate import Candidate, host_order
+from planner.cost.simulate import ideal_step
 from planner.cost.step_time import Problem
 from planner.cost.terms import terms
 from planner.memory import closed_form
@@ -413,6 +414,7 @@ def figures(made: contents.Report) -> dict[str, object]:
     return {
         "step_seconds": chosen.seconds,
         "step_seconds_source": f"{made.sources['step times']}; compute: {made.sources['compute']}",
+        "ideal_step_seconds": dict([ideal_step(made.problem, made.fabric, chosen.placement.hosts)]),
         "lower_bound_seconds": chosen.placement.bound,
         "host_order_seconds": chosen.plain,
         "loss": text.loss_words(made),

@@ -42,6 +42,8 @@ def test_a_dry_run_leaves_a_plan_and_a_page(cluster_file, tmp_path):
     assert plan.predicted["memory_bytes"] <= plan.predicted["memory_limit_bytes"]
     for name in ("memory_source", "step_seconds_source"):
         assert plan.predicted[name]
+    [(schedule, ideal)] = plan.predicted["ideal_step_seconds"].items()
+    assert schedule == ("interleaved_1f1b" if plan.pipeline.virtual_stages > 1 else "1f1b") and ideal > 0
     from configs.gpt2_125m import get_config
 
     config = plan.apply(get_config())

@@ -11,7 +11,7 @@ import planner
 from compress.codecs.quantised import QuantisedBlocks
 from planner.cost.candidate import host_order
 from planner.cost.link_seconds import fabric, paths
-from planner.cost.simulate import candidate_of_config
+from planner.cost.simulate import candidate_of_config, ideal_step
 from planner.cost.step_time import Problem
 from tests.planner.examples import cluster
 
@@ -208,3 +208,49 @@ def test_slow_links_between_the_stages_show():
 def test_what_does_not_fit_is_said(changes, hosts, words):
     with pytest.raises(ValueError, match=words):
         planner.simulate(paxtrain.load_config("tiny", SMALL | changes), cluster(2, 4), hosts)
+
+
+# --- As other trainers run it -----------------------------------------------------------------------------------------
+
+
+def ideal(some, candidate, hosts=None):
+    """Return schedule and seconds of a candidate's ideal step, in host order by default, and those simulated."""
+    problem = Problem(some, paxtrain.load_config("tiny", SMALL).model, candidate)
+    hosts = host_order(candidate, 4) if hosts is None else hosts[None]
+    return *ideal_step(problem, fabric(some), hosts[0]), problem.step(fabric(some), hosts).total[0]
+
+
+def test_without_messages_between_stages_the_ideal_step_is_the_simulated_one():
+    schedule, seconds, simulated = ideal(cluster(2, 4), planner.Candidate(8, 1, 1, 4, 4, "gpipe", (8,)))
+    assert schedule == "1f1b" and seconds == pytest.approx(simulated, rel=1e-12)
+
+
+def test_the_ideal_step_waits_for_no_other_message():
+    """On slow links rows wait for messages that the next op does not need; compressed ones are sent as they are."""
+    some = cluster(2, 4, seed=None)
+    slow = dataclasses.replace(some, samples=some.samples / 1000)
+    plain = planner.Candidate(2, 4, 1, 4, 8, "1f1b", (2, 2, 2, 2))
+    apart = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
+    schedule, seconds, simulated = ideal(slow, plain, apart)
+    assert schedule == "1f1b" and seconds < 0.95 * simulated
+    other = dataclasses.replace(plain, schedule="eager_1f1b", backward="all", backward_rank=4, data_rank=4)
+    assert ideal(slow, other, apart)[1] == seconds
+    uneven = dataclasses.replace(plain, micro_batches=12, ranks=(12, 4), uneven_data=True)
+    assert ideal(slow, uneven, apart)[1] == seconds
+    chunked = dataclasses.replace(plain, schedule="interleaved_1f1b", chunks=2, counts=(1,) * 8)
+    assert ideal(slow, chunked, apart)[0] == "interleaved_1f1b"
+
+
+def test_the_ideal_step_of_equal_stages_on_fast_links_is_the_closed_form():
+    """Narayanan et al. 2021: m micro-batches take m + (P-1) / v times F and B of a stage, with v chunks on it."""
+    some = dataclasses.replace(cluster(2, 4, seed=None), alpha=np.zeros((2, 2)), samples=np.full((1, 2, 2), 1e30))
+    for schedule, chunks in (("1f1b", 1), ("interleaved_1f1b", 2)):
+        candidate = planner.Candidate(2, 4, 1, 4, 8, schedule, (2 // chunks,) * 4 * chunks, chunks)
+        problem = Problem(some, paxtrain.load_config("tiny", SMALL).model, candidate)
+        layer = problem.layer[0]
+        stage = 2 * (layer.forward + layer.backward)
+        _, seconds, _ = ideal(some, candidate)
+        rest = layer.embedding + layer.head  # on the first and on the last stage
+        optimizer = float(problem.step(fabric(some), host_order(candidate, 4)).optimizer[0])
+        least = (8 + 3 / chunks) * stage + optimizer
+        assert least < seconds <= least + 8 * rest + 1e-9

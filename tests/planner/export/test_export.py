@@ -211,7 +211,22 @@ def test_the_command_writes_the_files_and_says_what_is_wrong_in_one_sentence(mon
         assert mains.run(monkeypatch, main, *base, f"--to={to}") == 0
         said = capsys.readouterr().out
         assert (tmp_path / "out" / name).exists() and "cannot" in said and "start" in said
+        assert "expect" not in said  # the plan does not say it
     assert mains.run(monkeypatch, main, *base) == 2
     assert capsys.readouterr().err.startswith("error: --to is missing")
     assert mains.run(monkeypatch, main, "--to=megatron", f"--plan={tmp_path / 'none.json'}") == 2
     assert "cannot read the plan" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+def test_the_command_says_which_step_to_expect_of_the_trainers_schedule(monkeypatch, capsys, tmp_path):
+    main = mains.load("planner.export.__main__")
+    base = ["--model=configs/gpt_1_3b.py", f"--plan={tmp_path / 'plan.json'}", f"--out={tmp_path / 'out'}"]
+    words = "expect  1.234 s a step of 1f1b, if ops begin as soon as their messages are there\n"
+    # Megatron-LM runs 1F1B in the place of either; torchtitan has gpipe, and MaxText a schedule of its own.
+    for schedule, runs_it in (("eager_1f1b", ("megatron", "torchtitan")), ("gpipe", ("megatron",))):
+        made = dataclasses.replace(plan(schedule=schedule), predicted={"ideal_step_seconds": {"1f1b": 1.2341}})
+        plans.save(made, tmp_path / "plan.json")
+        for to in ("megatron", "torchtitan", "maxtext"):
+            assert mains.run(monkeypatch, main, *base, f"--to={to}") == 0
+            assert (words in capsys.readouterr().out) is (to in runs_it)
