@@ -82,6 +82,22 @@ class _HelpFlag(flags.BooleanFlag):
             sys.exit(0)
 
 
+def _check_numbers(argv: Sequence[str]) -> None:
+    """Require that numbers are written with ASCII digits; int() and float() take those of all scripts, and 1_0.
+
+    Raises:
+        UserError: the value of a flag is not.
+    """
+    for argument, after in zip(argv[1:], [*argv[2:], ""]):
+        if argument == "--":
+            return
+        name, equals, value = argument.lstrip("-").partition("=")
+        value = value if equals else after
+        flag = flags.FLAGS[name] if argument.startswith("-") and name in flags.FLAGS else None
+        if flag is not None and flag.flag_type() in ("int", "float") and not (value.isascii() and "_" not in value):
+            raise UserError(f"--{name}={value} is no number; write it with the digits 0 to 9 alone")
+
+
 def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: str = "") -> list[str]:
     """Define flags, parse a command line and return its other arguments; a mistake in it ends the process.
 
@@ -101,7 +117,9 @@ def parse_flags(argv: Sequence[str], define_flags: Callable[[], None], about: st
         names = [name for name in flags.FLAGS if name not in before and "." not in name]
         for name in ("help", "helpshort"):
             flags.DEFINE_flag(_HelpFlag(name, about, names))
-        return flags.FLAGS(argv)
+        others = flags.FLAGS(argv)
+        _check_numbers(argv)
+        return others
     except UserError as error:
         fail(error)
     except OSError as error:

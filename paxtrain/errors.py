@@ -6,6 +6,7 @@
 import errno
 import os
 
+MOST_SECONDS = 1e9  # thirty years; timers and XLA's flags take little more
 PREFIX = "error: "  # begins the sentence; a supervisor looks for it in a worker's output
 
 

@@ -8,14 +8,15 @@ from absl import flags
 from paxtrain.command_line import group
 from paxtrain.config import Config, from_dict, plan
 from paxtrain.flags import define_config
-from paxtrain.parallel.mesh import cpu_devices
+from paxtrain.parallel.mesh import MOST_CPU_DEVICES, cpu_devices
 from paxtrain.process import distributed, supervised
 
 
 def define_flags() -> None:
     """Define the flags."""
     flags.DEFINE_string("plan", None, "A plan.json that overrides mesh, pipeline, batch and compress.")
-    flags.DEFINE_integer("cpu_devices", 0, "Virtual CPU devices per process; 0: what the mesh needs.", lower_bound=0)
+    description = "Virtual CPU devices per process; 0: what the mesh needs."
+    flags.DEFINE_integer("cpu_devices", 0, description, 0, MOST_CPU_DEVICES)
     with group("Several processes"):
         distributed.define_flags()
     define_config("config", "tiny", "The configuration: a file, or the name of one in configs/.")

@@ -5,6 +5,7 @@ from typing import Any
 
 from absl import flags
 
+from paxtrain.config.parallel import MOST_SEQUENCES
 from paxtrain.errors import UserError, whole
 from paxtrain.flags import define_config
 from paxtrain.schedule.schedules import names
@@ -42,7 +43,7 @@ def define_inputs() -> None:
         "constants", None, "Constants fitted to measured runs: a constants.json written by planner.validate."
     )
     flags.DEFINE_string("constants_of", "", "The cluster in --constants to take them from, if the file has several.")
-    flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", lower_bound=0)
+    flags.DEFINE_integer("global_batch", 0, "Sequences per step; 0: as configured.", 0, MOST_SEQUENCES)
 
 
 def define_flags() -> None:

@@ -5,7 +5,6 @@
 The flag --config names the model whose compute is measured.
 """
 
-import math
 import pathlib
 from collections.abc import Sequence
 
@@ -16,7 +15,8 @@ from paxtrain import flags as shared_flags
 from paxtrain import tables
 from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import from_dict
-from paxtrain.errors import UserError, whole
+from paxtrain.errors import MOST_SECONDS, UserError, whole
+from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.process import distributed
 from planner.measure import flags as measure_flags
 from planner.measure import profile_cluster
@@ -41,15 +41,15 @@ def define_flags() -> None:
             [f"{size // MIB}" for size in default.sizes],
             "Sizes of the messages in MiB; use less than 1 for slow links.",
         )
-        flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", lower_bound=1)
-        flags.DEFINE_integer("rounds", default.rounds, "Most rounds of host pairs per repeat.", lower_bound=1)
+        flags.DEFINE_integer("repeats", default.repeats, "Samples of every link and compute time.", 1, 10_000)
+        flags.DEFINE_integer("rounds", default.rounds, "Most rounds of host pairs per repeat.", 1, 1_000_000)
         flags.DEFINE_list("micro_batches", [str(b) for b in default.micro_batches], "Sequences per micro-batch.")
         flags.DEFINE_bool("links_only", False, "Measure no compute; the planner then uses the devices' data sheets.")
         measure_flags.define_flags()
         flags.DEFINE_list("tensor", [], "Sizes of the tensor axis; default: all that divide host and model.")
         flags.DEFINE_float("time_limit", None, "Seconds after which to keep what was measured, and end.", lower_bound=1)
     with group("Several processes"):
-        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
+        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", 1, MOST_CPU_DEVICES)
         flags.DEFINE_float("answer_timeout", 60, "Seconds after which a silent process counts as lost.", lower_bound=1)
         distributed.define_flags()
     shared_flags.define_config("config", "tiny", "The model to measure: a file, or the name of one in configs/.")
@@ -88,10 +88,13 @@ def _options(f: flags.FlagValues) -> ProfileOptions:
     )
     if not options.sizes or not (options.micro_batches or f.links_only):
         raise UserError("--sizes and --micro_batches must name at least one size, got none; give one, such as 1")
-    if f.time_limit is not None and not math.isfinite(f.time_limit):
-        raise UserError(f"--time_limit must be finite, got {f.time_limit}; leave it out for no limit")
-    if not math.isfinite(f.answer_timeout):
-        raise UserError(f"--answer_timeout must be a number of seconds, got {f.answer_timeout}")
+    if f.time_limit is not None and not f.time_limit <= MOST_SECONDS:
+        raise UserError(
+            f"--time_limit must be finite, at most {MOST_SECONDS:,.0f} s, got {f.time_limit}; leave it out for no limit"
+        )
+    if not f.answer_timeout <= MOST_SECONDS:
+        given = f.answer_timeout
+        raise UserError(f"--answer_timeout must be a number of seconds, got {given}; {MOST_SECONDS:,.0f} is the most")
     return options
 
 

@@ -7,7 +7,6 @@ a recent profile exists, and plans. With --plan=FILE hosts are matched by name, 
 
 import contextlib
 import json
-import math
 import os
 import pathlib
 import socket
@@ -24,7 +23,8 @@ from paxtrain.command_line import OVERRIDES, group, run
 from paxtrain.config import Config, to_dict
 from paxtrain.config import plan as plans
 from paxtrain.data.datasets import DataSets
-from paxtrain.errors import UserError
+from paxtrain.errors import MOST_SECONDS, UserError
+from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.process import distributed, supervised
 from paxtrain.profiling.terms import StepComparison
 from paxtrain.run import training
@@ -129,8 +129,9 @@ def given() -> tuple[dict[str, Any], PlanOptions, Config]:
     if f.out:
         values["run"] = {**values.get("run", {}), "out": f.out}
     for name in ("profile_seconds", "profile_age", "answer_timeout"):
-        if not math.isfinite(getattr(f, name)):
-            raise UserError(f"--{name} must be a number of seconds, got {getattr(f, name)}")
+        if not getattr(f, name) <= MOST_SECONDS:
+            given = getattr(f, name)
+            raise UserError(f"--{name} must be a number of seconds, got {given}; {MOST_SECONDS:,.0f} is the most")
     options = planning_flags.options(oracle="no") if f.plan == AUTO or f.replan else PlanOptions()
     if f.plan == AUTO:
         sections(values)
@@ -201,7 +202,7 @@ def define_flags() -> None:
     with group("This host"):
         flags.DEFINE_string("host_name", "", "Its name; default: the one that the operating system gives it.")
         flags.DEFINE_integer("gpus", None, "GPUs that this process must find, 0: CPUs; default: any.", lower_bound=0)
-        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", lower_bound=1)
+        flags.DEFINE_integer("cpu_devices", 1, "Virtual CPU devices per process.", 1, MOST_CPU_DEVICES)
     with group("Measuring the nodes"):
         flags.DEFINE_float("profile_seconds", 45, "Seconds that links and compute may take.", lower_bound=1)
         flags.DEFINE_float("profile_age", 86_400, "Seconds for which a profile of these nodes is valid.", lower_bound=0)

@@ -75,7 +75,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("folds", None, "Parts, each of which is held out once; replaces --fit.", lower_bound=2)
     flags.DEFINE_integer("seed", 0, "Seed of the draw of rows.", lower_bound=0)
-    flags.DEFINE_integer("seeds", 1, "Repetitions, with --seed and the seeds after it.", lower_bound=1)
+    flags.DEFINE_integer("seeds", 1, "Repetitions, with --seed and the seeds after it.", 1, 1000)
     flags.DEFINE_enum(
         "hold_out", "rows", list(accuracy.HOLD_OUT), "What is held out: rows, whole cells or whole meshes; see above."
     )

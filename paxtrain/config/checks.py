@@ -2,9 +2,10 @@
 
 import math
 import re
+import sys
 from typing import TypeVar
 
-from paxtrain.errors import UserError
+from paxtrain.errors import UserError, whole
 
 MOST = 2**31 - 1  # steps, and whatever else has no limit of its own
 Number = TypeVar("Number", int, float)
@@ -25,9 +26,14 @@ def divisors_near(n: int, target: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def shown(value: int) -> str:
-    """Return a number for a message; Python refuses to write those of thousands of digits."""
-    return str(value) if value.bit_length() < 70 else f"a number of about {round(value.bit_length() * 0.30103)} digits"
+def shown(value: object) -> str:
+    """Return a value for a message; Python refuses to write numbers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() >= 70:
+        return f"a number of about {round(value.bit_length() * 0.30103)} digits"
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # such a number inside of it, or lists in lists in lists
+        return f"a {type(value).__name__} that is too large to show"
 
 
 def bounded(section: str, config: object, **most: int) -> None:
@@ -81,7 +87,7 @@ def numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
         kind: int or float.
 
     Raises:
-        UserError: a part is no number of this kind, is not finite or is negative.
+        UserError: a part is no number of this kind, is not finite, too large or negative.
     """
     message = f"{name} must be numbers from 0 on joined by commas, got {text!r}"
     # int() and float() would also take digits of other scripts, and 1_0.
@@ -90,7 +96,8 @@ def numbers(name: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
         values = tuple(kind(part) for part in text.split(",")) if text else ()
     except ValueError:
         raise UserError(message) from None
-    require(all(math.isfinite(value) and value >= 0 for value in values), message)
+    most = MOST if kind is int else sys.float_info.max
+    require(all(0 <= value <= most for value in values), message)  # math.isfinite raises on integers above 1.8e308
     return values
 
 
@@ -102,11 +109,11 @@ def counts(name: str, text: str) -> tuple[int, ...]:
         text: the list, such as "3,4,4,1".
 
     Raises:
-        UserError: a part is no positive integer, or has 10 digits or more.
+        UserError: a part is no positive integer, or 1,000,000,000 or more.
     """
     parts = text.split(",") if text else []
     require(
-        all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 10 and int(part) > 0 for part in parts),
+        all(whole(part.strip(), 999_999_999) for part in parts),
         f"{name} must be positive integers joined by commas, got {text!r}",
     )
     return tuple(map(int, parts))
@@ -127,7 +134,7 @@ def steps(name: str, text: str, last: int) -> range:
         return range(0)
     parts = text.split(":")
     require(
-        len(parts) == 2 and all(part.isascii() and part.isdecimal() for part in parts),
+        len(parts) == 2 and all(part.isascii() and part.isdecimal() and len(part) < 30 for part in parts),
         f"{name}={text!r} must be FIRST:END, such as 10:13 for the steps 10, 11 and 12",
     )
     found = range(*map(int, parts))

@@ -1,10 +1,10 @@
 """The compress section of the configuration: which messages and gradients are compressed, and how."""
 
 import dataclasses
-import re
 
 from paxtrain.config.checks import bounded, choice, numbers, positive, require
 from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
+from paxtrain.errors import whole
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
 LOW_RANK = "lowrank"
@@ -134,7 +134,7 @@ class CompressConfig:
         )
         if self.data not in ("none", "all", "selective"):
             require(
-                re.fullmatch(r"\d+(,\d+)*", self.data) is not None,
+                all(whole(stage) is not None for stage in self.data.split(",")),
                 f"compress.data must be none, all, selective or stages joined by commas such as 0,1, got {self.data!r}",
             )
         for place in PLACES:

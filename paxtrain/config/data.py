@@ -5,14 +5,15 @@ import math
 import re
 from fractions import Fraction
 
-from paxtrain.config.checks import bounded, positive, require
+from paxtrain.config.checks import bounded, positive, require, shown
 from paxtrain.errors import UserError
 
 # The weights, scaled to integers, add up to the period of the mixture in samples.
 LONGEST_PERIOD = 10_000
 
 _NAMED = re.compile(r"([\w.-]+)=(.+)")
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d\d?)?|\d+/\d+", re.IGNORECASE)  # 1e999999999 takes long to expand
+# Without limits 1e999999999 would take long to expand, and numbers of thousands of digits cannot be shown.
+_NUMBER = re.compile(r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})(e[+-]?\d\d?)?|\d{1,30}/\d{1,30}", re.IGNORECASE | re.ASCII)
 _EXAMPLE = "web=runs/web/train,code=runs/code/train"
 
 
@@ -110,9 +111,10 @@ class DataConfig:
         whole = {name: int(given[name] * common) for name in sets}
         divisor = math.gcd(*whole.values())
         period = sum(whole.values()) // divisor
+        samples = f"{period:,}" if period < 10**20 else shown(period)
         require(
             period <= LONGEST_PERIOD,
-            f"data.weights={self.weights} are proportions of {period:,} samples, and a mixture repeats after at most "
+            f"data.weights={self.weights} are proportions of {samples} samples, and a mixture repeats after at most "
             f"{LONGEST_PERIOD:,}; round the weights, with a sum of 1 to four decimals",
         )
         return {name: count // divisor for name, count in whole.items()}

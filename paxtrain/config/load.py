@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import pathlib
+import sys
 import traceback
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from paxtrain.config.checks import require
+from paxtrain.config.checks import require, shown
 from paxtrain.config.compress import CompressConfig
 from paxtrain.config.config import Config
 from paxtrain.config.options import CodecOptions, flat, flat_section
@@ -31,7 +32,7 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
     """
     items = getattr(values, "items", None)  # a ConfigDict is no Mapping
     if items is None:
-        raise UserError(f"{path or 'the configuration'} must be a mapping, got {values!r}")
+        raise UserError(f"{path or 'the configuration'} must be a mapping, got {shown(values)}")
     hints = typing.get_type_hints(cls)
     kwargs: dict[str, object] = {}
     for key, value in (flat_section(dict(items())) if cls is CompressConfig else dict(items())).items():
@@ -44,8 +45,9 @@ def read_section(cls: type[Section], values: object, path: str) -> Section:
         if hint is CodecOptions and hasattr(value, "items"):
             value = CodecOptions(value.items())
         if hint is float and type(value) is int:
+            require(abs(value) <= sys.float_info.max, f"{name} must be a finite number, got {shown(value)}")
             value = float(value)
-        require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {value!r}")
+        require(type(value) is hint, f"{name} must be of type {hint.__name__}, got {shown(value)}")
         kwargs[key] = value
     return cls(**kwargs)
 

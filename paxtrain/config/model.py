@@ -6,6 +6,7 @@ import math
 from paxtrain.config.checks import bounded, choice, divisors_near, positive, require
 
 FAMILIES = ("gpt2", "llama")
+MOST_VOCABULARY = 2**24  # ids
 
 FLASH_CAPABILITY = (8, 0)  # CUDA compute capability from which on cuDNN has flash attention: Ampere
 
@@ -61,7 +62,7 @@ class ModelConfig:
         choice("model.family", self.family, FAMILIES)
         # Ten to a hundred times what the largest published models have.
         sizes = {"layers": 4096, "hidden": 2**18, "heads": 2**13, "kv_heads": 2**13, "intermediate": 2**20}
-        bounded("model", self, vocab_size=2**24, vocab_multiple=2**16, sequence=2**24, **sizes)
+        bounded("model", self, vocab_size=MOST_VOCABULARY, vocab_multiple=2**16, sequence=2**24, **sizes)
         positive("model", self, "vocab_size", "layers", "hidden", "heads", "sequence", "vocab_multiple")
         positive("model", self, "rope_theta", "norm_epsilon")
         require(

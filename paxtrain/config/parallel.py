@@ -10,6 +10,7 @@ from paxtrain.config.checks import bounded, choice, counts, positive, require
 from paxtrain.errors import UserError
 from paxtrain.schedule.schedules import FILE, SPECS, ScheduleSpec, between_ends, names
 
+MOST_SEQUENCES = 2**20  # of an optimizer step
 SAVE_MODES = ("dots", "layer_inputs", "residuals", "inputs")
 REDUCE_DTYPES = ("float32", "bfloat16")
 SPLIT_SAVES = ("dots", "residuals")  # save modes of schedules that split the backward
@@ -222,7 +223,7 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         positive("batch", self, "global_batch", "micro_batch")
-        bounded("batch", self, global_batch=2**20, micro_batch=2**16)
+        bounded("batch", self, global_batch=MOST_SEQUENCES, micro_batch=2**16)
         counts("batch.data_micro_batches", self.data_micro_batches)
 
     def of_ranks(self, data: int) -> tuple[int, ...]:

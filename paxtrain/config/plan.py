@@ -175,8 +175,9 @@ def from_json(values: object) -> Plan:
         raise UserError(f"a plan must be a JSON object, got {type(values).__name__}")
     if _is_deep(values):
         raise UserError(f"a plan has lists and objects at most {_DEEPEST} deep inside each other, this one has more")
-    if values.get("version") != VERSION:
-        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    version = values.get("version")
+    if type(version) is not int or version != VERSION:  # True == 1, too
+        raise UserError(f"version must be {VERSION}, got {version!r}")
     kinds: dict[str, type] = {"hosts": list, "device_order": list, "devices_per_host": int, "predicted": dict}
     items: dict[str, type] = {"hosts": str, "device_order": int}
     known = {"version", *_SECTIONS, *kinds, "outer"}

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from paxtrain import files
+from paxtrain.config.model import MOST_VOCABULARY
 from paxtrain.data import checksums
 from paxtrain.data import corpus as corpora
 from paxtrain.data.corpus import Corpus
@@ -21,6 +22,7 @@ from paxtrain.data.tokenizer import (
     SMALLEST_BPE_VOCABULARY,
     bytes_tokenizer,
     cuts,
+    errors_of_library,
     gpt2_tokenizer,
     kept_tokenizer,
     pieces,
@@ -81,6 +83,11 @@ class PrepareOptions:
             raise UserError(
                 f"--vocab_size={self.vocab_size} is too small: the bytes and {END_OF_TEXT} alone need "
                 f"{SMALLEST_BPE_VOCABULARY}"
+            )
+        if self.vocab_size is not None and self.vocab_size > MOST_VOCABULARY:
+            raise UserError(
+                f"--vocab_size={self.vocab_size} is too large: a model may have {MOST_VOCABULARY:,} ids, and "
+                "tokenizers have 8,192 to 262,144"
             )
         if self.tokenizer == "gpt2" and not (self.vocab and self.merges):
             one = "vocab" if self.vocab else "merges"
@@ -145,7 +152,8 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, end: int, training: TokenWrite
     """Write the ids of all documents, each followed by the id `end`."""
     with tqdm(desc="encoding", total=corpus.characters, unit=" chars", unit_scale=True, disable=None) as progress:
         for batch in _batches(corpus, cuts(tokenizer)):
-            encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+            with errors_of_library("the tokenizer cannot encode the text"):
+                encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
             for piece, encoding in zip(batch, encodings, strict=True):
                 writer = validation if piece.held_out else training
                 writer.extend(encoding.ids)

@@ -4,6 +4,7 @@ The byte-level BPEs have the token `<|endoftext|>`. They do not normalize, so de
 A text that happens to contain `<|endoftext|>` is encoded like any other text.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,27 @@ SMALLEST_BPE_VOCABULARY = BYTES + 1
 # GPT-2's pattern never joins a character with a space or newline after it, so encoding each side alone gives the same.
 _BOUNDARY = re.compile(r"\S(?=[ \n])")
 _PIECE_CHARACTERS = 2**16
+
+
+@contextlib.contextmanager
+def errors_of_library(message: str) -> Iterator[None]:
+    """Turn an error of the `tokenizers` library into a sentence.
+
+    Its Rust code panics on some files, and on texts for which a file's regular expression takes too many steps: the
+    library tries 10 million at each character. Panics are no Exceptions.
+
+    Args:
+        message: what cannot be done.
+
+    Raises:
+        UserError: the block has raised anything but KeyboardInterrupt, SystemExit or MemoryError.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise UserError(f"{message}: {' '.join(str(error).split())}") from error
 
 
 def _byte_level(model: models.Model, *, split_words: bool) -> Tokenizer:
@@ -51,11 +73,8 @@ def gpt2_tokenizer(vocab: str, merges: str) -> Tokenizer:
     for path in (vocab, merges):
         if not os.path.isfile(path):
             raise UserError(f"there is no file {path}; --vocab and --merges name GPT-2's vocab.json and merges.txt")
-    try:
+    with errors_of_library(f"{vocab} and {merges} are not a GPT-2 vocabulary and its merges"):
         model = models.BPE.from_file(vocab, merges)
-    except Exception as error:  # the library raises no narrower class
-        detail = " ".join(str(error).split())
-        raise UserError(f"{vocab} and {merges} are not a GPT-2 vocabulary and its merges: {detail}") from error
     tokenizer = _byte_level(model, split_words=True)
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
@@ -67,10 +86,8 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         UserError: the file is no tokenizer.
     """
-    try:
+    with errors_of_library(f"{path} is not a valid {FILE}"):
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower class
-        raise UserError(f"{path} is not a valid {FILE}: {' '.join(str(error).split())}") from error
 
 
 def kept_tokenizer(path: str, end_of_text: str = END_OF_TEXT) -> Tokenizer:

@@ -98,7 +98,7 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
         config: architecture.
 
     Raises:
-        UserError: an array has another shape than the architecture's, or is quantized.
+        UserError: an array has another shape than the architecture's, is quantized, or has numbers that are not finite.
     """
     family, shapes = config.family, transformer.shapes(config)
     turned = family == "llama"
@@ -111,7 +111,13 @@ def params(read: Callable[[str], np.ndarray], config: ModelConfig) -> Params:
             raise UserError(f"array {name} is of {x.dtype.name}; {', '.join(_FLOATS)} can be imported")
         if x.shape != shape:
             raise UserError(f"array {name} is {list(x.shape)}; a {family} model of these sizes has {list(shape)}")
-        return x.astype(np.float32)
+        x = x.astype(np.float32)
+        if not np.isfinite(x).all():
+            raise UserError(
+                f"array {name} has numbers that are not finite or too large for float32; "
+                "its file is damaged, or was saved from a run that diverged"
+            )
+        return x
 
     def kept(name: str, key: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return an array of a layer; files hold kernels as matrices and biases as vectors."""
@@ -216,7 +222,7 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
         where: name of the file, for messages.
 
     Raises:
-        UserError: the architecture is not implemented, or a size is missing or invalid.
+        UserError: the architecture is not implemented, or a size or the id of a token is missing or invalid.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _LAYER:
@@ -228,10 +234,23 @@ def from_config(values: Mapping[str, Any], where: str) -> dict[str, object]:
         fields = (_from_llama if kind == "llama" else _from_gpt2)(values, where)
     except KeyError as error:
         raise UserError(f"{where} lacks {error.args[0]}; is it the config.json of a {kind} model?") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
         raise UserError(f"{where} has values that no {kind} model has: {error}") from error
     read_section(ModelConfig, fields, f"{where}: model")
+    _check_special(values, where, values["vocab_size"])
     return fields
+
+
+def _check_special(values: Mapping[str, Any], where: str, vocabulary: int) -> None:
+    """Require that the tokens which begin and end a document are in the vocabulary, if there are any."""
+    for name in ("bos_token_id", "eos_token_id"):
+        found = values.get(name)
+        for number in found if isinstance(found, list) else [] if found is None else [found]:
+            if type(number) is not int or not 0 <= number < vocabulary:
+                raise UserError(
+                    f"{where} says {name}={number!r}; it must be an id of the vocabulary, from 0 to {vocabulary - 1}, "
+                    "or null if there is no such token"
+                )
 
 
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, object]:
@@ -274,5 +293,5 @@ def _from_llama(values: Mapping[str, Any], where: str) -> dict[str, object]:
         "intermediate": values["intermediate_size"],
         "tied_head": values.get("tie_word_embeddings", False),
         "norm_epsilon": values.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
+        "rope_theta": rope.get("rope_theta", values.get("rope_theta", 10_000.0)),
     }

@@ -40,11 +40,12 @@ def _save(arrays: dict[str, np.ndarray], folder: pathlib.Path, dtype: str) -> No
         write_json(folder / INDEX, index)
 
 
-def _special(settings: Mapping[str, object], name: str, tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that settings name, as text or as an object with its content."""
+def _special(settings: Mapping[str, object], name: str, tokenizer: Tokenizer, vocabulary: int) -> int | None:
+    """Return the id of the token that settings name, as text or as an object with its content, if the model has it."""
     token = settings.get(name)
     text = token.get("content") if isinstance(token, dict) else token
-    return tokenizer.token_to_id(text) if isinstance(text, str) else None
+    number = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    return number if number is not None and number < vocabulary else None
 
 
 def _settings(run: pathlib.Path, tokenizer: Tokenizer) -> dict[str, object]:
@@ -78,7 +79,7 @@ def export(
     params, config, tokenizer = sampling.load(directory, step)
     _save(architectures.weights(jax.device_get(params), config.model), folder, dtype)
     settings = _settings(pathlib.Path(directory), tokenizer) | {"model_max_length": config.model.sequence}
-    begin, end = (_special(settings, name, tokenizer) for name in ("bos_token", "eos_token"))
+    begin, end = (_special(settings, name, tokenizer, config.model.vocab_size) for name in ("bos_token", "eos_token"))
     tokenizer.save(str(folder / sampling.TOKENIZER))
     write_json(folder / SETTINGS, settings)
     # Written last, so that a folder with this file is complete.

@@ -1,19 +1,19 @@
 """Import: a model of transformers, saved as the checkpoint of step 0 of a new run."""
 
 import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from paxtrain import files
 from paxtrain.config import Config, to_dict
 from paxtrain.data.tokenizer import load
 from paxtrain.errors import UserError
 from paxtrain.huggingface import architectures
 from paxtrain.huggingface.files import CONFIG, SETTINGS, ModelArrays, read_json, write_json
-from paxtrain.run import checkpoint, sampling
+from paxtrain.run import checkpoint, checkpoint_reading, sampling
 
 
 def _check_architecture(config: Config, fields: Mapping[str, Any], folder: pathlib.Path) -> None:
@@ -58,7 +58,7 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
     values = read_json(folder / CONFIG)
     fields = architectures.from_config(values, str(folder / CONFIG))
     _check_architecture(config, fields, folder)
-    if home.exists() and any(home.iterdir()):
+    if checkpoint_reading.finished_steps(home):
         raise UserError(f"{home} holds checkpoints already; name another folder with --config.run.out")
     arrays = ModelArrays(folder)
     settings = _imported_settings(folder, values) if (folder / sampling.TOKENIZER).exists() else None
@@ -79,9 +79,10 @@ def import_model(source: str | pathlib.Path, config: Config) -> pathlib.Path:
         "config": to_dict(config),
         "jax": jax.__version__,
     }
+    if settings is not None:
+        files.write(out / sampling.TOKENIZER, (folder / sampling.TOKENIZER).read_bytes())
+        write_json(out / SETTINGS, settings)
+    # Written last, so that a run with a checkpoint is complete, and an import that was interrupted can be repeated.
     with checkpoint.Checkpoints(home, config.checkpoint) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, params)}, meta)
-    if settings is not None:
-        shutil.copyfile(folder / sampling.TOKENIZER, out / sampling.TOKENIZER)
-        write_json(out / SETTINGS, settings)
     return out

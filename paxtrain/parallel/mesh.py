@@ -11,12 +11,12 @@ from paxtrain.errors import UserError
 from paxtrain.process.supervised import MeshPosition
 
 AXES = ("data", "pipe", "tensor")
-_MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
+MOST_CPU_DEVICES = 1024  # per process: 2,048 take a third of a second to create, 40,000 take more than minutes
 
 
 def cpu_devices(config: MeshConfig, processes: int) -> int:
     """Return the number of virtual CPU devices that each of `processes` processes needs, from 1 to 1,024."""
-    return min(max(1, config.devices // processes), _MOST_CPU_DEVICES)
+    return min(max(1, config.devices // processes), MOST_CPU_DEVICES)
 
 
 def host_major(hosts: Sequence[str], names: Sequence[str]) -> list[jax.Device]:

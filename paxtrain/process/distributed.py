@@ -22,6 +22,7 @@ from absl import flags
 from paxtrain.errors import PREFIX, UserError, whole
 from paxtrain.process import failures, jax_private, listening
 
+MOST_PROCESSES = 2**16  # as many as 8,192 hosts of 8 devices have
 _BARRIER = 3_600_000  # milliseconds that `wait_for_all` and `gather_texts` wait
 _GATHER = "gather"
 _waits: Counter[str] = Counter()  # calls by name; the name of a barrier, or of a key, can be used once
@@ -36,9 +37,9 @@ _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 def define_flags() -> None:
     """Define the flags whose values `initialize` takes."""
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0; detected under SLURM, Open MPI and Kubernetes.")
-    flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
-    flags.DEFINE_integer("process_id", None, "This process's number.", lower_bound=0)
-    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", lower_bound=1)
+    flags.DEFINE_integer("num_processes", None, "Number of processes.", 1, MOST_PROCESSES)
+    flags.DEFINE_integer("process_id", None, "This process's number.", 0, MOST_PROCESSES - 1)
+    flags.DEFINE_float("coordinator_timeout", 300, "Seconds to wait for the other processes.", 1, 1_000_000)
     flags.register_validator("coordinator_timeout", math.isfinite, "it must be a number of seconds")
 
 
@@ -285,6 +286,8 @@ def initialize(
     if alone(coordinator, processes, process):
         return
     if coordinator is not None and processes is not None and process is not None:
+        if processes > MOST_PROCESSES:
+            raise UserError(f"--num_processes may be at most {MOST_PROCESSES:,}, got {processes}")
         if not 0 <= process < processes:
             raise UserError(f"--process_id must be in [0, {processes}), got {process}")
         _check_address(coordinator)

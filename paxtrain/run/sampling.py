@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.data.tokenizer import FILE as TOKENIZER
+from paxtrain.data.tokenizer import errors_of_library
 from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
@@ -129,7 +130,8 @@ def sample(
         UserError: There is no good checkpoint, no tokenizer that fits it, or the prompt has no token.
     """
     params, config, tokenizer = load(directory, step)
-    ids = tokenizer.encode(prompt).ids
+    with errors_of_library(f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot encode --prompt"):
+        ids = tokenizer.encode(prompt).ids
     if not ids:
         raise UserError(f"--prompt must hold at least one token, got {prompt!r}")
     config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")
@@ -139,4 +141,5 @@ def sample(
             "put the training data's tokenizer.json there"
         )
     drawn = generate(params, config_model, ids, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    return tokenizer.decode(drawn)
+    with errors_of_library(f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot decode {len(drawn)} ids"):
+        return tokenizer.decode(drawn)

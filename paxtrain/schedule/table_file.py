@@ -18,7 +18,7 @@ import numpy as np
 from paxtrain.schedule.row_layout import Op
 from paxtrain.schedule.table import Schedule
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_CELL = re.compile(r"(\d{1,7})([FBIW])(\d{1,7})", re.ASCII)
 Key = tuple[str, int, int]  # phase, virtual stage, micro-batch
 
 
@@ -50,8 +50,8 @@ def _cells(path: pathlib.Path) -> list[list[tuple[str, Key]]]:
     """Return (place, op) of the cells of each line that has any; I is B, as in `Schedule`."""
     try:
         lines = list(csv.reader(path.read_text().splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         raise ValueError(
             f"cannot read the schedule {path}: {reason}; name a CSV file with a line for each stage"
         ) from None

@@ -19,6 +19,7 @@ from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config, from_dict
 from paxtrain.config.options import PLACES
 from paxtrain.errors import UserError, whole
+from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.study import frontier, loss_probe, plots, propagation, report
 from paxtrain.study.loss_probe_file import FILE
 from paxtrain.study.report import VariantResult
@@ -36,7 +37,7 @@ def define_flags() -> None:
     description = (
         "Runs of each kind, with the seeds from run.seed on; default: 1, and 3 with --frontier, --probe, --lep."
     )
-    flags.DEFINE_integer("seeds", None, description)
+    flags.DEFINE_integer("seeds", None, description, upper_bound=1000)
     description = f"Optimizer steps of each run; default: the configuration's, {frontier.STEPS} with --frontier, "
     description += f"{loss_probe.STEPS} with --probe, {propagation.STEPS} with --lep."
     flags.DEFINE_integer("steps", None, description, lower_bound=1)
@@ -55,7 +56,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "resume", False, "Take from --out the runs that an earlier start has finished with the same values."
     )
-    flags.DEFINE_integer("workers", 3, "Runs at a time; one with --real_mesh.", lower_bound=1)
+    flags.DEFINE_integer("workers", 3, "Runs at a time; one with --real_mesh.", 1, 1024)
     shared_flags.define_config("config", "study", "The configuration: a file, or the name of one in configs/.")
 
 
@@ -147,6 +148,11 @@ def main(argv: Sequence[str]) -> None:
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = from_dict(f.config)
+    if config.mesh.devices > MOST_CPU_DEVICES:
+        raise UserError(
+            f"the mesh has {config.mesh.devices:,} devices, and a study traces steps on {MOST_CPU_DEVICES:,} at most; "
+            "choose a smaller mesh.data, mesh.pipe or mesh.tensor"
+        )
     jax.config.update("jax_num_cpu_devices", config.mesh.devices)
     began = time.perf_counter()
     made = {"frontier": _frontier, "probe": _probe, "lep": _lep, "": _study}[asked[0] if asked else ""](config)

@@ -139,6 +139,8 @@ class Study:
         ):
             self._lock, self._done = threading.Lock(), 0
             self._finished = FinishedRuns(self.out, self._resume)
+            if self._finished.aside:
+                self._say(f"{self._finished.aside} has the runs of an earlier start; --resume would have taken them")
             self._evaluate = pool.submit(self._compile_evaluation)
             # Those with two programs first, so that no long one is left at the end.
             order = sorted(self.variants, key=lambda variant: variant.config.compress.chosen("data") == "none")

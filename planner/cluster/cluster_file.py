@@ -122,8 +122,9 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     """
     if not isinstance(values, dict):
         raise UserError(f"a cluster must be a JSON object, got {type(values).__name__}")
-    if values.get("version") != VERSION:
-        raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
+    version = values.get("version")
+    if type(version) is not int or version != VERSION:  # True == 1, too
+        raise UserError(f"version must be {VERSION}, got {version!r}")
     for key in values:
         if key not in _KEYS:
             raise UserError(f"unknown key {key}; known are {', '.join(_KEYS)}")
@@ -396,6 +397,9 @@ def _matrix(name: str, value: object, hosts: tuple[str, ...], zero: bool) -> np.
     size = len(hosts)
     try:
         array = np.array(value, float)
+        kinds = {type(x) for x in np.array(value, object).flat} if isinstance(value, list) else set()
+        if not kinds <= {int, float, type(None)}:  # None is nan
+            raise ValueError("numpy takes texts and truth values for numbers")
     except (TypeError, ValueError, OverflowError):
         raise UserError(
             f"{name} must be a matrix of {size} x {size} numbers for the {size} hosts, but its rows differ in length "

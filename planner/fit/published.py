@@ -83,7 +83,8 @@ def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
         out: the CSV to write.
 
     Raises:
-        UserError: the source cannot be read or is none of these files, or the CSV cannot be written.
+        UserError: the source cannot be read, is none of these files or has a trial that makes no sense, or the CSV
+            cannot be written.
     """
     source = pathlib.Path(source)
     try:
@@ -94,6 +95,11 @@ def convert(source: str | pathlib.Path, out: str | pathlib.Path) -> None:
         rows = amp(text) if source.suffix == ".json" else vtrain(text)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise UserError(f"{source} is none of the files that planner/fit/published.py names ({error!r})") from error
+    for number, row in enumerate(rows, 1):
+        try:
+            trials.parse({name: str(value) for name, value in row.items()})
+        except UserError as error:
+            raise UserError(f"{source}, trial {number}: {error}") from error
     if not rows:
         raise UserError(f"{source} has no rows; it is none of the files that planner/fit/published.py names")
     try:

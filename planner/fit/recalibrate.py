@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 from typing import Any
 
@@ -19,6 +18,7 @@ _SHARES = {
     "backward": "backward_ratio",
     "optimizer_bytes": "optimizer_bytes",
 }
+_HUGE = 1e100  # above all constants
 _LINKS = ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
 
 
@@ -50,14 +50,15 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
     if name not in names:
         raise UserError(f"--constants_of must be one of {', '.join(names)}, which {path} has, got {name!r}")
     try:
-        value = {key: float(clusters[name]["constants"][key]["value"]) for key in (*_SHARES.values(), *_LINKS)}
-    except (KeyError, TypeError, ValueError) as error:
+        value = {key: clusters[name]["constants"][key]["value"] for key in (*_SHARES.values(), *_LINKS)}
+    except (KeyError, TypeError) as error:
         raise UserError(
             f"the constants of {name} in {path} lack {error}; fit them anew with planner.validate"
         ) from error
-    wrong = [f"{key}={x:g}" for key, x in value.items() if not (math.isfinite(x) and x > 0)]
+    wrong = [f"{key}={x!r}" for key, x in value.items() if type(x) not in (int, float) or not 0 < x < _HUGE]
     if wrong:
         raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
+    value = {key: float(x) for key, x in value.items()}
     apart = between(cluster)
     # The fitted model has one share for products of all shapes.
     shares: dict[str, Any] = {ours: value[theirs] for ours, theirs in _SHARES.items()} | {"of_reach": False}

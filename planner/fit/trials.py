@@ -147,11 +147,16 @@ _MOST, _HUGE = 10_000_000, 1e12  # largest count; largest rate or time
 _MOST_CHUNKS = 1024
 
 
-def _count(name: str, text: str) -> int:
+def _float(text: str) -> float:
+    """Return the number that a text is, or nan; float() would also take digits of other scripts, and 1_0."""
     try:
-        value = float(text)
+        return float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
-        value = math.nan
+        return math.nan
+
+
+def _count(name: str, text: str) -> int:
+    value = _float(text)
     if not (value >= 1 and value == int(value) if math.isfinite(value) else False):
         raise UserError(f"{name} must be a whole number from 1 on, got {text!r}")
     if value > _MOST:
@@ -160,10 +165,7 @@ def _count(name: str, text: str) -> int:
 
 
 def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _float(text)
     if not value > 0:
         raise UserError(f"{name} must be above 0, got {text!r}")
     if not 1 / _HUGE < value < _HUGE:
@@ -196,11 +198,8 @@ def _stage_layers(text: str, layers: int, pp: int) -> tuple[int, ...]:
         if layers < pp:
             raise UserError(f"layers={layers} cannot fill pp={pp} stages; name stage_layers if some are empty")
         return tuple(layers // pp + (stage < layers % pp) for stage in range(pp))
-    try:
-        counts = tuple(int(entry) for entry in text.split(";"))
-    except ValueError:
-        counts = ()
-    if len(counts) != pp or sum(counts) != layers or min(counts) < 0:
+    counts = tuple(found for entry in text.split(";") if (found := whole(entry.strip(), _MOST)) is not None)
+    if len(counts) != pp or sum(counts) != layers:
         raise UserError(f"stage_layers={text} must be {pp} counts, one per stage, that add up to layers={layers}")
     return counts
 

@@ -1,13 +1,12 @@
 """Options of a launch, their checks, and the job that they describe."""
 
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Collection
 
 from paxtrain.config.shipped import find
-from paxtrain.errors import UserError, whole
+from paxtrain.errors import MOST_SECONDS, UserError, whole
 from planner.jobs import jobset, slurm
 from planner.jobs.job import Job, seconds
 
@@ -132,8 +131,10 @@ def job_of(options: LaunchOptions) -> Job:
     least = o.min_nodes or nodes
     if least > nodes:
         raise UserError(f"--min_nodes={least} is above --nodes={nodes}; it may be at most as many")
-    if not math.isfinite(o.link_timeout):
-        raise UserError(f"--link_timeout must be a number of seconds, got {o.link_timeout}")
+    if not o.link_timeout <= MOST_SECONDS:
+        raise UserError(
+            f"--link_timeout must be a number of seconds, got {o.link_timeout}; {MOST_SECONDS:,.0f} is the most"
+        )
     if o.per_gpu and not o.gpus_per_node:
         raise UserError("--per_gpu needs --gpus_per_node of at least 1")
     if o.kind != "kubernetes":  # a container image may have other files than this machine

@@ -44,13 +44,15 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
     if options.probe:
         raise UserError(f"--probe={options.probe} chooses codecs for a plan, which is not asked for here; leave it out")
     model, pipeline, batch, compress = sections(values)
+    if global_batch:
+        batch = dataclasses.replace(batch, global_batch=global_batch)  # which has bounds
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
     codecs = coded(compress)
     outer = groups(values, cluster, options)
     choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer)
     limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)
-    return Search(cluster, model, global_batch or batch.global_batch, choices, limits, options.search())
+    return Search(cluster, model, batch.global_batch, choices, limits, options.search())
 
 
 def groups(values: Values, cluster: Cluster, options: PlanOptions) -> OuterConfig:

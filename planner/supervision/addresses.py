@@ -1,8 +1,10 @@
 """Addresses, names and numbers of a run's supervisors, as the user or the launcher gives them."""
 
 import hashlib
+import ipaddress
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from paxtrain.errors import UserError, whole
@@ -14,8 +16,16 @@ _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
 def _is_host(text: str) -> bool:
-    """Return whether a text may be a host's name or address; the network decides whether there is one."""
-    return re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[\w.%:-]{1,253}", text, re.ASCII) is not None
+    """Return whether a text may be a host's name or address; the network decides whether there is one.
+
+    An IPv6 address is one in brackets, as in URLs: without, the last of its numbers could also be a port.
+    """
+    if not text.startswith("["):
+        return re.fullmatch(r"[\w.-]{1,253}", text, re.ASCII) is not None
+    try:
+        return text.endswith("]") and text.isascii() and bool(ipaddress.IPv6Address(text[1:-1]))
+    except ValueError:
+        return False
 
 
 def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]:
@@ -42,9 +52,12 @@ def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]
         host, colon, number = (item, "", "") if bracket or ":" not in item else item.rpartition(":")
         if not host or (colon and not whole(number, (1 << 16) - 1)) or not _is_host(host):
             raise UserError(
-                f"--hosts must be HOST or HOST:PORT joined by commas, or @FILE with one a line, got {item!r}"
+                "--hosts must be HOST or HOST:PORT joined by commas, IPv6 addresses in brackets as [fe80::1]:17430, or "
+                f"@FILE with one a line, got {item!r}"
             )
         first = int(number) if colon else port
+        if first + per_host > 1 << 16:
+            raise UserError(f"--hosts={item} with --per_host={per_host} needs ports beyond 65535; begin at a lower one")
         found += [(host.strip("[]"), first + i) for i in range(per_host)]
     if len(set(found)) < len(found):
         host, twice = next(each for each in found if found.count(each) > 1)
@@ -54,8 +67,8 @@ def addresses(hosts: str, port: int, per_host: int = 1) -> list[tuple[str, int]]
 
 def names(found: Sequence[tuple[str, int]]) -> list[str]:
     """Return the names of the supervisors in messages: their hosts, with the port if a host has several."""
-    hosts = [host for host, _ in found]
-    return [host if hosts.count(host) == 1 else f"{host}:{port}" for host, port in found]
+    hosts = Counter(host for host, _ in found)
+    return [host if hosts[host] == 1 else f"{host}:{port}" for host, port in found]
 
 
 def number(given: int | None, count: int, variables: Mapping[str, str]) -> int:

@@ -2,14 +2,13 @@
 
 import asyncio
 import dataclasses
-import math
 import os
 import pathlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from paxtrain.errors import UserError
+from paxtrain.errors import MOST_SECONDS, UserError
 from paxtrain.process import job_secret
 from planner.supervision import entries
 from planner.supervision.addresses import addresses, names, number, run_id
@@ -64,8 +63,9 @@ class SuperviseOptions:
         if not self.hosts:
             raise UserError("--hosts is missing; name all hosts, in the order of their numbers")
         for name, flag in LIMIT_FLAGS.items():
-            if not math.isfinite(getattr(self.limits, name)):
-                raise UserError(f"--{flag} must be a number, got {getattr(self.limits, name)}")
+            if not getattr(self.limits, name) <= MOST_SECONDS:
+                given = getattr(self.limits, name)
+                raise UserError(f"--{flag} must be a number, got {given}; {MOST_SECONDS:,.0f} is the most")
 
 
 def _logged(

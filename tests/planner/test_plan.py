@@ -103,6 +103,10 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "from host0 to host1 must be above 0, got -1": [f"--cluster={broken}"],
         "no configuration fits into": [cluster_flag, "--usable_memory=0.05", "--model.model.hidden=12288", "--pipe=1"],
         "a global batch of 31 cannot be split": [cluster_flag, "--global_batch=31", "--pipe=1", "--tensor=1"],
+        f"--global_batch={2**63 - 1}: {2**63 - 1} is not an integer in the range [0, 1048576]": [
+            cluster_flag,
+            f"--global_batch={2**63 - 1}",
+        ],
         "--compress must be none, auto or some of": [cluster_flag, "--compress=everything"],
         "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
         "--schedules=zb_h1 needs --saves=dots or residuals": [cluster_flag, "--schedules=zb_h1", "--saves=inputs"],

@@ -42,6 +42,9 @@ def test_overrides_are_values_by_dotted_key():
         ("tiny", {"mesh.foo": 1}, ["unknown configuration key mesh.foo", "known here: data"]),
         ("tiny", {"mesh.data.x": 1}, ["unknown configuration key mesh.data.x", "data is a value"]),
         ("tiny", {"mesh.pipe": "two"}, ["mesh.pipe must be of type int, got 'two'"]),
+        ("tiny", {"model.rope_theta": 10**400}, ["model.rope_theta must be a finite number", "about 400 digits"]),
+        ("tiny", {"model.dtype": 10**5000}, ["model.dtype must be of type str", "about 5000 digits"]),
+        ("tiny", {"model.dtype": [10**5000]}, ["model.dtype must be of type str, got a list that is too large"]),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(name, overrides, words):

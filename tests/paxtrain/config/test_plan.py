@@ -113,6 +113,9 @@ def test_a_plan_that_does_not_fit_the_model():
     [
         ({"version": 2}, ["version must be 1", "2"]),
         ({"version": None}, ["version must be 1", "None"]),
+        ({"version": True}, ["version must be 1", "True"]),
+        ({"version": 1.0}, ["version must be 1", "1.0"]),
+        ({"compress": {"min_ratio": 10**400}}, ["compress.min_ratio must be a finite number", "about 400 digits"]),
         ({"meshes": {}}, ["unknown key meshes", "mesh, outer, pipeline"]),
         ({"mesh": None}, ["section mesh is missing"]),
         ({"mesh": [2, 2, 2]}, ["mesh must be a mapping", "[2, 2, 2]"]),

@@ -209,6 +209,14 @@ def test_a_models_first_and_last_token_come_through(tmp_path):
         ({"model_type": "bert"}, ["model_type 'bert'", "gpt2 and llama can be imported"]),
         ({"hidden_size": None}, ["lacks hidden_size"]),
         ({"hidden_size": "32"}, ["has values that no llama model has"]),
+        (
+            {"rope_parameters": {"rope_theta": 10**400}},
+            ["model.rope_theta must be a finite number", "about 400 digits"],
+        ),
+        ({"rope_parameters": {"rope_theta": "7"}}, ["model.rope_theta must be of type float, got '7'"]),
+        ({"eos_token_id": -1}, ["eos_token_id=-1", "from 0 to 100"]),
+        ({"bos_token_id": 2**40}, [f"bos_token_id={2**40}", "from 0 to 100"]),
+        ({"eos_token_id": [2, 101]}, ["eos_token_id=101", "or null"]),
         ({"num_attention_heads": 0}, ["has values that no llama model has"]),
         ({"rope_parameters": "linear"}, ["has values that no llama model has"]),
         ({"num_hidden_layers": "3"}, ["config.json: model.layers must be of type int, got '3'"]),
@@ -258,6 +266,9 @@ def test_broken_files_are_named(tmp_path):
     bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}
     safetensors.numpy.save_file(weights | bias, file)
     refused(r"does not account for, model\.layers\.0\.self_attn\.q_proj\.bias first of 1")
+    for wrong in (np.nan, np.inf):
+        safetensors.numpy.save_file(weights | {"model.norm.weight": np.full(32, wrong, np.float32)}, file)
+        refused(r"array model\.norm\.weight has numbers that are not finite")
     codes = {name: x.astype(np.int8) if "q_proj" in name else x for name, x in weights.items()}
     safetensors.numpy.save_file(codes, file)
     refused(r"q_proj\.weight is of int8; float64, float32, float16, bfloat16 can be imported")
@@ -288,6 +299,24 @@ def test_the_flags_that_another_architecture_needs_are_named(tmp_path):
     values = {name: type(getattr(ModelConfig(), name))(value) for name, value in named.items()}
     shape = SHAPES["llama"] | values | {"vocab_multiple": 8}
     import_model(str(folder), from_dict({"model": shape, "run": {"out": str(tmp_path / "run")}}))
+
+
+def test_an_import_that_was_killed_can_be_repeated(tmp_path, monkeypatch):
+    """As the checkpoint is written, the rest is there: a run with a checkpoint has its tokenizer."""
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    folder = folder_of(weights, config.model, tmp_path / "model")
+
+    def killed(self, *_):
+        (tmp_path / "run/checkpoints/0.orbax-checkpoint-tmp").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Checkpoints, "save", killed)
+        import_model(str(folder), config)
+    assert (tmp_path / "run" / sampling.TOKENIZER).read_bytes() == (folder / sampling.TOKENIZER).read_bytes()
+    import_model(str(folder), config)
+    assert sampling.load(tmp_path / "run")[1] == config
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -81,6 +81,16 @@ def test_unreadable_metrics(tmp_path):
         metrics.read(tmp_path / "absent")
 
 
+def test_a_number_that_is_too_large_for_a_float_is_no_record(tmp_path):
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in ((1, 5.0), (2, 10**400), (3, 4.0), (4, 3.5))]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / metrics.FILE).write_text("".join(lines))
+    assert [record["step"] for record in metrics.read(tmp_path / "one" / metrics.FILE)] == [1, 3, 4]
+    plots.plot_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 0
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

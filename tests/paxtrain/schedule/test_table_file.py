@@ -101,6 +101,9 @@ def test_it_is_simulated_and_drawn(tmp_path):
         (TORCH_1F1B.replace("1F0", "0F0"), "line 2, cell 2", "belongs on line 1"),
         (TORCH_1F1B.replace("0F1", "0F0"), "line 1, cell 2", "there already"),
         (TORCH_1F1B.replace("0F1", "0X1"), "line 1, cell 2", "is no op"),
+        (TORCH_1F1B.replace("0F1", "\u0660F\u0661"), "line 1, cell 2", "is no op"),
+        (TORCH_1F1B.replace("0F1", "9" * 5000 + "F1"), "line 1, cell 2", "is no op"),
+        (TORCH_1F1B.replace("0F1", "0" * 200_000 + "F1"), "mine.csv", "field larger than field limit"),
         ("", "mine.csv", "has no op"),
     ],
 )

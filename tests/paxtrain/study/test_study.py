@@ -486,6 +486,7 @@ def test_given_times_choose_the_stages():
         (["--frontier", "--axes=time"], ["--axes must be some of between, data, got 'time'"]),
         (["--frontier", "--codecs=int5"], ["--codecs must be some of int8, fp8", "got 'int5'"]),
         (["--config.compress.colour=3"], ["compress.colour"]),
+        (["--config.mesh.data=32768", "--config.batch.global_batch=524288"], ["devices, and a study traces", "1,024"]),
     ],
 )
 def test_bad_flags_are_one_sentence_before_anything_is_compiled(home, tmp_path, monkeypatch, capfd, arguments, words):

@@ -265,6 +265,9 @@ def two(bandwidth: list) -> dict:
         ({"rails": True, "device": "cpu", "memory": 1e9}, "rails need GPUs, each of which has its NIC, got device cpu"),
         ({"colour": 1}, "unknown key colour"),
         ({"version": 2}, "version must be 1"),
+        ({"version": True}, "version must be 1, got True"),
+        ({"links": {"alpha": 0.0, "bandwidth": [["7"] * 3] * 3}}, "links.bandwidth must be a matrix of 3 x 3 numbers"),
+        ({"links": {"alpha": 0.0, "bandwidth": [[True, 1.0, 1.0]] * 3}}, "must be a matrix of 3 x 3 numbers"),
     ],
 )
 def test_what_is_wrong_is_told(changes, sentence):

@@ -102,6 +102,9 @@ def test_which_constants_are_meant_is_told(write):
         recalibrated(cluster(), "nothing.json")
     with pytest.raises(UserError, match="must be above 0, got compute_efficiency=-1"):
         recalibrated(cluster(), write(a=constants(compute_efficiency=-1)))
+    for wrong in ("0.5", True, 10**400, float("nan")):
+        with pytest.raises(UserError, match="must be above 0, got compute_efficiency="):
+            recalibrated(cluster(), write(a=constants(compute_efficiency=wrong)))
     repeated = dataclasses.replace(cluster(), samples=np.repeat(cluster().samples, 2, axis=0))
     for measured in (dataclasses.replace(cluster(), compute=({},)), repeated):
         with pytest.raises(UserError, match="was measured"):

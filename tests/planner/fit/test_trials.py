@@ -1,4 +1,5 @@
 import csv
+import json
 import pathlib
 
 import pytest
@@ -117,6 +118,10 @@ def test_spreadsheets_spaces_and_byte_order_marks_do_no_harm(tmp_path):
         ({"layers": 0}, "layers must be a whole number"),
         ({"micro_batch": 1.5}, "micro_batch must be a whole number"),
         ({"tp": ""}, "tp must be a whole number"),
+        ({"tp": "\u0662"}, "tp must be a whole number"),
+        ({"hidden": "1_024"}, "hidden must be a whole number from 1 on, got '1_024'"),
+        ({"stage_layers": "\u0664;6"}, "must be 2 counts"),
+        ({"intra_gbit": "2_400"}, "intra_gbit must be above 0, got '2_400'"),
         ({"dp": 3}, "tp=2 x dp=3 x pp=2 must make devices=8"),
         ({"global_batch": 33}, "global_batch=33 must be a multiple of dp=2 x micro_batch=2"),
         ({"stage_layers": "4;5"}, "stage_layers=4;5 must be 2 counts"),
@@ -179,6 +184,24 @@ def test_converts_the_published_trials(tmp_path):
     rows = trials.read(tmp_path / "vtrain.csv")
     assert len(rows) == 1440 and rows[0].seconds == pytest.approx(0.372160408)
     assert all(row.recompute and row.hosts == 1 for row in rows)
+
+
+def test_a_published_trial_that_makes_no_sense_is_named(tmp_path):
+    """Without a check of the rows "4" nodes of 4 GPUs were 4444 devices."""
+    config = {"stage_boundaries": [0, 30], "micro_batch": 1, "tp": 1, "dp": 16, "pp": 1, "global_batch": 32}
+    cluster = {"nodes": 4, "gpus_per_node": 4, "inter_gbps": [50] * 4, "intra_gbps": [50] * 4}
+    model = {"hidden": 1024, "seq": 1024, "layers": 24, "vocab": 52256}
+    good = {"config": config, "model": model, "cluster": cluster, "measured_seconds": 1.32}
+    source, out = tmp_path / "amp.json", tmp_path / "out.csv"
+    source.write_text(json.dumps([good]))
+    convert.main(["convert", str(source), str(out)])
+    assert trials.read(out)[0].devices == 16
+    before = out.read_bytes()
+    for change, message in (({"nodes": "4"}, "must make devices=4444"), ({"nodes": 4.5}, "devices=18")):
+        source.write_text(json.dumps([good, good | {"cluster": cluster | change}]))
+        with pytest.raises(UserError, match=f"amp.json, trial 2: .*{message}"):
+            convert.main(["convert", str(source), str(out)])
+    assert out.read_bytes() == before
 
 
 def test_what_cannot_be_converted(tmp_path):

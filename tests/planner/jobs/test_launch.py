@@ -216,6 +216,8 @@ def test_shellcheck_finds_nothing(tmp_path, gpus):
         ("1h", None),
         ("", None),
         ("1:2:3:4", None),
+        ("9" * 5000, None),
+        ("\u0661\u0662", None),
     ],
 )
 def test_times_as_slurm_writes_them(time, seconds):

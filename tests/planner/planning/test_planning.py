@@ -10,7 +10,7 @@ import paxtrain
 import planner
 from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
-from planner.planning.planning import PLAN, REPORT
+from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.report import text
 from tests.planner.examples import cluster
 
@@ -53,6 +53,11 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
 
 def compressed(ranked):
     return ranked.candidate.backward != "none" or ranked.candidate.data_rank > 0
+
+
+def test_a_batch_beyond_any_is_refused_before_its_divisors_are_sought(config):
+    with pytest.raises(paxtrain.UserError, match=r"batch\.global_batch may be at most 1,048,576"):
+        plan_sections(to_dict(config), cluster(2, 4), OPTIONS, global_batch=2**63 - 1)
 
 
 SLOW = dataclasses.replace(OPTIONS, pipe=(4,), micro_batch=(1,), backward_ranks=(4,), data_ranks=(8,))
