@@ -9,9 +9,9 @@ For one micro-batch of `tokens` = micro_batch x seq tokens, a layer of hidden si
     B           backward_ratio x compute + 2 all-reduces, and F again if activations are recomputed
 
 The last stage adds the head, and every stage adds a constant per micro-batch. The simulator composes these, by the
-run's schedule, to the time at which each stage has done its last micro-batch. The closed forms are of 1f1b and stand for
-any schedule. Chunks of a stage are taken as equal, and W as half of a backward without recomputation. The gradient rings
-over the real hosts follow, then the exchange of the tied embedding between the first and the last stage, then the
+run's schedule, to the time at which each stage has done its last micro-batch. The closed forms are of 1f1b and stand
+for any schedule. Chunks of a stage are taken as equal, and W as half of a backward without recomputation. The gradient
+rings over the real hosts follow, then the exchange of the tied embedding between the first and the last stage, then the
 optimizer. If the pipelines of one run differ, each is simulated and the slowest counts.
 
 References:
