@@ -364,10 +364,12 @@ class Paths:
 
 def _swap(links: Fabric, first: Array, last: Array, tensor: int) -> tuple[Array, Array]:
     """Return latency and seconds per byte [batch, D, 2] between the ends of all pipelines at once, there and back."""
-    places, onward = np.concatenate([first, last]), np.concatenate([last, first])  # NICs work both ways at once
+    both = np.stack([first, last], 1)  # [batch, 2, D]
+    # The ways are apart, as if they were placements of their own, because NICs work both ways at once.
+    places, onward = both.reshape(-1, both.shape[2]), both[:, ::-1].reshape(-1, both.shape[2])
     here, there = links.hosts(places), links.hosts(onward)
     found = _over_links(links, places, onward, here != there, tensor)
-    latency, slowness, here, there = (np.stack(np.split(x, 2), -1) for x in (*found, here, there))
+    latency, slowness, here, there = (np.swapaxes(x.reshape(both.shape), 1, 2) for x in (*found, here, there))
     return latency, _in_trunks(links, slowness, here, there, tensor)
 
 
