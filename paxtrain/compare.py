@@ -22,6 +22,8 @@ def main(argv: Sequence[str]) -> None:
     out = flags.FLAGS.out
     if not out.endswith(".png"):
         raise UserError(f"--out={out} must be the name of a .png")
+    if not flags.FLAGS.runs:
+        raise UserError("--runs names no folder; write --runs=runs/a,runs/b")
     try:
         plots.plot_runs(flags.FLAGS.runs, out)
     except OSError as error:

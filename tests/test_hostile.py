@@ -35,11 +35,13 @@ def test_a_main_that_lets_things_pass_is_found(tmp_path):
     program = """
 import json, os, pathlib, sys
 from tests.hostile import __main__ as hostile
-from tests.hostile.cases import MAINS, Case
+from tests.hostile.cases import Case
+from tests.hostile.commands import MAINS
 out = pathlib.Path(sys.argv[1])
 made = Case(MAINS[0], [], {}, "")
-def judge(status, said, taken=0, touched=False, nonsense=""):
+def judge(status, said, taken=0, touched=(), nonsense="", compiled=False):
     (out / "stderr").write_text(said)
+    (out / "compiled").touch() if compiled else (out / "compiled").unlink(missing_ok=True)
     made.nonsense = nonsense
     return hostile.problem(made, status, taken, out, touched)
 exited = lambda code: code << 8
@@ -48,11 +50,33 @@ print(json.dumps([
     judge(exited(1), "Traceback (most recent call last)"), judge(14, ""), judge(9, ""), judge(exited(5), ""),
     judge(exited(2), "two\\nlines\\n"), judge(exited(2), "error: a\\x1b[31m\\n"),
     judge(exited(hostile.ACCEPTED), "", nonsense="x=nan"), judge(exited(2), "error: a\\n", taken=2 << 30),
-    judge(exited(2), "error: a\\n", touched=True), judge(exited(2), "error: " + "x" * 4000),
+    judge(exited(2), "error: a\\n", touched=["x"]), judge(exited(2), "error: " + "x" * 4000),
+    judge(exited(2), "error: a\\n", compiled=True), judge(exited(0), "", compiled=True),
 ]))
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert json.loads(done.stdout or "[]") == [
         *("", "", "traceback", "hang", "signal 9", "exit code 5", "no sentence", "control characters"),
-        *("accepted nonsense", "memory", "touched files", "a sentence of a page"),
+        *("accepted nonsense", "memory", "touched files", "a sentence of a page", "compiled", ""),
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "compiles"),
+    [
+        ("jax.jit(jnp.sin)(1.0)", True),
+        ("jax.jit(jnp.sin).lower(1.0).compile()", True),
+        ("jax.jit(jnp.sin).lower(1.0), jax.eval_shape(jnp.sin, 1.0)", False),
+    ],
+)
+def test_what_compiles_is_seen(tmp_path, call, compiles):
+    program = f"""
+import pathlib, sys
+import jax
+import jax.numpy as jnp
+from tests.hostile.__main__ import watch_compiler
+watch_compiler(pathlib.Path(sys.argv[1]))
+{call}
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "mark")], cwd=ROOT, check=True, capture_output=True)
+    assert (tmp_path / "mark").exists() == compiles

@@ -24,6 +24,19 @@ _PIECE_CHARACTERS = 2**16
 
 
 @contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what the block writes to the process's stderr: Rust prints each panic there, with a trace."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
 def errors_of_library(message: str) -> Iterator[None]:
     """Turn an error of the `tokenizers` library into a sentence.
 
@@ -37,7 +50,8 @@ def errors_of_library(message: str) -> Iterator[None]:
         UserError: the block has raised anything but KeyboardInterrupt, SystemExit or MemoryError.
     """
     try:
-        yield
+        with _without_stderr():
+            yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:

@@ -28,13 +28,16 @@ def finished_steps(directory: pathlib.Path) -> list[int]:
     """Return the steps of the finished checkpoints in a directory, ascending; it need not exist.
 
     Raises:
-        UserError: There is a file of that name.
+        UserError: There is a file of that name, or the folder cannot be read.
     """
-    if directory.is_file():
-        raise UserError(f"{directory} is a file; move it away, or name another run.out")
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if whole(path.name) is not None)
+    try:
+        if directory.is_file():
+            raise UserError(f"{directory} is a file; move it away, or name another run.out")
+        if not directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in directory.iterdir() if whole(path.name) is not None)
+    except OSError as error:  # a name that is too long, too
+        raise UserError(f"cannot read {directory} ({error.strerror}); name another run.out") from error
 
 
 def same_everywhere(directory: pathlib.Path) -> list[int]:

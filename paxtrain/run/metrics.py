@@ -17,7 +17,7 @@ from paxtrain.errors import UserError
 Record = dict[str, Any]  # a line of the metrics: its "step", and scalars by name
 FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
-_HUGE = 2**63  # above all counts; some integers in JSON are too large for a float
+_HUGE = 1e300  # above all scalars; some integers in JSON are too large for a float
 
 
 def flops_per_token(model: ModelConfig) -> float:
@@ -61,9 +61,7 @@ def _parse(line: str) -> Record | None:
     if not isinstance(record, dict) or type(record.get("step")) is not int or abs(record["step"]) > 2**53:
         return None
     numbers = [value for value in record.values() if value is not None]
-    if not all(isinstance(value, float) or (isinstance(value, int) and abs(value) < _HUGE) for value in numbers):
-        return None
-    return record
+    return record if all(isinstance(value, int | float) and abs(value) < _HUGE for value in numbers) else None
 
 
 def read(path: str | pathlib.Path) -> list[Record]:

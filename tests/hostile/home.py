@@ -1,12 +1,33 @@
-"""The files that the command lines of `cases` read, as they work."""
+"""The files that the command lines of `commands` read, as they work."""
 
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 
-from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, PipelineConfig, plan
+import jax
+import numpy as np
+import safetensors.numpy
+
+from paxtrain.config import BatchConfig, CompressConfig, MeshConfig, ModelConfig, PipelineConfig, plan
 from paxtrain.data.preparation import prepare as prepare_data
+from paxtrain.huggingface import architectures
+from paxtrain.model import transformer
+from paxtrain.schedule import table_file
+from paxtrain.schedule.schedules import build
+from paxtrain.study import loss_probe_file
+from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec
+from planner.fit.constants import CONSTANTS
 from planner.fit.trials import COLUMNS
+from planner.published.comparison import BEGIN, END
+from tests.sources import ROOT
+
+# Constants that plans use.
+USED = ("compute_efficiency", "memory_efficiency", "layer_launch", "backward_ratio", "optimizer_bytes")
+USED += ("intra_efficiency", "intra_latency", "inter_efficiency", "inter_latency")
+# The model that is imported, and from which a checkpoint is made.
+MODEL = {"vocab_size": 257, "layers": 2, "hidden": 32, "heads": 4, "sequence": 32}
 
 AMP = {
     "file": "a.txt",
@@ -35,17 +56,17 @@ AMP = {
 
 def prepare(home: pathlib.Path) -> None:
     """Write the files of all command lines."""
-    root = pathlib.Path(__file__).resolve().parents[2]
     for folder in ("one", "two", "model"):
         (home / folder).mkdir(parents=True)
-    shutil.copy(root / "configs/tiny.py", home / "config.py")
+    shutil.copy(ROOT / "configs/tiny.py", home / "config.py")
     (home / "text.txt").write_text("all work and no play " * 200)
-    (home / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(50)))
+    texts = [f"line {i} " * 40 + "a" * 400 + "x" for i in range(50)]
+    (home / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare_data([str(home / "lines.jsonl")], home / "data")
     for part in ("train", "validation"):
         for suffix in ("idx", "bin"):
             shutil.copy(home / f"data/{part}.{suffix}", home / f"{part}.{suffix}")
-    for where in ("tokenizer.json", "one/tokenizer.json"):
+    for where in ("tokenizer.json", "own_tokenizer.json", "model/tokenizer.json"):
         shutil.copy(home / "data/tokenizer.json", home / where)
     shutil.rmtree(home / "data")
     rows = [
@@ -61,9 +82,39 @@ def prepare(home: pathlib.Path) -> None:
     plan.save(
         plan.Plan(MeshConfig(2, 2, 2), PipelineConfig(), BatchConfig(16, 2), CompressConfig()), home / "plan.json"
     )
+    _cluster(home)
+    _planning(home)
+    (home / "amp_homogeneous.json").write_text(json.dumps([AMP]))
+    _model(home)
+
+
+def _cluster(home: pathlib.Path) -> None:
+    """Write a cluster twice, with its links in its file and beside it."""
     links = {"bandwidth": [[3e11, 2e10], [2e10, 3e11]], "alpha": 1e-5}
-    cluster = {"name": "two", "hosts": 2, "devices_per_host": 4, "device": "a100_80gb", "links": links}
+    cluster = {"version": 1, "name": "two", "hosts": 2, "devices_per_host": 4, "device": "a100-80gb", "links": links}
     (home / "cluster.json").write_text(json.dumps(cluster))
+    (home / "arrays.json").write_text(json.dumps(cluster | {"links": {"npz": "links.npz"}}))
+    np.savez(home / "links.npz", alpha=np.full((2, 2), 1e-5), bandwidth=np.array(links["bandwidth"]))
+
+
+def _planning(home: pathlib.Path) -> None:
+    """Write constants, a probe, a schedule and a page, and the files of GPT-2's tokenizer."""
+    constants = {constant.name: {"value": constant.typical} for constant in CONSTANTS if constant.name in USED}
+    (home / "constants.json").write_text(json.dumps({"clusters": {"lab": {"constants": constants}}}))
+    codecs = (
+        ProbedCodec("backward", "lowrank", (0.01, 0.02), 16),
+        ProbedCodec("data", "int8", (0.001, 0.002)),
+    )
+    probe = LossProbe({"hidden": 128}, (2, 2), 4, 100, 4096, (0, 1), (3.5, 3.6), codecs)
+    loss_probe_file.save(probe, home / "probe.json")
+    (home / "schedule.csv").write_text(table_file.text(build("1f1b", 2, 4, overlap=False)))
+    (home / "page.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    (home / "vocab.json").write_text(json.dumps(json.loads((home / "tokenizer.json").read_text())["model"]["vocab"]))
+    (home / "merges.txt").write_text("#version: 0.2\n")
+
+
+def _model(home: pathlib.Path) -> None:
+    """Write a model in Hugging Face's layout, and a run with its weights as the checkpoint of step 0."""
     (home / "model/config.json").write_text(
         json.dumps(
             {
@@ -76,7 +127,16 @@ def prepare(home: pathlib.Path) -> None:
                 "activation_function": "gelu_new",
                 "layer_norm_epsilon": 1e-5,
                 "tie_word_embeddings": True,
+                "bos_token_id": 256,
+                "eos_token_id": 256,
             }
         )
     )
-    (home / "amp_homogeneous.json").write_text(json.dumps([AMP]))
+    config = ModelConfig(**MODEL)
+    params = jax.tree.map(lambda x: np.full(x.shape, 0.01, np.float32), transformer.shapes(config))
+    safetensors.numpy.save_file(architectures.weights(params, config), home / "model/model.safetensors")
+    # In another process: one that has used its devices cannot be forked.
+    command = [sys.executable, "-W", "ignore", "-m", "paxtrain.huggingface", "import", f"--model={home / 'model'}"]
+    command += [f"--config={home / 'config.py'}", f"--config.run.out={home / 'trained'}"]
+    command += [f"--config.model.{name}={value}" for name, value in MODEL.items()]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

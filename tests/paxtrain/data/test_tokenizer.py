@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from paxtrain.data.preparation import PrepareOptions, prepare
 from paxtrain.data.tokenizer import bytes_tokenizer, cuts, gpt2_tokenizer, pieces, train_bpe, vocabulary_size
 from paxtrain.errors import UserError
 from tests.paxtrain.data.texts import TRICKY
@@ -52,3 +53,15 @@ def test_a_vocabulary_that_is_none(tmp_path):
     (tmp_path / "m.txt").write_text("a b\n")
     with pytest.raises(UserError, match=r"v\.json and .*m\.txt are not a GPT-2 vocabulary and its merges"):
         gpt2_tokenizer(str(tmp_path / "v.json"), str(tmp_path / "m.txt"))
+
+
+def test_a_pattern_that_takes_too_many_steps_is_a_sentence(tmp_path, capfd):
+    """The library panics, its panics are no Exceptions, and it prints them."""
+    tokenizer = bytes_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$b"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a" * 400 + "x")
+    with pytest.raises(UserError, match=r"the tokenizer cannot encode the text: .*retry-limit-in-match"):
+        prepare([str(tmp_path / "text.txt")], tmp_path / "out", PrepareOptions(str(tmp_path / "tokenizer.json")))
+    assert not list((tmp_path / "out").iterdir())
+    assert "panicked" not in capfd.readouterr().err

@@ -1,0 +1,329 @@
+"""The mains with command lines that work, of which the cases are made."""
+
+import dataclasses
+
+from tests.hostile.home import MODEL
+
+
+@dataclasses.dataclass(frozen=True)
+class Main:
+    """A main and a command line of it that works.
+
+    Attributes:
+        module: its dotted name.
+        arguments: flags; {home} stands for the folder of the files.
+        integers: flags whose values are whole numbers.
+        numbers: flags whose values are numbers.
+        texts: flags whose values are names, paths or lists.
+        overrides: prefix of the overrides of a configuration, or "".
+        files: patterns of the names of the files that it reads.
+        skip: places ("module:attribute") where the work begins; ":attribute" is one of the main itself.
+        positional: arguments that are no flags.
+        codes: exit codes of answers, besides 0.
+        compiles: whether it may compile before it refuses, as it reads arrays: fingerprints of a checkpoint's are
+            computed, and safetensors makes arrays of jax.
+    """
+
+    module: str
+    arguments: dict[str, str]
+    integers: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    overrides: str = ""
+    files: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    codes: tuple[int, ...] = ()
+    compiles: bool = False
+
+
+DATA = {f"config.data.{name}": f"{{home}}/{name}" for name in ("train", "validation")}
+TRAINING = {"config": "{home}/config.py", "cpu_devices": "8", "config.run.out": "{out}/run"} | DATA
+STUDY = DATA | {"config.mesh.tensor": "1", "config.compress.data": "all", "config.compress.data_rank": "8"}
+SCHEDULE = {"config.pipeline.schedule": "{home}/schedule.csv"}
+IMPORT = {f"config.model.{name}": str(value) for name, value in MODEL.items()}
+PLAN = {"model": "{home}/config.py", "cluster": "{home}/cluster.json", "out": "{out}/plan", "oracle": "no", "top": "3"}
+SEARCH = ("planner.search.search:Search.run",)  # all candidates are known and bounded by then
+LAUNCH = {"config": "{home}/config.py", "nodes": "2"}
+LAUNCHED = ("nodes", "gpus_per_node", "max_restarts", "signal_ahead", "hosts", "cpu_devices", "min_nodes")
+MAINS = (
+    Main(
+        "paxtrain.train",
+        TRAINING,
+        ("cpu_devices", "num_processes", "process_id"),
+        ("coordinator_timeout",),
+        ("config", "plan", "coordinator"),
+        "config",
+        ("config.py", "train.idx", "train.bin", "tokenizer.json"),
+        ("paxtrain.run.run:Run.train",),
+    ),
+    Main(
+        "paxtrain.train",
+        TRAINING | {"plan": "{home}/plan.json"},
+        (),
+        (),
+        ("plan",),
+        "",
+        ("plan.json",),
+        ("paxtrain.run.run:Run.train",),
+    ),
+    Main(
+        "planner.plan",
+        PLAN,
+        ("global_batch", "top", "placed", "seed", "tensor_hosts"),
+        ("gain", "usable_memory", "quantile"),
+        (
+            "model",
+            "cluster",
+            "without",
+            "constants",
+            "constants_of",
+            "compress",
+            "backward_ranks",
+            "data_ranks",
+            "tensor",
+            "pipe",
+            "micro_batch",
+            "virtual_stages",
+            "schedules",
+            "saves",
+            "out",
+        ),
+        "model",
+        ("config.py", "cluster.json"),
+        SEARCH,
+    ),
+    Main(
+        "planner.launch",
+        LAUNCH,
+        LAUNCHED,
+        ("link_timeout",),
+        ("config", "plan", "out", "name", "time", "partition", "account", "sbatch", "setup"),
+        "",
+        ("config.py",),
+        (),
+        ("slurm",),
+    ),
+    Main(
+        "planner.launch",
+        LAUNCH | {"image": "registry/paxtrain:1"},
+        LAUNCHED,
+        ("link_timeout",),
+        ("config", "out", "name", "image", "volume", "mount", "setup"),
+        "",
+        (),
+        (),
+        ("kubernetes",),
+    ),
+    Main(
+        "planner.launch",
+        {"config": "{home}/config.py", "hosts": "2", "out": "{out}/job"},
+        ("hosts", "cpu_devices", "max_restarts"),
+        ("link_timeout",),
+        ("config", "out"),
+        "",
+        (),
+        ("planner.jobs.local:Local.run",),
+        ("local",),
+    ),
+    Main(
+        "planner.supervise",
+        {"hosts": "127.0.0.1", "log": "{out}/log"},
+        ("host", "port", "per_host"),
+        ("link_timeout", "hang_timeout", "phase_timeout", "start_timeout", "settle", "grace", "slow_step"),
+        ("hosts", "name", "log", "logs", "report", "finished"),
+        "",
+        (),
+        ("asyncio:run",),
+        ("--", "true"),
+    ),
+    Main(
+        "planner.validate",
+        {"trials": "{home}/trials.csv", "out": "{out}/validate"},
+        ("fit", "folds", "seed", "seeds"),
+        (),
+        ("trials", "hold_out", "method", "out"),
+        "",
+        ("trials.csv",),
+        (":validate",),
+    ),
+    Main(
+        "planner.profile",
+        {"config": "{home}/config.py", "out": "{out}/cluster.json"},
+        ("repeats", "compute_hosts", "cpu_devices"),
+        ("time_limit", "answer_timeout"),
+        ("sizes", "micro_batches", "tensor", "out", "name", "coordinator"),
+        "config",
+        (),
+        ("planner.start.rendezvous:call",),
+    ),
+    Main(
+        "planner.run",
+        {"config": "{home}/config.py", "out": "{out}/run", "num_processes": "1", "cpu_devices": "8"},
+        ("gpus", "cpu_devices", "compute_hosts"),
+        ("profile_seconds", "profile_age", "answer_timeout"),
+        ("plan", "out", "host_name", "coordinator"),
+        "config",
+        ("config.py",),
+        ("planner.start.rendezvous:call",),
+    ),
+    Main(
+        "paxtrain.prepare",
+        {"input": "{home}/text.txt", "out": "{out}/data"},
+        ("vocab_size", "seed"),
+        ("validation_fraction",),
+        ("input", "out", "tokenizer", "end_of_text", "vocab", "merges", "json_key"),
+        "",
+        ("text.txt",),
+    ),
+    Main(
+        "paxtrain.prepare",
+        {"input": "{home}/text.txt", "out": "{out}/data", "tokenizer": "bpe", "vocab_size": "300"},
+        integers=("vocab_size", "seed"),
+        numbers=("validation_fraction",),
+        texts=("tokenizer", "end_of_text"),
+        files=("text.txt",),
+    ),
+    Main(
+        "paxtrain.prepare",
+        {
+            "input": "{home}/text.txt",
+            "out": "{out}/data",
+            "tokenizer": "gpt2",
+            "vocab": "{home}/vocab.json",
+            "merges": "{home}/merges.txt",
+        },
+        texts=("vocab", "merges"),
+        files=("vocab.json", "merges.txt"),
+    ),
+    Main(
+        "paxtrain.prepare",
+        {
+            "input": "{home}/lines.jsonl",
+            "out": "{out}/data",
+            "tokenizer": "{home}/own_tokenizer.json",
+            "end_of_text": "<|endoftext|>",
+        },
+        (),
+        (),
+        ("tokenizer", "end_of_text", "json_key"),
+        "",
+        ("own_tokenizer.json", "lines.jsonl"),
+    ),
+    Main(
+        "paxtrain.compare",
+        {"runs": "{home}/one,{home}/two", "out": "{out}/figure.png"},
+        (),
+        (),
+        ("runs", "out"),
+        "",
+        ("one/metrics.jsonl",),
+    ),
+    Main(
+        "paxtrain.sample",
+        {"checkpoint": "{home}/trained", "tokens": "4"},
+        integers=("step", "tokens", "top_k", "seed"),
+        numbers=("temperature",),
+        texts=("checkpoint", "prompt"),
+        files=("trained/tokenizer.json", "trained/checkpoints/0/**/*"),
+        skip=("paxtrain.run.sampling:generate",),
+        compiles=True,
+    ),
+    Main(
+        "paxtrain.huggingface.__main__",
+        {"checkpoint": "{home}/trained", "out": "{out}/exported"},
+        integers=("step",),
+        texts=("checkpoint", "out", "dtype"),
+        files=("trained/*.json", "trained/checkpoints/0/**/*"),
+        skip=("paxtrain.huggingface.exporting:_save",),
+        positional=("export",),
+        compiles=True,
+    ),
+    Main(
+        "paxtrain.profile",
+        {"config": "{home}/config.py", "cpu_devices": "8"} | SCHEDULE,
+        integers=("cpu_devices", "num_processes", "process_id", "steps"),
+        numbers=("coordinator_timeout",),
+        texts=("plan", "coordinator", "config.pipeline.schedule"),
+        files=("schedule.csv",),
+        skip=(":profile",),
+    ),
+    Main(
+        "paxtrain.huggingface.__main__",
+        {"model": "{home}/model", "config": "{home}/config.py", "config.run.out": "{out}/imported"} | IMPORT,
+        texts=("model", "config"),
+        overrides="config",
+        files=("model/*",),
+        skip=("paxtrain.run.checkpoint:Checkpoints.__init__",),
+        positional=("import",),
+        compiles=True,
+    ),
+    Main(
+        "paxtrain.study.__main__",
+        {"config": "{home}/config.py", "out": "{out}/study"} | STUDY,
+        ("seeds", "steps", "workers"),
+        (),
+        ("ranks", "out"),
+        "config",
+        (),
+        ("paxtrain.study.runs:Study.run",),
+    ),
+    Main(
+        "planner.convert",
+        {},
+        (),
+        (),
+        (),
+        "",
+        ("amp_homogeneous.json",),
+        (),
+        ("{home}/amp_homogeneous.json", "{out}/trials.csv"),
+    ),
+    Main(
+        "planner.plan",
+        PLAN | {"cluster": "{home}/arrays.json", "constants": "{home}/constants.json"},
+        integers=("global_batch",),
+        texts=("constants", "constants_of"),
+        files=("arrays.json", "links.npz", "constants.json"),
+        skip=SEARCH,
+    ),
+    Main(
+        "planner.plan",
+        PLAN | {"compress": "auto", "probe": "{home}/probe.json"},
+        numbers=("loss_budget",),
+        texts=("probe", "compress"),
+        files=("probe.json",),
+        skip=("planner.planning.loss_budget:choose",),
+    ),
+    Main(
+        "planner.plan",
+        PLAN | {"schedules": "{home}/schedule.csv"},
+        texts=("schedules",),
+        files=("schedule.csv",),
+        skip=SEARCH,
+    ),
+    Main(
+        "planner.memory.__main__",
+        {"model": "{home}/config.py", "cluster": "{home}/cluster.json"},
+        integers=("global_batch", "tensor_hosts", "top"),
+        numbers=("usable_memory", "quantile"),
+        texts=("cluster", "tensor", "pipe", "data", "micro_batch", "schedules", "saves"),
+        overrides="model",
+        files=("cluster.json",),
+        codes=(1,),
+    ),
+    Main(
+        "planner.export.__main__",
+        {"to": "megatron", "plan": "{home}/plan.json", "model": "{home}/config.py", "out": "{out}/export"},
+        texts=("to", "plan", "model", "out"),
+        overrides="model",
+        files=("plan.json",),
+    ),
+    Main(
+        "planner.published.__main__",
+        {"page": "{home}/page.md"},
+        texts=("page",),
+        files=("page.md",),
+        skip=("planner.published.runs:read",),
+    ),
+)
