@@ -12,7 +12,7 @@ from compress.codecs.topk import TopK
 from compress.reducer import Reducer
 
 if TYPE_CHECKING:
-    from nowhere import Missing
+    from collections.abc import Sized as Missing
 
 HERE = __name__
 
@@ -47,7 +47,7 @@ class Perhaps(compress.Identity):
 class Unread(compress.Identity):
     """A codec with an annotation that only type checkers can read."""
 
-    count: "Missing" = 1
+    count: "Missing" = ()
 
 
 @dataclasses.dataclass
