@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import csv
+import gc
 import json
 import os
 import pathlib
@@ -187,6 +188,8 @@ def make_checkpoints(folder):
 FORMATS = [each for name, each in globals().items() if name.startswith("make_")]
 
 
+# Where a checkpoint's metadata is damaged, orbax leaves coroutines behind that nobody awaits.
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("make", FORMATS, ids=lambda make: make.__name__.removeprefix("make_"))
 def test_what_is_read_is_not_executed(tmp_path, make):
     folder, canary = tmp_path / "files", tmp_path / "canary"
@@ -220,6 +223,7 @@ def test_what_is_read_is_not_executed(tmp_path, make):
                     attempt(path, "\n".join([head, ",".join(cells), *rows[1:]]).encode())
         path.write_bytes(good)
     assert tried >= 9
+    gc.collect()  # what orbax has left ends here, not in another test
 
 
 def test_arrays_of_objects_are_not_unpickled(tmp_path):

@@ -29,7 +29,7 @@ from tests.sources import ROOT
 
 NAME = "late_1f1b"
 # These modules may name schedules: they hold defaults, published rules and trials of 1F1B, the models whose memory
-# is compiled, the schedules that other trainers have, and benchmarks.
+# is compiled, the schedules that other trainers have and run by, and benchmarks.
 MAY_NAME_SCHEDULES = (
     "paxtrain/schedule/schedules.py",
     "paxtrain/config/parallel.py",
@@ -39,6 +39,8 @@ MAY_NAME_SCHEDULES = (
     "planner/memory/labels.py",
     "planner/search/baselines.py",
     "planner/fit/trial_model.py",
+    "planner/fit/trials.py",
+    "planner/cost/simulate.py",
     "planner/published/prediction.py",
     "planner/measure/compute_timing.py",
 )

@@ -132,7 +132,10 @@ def test_fragments_have_codecs_of_their_own(home, streaming, tmp_path):
     ("changes", "words"),
     [
         ({"outer_codec": "int4"}, r"QuantisedBlocks\(bits=8, block=64.* there and QuantisedBlocks\(bits=4"),
-        ({"outer_options": {"block": 32}}, r"block=64, .* there and QuantisedBlocks\(bits=8, block=32"),
+        (
+            {"outer_options": {"block": 32}},
+            r"QuantisedBlocks\(bits=8, block=64, .* there and QuantisedBlocks\(bits=8, block=32",
+        ),
         ({"outer_codec": "fp8"}, r"QuantisedBlocks.* there and Float8Blocks"),
     ],
 )
