@@ -125,8 +125,11 @@ class Plan:
         """Return the configuration of `values` (sections, as config.from_dict takes them) with this plan's sections.
 
         Raises:
-            UserError: the plan's sections do not fit the others, or it is for other groups.
+            UserError: the plan's sections do not fit the others, it is for other groups, or a section that it replaces
+                makes no sense by itself.
         """
+        for name, section in _SECTIONS.items():
+            read_section(section, values.get(name, {}), name)
         outer = dict(values.get("outer", {}))
         check_planned(self.outer, read_section(OuterConfig, outer, "outer"))
         if self.outer:

@@ -97,6 +97,11 @@ def test_a_plan_replaces_its_sections_only():
     assert (applied.model, applied.optimizer, applied.run) == (config.model, config.optimizer, config.run)
 
 
+def test_what_is_replaced_makes_sense_by_itself():
+    with pytest.raises(UserError, match="compress.data_start must"):
+        PLAN.apply(to_dict(Config()) | {"compress": {"data_start": float("nan")}})
+
+
 def test_a_plan_leaves_nothing_to_defaults(tmp_path):
     path = file_of(tmp_path, batch={"global_batch": 8})
     with pytest.raises(UserError, match="batch leaves out micro_batch, data_micro_batches; a plan says all of"):
