@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paxtrain import files
+from paxtrain.config.checks import MOST, shown
 from paxtrain.config.compress import LOW_RANK
 from paxtrain.config.options import NO_OPTIONS, PLACES, CodecOptions
 from paxtrain.errors import UserError
@@ -166,8 +167,8 @@ def from_json(values: object) -> LossProbe:
         raise UserError(f"version must be {VERSION}, got {values.get('version')!r}")
     found = _checked("a probe", values, {"version": (int,), **_KEYS})
     for key in ("micro_batch", "steps", "tokens"):
-        if found[key] < 1:
-            raise UserError(f"{key} must be positive, got {found[key]}")
+        if not 1 <= found[key] <= MOST:
+            raise UserError(f"{key} must be from 1 to {MOST:,}, got {shown(found[key])}")
     mesh, seeds = _numbers("mesh", found["mesh"], whole=True), _numbers("seeds", found["seeds"], whole=True)
     if len(mesh) != 2 or min(mesh) < 1:
         raise UserError(f"mesh must be data ranks and stages, got {found['mesh']}")

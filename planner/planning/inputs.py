@@ -9,6 +9,7 @@ from paxtrain.config import (
     Config,
     MeshConfig,
     ModelConfig,
+    OptimizerConfig,
     OuterConfig,
     PipelineConfig,
     RunConfig,
@@ -129,7 +130,7 @@ def sections(values: Values) -> tuple[ModelConfig, PipelineConfig, BatchConfig, 
         raise UserError(
             "compress.embedding=fused is about the embedding's tied copies, but model.tied_head=False; choose auto"
         )
-    if (optimizer := values.get("optimizer", {}).get("name", "adamw")) != "adamw":
+    if (optimizer := read_section(OptimizerConfig, values.get("optimizer", {}), "optimizer").name) != "adamw":
         raise UserError(
             f"optimizer.name={optimizer} is not planned for, since its memory and time differ from AdamW's; "
             "plan with adamw, and train with --plan=plan.json and the optimizer of your choice"

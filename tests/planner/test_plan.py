@@ -179,6 +179,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         ],
         "needs --constants": [cluster_flag, "--constants_of=lab"],
         "batch.global_batch must be positive": [cluster_flag, "--model.batch.global_batch=-4"],
+        "optimizer.muon_momentum must be in": [cluster_flag, "--model.optimizer.muon_momentum=-inf"],
         "cannot be taken 3 at a time": [cluster_flag, "--tensor_hosts=3"],
         "there is no host 'pax3' to leave out": [cluster_flag, "--without=host0,pax3"],
         "outer.every=30 does not divide run.steps=100000": [cluster_flag, "--model.outer.every=30"],

@@ -98,7 +98,7 @@ def test_a_plan_replaces_its_sections_only():
 
 
 def test_what_is_replaced_makes_sense_by_itself():
-    with pytest.raises(UserError, match="compress.data_start must"):
+    with pytest.raises(UserError, match=r"compress\.data_start must"):
         PLAN.apply(to_dict(Config()) | {"compress": {"data_start": float("nan")}})
 
 
