@@ -16,7 +16,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Rails:
-    """How flows that change rails travel.
+    """The ways of flows that change rails.
 
     Attributes:
         pxn: they are moved inside the sender's host first, and no flow crosses the spine.

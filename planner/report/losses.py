@@ -34,7 +34,7 @@ _WIDER = {_EPILOGUE: _ALL, _INSIDE: _DATA}  # what includes more messages, or is
 
 
 class CompressionKind(NamedTuple):
-    """What goes through which codec.
+    """Messages and the codec that they go through.
 
     Attributes:
         codec: name of the codec; "" for low rank.
@@ -134,7 +134,7 @@ SEEN = _by_kind()
 
 
 class _Compressed(NamedTuple):
-    """What a plan compresses.
+    """The compressed parts of a plan.
 
     Attributes:
         kind: codec, options and messages.

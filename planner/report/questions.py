@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scaling:
-    """What more hosts bring, for the same global batch.
+    """The gains of more hosts, for the same global batch.
 
     Attributes:
         sizes: the plans, fewest hosts first.
