@@ -21,10 +21,10 @@ VERSION = 1
 # Terms of a step that `predicted["terms"]` may have, seconds by stage that add up to the step. The first three have the
 # collectives inside of layers and what idle stages compute on scrap; backward has both parts of a split B. Compression
 # is that of messages; transfer what messages between stages expose, and the bubble; gather and reduce are collectives
-# over data; sync is the wait for the slowest stage.
+# over data; sync is the wait for the slowest stage; host is what no device does, as a run measured it.
 FORWARD, BACKWARD, HEAD, COMPRESSION = COMPUTE = ("forward", "backward", "head", "compression")
-TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER = ("transfer", "gather", "reduce", "sync", "optimizer")
-TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER)
+TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST = ("transfer", "gather", "reduce", "sync", "optimizer", "host")
+TERMS = (*COMPUTE, TRANSFER, GATHER, REDUCE, SYNC, OPTIMIZER, HOST)
 _DEEPEST = 32  # lists and objects inside each other in a plan's JSON, which dataclasses.asdict walks by recursion
 _SECTIONS = {"mesh": MeshConfig, "pipeline": PipelineConfig, "batch": BatchConfig, "compress": CompressConfig}
 

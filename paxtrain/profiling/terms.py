@@ -14,13 +14,13 @@ from paxtrain.config.plan import (
     FORWARD,
     GATHER,
     HEAD,
+    HOST,
     OPTIMIZER,
     REDUCE,
     SYNC,
     TRANSFER,
 )
 
-HOST = "host"  # what no plan predicts
 # Parts of the breakdown (breakdown.py) that belong to each term.
 PARTS = {
     FORWARD: ("forward", "tensor/forward"),
@@ -46,7 +46,7 @@ _MENDS = {
     REDUCE: _LINKS,
     SYNC: "stages wait for one that is slow; look for it in the breakdown",
     OPTIMIZER: "memory is slower or faster than where it was profiled; profile compute again",
-    HOST: "the host, casts and copies are not in the plan; larger micro-batches make them a smaller share",
+    HOST: "the host, casts and copies take another time than planned; the next plan here has what was measured",
 }
 
 
@@ -130,7 +130,8 @@ def compare(
     if parts and isinstance(told, dict):
         for name, of in PARTS.items():
             measured = np.sum([parts[part] for part in of], axis=0)
-            planned = _planned([0.0] * len(measured) if name == HOST else told.get(name))
+            # Plans that were made before this term was planned lack it.
+            planned = _planned(told.get(name, [0.0] * len(measured) if name == HOST else None))
             if planned.shape == measured.shape:
                 terms[name] = (planned, measured)
     median = float(np.median(steps))

@@ -61,6 +61,7 @@ class Cluster:
         sheets: devices that the file describes itself, by kind.
         sites: site of each host, numbered from 0; empty: all hosts are at one.
         trunks: uplinks that several hosts share; None: there are none.
+        host_seconds: seconds of a step that are no device's, as a run measured them (planner.start.run_record).
         rails: how flows that change rails travel; None: all flows of a host share its NICs equally.
         alpha: [H, H] seconds of latency from host to host; on the diagonal inside a host.
         samples: [R, H, H] bytes/s of a single flow, likewise; R repeated measurements.
@@ -90,6 +91,7 @@ class Cluster:
     sites: tuple[int, ...] = ()
     trunks: Trunks | None = None
     rails: Rails | None = None
+    host_seconds: float = 0.0
 
     @classmethod
     def load(cls, name: str | pathlib.Path) -> "Cluster":

@@ -42,7 +42,7 @@ class Step:
     """A batch of predicted steps, in seconds; of groups that train apart those of the slowest one.
 
     Attributes:
-        total: [batch] whole step.
+        total: [batch] whole step, with the seconds of the host.
         gather: [batch, P] all-gather of the weights before the first row.
         finish: [batch, P] time when a stage's last data rank has left its last row.
         reduce: [batch, P] reduction of a stage's gradients, including the embedding's, as far as it comes after the
@@ -294,7 +294,7 @@ class Problem(Sizes):
         per_parameter = np.array([x.optimizer for x in self.layer])
         optimizer = held * per_parameter[kinds].max(axis=(1, 2))
         # All stages know the global norm before any may update.
-        total = (finish + reduce).max(axis=1) + optimizer
+        total = (finish + reduce).max(axis=1) + optimizer + self.cluster.host_seconds
         return Step(total, self._gather(links), finish, reduce, compressed, optimizer)
 
 

@@ -9,6 +9,7 @@ from paxtrain.config.plan import (
     FORWARD,
     GATHER,
     HEAD,
+    HOST,
     OPTIMIZER,
     REDUCE,
     SYNC,
@@ -75,4 +76,5 @@ def terms(problem: Problem, fabric: Fabric, hosts: Array) -> dict[str, Array]:
         REDUCE: np.broadcast_to(step.reduce[0], c.pipe),
         SYNC: reduced.max() - reduced,
         OPTIMIZER: np.full(c.pipe, step.optimizer[0]),
+        HOST: np.full(c.pipe, problem.cluster.host_seconds),
     }

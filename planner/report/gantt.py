@@ -26,6 +26,7 @@ COLORS = {
     "scrap": "#dfe4e8",
     "collective": "#8e6bab",
     "optimizer": "#5c6670",
+    "host": "#b9a58c",
 }
 NAMES = {
     "F": "forward",
@@ -36,6 +37,7 @@ NAMES = {
     "scrap": "idle, computing scrap",
     "collective": "data-parallel collectives",
     "optimizer": "optimizer",
+    "host": "host",
 }
 _IDLE = "#f1f3f5"
 _COMPUTE = ("F", "B", "W", "H")
@@ -169,14 +171,19 @@ def activity(report: Report) -> Activity:
         skipped, half = table.micro_batches - shorter.micro_batches, (shorter.micro_batches - table.first) // 2
         bars = [s._replace(micro_batch=s.micro_batch + skipped * (s.micro_batch >= half)) for s in bars]
     total = float(step.total[0])
-    updated = total - (0.0 if step.outer is None else float(step.outer[0].sum()) / c.outer.every)
+    waits = 0.0 if step.outer is None else float(step.outer[0].sum()) / c.outer.every
+    host = problem.cluster.host_seconds
+    updated = total - host - waits
     for stage in range(c.pipe):
         gathered = float(step.gather[0, stage])
         reduced = float(step.finish[0, stage]), float(step.finish[0, stage] + step.reduce[0, stage])
         bars += [Bar("collective", stage, 0.0, gathered)] * (gathered > 0)
         bars += [Bar("collective", stage, reduced[0] - left_out, reduced[1] - left_out)] * (reduced[1] > reduced[0])
         bars.append(Bar("optimizer", stage, updated - float(step.optimizer[0]) - left_out, updated - left_out))
-        bars += [Bar("collective", stage, updated - left_out, total - left_out)] * (total > updated)
+        if host:
+            bars.append(Bar("host", stage, updated - left_out, total - waits - left_out))
+        if waits:
+            bars.append(Bar("collective", stage, total - waits - left_out, total - left_out))
     return Activity(bars, total, rank, left_out)
 
 

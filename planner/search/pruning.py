@@ -371,4 +371,4 @@ def lower_bound(cluster: Cluster, model: ModelConfig, space: Space, coded: Coded
     optimizer = (facts.held + facts.table) / np.where(space.zero1, space.together, 1) * facts.costs["optimizer"]
     # The first stage is the last to finish its own work, and it has the embedding's gradient to reduce and, if the
     # embedding is tied to the head, to exchange.
-    return np.maximum(pipeline + over, first + over + edge) + optimizer
+    return np.maximum(pipeline + over, first + over + edge) + optimizer + cluster.host_seconds

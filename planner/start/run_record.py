@@ -3,7 +3,7 @@
 trials.csv         a row for each start that was timed, as planner/fit/trials.py describes them, with the predicted
                    and the measured seconds of each term in further columns; none for what that table cannot say
 corrections.json   for each kind of work that is profiled, the factor by which it takes longer than its profile says,
-                   with the factor's standard error
+                   and the seconds of a step that are the host's, each with its standard error
 """
 
 import csv
@@ -18,7 +18,7 @@ import numpy as np
 
 from paxtrain import files
 from paxtrain.config import Config, MeshConfig
-from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, OPTIMIZER, Plan
+from paxtrain.config.plan import BACKWARD, FORWARD, HEAD, HOST, OPTIMIZER, Plan
 from paxtrain.errors import UserError
 from paxtrain.profiling.terms import StepComparison
 from paxtrain.schedule.schedules import FILE
@@ -35,6 +35,8 @@ _CORRECTED = {
     HEAD: ("head",),
     OPTIMIZER: ("optimizer",),
 }
+_FIGURE = dict.fromkeys(_CORRECTED, "factor") | {HOST: "seconds"}  # what is recorded of a term, beside its error
+_LIMITS = {"factor": (0.01, 100.0), "seconds": (0.0, 3600.0)}  # figures beyond are no measurement
 _RECOMPUTES = ("inputs", "layer_inputs")  # save modes whose backward runs the layers' forward again
 
 
@@ -141,38 +143,50 @@ def _former(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def read_corrections(out: pathlib.Path) -> dict[str, tuple[float, float]]:
-    """Return by which factor each term takes longer than profiled, and its standard error; empty without a record."""
+    """Return each term's factor, or the host's seconds, and its standard error; empty without a record."""
     found = {}
     try:
         told = json.loads((out / CORRECTIONS).read_text())
-        for term in set(told) & set(_CORRECTED):
-            found[term] = float(told[term]["factor"]), float(told[term]["error"])
+        for term in set(told) & set(_FIGURE):
+            least, most = _LIMITS[_FIGURE[term]]
+            x, error = float(told[term][_FIGURE[term]]), float(told[term]["error"])
+            if least < x < most and math.isfinite(error):
+                found[term] = x, error
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return {term: (x, error) for term, (x, error) in found.items() if 0.01 < x < 100 and math.isfinite(error)}
+    return found
 
 
 def corrected(cluster: Cluster, out: pathlib.Path) -> tuple[Cluster, dict[str, Any]]:
     """Return the cluster with its compute profile corrected by what a run in the folder measured, and what was done.
 
-    A factor within two standard errors of 1 corrects nothing.
+    A factor within two standard errors of 1 corrects nothing, nor do seconds within two of 0.
 
     Args:
         cluster: profiled cluster.
         out: folder of the run.
     """
-    found = {term: (x, error) for term, (x, error) in read_corrections(out).items() if abs(x - 1) > 2 * error}
-    if not found or not cluster.compute:
+    found = {
+        term: (x, error)
+        for term, (x, error) in read_corrections(out).items()
+        if abs(x - (term != HOST)) > 2 * error and (cluster.compute or term == HOST)
+    }
+    if not found:
         return cluster, {}
-    factors = {column: x for term, (x, _) in found.items() for column in _CORRECTED[term]}
+    factors = {column: x for term, (x, _) in found.items() for column in _CORRECTED.get(term, ())}
 
     def scaled(row: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value * factors[key] if key in factors else value for key, value in row.items()}
 
-    said = ", ".join(f"{term} x {x:.3g} +- {error:.2g}" for term, (x, error) in sorted(found.items()))
+    said = ", ".join(
+        f"host {x:.3g} +- {error:.2g} s" if term == HOST else f"{term} x {x:.3g} +- {error:.2g}"
+        for term, (x, error) in sorted(found.items())
+    )
     source = f"{cluster.source}; {said}, as the run in {out} measured"
     told = {"correction": {term: x for term, (x, _) in found.items()}}
-    return dataclasses.replace(cluster, compute=tuple(map(scaled, cluster.compute)), source=source), told
+    host = found[HOST][0] if HOST in found else 0.0
+    compute = tuple(map(scaled, cluster.compute))
+    return dataclasses.replace(cluster, compute=compute, source=source, host_seconds=host), told
 
 
 def record(out: pathlib.Path, config: Config, machines: Machines, found: StepComparison, plan: Plan) -> str:
@@ -200,7 +214,7 @@ def record(out: pathlib.Path, config: Config, machines: Machines, found: StepCom
 
 
 def _record_corrections(out: pathlib.Path, found: StepComparison, correction: object) -> None:
-    """Write by which factor each kind of work takes longer than profiled, if that was measured.
+    """Write by which factor each kind of work takes longer than profiled, and the host's seconds, if measured.
 
     Args:
         out: folder of the run.
@@ -213,6 +227,10 @@ def _record_corrections(out: pathlib.Path, found: StepComparison, correction: ob
         for term in _CORRECTED
         if term in found.terms and found.terms[term][0].any()
     }
+    if HOST in found.terms and (seconds := found.terms[HOST][1]).any():
+        # Stages that differ from each other say how much it is to be trusted.
+        error = float(np.std(seconds)) / math.sqrt(len(seconds))
+        corrections[HOST] = {"seconds": float(np.mean(seconds)), "error": error}
     if corrections:
         files.write(out / CORRECTIONS, json.dumps(corrections) + "\n")
 

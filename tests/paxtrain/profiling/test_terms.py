@@ -55,6 +55,13 @@ def test_without_a_trace_the_step_alone_is_told():
     assert found.figures() == {"predicted_step": 4.0, "measured_step": 5.0}
 
 
+def test_the_hosts_seconds_are_planned_if_an_earlier_run_measured_them():
+    """Plans of an earlier version have no such term, and count as planning none."""
+    for planned, seconds in (({}, 0.0), ({"host": [0.25, 0.25]}, 0.25)):
+        found = compare({"step_seconds": 4.0, "terms": PLANNED | planned}, [5.0], measured(idle=[0.0, 0.4]))
+        assert found.figures()["predicted_host"] == seconds
+
+
 def test_of_groups_the_median_step_is_compared_with_the_plans():
     """One of three steps waits for an exchange, so the mean is no step of theirs."""
     predicted = {"step_seconds": 6.0, "groups": {"median_step_seconds": 4.0}}

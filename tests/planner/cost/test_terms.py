@@ -13,6 +13,7 @@ from paxtrain.config.plan import (
     FORWARD,
     GATHER,
     HEAD,
+    HOST,
     OPTIMIZER,
     REDUCE,
     SYNC,
@@ -37,7 +38,7 @@ CANDIDATES = [
 
 
 def found(candidate: Candidate, some=None):
-    some = some or cluster(4, 4)
+    some = some or dataclasses.replace(cluster(4, 4), host_seconds=0.03)
     problem = Problem(some, MODEL, candidate)
     hosts = placements(1, candidate.data, candidate.pipe, 4 // candidate.tensor)[0]
     return problem, link_seconds.fabric(some), hosts
@@ -50,6 +51,7 @@ def test_terms_add_up_to_the_step_and_compute_is_that_of_the_events(candidate):
     assert tuple(sorted(parts)) == tuple(sorted(TERMS))
     total = problem.step(fabric, hosts[None]).total[0]
     np.testing.assert_allclose(sum(parts.values()), np.full(candidate.pipe, total))
+    np.testing.assert_array_equal(parts[HOST], np.full(candidate.pipe, 0.03))
     assert all((x >= -1e-12).all() for x in parts.values())
 
     links = problem.links(link_seconds.paths(fabric, hosts[None], candidate.tensor))

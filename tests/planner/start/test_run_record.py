@@ -177,7 +177,25 @@ def test_a_plan_that_was_made_with_a_correction_corrects_it(tmp_path):
     assert run_record.read_corrections(tmp_path)["backward"][0] == pytest.approx(2 * 1.3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", "{", '{"head": 3}', '{"head": {"factor": "a", "error": 0}}'])
+@pytest.mark.parametrize(("seconds", "expected"), [([0.2, 0.2], 0.2), ([0.0, 0.4], 0.0), ([0.0, 0.0], 0.0)])
+def test_a_later_plan_has_the_hosts_seconds_that_were_measured(tmp_path, seconds, expected):
+    """Unless they are within two standard errors of none; a cluster without a compute profile has them, too."""
+    found = comparison([1.0, 1.0])
+    found = dataclasses.replace(found, terms={**found.terms, "host": (np.array([0.1, 0.1]), np.array(seconds))})
+    run_record.record(tmp_path, config(tmp_path), MACHINES, found, plan())
+    for some in (profiled(), cluster(2, 2)):
+        other, told = run_record.corrected(some, tmp_path)
+        assert other.host_seconds == pytest.approx(expected)
+        assert told.get("correction", {}).get("host", 0.0) == pytest.approx(expected)
+        assert ("host 0.2 +- 0 s" in other.source) == (expected > 0)
+
+
+ODD_HOSTS = ('{"host": {"factor": 2, "error": 0}}', '{"host": {"seconds": 1e9, "error": 0}}')
+
+
+@pytest.mark.parametrize(
+    "text", [*ODD_HOSTS, "", "[]", "3", "{", '{"head": 3}', '{"head": {"factor": "a", "error": 0}}']
+)
 def test_a_damaged_record_corrects_nothing(tmp_path, text):
     (tmp_path / run_record.CORRECTIONS).write_text(text)
     (tmp_path / run_record.TRIALS).write_bytes(b"\xff\xfe")
