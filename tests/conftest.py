@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from paxtrain.process import setup
+from tests import programs
 
 # Most of the tests' time is compiling, and most of that is making machine code of fusions: without LLVM's optimizations
 # and without the emitters of fusions it takes half. Shapes and collectives stay. Processes that tests start inherit it.
@@ -19,6 +20,9 @@ os.environ.setdefault("XLA_FLAGS", _FLAGS)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as paxtrain does, for the tests that do not import it
 
 jax.config.update("jax_num_cpu_devices", 8)
+programs.share()
+# Tracing makes millions of objects that stay, and by default each 700 of them start a collection of garbage.
+gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)

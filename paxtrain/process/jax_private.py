@@ -1,7 +1,7 @@
 """The private names of jax that this project needs, each with the reason why no public one serves.
 
-No other module of the project imports `jax._src`, tests included. When a new jax moves one of these names, this module
-and its test are the only ones to change.
+No other module of the packages imports `jax._src`, and of the tests only `tests/programs.py`. When a new jax moves one
+of these names, this module and its test are the only ones to change.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,52 @@
+"""Programs that tests have in common, compiled once in a process."""
+
+import collections
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jax._src import compiler
+
+
+def share() -> None:
+    """Let jax take from memory a program that it has compiled before in this process.
+
+    jax itself shares the programs of one function object, and every trainer has its own. The executable is the one that
+    the compiler made. jax's cache on disk would load another one, whose collectives have no order (see
+    `paxtrain.process.compilation_cache`).
+    """
+    compiler.backend_compile_and_load = once(compiler.backend_compile_and_load)
+
+
+def once(compile_anew: Callable, least: float = 0.1, most: int = 64) -> Callable:
+    """Return a compiler that compiles a program once, as long as its text, its options and its devices are the same.
+
+    So what a test patches is compiled anew if it changes the program, and only then.
+
+    Args:
+        compile_anew: the compiler, with the arguments of jax's.
+        least: seconds of compiling from which a program is kept.
+        most: number of programs to keep, the latest that were used; all of them would be gigabytes.
+    """
+    kept: collections.OrderedDict[tuple, tuple[Any, Any]] = collections.OrderedDict()
+    lock = threading.Lock()
+
+    def compile_once(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
+        if host_callbacks:  # the text does not say which they are
+            return compile_anew(backend, module, devices, options, host_callbacks)
+        key = id(backend), str(module), options.SerializeAsString(), tuple(device.id for device in devices)
+        with lock:
+            if key in kept:
+                kept.move_to_end(key)
+                return kept[key][0]
+        start = time.perf_counter()
+        executable = compile_anew(backend, module, devices, options, host_callbacks)
+        if time.perf_counter() - start >= least:
+            with lock:
+                kept[key] = executable, backend  # so that its id is no other one's
+                if len(kept) > most:
+                    kept.popitem(last=False)
+        return executable
+
+    return compile_once
