@@ -221,7 +221,8 @@ EXACT = {"data_codec": "identity", "data_inside": 2, "min_ratio": 0.0}
 )  # fmt: skip
 def test_identity_between_groups_is_the_dense_reduction(mesh, schedule, chunks, zero1):
     """Sums are in another order. The tied table and norms, which travel as they are, have the same bits."""
-    how = {"micro_batches": 4, "zero1": zero1, "schedule": schedule, "chunks": chunks}
+    layers = mesh[1] * chunks  # one in each chunk; the virtual mesh below has two
+    how = {"micro_batches": 4, "layers": layers, "zero1": zero1, "schedule": schedule, "chunks": chunks}
     _, grads, *_ = evaluated(config(mesh, **how, **EXACT))
     _, right, *_ = evaluated(config(mesh, **how))
     assert_close(grads, right, 2e-6)
@@ -258,7 +259,7 @@ RING = {"all-to-all": lambda n: (n - 1) / n, "all-gather": lambda n: n - 1, "all
 @pytest.mark.parametrize("codec", [GROUPS, {"data": "all", "data_rank": 2, "data_rank_min": 2, "data_inside": 2}])
 def test_a_group_sends_kernels_as_they_are_and_between_groups_what_is_declared(codec, zero1):
     """Of the compiled program, on four data ranks; beside them two norms for the log are summed over data."""
-    coded, dense = (trainer(config((4, 2, 1), zero1=zero1, **changes)) for changes in (codec, {}))
+    coded, dense = (trainer(config((4, 2, 1), 1, zero1=zero1, **changes)) for changes in (codec, {}))
     reducer, shards = coded.compression.reducer, coded.compression.shards
     slots = 2  # layers of a stage
     for stage in (0, 1):

@@ -70,12 +70,15 @@ def better_by_narrowing(seed: int) -> float:
     return max(whole / part - 1, 0.0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+QUICKEST = (1, 2, 5, 7, 8, 9, 11)  # of the first twelve, whose other instances take twice as long
+
+
+@pytest.mark.parametrize("seed", QUICKEST)
 def test_a_flag_that_narrows_the_space_gives_no_better_plan(seed):
     assert better_by_narrowing(seed) <= NARROWED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12, 100))
+@pytest.mark.parametrize("seed", sorted(set(range(100)) - set(QUICKEST)))
 def test_none_of_a_hundred_restrictions_gives_a_better_plan(seed):
     assert better_by_narrowing(seed) <= NARROWED
