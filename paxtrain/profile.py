@@ -18,6 +18,7 @@ from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.outer.trainer import trainer_of
 from paxtrain.parallel import stage_choice
+from paxtrain.parallel.compression import checks
 from paxtrain.parallel.mesh import host_major, make_mesh
 from paxtrain.process import distributed
 from paxtrain.profiling.breakdown import Breakdown, breakdown, by_stage, table
@@ -34,7 +35,7 @@ def profile(config: Config, mesh: Mesh, steps: int) -> Breakdown:
         steps: number of steps to trace.
     """
     trainer = trainer_of(config, mesh)
-    trainer.compression.check()
+    checks.check(trainer.compression)
     state = trainer.init(config.run.seed)
     if config.compress.data == "selective":
         chosen = stage_choice.choose(trainer, state)[0].chosen()

@@ -9,7 +9,7 @@ that line takes its rates. planner/cluster/device_sheets.py has the share of the
 capability.
 
 The capability also chooses kernels: those of compression in compress/kernels.py (`on_gpu`), with the ranks they take in
-paxtrain/parallel/compression.py, whose error names the GPUs as paxtrain/config/compress.py does; flash attention in
-paxtrain/config/model.py. Blocks of compress/gpu/triton.py and wgmma.py are laid out for an H100 or H200, those of
+paxtrain/parallel/compression/named.py, whose error names the GPUs as paxtrain/config/compress.py does; flash attention
+in paxtrain/config/model.py. Blocks of compress/gpu/triton.py and wgmma.py are laid out for an H100 or H200, those of
 tcgen05.py for a B200.
 """

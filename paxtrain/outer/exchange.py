@@ -21,7 +21,8 @@ from compress.reducer import Reducer, Shard, mean, stored
 from compress.reducer import each as each_state
 from paxtrain.errors import UserError
 from paxtrain.outer.fragments import LAYERS, Fragments
-from paxtrain.parallel.compression import named_reducer, require_parts
+from paxtrain.parallel.compression.checks import require_parts
+from paxtrain.parallel.compression.named import named_reducer
 from paxtrain.parallel.layout import Layout, Params, names
 from paxtrain.pipeline.collectives import permute
 

@@ -33,7 +33,7 @@ from compress.codec import codec_name
 from paxtrain.config import Config
 from paxtrain.outer.exchange import GROUP, GroupExchange
 from paxtrain.outer.fragments import LAYERS
-from paxtrain.parallel.compression import State
+from paxtrain.parallel.compression.settled import State
 from paxtrain.parallel.layout import Params, names
 from paxtrain.parallel.mesh import AXES
 from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState

@@ -5,7 +5,8 @@
     weights.py                   the weights' gather over data, before the pipeline
     reduction.py                 when a stage reduces which of its gradients over data
     gradients.py                 the collectives that do it, and the exchange of the tied embedding's gradients
-    compression.py ranks.py      codecs of the links, ranks of the stages
+    compression/                 codecs of the links, reducer, their checks
+    ranks.py                     ranks of the stages over data
     stage_choice.py              the stages to compress, from measured times
     optimizer.py muon.py         the update
     compiler_options.py          XLA's options for the step

@@ -21,7 +21,7 @@ from jax import lax
 from compress.codec import Tree
 from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
-from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.collectives import gather, permute

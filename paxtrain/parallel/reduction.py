@@ -16,7 +16,7 @@ from jax import lax
 from compress.codec import State, Tree
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel import gradients
-from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.closing import store
 from paxtrain.pipeline.program import Layers, Weights, layers_of

@@ -28,7 +28,8 @@ from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
 from paxtrain.parallel import compiler_options, gradients, muon
-from paxtrain.parallel.compression import Compression, State, settle_implementation
+from paxtrain.parallel.compression.named import settle_implementation
+from paxtrain.parallel.compression.settled import Compression, State
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction
@@ -87,7 +88,7 @@ class Trainer:
         virtual: Whether to emulate all devices of config.mesh on the one device of `mesh`: the same values, without
             collectives.
         codec: Codec of the gradients between stages, instead of the LowRank that config.compress describes (see
-            compression.Compression); None: as config.compress says.
+            compression/settled.py); None: as config.compress says.
         overlap: Whether the schedule's messages travel under compute; None: as the platform can.
     """
 

@@ -20,6 +20,7 @@ from paxtrain.errors import UserError
 from paxtrain.outer.timetable import Timetable
 from paxtrain.outer.trainer import GroupedTrainer, trainer_of
 from paxtrain.parallel import stage_choice
+from paxtrain.parallel.compression import checks
 from paxtrain.parallel.mesh import from_process_rows, mesh_position, process_rows
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import TrainState
@@ -83,7 +84,7 @@ class PreparedRun:
         self.mesh, self.trainer = mesh, trainer_of(config, mesh, codec)
         self.progress.placed(mesh_position(mesh))
         self.data = DataSets(config)
-        self.trainer.compression.check()  # also decides which attention and which kernels run
+        checks.check(self.trainer.compression)  # also decides which attention and which kernels run
         if isinstance(self.trainer, GroupedTrainer):
             self.trainer.exchange.check()
         self._check_tokenizer()

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 from paxtrain.config import CompressConfig, Config
 from paxtrain.config.options import CodecOptions
 from paxtrain.devices.datasheets import datasheet
-from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.run import plots
 from paxtrain.study.plots import Label, Side, around, put_labels

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from paxtrain.config.options import CodecOptions
-from paxtrain.parallel.compression import State
+from paxtrain.parallel.compression.settled import State
 from paxtrain.parallel.ranks import Ranks
 from paxtrain.parallel.step import Trainer, TrainState
 

@@ -16,6 +16,7 @@ from paxtrain.config import Config, MeshConfig
 from paxtrain.data.datasets import DataSets
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
+from paxtrain.parallel.compression import checks
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.ranks import Ranks, StageRanks
 from paxtrain.parallel.step import Trainer, TrainState
@@ -83,7 +84,7 @@ class Study:
         self._compiled, self._asked, self._empty = once(Trainer.compile_step), once(probe.asked), once(first_codec)
         self._untrained = once(self._validate_first)
         for variant in self.variants:
-            self.trainer(variant).compression.check()
+            checks.check(self.trainer(variant).compression)
         # Made here, since a trainer on several CPU devices turns off jax's cache of compiled programs.
         real = {variant.name: self.real_trainer(variant) for variant in self.variants} if counted else {}
         self._real = {name: (trainer, probe.alike(trainer)) for name, trainer in real.items()}

@@ -11,7 +11,7 @@ from paxtrain.config import from_dict
 from paxtrain.data.preparation import prepare
 from paxtrain.errors import UserError
 from paxtrain.parallel import stage_choice
-from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer

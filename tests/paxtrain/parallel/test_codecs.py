@@ -9,7 +9,8 @@ import pytest
 import compress
 from paxtrain import tables
 from paxtrain.errors import UserError
-from paxtrain.parallel.compression import Compression
+from paxtrain.parallel.compression import checks
+from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
@@ -148,7 +149,7 @@ def test_the_study_counts_the_bytes_of_codecs():
 
 def test_the_table_and_the_identity_name_codecs_and_no_rank():
     trained = trainer(config(**BOTH, backward_rank=999))
-    trained.compression.check()
+    checks.check(trained.compression)
     rows = dict(trained.compression.describe())
     assert rows["gradients between stages"].startswith(
         "all: QuantisedBlocks(bits=8, block=32, feedback=True, rotate=False), 1088"
@@ -179,7 +180,7 @@ def test_the_table_and_the_identity_name_codecs_and_no_rank():
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(changes, words):
     with pytest.raises(UserError) as error:
-        trainer(config(**changes)).compression.check()
+        checks.check(trainer(config(**changes)).compression)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
 
@@ -320,7 +321,7 @@ def test_the_virtual_mesh_does_what_the_real_one_does(sizes, compress, within, z
 
 def test_the_table_says_what_travels_inside_groups_and_between():
     trained = trainer(config((4, 2, 1), **GROUPS))
-    trained.compression.check()
+    checks.check(trained.compression)
     text = dict(trained.compression.describe())["gradients over data"]
     kernels = 2 * sum(n * k for n, k in trained.compression.matrices.values())  # two layers on a stage
     inside, between = kernels / 2 * 4, kernels / 4 * (1 + 2 / 32)
@@ -374,7 +375,7 @@ class NamesTheAxis(compress.PowerSGD):
 )
 def test_groups_that_do_not_fit_are_refused(changes, words):
     with pytest.raises(UserError) as error:
-        trainer(config((4, 2, 1), **changes)).compression.check()
+        checks.check(trainer(config((4, 2, 1), **changes)).compression)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
 

@@ -15,7 +15,8 @@ import pytest
 from compress import kernels, wire_bytes
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
-from paxtrain.parallel import compression
+from paxtrain.parallel.compression import checks
+from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.mesh import make_mesh
 from paxtrain.parallel.step import Trainer
 from paxtrain.xla import hlo
@@ -285,7 +286,7 @@ def test_the_virtual_mesh_compresses_as_the_real_one_does():
 )
 def test_ranks_that_save_nothing_are_refused(compress, mesh, words):
     with pytest.raises(UserError) as error:
-        trainer(config(mesh, **compress)).compression.check()
+        checks.check(trainer(config(mesh, **compress)).compression)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -317,10 +318,10 @@ def test_auto_picks_the_kernels_that_a_gpu_can_run(monkeypatch, capability, rank
     for available, best in ((True, with_mosaic), (False, without)):
         monkeypatch.setattr(kernels, "MOSAIC_AVAILABLE", available)
         asked = config(backward="all", backward_rank=rank)
-        assert compression.settle_implementation(asked, gpu) == best
+        assert settle_implementation(asked, gpu) == best
         if best in kernels.MOSAIC:
             asked = config(backward="all", backward_rank=rank, implementation="mosaic")
-            assert compression.settle_implementation(asked, gpu) == best
+            assert settle_implementation(asked, gpu) == best
 
 
 def test_sections_default_to_no_compression():
@@ -355,7 +356,7 @@ def test_a_given_codec_sends_its_bytes_and_nothing_else():
 def test_a_given_codec_needs_no_settings_and_is_named():
     c = config(backward_rank=999)  # which is not used
     trained = dataclasses.replace(trainer(c), codec=TopK(64))
-    trained.compression.check()
+    checks.check(trained.compression)
     [row] = trained.compression.describe()
     assert row == ("gradients between stages", "all: TopK(k=64, feedback=True), 512 of 4096 bytes, 8.0 times smaller")
     assert trained.compression.link_settings() == {"backward_ranks": [], "codec": "TopK(k=64, feedback=True)"}
@@ -374,6 +375,6 @@ def test_a_given_codec_needs_no_settings_and_is_named():
 def test_a_given_codec_that_does_not_fit_is_refused(c, given, words):
     trained = dataclasses.replace(trainer(c), **{"codec": TopK(64)} | given)
     with pytest.raises(UserError) as error:
-        trained.compression.check()
+        checks.check(trained.compression)
         _ = trained.compression.links
     assert all(word in str(error.value) for word in words), str(error.value)

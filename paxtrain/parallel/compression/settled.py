@@ -11,73 +11,28 @@ stage, 0 for dense. A run starts dense and changes the levels at logged steps.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from compress import policy
-from compress.codec import Codec, Identity, Tree, codec_name, refusal
-from compress.codecs import named
+from compress.codec import Codec, Identity, Tree, codec_name
 from compress.codecs.recorder import Recorder
 from compress.hierarchical import Hierarchical
-from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
 from compress.lowrank import LowRank, RankByLink
-from compress.powersgd import PowerSGD, largest_rank
-from compress.reducer import Reducer, Scattered, Shard, stored
+from compress.powersgd import PowerSGD
+from compress.reducer import Reducer, Shard, stored
 from paxtrain import tables
-from paxtrain.config import CompressConfig, Config
-from paxtrain.config.options import PLACES, REDUCED
+from paxtrain.config import Config
 from paxtrain.errors import UserError
+from paxtrain.parallel.compression.named import named_codec, named_reducer
 from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule
 
 State = dict[str, Tree]  # of a run: the codecs' states by place
 Path = tuple[str, str]
-
-
-def settle_implementation(config: Config, device: jax.Device, codec: Codec | None = None) -> str:
-    """Return the implementation of the compression's kernels, not "auto", for a configuration and a device.
-
-    Args:
-        config: the configuration; its compress.implementation may be "auto".
-        device: any device of the mesh.
-        codec: codec of the gradients between stages, if it is not the configuration's.
-
-    Raises:
-        UserError: compress.implementation names kernels, and the device, a rank or jax does not allow them.
-    """
-    c, asked = config.compress, config.compress.implementation
-    ranks = [0]
-    low = {place for place in PLACES if c.low_rank(place) and c.chosen(place) != "none"}
-    ranks += c.link_ranks(config.links) if "backward" in low and codec is None else ()
-    ranks += [c.forward_rank] if "forward" in low else []
-    ranks += [c.data_rank] if "data" in low else []
-    capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
-    here, largest = on_gpu(capability), LARGEST_RANK if capability >= 9 else LARGEST_RANK_A100
-    if asked == "auto":
-        # Other GPUs of the A100's generation have less shared memory than an A100.
-        return here[0] if (capability == 8 or capability >= 9) and max(ranks) <= largest else "xla"
-    if asked == "xla":
-        return asked
-    found = next((name for name in here if name == asked or (asked == "mosaic" and name in MOSAIC)), None)
-    if found is None:
-        needs = {
-            "triton": "NVIDIA A100, H100, H200 or B200 GPUs",
-            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.11.2",
-        }[asked]
-        version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
-        raise UserError(
-            f"compress.implementation={asked} needs {needs}, got {device.device_kind}{version}; auto or xla would work"
-        )
-    if max(ranks) > largest:
-        raise UserError(
-            f"compress.implementation={asked} takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
-            "auto or xla would work"
-        )
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,7 +113,7 @@ class Compression:
         if self.codec is not None or self.backward == "none":
             return Identity() if self.codec is None else self.codec  # a codec may be an empty tuple
         if not ranks:
-            return _named(self.config.compress, "backward")
+            return named_codec(self.config.compress, "backward")
         codec = self._low_rank(max(ranks))
         # The rank by sender: stage s sends gradients over link s-1, stage 0 (with virtual stages) over the last one.
         by_sender = ranks[-1:] + ranks[: self.layout.stages - 1]
@@ -170,13 +125,13 @@ class Compression:
         c = self.config.compress
         if self.forward == "none":
             return Identity()
-        return self._low_rank(c.forward_rank) if c.low_rank("forward") else _named(c, "forward")
+        return self._low_rank(c.forward_rank) if c.low_rank("forward") else named_codec(c, "forward")
 
     @functools.cached_property
     def weights_codec(self) -> Codec | None:
         """Codec of the layers' kernels as a training step gathers them over data; None: they travel as they are."""
         c = self.config.compress
-        return _named(c, "weights") if c.weights_codec else None
+        return named_codec(c, "weights") if c.weights_codec else None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -238,7 +193,7 @@ class Compression:
         return {path: Shard("data", ranks, max(dims[path[0]][path[1]] - 1, -1)) for path in self.kernels}
 
     @property
-    def _reduced(self) -> dict[Path, tuple[tuple[int, ...], Shard]]:
+    def reduced(self) -> dict[Path, tuple[tuple[int, ...], Shard]]:
         """Shape and shard of what the configured reducer gets of each kernel: all of it, or in groups a rank's part."""
         found: dict[Path, tuple[tuple[int, ...], Shard]] = {}
         for path, shape in self.kernels.items():
@@ -406,90 +361,7 @@ class Compression:
             return ""
         return f"codecs have changed since the checkpoint, and keep no state: {'; '.join(different)}"
 
-    # --- Checks and report --------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Refuse codecs that do not fit and ranks that compress nothing, before anything is compiled.
-
-        Raises:
-            UserError: a codec has nothing to encode or returns wrong shapes, or saves too little.
-        """
-        if self.codec is not None and self.config.mesh.pipe == 1:
-            raise UserError(
-                f"the codec {codec_name(self.codec)} needs messages between stages, but mesh.pipe=1; choose mesh.pipe "
-                "of 2 or more, or codec=None"
-            )
-        ranks = self.config.compress.backward_ranks
-        if self.codec is not None and ranks:
-            raise UserError(
-                f"compress.backward_ranks={ranks} gives a rank to each link, which the codec {codec_name(self.codec)} "
-                "does not take; leave backward_ranks empty, or codec=None for the low-rank codec"
-            )
-        if self.backward != "none":
-            self._check_link("backward", self.backward_codec)
-        if self.forward != "none":
-            self._check_link("forward", self.forward_codec)
-        if self.reducer is not None:
-            self._check_reducer(self.reducer)
-        if self.weights_codec is not None:
-            for path, shape in self.kernels.items():
-                shard = self.shards[path]
-                part = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(shape))
-                _require_none(refusal(self.weights_codec, part, self.config.model.dtype))
-
-    def _check_link(self, place: str, codec: Codec) -> None:
-        """Require that a codec takes the messages between stages.
-
-        Args:
-            place: "backward" or "forward".
-            codec: its codec.
-
-        Raises:
-            UserError: the codec does not.
-        """
-        c, message = self.config.compress, self.message
-        given = place == "backward" and self.codec is not None
-        if isinstance(codec, Codec) and (problem := codec.problem(message.shape, message.dtype, c.min_ratio)):
-            if c.low_rank(place) and not given:
-                several = place == "backward" and c.backward_ranks
-                name = f"compress.{place}_{problem.replace('rank=', 'ranks=', 1) if several else problem}"
-                raise UserError(name)
-            raise UserError(f"the codec {codec_name(codec)}: {problem}")
-        if given or not c.low_rank(place):
-            _require_none(refusal(codec, message.shape, message.dtype))
-
-    def _check_reducer(self, reducer: Reducer) -> None:
-        """Require that a reducer takes at least one kernel.
-
-        Raises:
-            UserError: it takes none, or its codec does not fit a kernel's part.
-        """
-        c = self.config.compress
-        groups = reducer if isinstance(reducer, Hierarchical) else None
-        within = groups.reducer if groups else reducer
-        require_parts(reducer, [(shape, self.shards[path]) for path, shape in self.kernels.items()])
-        taken = self.compressed_kernels(self.level)
-        if groups and taken and (problem := groups.problem(self.kernels[taken[0]], self.shards[taken[0]])):
-            raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
-        if taken:
-            return
-        if not self._reduced:
-            raise UserError(
-                f"compress.data.inside={c.data_inside} cuts no kernel of a layer on a device into equal parts; choose "
-                "another number of ranks, or leave compress.data.inside out"
-            )
-        if isinstance(within, PowerSGD):
-            useful = {path: largest_rank(shape, c.min_ratio) for path, (shape, _) in self._reduced.items()}
-            n, *rest = self._reduced[max(useful, key=useful.__getitem__)][0]
-            what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"
-            what += f" in {c.data_inside} parts (compress.data.inside)" if groups else ""
-            raise UserError(
-                policy.too_large(f"compress.data_rank={c.data_rank}", what, max(useful.values()), c.min_ratio)
-            )
-        raise UserError(
-            f"compress.data.codec={c.data_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
-            f"(compress.min_ratio) in {self.config.mesh.data} equal parts; choose other options or a smaller min_ratio"
-        )
+    # --- Report -------------------------------------------------------------------------------------------------------
 
     @property
     def _sent_in_groups(self) -> str:
@@ -527,50 +399,3 @@ class Compression:
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
         return rows
-
-
-def _named(compress: CompressConfig, place: str) -> Any:
-    """Return the codec, or the reducer, that a configuration names for a place.
-
-    Raises:
-        UserError: there is none of that name, or its options do not fit.
-    """
-    name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
-    try:
-        return named.build(name, options, (Codec, Reducer) if place in REDUCED else (Codec,))
-    except ValueError as error:
-        raise UserError(f"compress.{place}.codec={error}") from error
-
-
-def named_reducer(compress: CompressConfig, place: str) -> Reducer:
-    """Return the reducer that a configuration names for a place, or the one that its codec makes.
-
-    Args:
-        compress: section of the configuration.
-        place: "data" or "outer".
-
-    Raises:
-        UserError: there is none of that name, or its options do not fit.
-    """
-    made = _named(compress, place)
-    return made if isinstance(made, Reducer) else Scattered(made)
-
-
-def require_parts(reducer: Reducer, arrays: Iterable[tuple[tuple[int, ...], Shard]]) -> None:
-    """Require that a reducer's codec takes the parts of arrays.
-
-    Args:
-        reducer: the reducer.
-        arrays: shape of each array, and what a rank keeps of its mean.
-
-    Raises:
-        UserError: it does not.
-    """
-    for shape, shard in arrays:
-        _require_none(reducer.refusal(shape, shard))
-
-
-def _require_none(problem: str) -> None:
-    """Raise UserError if there is a problem."""
-    if problem:
-        raise UserError(problem)

@@ -1,0 +1,118 @@
+"""Checks of the settled compression, before anything is compiled."""
+
+import math
+from collections.abc import Iterable
+
+from compress import policy
+from compress.codec import Codec, codec_name, refusal
+from compress.hierarchical import Hierarchical
+from compress.powersgd import PowerSGD, largest_rank
+from compress.reducer import Reducer, Shard
+from paxtrain.errors import UserError
+from paxtrain.parallel.compression.settled import Compression
+
+
+def check(compression: Compression) -> None:
+    """Refuse codecs that do not fit and ranks that compress nothing, before anything is compiled.
+
+    Raises:
+        UserError: a codec has nothing to encode or returns wrong shapes, or saves too little.
+    """
+    if compression.codec is not None and compression.config.mesh.pipe == 1:
+        raise UserError(
+            f"the codec {codec_name(compression.codec)} needs messages between stages, but mesh.pipe=1; choose "
+            "mesh.pipe of 2 or more, or codec=None"
+        )
+    ranks = compression.config.compress.backward_ranks
+    if compression.codec is not None and ranks:
+        raise UserError(
+            f"compress.backward_ranks={ranks} gives a rank to each link, which the codec "
+            f"{codec_name(compression.codec)} does not take; leave backward_ranks empty, or codec=None for the "
+            "low-rank codec"
+        )
+    if compression.backward != "none":
+        _check_link(compression, "backward", compression.backward_codec)
+    if compression.forward != "none":
+        _check_link(compression, "forward", compression.forward_codec)
+    if compression.reducer is not None:
+        _check_reducer(compression, compression.reducer)
+    if compression.weights_codec is not None:
+        for path, shape in compression.kernels.items():
+            shard = compression.shards[path]
+            part = tuple(n // (shard.ranks if d == shard.dim else 1) for d, n in enumerate(shape))
+            _require_none(refusal(compression.weights_codec, part, compression.config.model.dtype))
+
+
+def _check_link(compression: Compression, place: str, codec: Codec) -> None:
+    """Require that a codec takes the messages between stages.
+
+    Args:
+        place: "backward" or "forward".
+        codec: its codec.
+
+    Raises:
+        UserError: the codec does not.
+    """
+    c, message = compression.config.compress, compression.message
+    given = place == "backward" and compression.codec is not None
+    if isinstance(codec, Codec) and (problem := codec.problem(message.shape, message.dtype, c.min_ratio)):
+        if c.low_rank(place) and not given:
+            several = place == "backward" and c.backward_ranks
+            name = f"compress.{place}_{problem.replace('rank=', 'ranks=', 1) if several else problem}"
+            raise UserError(name)
+        raise UserError(f"the codec {codec_name(codec)}: {problem}")
+    if given or not c.low_rank(place):
+        _require_none(refusal(codec, message.shape, message.dtype))
+
+
+def _check_reducer(compression: Compression, reducer: Reducer) -> None:
+    """Require that a reducer takes at least one kernel.
+
+    Raises:
+        UserError: it takes none, or its codec does not fit a kernel's part.
+    """
+    c = compression.config.compress
+    groups = reducer if isinstance(reducer, Hierarchical) else None
+    within = groups.reducer if groups else reducer
+    require_parts(reducer, [(shape, compression.shards[path]) for path, shape in compression.kernels.items()])
+    taken = compression.compressed_kernels(compression.level)
+    if groups and taken and (problem := groups.problem(compression.kernels[taken[0]], compression.shards[taken[0]])):
+        raise UserError(f"compress.data.inside={c.data_inside}: {problem}, or leave compress.data.inside out")
+    if taken:
+        return
+    if not compression.reduced:
+        raise UserError(
+            f"compress.data.inside={c.data_inside} cuts no kernel of a layer on a device into equal parts; choose "
+            "another number of ranks, or leave compress.data.inside out"
+        )
+    if isinstance(within, PowerSGD):
+        useful = {path: largest_rank(shape, c.min_ratio) for path, (shape, _) in compression.reduced.items()}
+        n, *rest = compression.reduced[max(useful, key=useful.__getitem__)][0]
+        what = f"the largest kernel of a layer on a device is {n} x {math.prod(rest)}"
+        what += f" in {c.data_inside} parts (compress.data.inside)" if groups else ""
+        raise UserError(policy.too_large(f"compress.data_rank={c.data_rank}", what, max(useful.values()), c.min_ratio))
+    raise UserError(
+        f"compress.data.codec={c.data_codec} makes no kernel of a layer {c.min_ratio:g} times smaller "
+        f"(compress.min_ratio) in {compression.config.mesh.data} equal parts; choose other options or a smaller "
+        "min_ratio"
+    )
+
+
+def require_parts(reducer: Reducer, arrays: Iterable[tuple[tuple[int, ...], Shard]]) -> None:
+    """Require that a reducer's codec takes the parts of arrays.
+
+    Args:
+        reducer: the reducer.
+        arrays: shape of each array, and what a rank keeps of its mean.
+
+    Raises:
+        UserError: it does not.
+    """
+    for shape, shard in arrays:
+        _require_none(reducer.refusal(shape, shard))
+
+
+def _require_none(problem: str) -> None:
+    """Raise UserError if there is a problem."""
+    if problem:
+        raise UserError(problem)

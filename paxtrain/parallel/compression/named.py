@@ -1,0 +1,82 @@
+"""Codecs and reducers that a configuration names, and the implementation of their kernels on a device."""
+
+from typing import Any
+
+import jax
+
+from compress.codec import Codec
+from compress.codecs import named
+from compress.kernels import LARGEST_RANK, LARGEST_RANK_A100, MOSAIC, on_gpu
+from compress.reducer import Reducer, Scattered
+from paxtrain.config import CompressConfig, Config
+from paxtrain.config.options import PLACES, REDUCED
+from paxtrain.errors import UserError
+
+
+def settle_implementation(config: Config, device: jax.Device, codec: Codec | None = None) -> str:
+    """Return the implementation of the compression's kernels, not "auto", for a configuration and a device.
+
+    Args:
+        config: the configuration; its compress.implementation may be "auto".
+        device: any device of the mesh.
+        codec: codec of the gradients between stages, if it is not the configuration's.
+
+    Raises:
+        UserError: compress.implementation names kernels, and the device, a rank or jax does not allow them.
+    """
+    c, asked = config.compress, config.compress.implementation
+    ranks = [0]
+    low = {place for place in PLACES if c.low_rank(place) and c.chosen(place) != "none"}
+    ranks += c.link_ranks(config.links) if "backward" in low and codec is None else ()
+    ranks += [c.forward_rank] if "forward" in low else []
+    ranks += [c.data_rank] if "data" in low else []
+    capability = float(getattr(device, "compute_capability", "0")) if device.platform == "gpu" else 0.0
+    here, largest = on_gpu(capability), LARGEST_RANK if capability >= 9 else LARGEST_RANK_A100
+    if asked == "auto":
+        # Other GPUs of the A100's generation have less shared memory than an A100.
+        return here[0] if (capability == 8 or capability >= 9) and max(ranks) <= largest else "xla"
+    if asked == "xla":
+        return asked
+    found = next((name for name in here if name == asked or (asked == "mosaic" and name in MOSAIC)), None)
+    if found is None:
+        needs = {
+            "triton": "NVIDIA A100, H100, H200 or B200 GPUs",
+            "mosaic": "NVIDIA H100, H200 or B200 GPUs and jax 0.11.2",
+        }[asked]
+        version = f" and jax {jax.__version__}" if asked == "mosaic" else ""
+        raise UserError(
+            f"compress.implementation={asked} needs {needs}, got {device.device_kind}{version}; auto or xla would work"
+        )
+    if max(ranks) > largest:
+        raise UserError(
+            f"compress.implementation={asked} takes ranks up to {largest} on {device.device_kind}, got {max(ranks)}; "
+            "auto or xla would work"
+        )
+    return found
+
+
+def named_codec(compress: CompressConfig, place: str) -> Any:
+    """Return the codec, or the reducer, that a configuration names for a place.
+
+    Raises:
+        UserError: there is none of that name, or its options do not fit.
+    """
+    name, options = getattr(compress, f"{place}_codec"), getattr(compress, f"{place}_options")
+    try:
+        return named.build(name, options, (Codec, Reducer) if place in REDUCED else (Codec,))
+    except ValueError as error:
+        raise UserError(f"compress.{place}.codec={error}") from error
+
+
+def named_reducer(compress: CompressConfig, place: str) -> Reducer:
+    """Return the reducer that a configuration names for a place, or the one that its codec makes.
+
+    Args:
+        compress: section of the configuration.
+        place: "data" or "outer".
+
+    Raises:
+        UserError: there is none of that name, or its options do not fit.
+    """
+    made = named_codec(compress, place)
+    return made if isinstance(made, Reducer) else Scattered(made)
