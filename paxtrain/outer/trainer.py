@@ -34,7 +34,7 @@ from paxtrain.config import Config
 from paxtrain.outer.exchange import GROUP, GroupExchange
 from paxtrain.outer.fragments import LAYERS
 from paxtrain.parallel.compression.settled import State
-from paxtrain.parallel.layout import Params, names
+from paxtrain.parallel.layout import Params, is_spec, names
 from paxtrain.parallel.mesh import AXES
 from paxtrain.parallel.step import CODEC_SPEC, Trainer, TrainState
 from paxtrain.pipeline import virtual
@@ -97,17 +97,13 @@ def grouped(config: Config, mesh: Mesh, **more: Any) -> "GroupedTrainer":
     return GroupedTrainer(config.of_group(), axes, groups=config.groups, **more)
 
 
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def _is_params(x: object) -> bool:
     return isinstance(x, dict)
 
 
 def _apart(specs: Any) -> Any:
     """Return the specs of arrays that have a leading dim of groups besides."""
-    return jax.tree.map(lambda spec: PartitionSpec(GROUP, *spec), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: PartitionSpec(GROUP, *spec), specs, is_leaf=is_spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +185,7 @@ class GroupedTrainer(Trainer):
     def _state_specs(self) -> GroupedState:
         one: Any = super()._state_specs()
         momentum = optax.tree_utils.tree_map_params(
-            self.outer, lambda _, spec: spec, one.outer.momentum, one.params, is_leaf=_is_spec
+            self.outer, lambda _, spec: spec, one.outer.momentum, one.params, is_leaf=is_spec
         )
         outer: Any = OuterState(_apart(one.params), _apart(one.skipped), momentum)
         return one.replace(optimizer=_apart(one.optimizer), codec=_apart(one.codec), outer=outer)
@@ -215,11 +211,11 @@ class GroupedTrainer(Trainer):
             each: Function of those that groups have apart.
             tree: State as nested dicts.
         """
-        outer, momentum = tree["outer"], self._map_params_like(function, tree["outer"]["momentum"])
+        outer, momentum = tree["outer"], self.layout.map_mirrors(function, tree["outer"]["momentum"])
         return {
             **tree,
             "params": function(tree["params"]),
-            "optimizer": self._map_params_like(each, tree["optimizer"]),
+            "optimizer": self.layout.map_mirrors(each, tree["optimizer"]),
             "outer": {**outer, "params": each(outer["params"]), "momentum": momentum},
         }
 
@@ -239,12 +235,7 @@ class GroupedTrainer(Trainer):
     @functools.cached_property
     def canonical_shardings(self) -> dict[str, Any]:
         """Shardings of the canonical state, in its structure."""
-        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=_is_spec)
-        known = dict(leaves(self.layout.canonical_specs()))
-
-        def canonical(specs: Params) -> Params:
-            return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=_is_spec)
-
+        canonical = self.layout.canonical_specs_of
         specs = flax.serialization.to_state_dict(self._state_specs())
         return self._shardings(self._map_state(canonical, lambda specs: _apart(canonical(specs)), specs))
 

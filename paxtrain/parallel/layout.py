@@ -17,6 +17,8 @@ is split over data (Rajbhandari et al. 2020, stage 1, with the master weights sp
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +49,11 @@ _TENSOR_DIM = {
 def tensor_dim(names: tuple[str, ...]) -> int | None:
     """Return the dim of a mesh-layout array that is split over tensor, or None; `names` is the array's path."""
     return _TENSOR_DIM.get(names[-1], _TENSOR_DIM.get(names[-2:]))
+
+
+def is_spec(x: object) -> bool:
+    """Return whether a node of a tree is a PartitionSpec, which jax may take for a tuple."""
+    return isinstance(x, PartitionSpec)
 
 
 def names(path: tuple) -> tuple[str, ...]:
@@ -234,3 +241,25 @@ class Layout:
             return PartitionSpec(*parts)
 
         return jax.tree_util.tree_map_with_path(spec, self.shapes)
+
+    def canonical_specs_of(self, specs: Params) -> Params:
+        """Return the canonical PartitionSpecs of the parameters that a tree of specs has; Muon's state has some only.
+
+        Args:
+            specs: PartitionSpecs in mesh layout, which say no more here than which parameters there are.
+        """
+        known = dict(jax.tree_util.tree_leaves_with_path(self.canonical_specs(), is_leaf=is_spec))
+        return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=is_spec)
+
+    def map_mirrors(self, function: Callable[[Params], Params], tree: Any) -> Any:
+        """Return a tree of nested dicts whose subtrees that mirror the parameters have gone through a function.
+
+        Args:
+            function: the function of such a subtree.
+            tree: the tree, such as an optimizer's state.
+        """
+        if not isinstance(tree, dict):
+            return tree
+        if set(tree) == set(self.shapes):
+            return function(tree)
+        return {key: self.map_mirrors(function, value) for key, value in tree.items()}

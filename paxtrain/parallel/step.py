@@ -30,7 +30,7 @@ from paxtrain.model import transformer
 from paxtrain.parallel import compiler_options, gradients, muon
 from paxtrain.parallel.compression.named import settle_implementation
 from paxtrain.parallel.compression.settled import Compression, State
-from paxtrain.parallel.layout import Layout, Params
+from paxtrain.parallel.layout import Layout, Params, is_spec
 from paxtrain.parallel.optimizer import learning_rate, make_optimizer
 from paxtrain.parallel.reduction import DataReduction
 from paxtrain.parallel.weights import gather_weights
@@ -46,14 +46,6 @@ from paxtrain.schedule.uneven import assign_ranks
 BATCH_SPEC = PartitionSpec("data")
 # Each device has a separate codec state.
 CODEC_SPEC = PartitionSpec("data", "pipe", "tensor")
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _is_masked(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 @flax.struct.dataclass
@@ -183,11 +175,11 @@ class Trainer:
         # Each subtree of the optimizer's state that mirrors all or some of the parameters takes their specs.
         optimizer = optax.tree_utils.tree_map_params(
             self.transformation,
-            lambda x, spec: x if _is_masked(x) else spec,
+            lambda x, spec: x if isinstance(x, optax.MaskedNode) else spec,
             state.optimizer,
             mirror,
             transform_non_params=lambda _: PartitionSpec(),
-            is_leaf=_is_masked,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
         codec = jax.tree.map(lambda _: CODEC_SPEC, state.codec)
         return state.replace(
@@ -195,7 +187,7 @@ class Trainer:
         )
 
     def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -249,17 +241,9 @@ class Trainer:
 
     # --- Canonical form, for checkpoints ------------------------------------------------------------------------------
 
-    def _map_params_like(self, function: Callable[[Params], Params], tree: Any) -> Any:
-        """Apply `function` to each subtree of nested dicts that mirrors the parameters."""
-        if not isinstance(tree, dict):
-            return tree
-        if set(tree) == set(self.layout.shapes):
-            return function(tree)
-        return {key: self._map_params_like(function, value) for key, value in tree.items()}
-
     def _to_canonical(self, state: TrainState) -> dict[str, Any]:
         tree = flax.serialization.to_state_dict(state)
-        return self._map_params_like(self.layout.to_canonical, tree)
+        return self.layout.map_mirrors(self.layout.to_canonical, tree)
 
     def _from_canonical(self, tree: dict[str, Any]) -> TrainState:
         if set(tree) == {"params"}:
@@ -267,19 +251,13 @@ class Trainer:
         if "codec" not in tree:
             tree = {**tree, "codec": flax.serialization.to_state_dict(self.compression.init())}
         target = jax.eval_shape(self._init, jax.random.key(0))
-        return flax.serialization.from_state_dict(target, self._map_params_like(self.layout.from_canonical, tree))
+        return flax.serialization.from_state_dict(target, self.layout.map_mirrors(self.layout.from_canonical, tree))
 
     @functools.cached_property
     def canonical_shardings(self) -> dict[str, Any]:
         """Shardings of the canonical state, in its structure."""
-        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=_is_spec)
-        known = dict(leaves(self.layout.canonical_specs()))
-
-        def canonical(specs: Params) -> Params:  # a part of Muon's state has some of the parameters only
-            return jax.tree_util.tree_map_with_path(lambda path, _: known[path], specs, is_leaf=_is_spec)
-
         specs = flax.serialization.to_state_dict(self._state_specs())
-        return self._shardings(self._map_params_like(canonical, specs))
+        return self._shardings(self.layout.map_mirrors(self.layout.canonical_specs_of, specs))
 
     def abstract_canonical(self) -> dict[str, Any]:
         """Return the shapes of the canonical state, which a checkpoint holds, with shardings on this mesh."""
