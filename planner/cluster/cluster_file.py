@@ -43,7 +43,6 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from types import EllipsisType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -53,16 +52,16 @@ from paxtrain.config import SAVE_MODES
 from paxtrain.config.model import FAMILIES
 from paxtrain.config.shipped import find
 from paxtrain.errors import UserError
-from planner.cluster import array_file
 from planner.cluster.device_sheets import SHEETS, DeviceSheet
+from planner.cluster.link_values import links_of
 from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
+from planner.cluster.values import at_least_one, integer, number, only, per_host
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
 _MOST = 1_000_000  # devices
 MOST_HOSTS = 8192  # each matrix of links takes half a gigabyte then, and a plan needs several
-_HUGE = 1e300  # numbers must be below it
 # Keys of a row of the compute profile whose values are positive integers, and those whose values are seconds.
 _SIZES = ("tensor", "micro_batch", "hidden", "heads", "sequence", "vocab")
 _OPTIONAL_SIZES = ("key_value_heads", "ffn")
@@ -71,7 +70,6 @@ _OPTIONAL_SECONDS = ("backward_input", "backward_weights")
 _REQUIRED = ("hosts", "devices_per_host", "device", "links")
 _NETWORK = ("nics", "fan_out", "sites", "trunks", "rails")
 _KEYS = ("version", "name", "source", *_REQUIRED, "memory", "devices", *_NETWORK, "compute")
-_Where = EllipsisType | np.ndarray | tuple[np.ndarray, ...]  # index of links in a matrix [H, H]
 
 
 class Fields(TypedDict):
@@ -135,32 +133,32 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
     if type(count) is int and count > MOST_HOSTS:
         raise UserError(f"a cluster may have {MOST_HOSTS:,} hosts, got {count:,}; plan for a part of them")
     hosts = _hosts(values["hosts"])
-    per_host = _integer("devices_per_host", values["devices_per_host"])
+    devices = integer("devices_per_host", values["devices_per_host"])
     sheets = _sheets(values.get("devices", {}))
-    kinds = tuple(_kind(value, sheets) for value in _per_host("device", values["device"], len(hosts)))
+    kinds = tuple(_kind(value, sheets) for value in per_host("device", values["device"], len(hosts)))
     if "memory" not in values and "cpu" in kinds:
         raise UserError("memory is missing; a cluster of device cpu must say the bytes that one device may use")
     known = {**SHEETS, **sheets}
     memory = values.get("memory", [known[kind].memory for kind in kinds] if "memory" not in values else None)
-    memory = np.array([_number("memory", m) for m in _per_host("memory", memory, len(hosts))])
+    memory = np.array([number("memory", m) for m in per_host("memory", memory, len(hosts))])
     sites = _sites(values.get("sites"), len(hosts))
-    alpha, samples, measured = _links(values["links"], hosts, folder, sites)
+    alpha, samples, measured = links_of(values["links"], hosts, folder, sites)
     compute = _compute(values.get("compute", []), kinds)
     name = str(values.get("name", "cluster"))
     if not all(text.isprintable() for text in (name, *hosts)):
         raise UserError(f"name and hosts must be printable text, got {name!r} and {', '.join(map(repr, hosts[:3]))}")
-    if len(hosts) * per_host > _MOST:
-        raise UserError(f"a cluster may have {_MOST:,} devices, got {len(hosts):,} hosts of {per_host:,}")
-    nics = _integer("nics", values.get("nics", 1))
+    if len(hosts) * devices > _MOST:
+        raise UserError(f"a cluster may have {_MOST:,} devices, got {len(hosts):,} hosts of {devices:,}")
+    nics = integer("nics", values.get("nics", 1))
     return {
         "name": name,
         "source": str(values.get("source", "")),
         "hosts": hosts,
-        "devices_per_host": per_host,
+        "devices_per_host": devices,
         "kinds": kinds,
         "memory": memory,
         "nics": nics,
-        "fan_out": _at_least_one("fan_out", values.get("fan_out", 1)),
+        "fan_out": at_least_one("fan_out", values.get("fan_out", 1)),
         "alpha": alpha,
         "samples": samples,
         "measured": measured,
@@ -169,33 +167,8 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "sheets": sheets,
         "sites": sites,
         "trunks": _trunks(values.get("trunks", []), hosts, sites),
-        "rails": _rails(values.get("rails", False), nics, per_host, kinds),
+        "rails": _rails(values.get("rails", False), nics, devices, kinds),
     }
-
-
-def _integer(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{name} must be an integer from 1 on, got {value!r}")
-    return value
-
-
-def _number(name: str, value: object, zero: bool = False) -> float:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not abs(value) < _HUGE
-        or value < 0
-        or (value == 0 and not zero)
-    ):
-        raise UserError(f"{name} must be a number {'from 0 on' if zero else 'above 0'}, got {value!r}")
-    return float(value)
-
-
-def _at_least_one(name: str, value: object) -> float:
-    number = _number(name, value)
-    if number < 1:
-        raise UserError(f"{name} must be a number from 1 on, got {value!r}")
-    return number
 
 
 def _kind(value: object, sheets: Mapping[str, DeviceSheet]) -> str:
@@ -214,7 +187,7 @@ def _sheets(value: object) -> dict[str, DeviceSheet]:
     for name, entry in value.items():
         if not name.isprintable() or name in ("", "cpu", *SHEETS):
             raise UserError(f"devices: {name!r} must be a name of its own; known already are cpu, {', '.join(SHEETS)}")
-        _only(
+        only(
             entry,
             ("peak_flops", "single_flops", "bandwidth", "memory", "capability", "sms", "reach"),
             f"devices.{name}.",
@@ -222,13 +195,13 @@ def _sheets(value: object) -> dict[str, DeviceSheet]:
         missing = [key for key in ("peak_flops", "bandwidth", "memory") if key not in entry]
         if missing:
             raise UserError(f"devices.{name} lacks {', '.join(missing)}; needed are peak_flops, bandwidth and memory")
-        rates = {key: _number(f"devices.{name}.{key}", entry[key]) for key in ("peak_flops", "bandwidth", "memory")}
-        single = _number(f"devices.{name}.single_flops", entry.get("single_flops", rates["peak_flops"] / 2))
+        rates = {key: number(f"devices.{name}.{key}", entry[key]) for key in ("peak_flops", "bandwidth", "memory")}
+        single = number(f"devices.{name}.single_flops", entry.get("single_flops", rates["peak_flops"] / 2))
         capability = entry.get("capability", [8, 0])
         if not (isinstance(capability, list) and len(capability) == 2 and all(type(n) is int for n in capability)):
             raise UserError(f"devices.{name}.capability must be two integers such as [8, 0], got {capability!r}")
-        sms = _integer(f"devices.{name}.sms", entry["sms"]) if "sms" in entry else 0
-        reach = _number(f"devices.{name}.reach", entry.get("reach", DeviceSheet.reach))
+        sms = integer(f"devices.{name}.sms", entry["sms"]) if "sms" in entry else 0
+        reach = number(f"devices.{name}.reach", entry.get("reach", DeviceSheet.reach))
         if reach > 1:
             raise UserError(f"devices.{name}.reach is a share of peak_flops, so 1 is the most, got {reach:g}")
         sheet = DeviceSheet(single_flops=single, capability=(capability[0], capability[1]), sms=sms, **rates)
@@ -240,7 +213,7 @@ def _sites(value: object, hosts: int) -> tuple[int, ...]:
     """Return the site of each host, numbered from 0 in the order in which they come; empty if there is one."""
     if value is None:
         return ()
-    names = [str(site) for site in _per_host("sites", value, hosts)]
+    names = [str(site) for site in per_host("sites", value, hosts)]
     return site_numbers(names)
 
 
@@ -260,10 +233,10 @@ def _trunks(value: object, hosts: tuple[str, ...], sites: tuple[int, ...]) -> Tr
         raise UserError(f'trunks must be a list such as [{{"each": "site", "bandwidth": 125e6}}], got {value!r}')
     known, behind, bandwidth = {name: i for i, name in enumerate(hosts)}, [], []
     for entry in value:
-        _only(entry, ("hosts", "each", "bandwidth"), "trunks: ")
+        only(entry, ("hosts", "each", "bandwidth"), "trunks: ")
         if "bandwidth" not in entry or ("hosts" in entry) == ("each" in entry):
             raise UserError(f'each of trunks must say bandwidth, and either hosts or "each": "site", got {entry!r}')
-        rate = _number("trunks.bandwidth", entry["bandwidth"])
+        rate = number("trunks.bandwidth", entry["bandwidth"])
         if "each" in entry:
             if entry["each"] != "site" or not sites:
                 raise UserError(f'trunks: each may be "site" if sites has two or more, got {entry["each"]!r}')
@@ -288,7 +261,7 @@ def _behind(names: object, known: Mapping[str, int]) -> np.ndarray:
     return found
 
 
-def _rails(value: object, nics: int, per_host: int, kinds: Sequence[str]) -> Rails | None:
+def _rails(value: object, nics: int, devices: int, kinds: Sequence[str]) -> Rails | None:
     """Return how flows change rails; None if there are no rails."""
     if not isinstance(value, bool | dict):
         raise UserError(
@@ -297,7 +270,7 @@ def _rails(value: object, nics: int, per_host: int, kinds: Sequence[str]) -> Rai
     if value is False:
         return None
     given = {} if value is True else value
-    _only(given, ("pxn", "oversubscription"), "rails.")
+    only(given, ("pxn", "oversubscription"), "rails.")
     pxn = given.get("pxn", True)
     if not isinstance(pxn, bool):
         raise UserError(f"rails.pxn must be true or false, got {pxn!r}")
@@ -305,34 +278,34 @@ def _rails(value: object, nics: int, per_host: int, kinds: Sequence[str]) -> Rai
         raise UserError('rails.oversubscription is of the spine, which no flow crosses with PXN; say "pxn": false, too')
     if "cpu" in kinds:
         raise UserError("rails need GPUs, each of which has its NIC, got device cpu; leave rails out")
-    if per_host % nics:
-        raise UserError(f"nics must divide devices_per_host if there are rails, got {nics} for {per_host} devices")
-    return Rails(pxn, _at_least_one("rails.oversubscription", given.get("oversubscription", 1)))
+    if devices % nics:
+        raise UserError(f"nics must divide devices_per_host if there are rails, got {nics} for {devices} devices")
+    return Rails(pxn, at_least_one("rails.oversubscription", given.get("oversubscription", 1)))
 
 
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """Return the rows of the compute profile, which must have all keys, with values that make sense."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
-    for number, row in enumerate(rows):
+    for place, row in enumerate(rows):
         missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]
         if missing:
-            raise UserError(f"compute row {number} lacks {', '.join(missing)}; profile again")
+            raise UserError(f"compute row {place} lacks {', '.join(missing)}; profile again")
         for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if key in row)):
-            _integer(f"compute row {number}: {key}", row[key])
+            integer(f"compute row {place}: {key}", row[key])
         for key in (*_SECONDS, *(key for key in _OPTIONAL_SECONDS if key in row)):
-            _number(f"compute row {number}: {key}", row[key], zero=key not in ("forward", "backward"))
+            number(f"compute row {place}: {key}", row[key], zero=key not in ("forward", "backward"))
         known_values = {"kind": kinds, "save": SAVE_MODES, "dtype": ("bfloat16", "float32"), "family": FAMILIES}
         for key, known in known_values.items():
             if row.get(key, known[0]) not in known:
-                raise UserError(f"compute row {number}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
+                raise UserError(f"compute row {place}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
     return tuple(rows)
 
 
 def _hosts(value: object) -> tuple[str, ...]:
     """Return the names of the hosts, which are made up if the value is a number."""
     if isinstance(value, int) and not isinstance(value, bool):
-        count = _integer("hosts", value)
+        count = integer("hosts", value)
         return tuple(f"host{i:0{len(str(count - 1))}}" for i in range(count))
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
         raise UserError(f"hosts must be a number or a list of names, got {value!r}")
@@ -340,147 +313,6 @@ def _hosts(value: object) -> tuple[str, ...]:
         twice = next(name for name in value if value.count(name) > 1)
         raise UserError(f"hosts must have different names, but {twice} comes twice")
     return tuple(value)
-
-
-def _per_host(name: str, value: object, hosts: int) -> list[object]:
-    """Return a list of one value per host, from such a list or from one value for all."""
-    if not isinstance(value, list):
-        return [value] * hosts
-    if len(value) != hosts:
-        raise UserError(f"{name} must be one value or one for each of the {hosts} hosts, got {len(value)}")
-    return value
-
-
-def _links(
-    links: object, hosts: tuple[str, ...], folder: pathlib.Path, sites: tuple[int, ...] = ()
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return alpha [H, H], samples [R, H, H], and which links were measured [H, H]; None: all."""
-    if not isinstance(links, dict):
-        raise UserError(f"links must be an object, got {links!r}")
-    if "npz" in links:
-        _only(links, ("npz",))
-        given: Mapping[str, object] = array_file.read(folder / str(links["npz"]), len(hosts))
-        _only(given, ("alpha", "bandwidth", "measured"), "links.npz: ")
-    elif "between" in links or "inside" in links:
-        return *_classes(links, hosts, sites), None
-    else:
-        _only(links, ("alpha", "bandwidth", "measured"))
-        given = links
-    measured = _measured(given["measured"], len(hosts)) if "measured" in given else None
-    for name in ("alpha", "bandwidth"):
-        if name not in given:
-            raise UserError(f"links.{name} is missing; needed are alpha and bandwidth, an npz, or inside and between")
-    alpha = _matrix("links.alpha", given["alpha"], hosts, zero=True)
-    samples = _matrix("links.bandwidth", given["bandwidth"], hosts, zero=False)
-    if alpha.ndim == 3:
-        raise UserError("links.alpha must be a number or one matrix; only bandwidth may have several samples")
-    return np.broadcast_to(alpha, (len(hosts),) * 2), samples.reshape(-1, len(hosts), len(hosts)), measured
-
-
-def _measured(value: object, hosts: int) -> np.ndarray:
-    """Return which links were measured, bool [H, H]."""
-    array = value if isinstance(value, np.ndarray) and value.dtype == bool else np.asarray(value, object)
-    truths = array.dtype == bool or all(isinstance(x, bool | np.bool_) for x in array.ravel())
-    if array.shape != (hosts, hosts) or not truths:
-        raise UserError(f"links.measured must be true or false for {hosts} x {hosts} links")
-    return array.astype(bool)
-
-
-def _only(given: Mapping[str, object], known: tuple[str, ...], where: str = "links.") -> None:
-    for key in given:
-        if key not in known:
-            raise UserError(f"unknown key {where}{key}; known are {', '.join(known)}")
-
-
-def _matrix(name: str, value: object, hosts: tuple[str, ...], zero: bool) -> np.ndarray:
-    """Return an array of the value: [H, H], [R, H, H], or [] if `zero` is allowed."""
-    size = len(hosts)
-    try:
-        array = np.array(value, float)
-        kinds = {type(x) for x in np.array(value, object).flat} if isinstance(value, list) else set()
-        if not kinds <= {int, float, type(None)}:  # None is nan
-            raise ValueError("numpy takes texts and truth values for numbers")
-    except (TypeError, ValueError, OverflowError):
-        raise UserError(
-            f"{name} must be a matrix of {size} x {size} numbers for the {size} hosts, but its rows differ in length "
-            "or hold something else (null for a missing link?)"
-        ) from None
-    if array.ndim == 0 and zero:
-        return np.array(_number(name, value, zero=True))
-    if array.ndim not in (2, 3) or array.shape[-2:] != (size, size) or array.size == 0:
-        given = " x ".join(map(str, array.shape)) or "a number"
-        raise UserError(f"{name} must be a matrix of {size} x {size} for the {size} hosts, got {given}")
-    bad = ~np.isfinite(array) | (array < 0) | ((array == 0) & (not zero))
-    if bad.any():
-        place = tuple(np.argwhere(bad)[0])
-        a, b = place[-2:]
-        where = f"from {hosts[a]} to {hosts[b]}" if a != b else f"inside {hosts[a]}"
-        raise UserError(f"{name} {where} must be {'from 0 on' if zero else 'above 0'}, got {array[place]:g}")
-    return array
-
-
-def _classes(
-    links: Mapping[str, object], hosts: tuple[str, ...], sites: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return alpha [H, H] and one sample of the bandwidth [1, H, H] of links that are given by classes.
-
-    Args:
-        links: the classes.
-        hosts: names of the hosts.
-        sites: site of each host; empty: there is one.
-    """
-    _only(links, ("inside", "between", "racks", "across", "sites", "exceptions"))
-    size, index = len(hosts), {name: i for i, name in enumerate(hosts)}
-    alpha, bandwidth = np.empty((size, size)), np.empty((size, size))
-
-    def put(name: str, values: object, where: _Where, needed: bool = True) -> None:
-        if not isinstance(values, dict):
-            raise UserError(f"links.{name} must be an object with alpha and bandwidth, got {values!r}")
-        if needed and not {"alpha", "bandwidth"} <= set(values):
-            raise UserError(f"links.{name} must say alpha and bandwidth, got {', '.join(values) or 'nothing'}")
-        if "alpha" in values:
-            alpha[where] = _number(f"links.{name}.alpha", values["alpha"], zero=True)
-        if "bandwidth" in values:
-            bandwidth[where] = _number(f"links.{name}.bandwidth", values["bandwidth"])
-
-    for name in ("inside", "between"):
-        if name not in links:
-            raise UserError(f"links.{name} is missing; classes need inside (a host) and between (hosts)")
-    put("between", links["between"], ...)
-    if ("racks" in links) != ("across" in links):
-        raise UserError("links.racks and links.across go together; give both or neither")
-    if "racks" in links:
-        racks = np.array([str(rack) for rack in _per_host("links.racks", links["racks"], size)])
-        put("across", links["across"], racks[:, None] != racks[None])
-    if ("sites" in links) != bool(sites):
-        raise UserError("links.sites needs two sites or more in sites, and they need it; give both or neither")
-    if sites:
-        site = np.array(sites)
-        put("sites", links["sites"], site[:, None] != site[None])
-    diagonal = np.diag_indices(size)
-    put("inside", links["inside"], diagonal)
-
-    def chosen(value: object) -> list[int]:
-        names = [value] if isinstance(value, str) else value
-        if names == ["*"]:
-            return list(range(size))
-        if not isinstance(names, list) or not names or not all(isinstance(n, str) and n in index for n in names):
-            raise UserError(f'from and to in links.exceptions must be hosts or "*", got {value!r}')
-        return [index[name] for name in names]
-
-    exceptions = links.get("exceptions", [])
-    if not isinstance(exceptions, list):
-        raise UserError(f"links.exceptions must be a list, got {exceptions!r}")
-    for values in exceptions:
-        if not isinstance(values, dict) or not {"from", "to"} <= set(values):
-            raise UserError(f"each of links.exceptions must say from and to, got {values!r}")
-        _only(values, ("from", "to", "alpha", "bandwidth"), "links.exceptions: ")
-        kept = alpha[diagonal].copy(), bandwidth[diagonal].copy()
-        rows, columns = chosen(values["from"]), chosen(values["to"])
-        put("exceptions", values, np.ix_(rows, columns), needed=False)
-        if "*" in (values["from"], values["to"]):  # of the links between hosts
-            alpha[diagonal], bandwidth[diagonal] = kept
-    return alpha, bandwidth[None]
 
 
 def _uniform(values: Sequence[object]) -> object:
