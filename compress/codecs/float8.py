@@ -75,5 +75,5 @@ class Float8Blocks(Rounding):
         return from_blocks(codes.astype(jnp.float32) * wire.scale.astype(jnp.float32)[:, None], like)
 
     def passes(self) -> Passes:
-        """Return two passes for scales and codes, two more for the error, and one to decode."""
-        return Passes(encode=4 if self.feedback else 2, decode=1, launches=3)
+        """Return the reads for scales and for codes, of the error as well, its write, and the codes' own bytes."""
+        return Passes(encode=5.5 if self.feedback else 2.5, decode=1.5, launches=3)

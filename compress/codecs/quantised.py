@@ -99,8 +99,17 @@ class QuantisedBlocks(Rounding):
         return from_blocks(blocks, like)
 
     def passes(self) -> Passes:
-        """Return two passes for scales and codes, two more for the error, and one to decode."""
-        return Passes(encode=4 if self.feedback else 2, decode=1, launches=3)
+        """Return the reads for scales and for codes, of the error as well, its write, and the codes' own bytes.
+
+        XLA packs codes of 4 bits in a kernel by itself, which reads message and error once more. It keeps a rotated
+        message, before and after the product, as float32 arrays.
+        """
+        encode, decode, launches = (2.5, 1.5, 3) if self.bits == 8 else (2.25, 1.25, 3)
+        if self.feedback:
+            encode, launches = (5.5, 3) if self.bits == 8 else (7.5, 4)
+        if self.rotate:
+            encode, decode, launches = encode + (8 if self.feedback else 3), decode + 2, launches + 5
+        return Passes(encode, decode, launches)
 
 
 def _packed(codes: jax.Array) -> jax.Array:

@@ -125,10 +125,12 @@ class LowRankRemainder(Codec):
         return state.error if self.feedback else jnp.zeros(like.shape, like.dtype)
 
     def passes(self) -> Passes:
-        """Return the passes of both codecs, and those for the remainder and the error."""
+        """Return the passes of both codecs, and of what they exchange as float32 arrays: remainder, and both parts."""
         low, rest = (part.passes() for part in self._parts())
-        encode = low.encode + rest.encode + 2 + (2 if self.feedback else 0)
-        return Passes(encode=encode, decode=low.decode + rest.decode + 1, launches=low.launches + rest.launches)
+        encode, decode = low.encode + rest.encode + 3.5, low.decode + rest.decode + 2.5
+        if self.feedback:
+            encode += decode + 4.5  # the sum with the error, which is kept; and the message decoded, for the next error
+        return Passes(encode, decode, low.launches + rest.launches + 10)
 
 
 def _wide(like: Like) -> jax.ShapeDtypeStruct:

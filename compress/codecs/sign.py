@@ -70,5 +70,5 @@ class Signs(Rounding):
         return from_blocks(jnp.where(positive.reshape(len(wire.scale), -1) == 1, scale, -scale), like)
 
     def passes(self) -> Passes:
-        """Return two passes for scales and signs, two more for the error, and one to decode."""
-        return Passes(encode=4 if self.feedback else 2, decode=1, launches=3)
+        """Return the reads for scales and for signs; with feedback of the error as well, and both again to write it."""
+        return Passes(encode=7, decode=1, launches=4) if self.feedback else Passes(encode=2, decode=1, launches=3)

@@ -1,4 +1,4 @@
-"""Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble,ledger].
+"""Benchmarks of the train step: python -m paxtrain.bench [--sections=memory,throughput,bubble,ledger,passes].
 
     memory      temporary bytes by schedule, save mode and number of micro-batches (XLA's memory analysis)
     throughput  our step on a 1x1x1 mesh beside a plain jit of the same model: tokens/s, MFU and bytes. The model is a
@@ -7,6 +7,7 @@
                 the ideal, (m+P-1)/m, or (m+(P-1)/3)/m for F, B and W of equal length.
     ledger      what the step of the 1.3B model, or the one that --config names, computes, moves and sends on an H100,
                 read from programs compiled without one; it needs jax's CUDA plugin (docs/ledger.md)
+    passes      how often every codec of the library reads and writes a message there, beside what it declares; likewise
 
 Every ratio compares steps that were measured in turn in the same run. Nothing here is a test.
 """
@@ -20,6 +21,7 @@ from paxtrain import flags as shared_flags
 from paxtrain.bench.bubble import bubble, worker
 from paxtrain.bench.ledger import ledger
 from paxtrain.bench.memory import memory
+from paxtrain.bench.passes import passes
 from paxtrain.bench.steps import configuration
 from paxtrain.bench.throughput import throughput
 from paxtrain.command_line import run
@@ -28,7 +30,7 @@ from paxtrain.config.load import load_config
 from paxtrain.errors import UserError
 
 MEASURED = ("memory", "throughput", "bubble")
-SECTIONS = (*MEASURED, "ledger")
+SECTIONS = (*MEASURED, "ledger", "passes")
 HINT = f"choose with --sections={','.join(SECTIONS)}"
 
 
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> None:
                 bubble(f.repeats)
             case "ledger":
                 ledger(from_dict(f.config) if f.config else load_config("gpt_1_3b"))
+            case "passes":
+                passes()
 
 
 def define_flags() -> None:

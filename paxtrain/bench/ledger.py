@@ -122,7 +122,7 @@ def one_device(config: Config, layers: int = 6, micro_batches: int = 1) -> Confi
     )
 
 
-def _devices(kind: str, count: int) -> list[jax.Device]:
+def gpus(kind: str, count: int) -> list[jax.Device]:
     try:
         return aot.devices(kind, hosts=1, per_host=count)
     except aot.Unavailable as reason:
@@ -131,7 +131,7 @@ def _devices(kind: str, count: int) -> list[jax.Device]:
 
 def trainer_for(config: Config, kind: str) -> Trainer:
     """Return the trainer of a configuration on GPUs of a kind that are not there."""
-    return Trainer(config, make_mesh(config.mesh, devices=_devices(kind, config.mesh.devices)))
+    return Trainer(config, make_mesh(config.mesh, devices=gpus(kind, config.mesh.devices)))
 
 
 def ours(config: Config, kind: str) -> jax.stages.Compiled:
@@ -143,7 +143,7 @@ def ours(config: Config, kind: str) -> jax.stages.Compiled:
 
 def plain(config: Config, kind: str) -> jax.stages.Compiled:
     """Return the plain step of a configuration (`steps.plain_step`), compiled for a GPU of a kind."""
-    sharding = jax.sharding.SingleDeviceSharding(_devices(kind, 1)[0])
+    sharding = jax.sharding.SingleDeviceSharding(gpus(kind, 1)[0])
     params = transformer.shapes(config.model)
     state = jax.eval_shape(make_optimizer(config).init, params)
     tokens = jax.ShapeDtypeStruct((config.batch.global_batch, config.model.sequence + 1), jnp.int32)
@@ -273,7 +273,7 @@ def ledger(config: Config, kind: str = "h100") -> None:
         kind: key of paxtrain.devices.gpus.GPUS.
     """
     gpu, c, m = GPUS[kind], one_device(config), on_mesh(config)
-    _devices(kind, m.mesh.devices)  # refused before anything is compiled or printed
+    gpus(kind, m.mesh.devices)  # refused before anything is compiled or printed
     programs = {"plain jit": functools.partial(plain, c)}
     for save in ("residuals", "dots"):
         programs[f"ours, save={save}"] = functools.partial(ours, _with_save(c, save))

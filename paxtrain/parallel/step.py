@@ -80,7 +80,7 @@ class Trainer:
         virtual: Whether to emulate all devices of config.mesh on the one device of `mesh`: the same values, without
             collectives.
         codec: Codec of the gradients between stages, instead of the LowRank that config.compress describes (see
-            compression/settled.py); None: as config.compress says.
+            `Compression`); None: as config.compress says.
         overlap: Whether the schedule's messages travel under compute; None: as the platform can.
     """
 

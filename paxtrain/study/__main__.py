@@ -48,7 +48,8 @@ def define_flags() -> None:
     flags.DEFINE_bool("frontier", False, "Compare codecs instead: loss against bytes, on each axis.")
     flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
     flags.DEFINE_bool("lep", False, "Compare lazy error propagation with none instead, at each rank.")
-    description = f"Axes of --frontier, of {', '.join(frontier.AXES)}; or of --probe, of {', '.join(PLACES)}; all."
+    description = f"Axes of --frontier, of {', '.join(frontier.AXES)}, default: {', '.join(frontier.DEFAULT_AXES)}; "
+    description += f"or of --probe, of {', '.join(PLACES)}, default: all."
     flags.DEFINE_list("axes", [], description)
     description = "Codecs of --frontier, default: all of the library; or of --probe: "
     description += f"{','.join(loss_probe.CODECS)}. Classes of your own as package.module:Class."
@@ -82,7 +83,7 @@ def _trained(study: Study) -> list[VariantResult]:
 def _frontier(config: Config) -> str:
     """Train codecs on each axis, write the page of the frontier, and return its name."""
     f = flags.FLAGS
-    axes, codecs = f.axes or list(frontier.AXES), f.codecs or list(frontier.CODECS)
+    axes, codecs = f.axes or list(frontier.DEFAULT_AXES), f.codecs or list(frontier.CODECS)
     if unknown := [axis for axis in axes if axis not in frontier.AXES]:
         raise UserError(f"--axes must be some of {', '.join(frontier.AXES)}, got {unknown[0]!r}")
     if unknown := [codec for codec in codecs if codec not in frontier.CODECS and ":" not in codec]:

@@ -58,9 +58,28 @@ POINTS = (
     Point("rank 16", "lowrank", rank=16),
     Point("rank 4", "lowrank", rank=4),
 )
-# The kinds of probe.BYTES that a codec takes over, by axis.
-AXES = {"between": ("backward",), "data": ("reduce-scatter", "all-reduce")}
-WORDS = {"between": "gradients between stages", "data": "gradients over data"}
+
+
+class Axis(NamedTuple):
+    """What travels on an axis of the frontier.
+
+    Attributes:
+        place: place of its codec in the configuration, of config.options.PLACES.
+        kinds: kinds of probe.BYTES that the codec takes over.
+        words: what travels, in words.
+    """
+
+    place: str
+    kinds: tuple[str, ...]
+    words: str
+
+
+AXES = {
+    "between": Axis("backward", ("backward",), "gradients between stages"),
+    "data": Axis("data", ("reduce-scatter", "all-reduce"), "gradients over data"),
+    "activations": Axis("forward", ("forward",), "activations between stages"),
+}
+DEFAULT_AXES = ("between", "data")  # a third one takes half as long again
 RATES = (1, 10, 100)  # of links, Gbit/s
 STEPS, SEEDS = 50, 3
 _DEVICE = "H100"  # whose memory codecs read and write in the modelled time
@@ -83,7 +102,7 @@ def points(codecs: Sequence[str], compress: CompressConfig, place: str) -> list[
     Args:
         codecs: names in CODECS, each of which may have several points, and classes as package.module:Class, with one.
         compress: configuration whose options a class has, if it names the class for the place.
-        place: place of the axis, "backward" or "data".
+        place: place of the axis.
     """
     found = [point for point in POINTS if point.codec in codecs]
     for codec in dict.fromkeys(codec for codec in codecs if codec not in CODECS):
@@ -95,7 +114,7 @@ def points(codecs: Sequence[str], compress: CompressConfig, place: str) -> list[
 
 
 def variants(
-    config: Config, axes: Sequence[str] = tuple(AXES), codecs: Sequence[str] = CODECS, steps: int = STEPS
+    config: Config, axes: Sequence[str] = DEFAULT_AXES, codecs: Sequence[str] = CODECS, steps: int = STEPS
 ) -> list[Variant]:
     """Return dense training, and each point of some codecs on each of some axes.
 
@@ -110,7 +129,7 @@ def variants(
     c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="fused")
     found = [Variant(DENSE, DENSE, dataclasses.replace(config, compress=c))]
     for axis in axes:
-        place = {"between": "backward", "data": "data"}[axis]
+        place = AXES[axis].place
         for point in points(codecs, own, place):
             changes: dict[str, Any] = {place: "all"}
             if point.rank:
@@ -156,10 +175,11 @@ class CodecLoss(NamedTuple):
         return 8 * self.share / rate + self.passes * 1e9 / sheet.memory_bandwidth
 
 
-def _passes(variant: Variant) -> float:
+def _passes(variant: Variant, axis: str) -> float:
     """Return the passes of a variant's codec over the traffic of its axis."""
     made = Compression(Layout(variant.config))
-    codec = made.reducer if variant.name.startswith("data") else made.backward_codec
+    places = {"backward": made.backward_codec, "forward": made.forward_codec, "data": made.reducer}
+    codec = places[AXES[axis].place]
     assert codec
     encode, decode, _ = codec.passes()
     return encode + decode
@@ -178,9 +198,9 @@ def rows(outcomes: list[VariantResult], trained: Sequence[Variant]) -> list[Code
         axis, _, label = variant.name.partition(": ")
         if axis in AXES:
             one = runs[variant.name][0]
-            sent, whole = (sum(outcome.bytes[kind] for kind in AXES[axis]) for outcome in (one, dense))
+            sent, whole = (sum(outcome.bytes[kind] for kind in AXES[axis].kinds) for outcome in (one, dense))
             losses = differences(runs, variant.name)
-            found.append(CodecLoss(axis, label, sent / whole, _passes(variant), losses))
+            found.append(CodecLoss(axis, label, sent / whole, _passes(variant, axis), losses))
     return sorted(found, key=lambda row: (list(AXES).index(row.axis), -row.share))
 
 
@@ -203,7 +223,7 @@ def table(some: list[CodecLoss]) -> list[list[str]]:
     for row in some:
         spread = [f"{value:+.2f}" for value in (row.mean, min(row.losses), max(row.losses))]
         spent = [f"{1e3 * row.seconds(rate):.1f}" for rate in RATES]
-        cells.append([WORDS[row.axis], row.label, f"{100 * row.share:.1f}", *spent, *spread])
+        cells.append([AXES[row.axis].words, row.label, f"{100 * row.share:.1f}", *spent, *spread])
     return cells
 
 
@@ -235,7 +255,7 @@ def sentences(some: list[CodecLoss]) -> list[str]:
             *([f"below dense with every seed, which so few seeds do not prove: {', '.join(better)}"] if better else []),
             *([f"not to be told from dense, since its sign changes: {', '.join(alike)}"] if alike else []),
         ]
-        found.append(f"{WORDS[axis].capitalize()}: {'; '.join(said)}.")
+        found.append(f"{AXES[axis].words.capitalize()}: {'; '.join(said)}.")
     return found
 
 
@@ -299,7 +319,7 @@ def _draw(axis: str, some: list[CodecLoss], out: pathlib.Path) -> str:
     grid = list(figure.subplots(2, 2, sharey=True).flat)
     for axes, (title, places, end) in zip(grid, panels, strict=True):
         _panel(axes, some, places, end, title)
-    figure.suptitle(WORDS[axis].capitalize(), fontsize=12, x=0.01, ha="left")
+    figure.suptitle(AXES[axis].words.capitalize(), fontsize=12, x=0.01, ha="left")
     figure.supylabel("validation loss against dense: mean, lowest and highest of the seeds", fontsize=10)
     figure.draw_without_rendering()
     for axes, (_, places, end) in zip(grid, panels, strict=True):
@@ -349,6 +369,6 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
         "goes through the codec, with its error feedback, from the first step on. Bytes are those that the step sends "
         "on the real mesh, norms, biases and the embedding's reduction included."
     )
-    shown = [f"![{WORDS[name[9:-4]]}: loss against bytes and time]({name})" for name in pictures]
+    shown = [f"![{AXES[name[9:-4]].words}: loss against bytes and time]({name})" for name in pictures]
     (out / PAGE).write_text("\n\n".join(["# The frontier of the codecs", setting, _MODEL, made, *shown]) + "\n")
     return made
