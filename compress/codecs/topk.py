@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from compress.codec import Codec, Like, Passes
@@ -67,8 +68,9 @@ class TopK(Codec):
             wire: numbers and places.
             like: array or shape whose shape and dtype the result has.
         """
-        values, places = wire
-        return jnp.zeros(math.prod(like.shape), like.dtype).at[places].set(values).reshape(like.shape)
+        # Without the barrier XLA makes the zeros of all messages once, and copies them for each.
+        zero, values, places = lax.optimization_barrier((jnp.zeros((), like.dtype), *wire))
+        return jnp.full(math.prod(like.shape), zero).at[places].set(values).reshape(like.shape)
 
     def residual(self, state: jax.Array | tuple[()], like: Like) -> jax.Array:
         """Return what earlier messages left out.
