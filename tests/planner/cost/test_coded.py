@@ -49,4 +49,5 @@ def test_bytes_are_those_that_the_codec_and_the_reducer_declare(data, inside):
 def test_a_codec_is_asked_with_its_options():
     options = CodecOptions({"feedback": False})
     codecs = coded(CompressConfig(backward_codec="int8", backward_options=options))
-    assert codecs.message_passes("backward") == (2, 1, 3)
+    assert codecs.message_passes("backward") == (2.5, 1.5, 3)
+    assert coded(CompressConfig(backward_codec="int8")).message_passes("backward") == (5.5, 1.5, 3)
