@@ -243,9 +243,21 @@ def gather(codec: Codec, arrays: list[jax.Array], shards: Shards) -> list[jax.Ar
         arrays: this rank's parts.
         shards: axis, and the dim along which each array is cut.
     """
-    if not arrays:
-        return []
     wires = [codec.encode(codec.init(x.shape, x.dtype), x)[0] for x in arrays]
+    return gather_wires(codec, wires, arrays, shards)
+
+
+def gather_wires(codec: Codec, wires: list[Wire], arrays: Sequence[Like], shards: Shards) -> list[jax.Array]:
+    """Return arrays of which each rank has encoded a part, gathered in one collective.
+
+    Args:
+        codec: codec of the parts.
+        wires: wires of this rank's parts.
+        arrays: the parts, or their shapes.
+        shards: axis, and the dim along which each array is cut.
+    """
+    if not wires:
+        return []
     own = [jax.tree.map(lambda leaf: leaf[None], wire) for wire in wires]
     axis, found = shards[0].axis, []
     assert axis is not None

@@ -37,6 +37,9 @@ class CompressConfig:
         form: method of the factors: "solve" (normal equations, no orthogonalisation) or "qr" (to check it).
         embedding: synchronisation of the tied embedding's two gradients: "fused", "unfused" (the baseline: a mean over
             data of each, then their sum), or "auto": fused if there are two copies.
+        embedding_codec: codec of these gradients, over data and between the two stages
+            (--config.compress.embedding.codec), as backward_codec, but never lowrank. Empty: they travel as they are.
+        embedding_options: its options.
         data: stages whose gradients are compressed over data (PowerSGD, Vogels et al. 2019): "none", "all", a list as
             "0,1", or "selective": those whose reductions would end the step.
         data_codec: codec of these gradients, as backward_codec; a class may also be a compress.Reducer.
@@ -79,6 +82,8 @@ class CompressConfig:
     factors: str = "auto"
     form: str = "solve"
     embedding: str = "auto"
+    embedding_codec: str = ""
+    embedding_options: CodecOptions = NO_OPTIONS
     data: str = "none"
     data_codec: str = ""
     data_options: CodecOptions = NO_OPTIONS
@@ -141,6 +146,11 @@ class CompressConfig:
             self._check_codec(place)
         for place in OTHERS:
             self._check_other(place)
+        require(
+            not self.embedding_codec or self.embedding != "unfused",
+            f"compress.embedding.codec={self.embedding_codec} needs the fused synchronisation of the embedding, got "
+            "compress.embedding=unfused; choose auto",
+        )
         given = [bool(getattr(self, name)) for name in SECONDS]
         require(
             all(given) or not any(given),
@@ -152,7 +162,11 @@ class CompressConfig:
     def _check_other(self, place: str) -> None:
         """Require that a place of OTHERS has a codec besides low rank if it has options."""
         codec, options = getattr(self, f"{place}_codec"), getattr(self, f"{place}_options")
-        why = {"weights": "weights are not close to any low rank", "outer": "its ranks are those of gradients"}[place]
+        why = {
+            "weights": "weights are not close to any low rank",
+            "outer": "its ranks are those of gradients",
+            "embedding": "each of a step's words has a gradient of its own",
+        }[place]
         require(codec != LOW_RANK, f"compress.{place}.codec={LOW_RANK} is not offered: {why}; choose int8")
         require(
             not options or codec != "",

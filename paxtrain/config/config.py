@@ -88,6 +88,7 @@ class Config:
         )
         steps("profile", self.profile, self.run.steps)
         self._check_compression()
+        self._check_embedding()
         self._check_outer()
         self._check_inside()
         self._check_weights()
@@ -130,6 +131,16 @@ class Config:
                 not values or len(values) == pipe,
                 f"compress.{name} names {len(values)} stages, but mesh.pipe={pipe}",
             )
+
+    def _check_embedding(self) -> None:
+        """Require that the embedding's gradients travel, if a codec is to encode them."""
+        codec, tied = self.compress.embedding_codec, self.model.tied_head and self.mesh.pipe > 1
+        require(
+            not codec or tied or self.mesh.data > self.groups,
+            f"compress.embedding.codec={codec} needs gradients of the embedding that travel over data or between the "
+            f"two copies of a tied table, but mesh.data={self.mesh.data} in {self.groups} groups and mesh.pipe="
+            f"{self.mesh.pipe} send none; choose mesh.data of {2 * self.groups} or more",
+        )
 
     def _check_outer(self) -> None:
         """Require that groups and their exchanges fit the mesh and the length of the run."""

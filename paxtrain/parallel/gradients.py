@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from compress.codec import Tree
+from compress.codec import State, Tree
 from compress.collectives import narrowed, own_part, packed, packed_scatter, reduce_scatter
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel.compression.settled import Compression
+from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params, names, tensor_dim
 from paxtrain.parallel.weights import on_edges
 from paxtrain.pipeline.collectives import gather, permute
@@ -65,70 +66,62 @@ def front(layout: Layout, x: jax.Array, dim: int) -> jax.Array:
 
 
 @jax.named_scope("embedding")
-def reduce_tables(layout: Layout, x: jax.Array, edges: bool) -> jax.Array:
-    """Return the gradients of a stage's embedding tables after the reduction over data.
+def reduce_tables(compression: Compression, grads: Params, state: State, edges: bool) -> tuple[Params, State]:
+    """Return the gradients of a stage's embedding tables after the reduction over data, and their codec's next state.
+
+    With a codec they are those of all arrays that it takes, `TableCodec.arrays`.
 
     The gradient of a tied table comes from two stages, see `exchange_tied`; this is its part over data.
 
     Args:
-        layout: Layout of the parameters.
-        x: The device's gradient: of a tied table [V/T, H], of the embedding's and an untied head's [1 or 2, V/T, H];
-            zeros on stages between the first and the last.
+        compression: Compression of the run.
+        grads: The device's gradients of the embedding: of a tied table [V/T, H], of the embedding's and an untied
+            head's [1 or 2, V/T, H]; zeros on stages between the first and the last.
+        state: State of the codec; () without one.
         edges: Whether only the first and the last stage call.
     """
+    layout = compression.layout
+    if compression.tables is not None:
+        return compression.tables.reduce(grads, state, edges)
+    x = grads["token"]
     data, dim = layout.config.mesh.data, layout.data_dims()["embedding"]["token"]
     if layout.config.model.tied_head:
         dim = scatter_dim(layout)
     if data == 1:
-        return x
-    shape = tuple(n // (data if i == dim else 1) for i, n in enumerate(x.shape))
+        return {"token": x}, state
 
     def run(v: jax.Array) -> jax.Array:
         return _mean(layout, v, dim)
 
-    return run(x) if edges else on_edges(layout, run, x, shape)
-
-
-def _table_shape(layout: Layout) -> tuple[int, int]:
-    """Return the shape of a device's part of one table, [V/T, H]."""
-    c = layout.config
-    return c.model.padded_vocab // c.mesh.tensor, c.model.hidden
-
-
-def scatter_dim(layout: Layout) -> int:
-    """Return the dim along which the tied table's gradient is scattered over data, or -1 if it is all-reduced.
-
-    Without ZeRO-1 the table is scattered for the sum only, over its rows, whose number is a multiple of vocab_multiple.
-
-    Args:
-        layout: Layout of the parameters.
-    """
-    data, dim = layout.config.mesh.data, max(layout.data_dims()["embedding"]["token"] - 1, -1)
-    if layout.config.compress.embedding == "unfused" or data == 1:
-        return -1
-    return dim if dim >= 0 else next((d for d, n in enumerate(_table_shape(layout)) if n % data == 0), -1)
+    return {"token": run(x) if edges else on_edges(layout, run, x)}, state
 
 
 @jax.named_scope("embedding")
-def exchange_tied(layout: Layout, x: jax.Array) -> jax.Array:
-    """Return the gradient of the tied embedding: the mean over data of the sum over the first and the last stage.
+def exchange_tied(compression: Compression, x: jax.Array, state: State) -> tuple[jax.Array, State]:
+    """Return the gradient of the tied embedding, and its codec's next state.
+
+    The gradient is the mean over data of the sum over the first and the last stage.
 
     With V bytes of table and D data ranks, the fused form moves V(2D-1)/D bytes. It adds the two stages' shards between
     reduce-scatter and (without ZeRO-1) all-gather. The unfused form, the baseline, runs two all-reduces one after the
     other and moves V(3D-2)/D bytes.
 
     Args:
-        layout: Layout of the parameters.
+        compression: Compression of the run.
         x: What `reduce_tables` returned.
+        state: State of the codec, likewise; () without one.
     """
+    layout = compression.layout
+    if compression.tables is not None:
+        return compression.tables.gather(*compression.tables.add_ends(x, state))
     dim, scattered = max(layout.data_dims()["embedding"]["token"] - 1, -1), scatter_dim(layout)
     total = _swap_edges(layout, x)
     if layout.config.mesh.data == 1 or dim == scattered:
-        return total
+        return total, state
     if scattered < 0:
-        return own_part(total, "data", dim)
+        return own_part(total, "data", dim), state
     run = functools.partial(lax.all_gather, axis_name="data", axis=scattered, tiled=True)
-    return on_edges(layout, run, total, _table_shape(layout))
+    return on_edges(layout, run, total), state
 
 
 # Key of one array of the layers: slot of the layer, module and parameter, as in (3, "qkv", "kernel").

@@ -17,6 +17,7 @@ from compress.codec import State, Tree
 from compress.reducer import LeftOut, each, stored
 from paxtrain.parallel import gradients
 from paxtrain.parallel.compression.settled import Compression
+from paxtrain.parallel.embedding import scatter_dim
 from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.closing import store
 from paxtrain.pipeline.program import Layers, Weights, layers_of
@@ -31,11 +32,13 @@ class Reduced(NamedTuple):
         state: New state of the compression over data.
         left_out: Relative error of the stage's compression, float32 []: the norm of the new error over the norm of
             gradient plus previous error. It is 0 without compression and nan if all gradients are zero.
+        tables: New state of the embedding's codec.
     """
 
     gradients: Params
     state: Tree
     left_out: jax.Array
+    tables: State
 
 
 class LayerState(NamedTuple):
@@ -60,11 +63,13 @@ class DataReduction:
         compression: Compression of the run.
         ranks: Level of the reducer on each stage, the rank of PowerSGD; 0 for a stage with a dense reduction.
         state: State of the compression over data; () without compression.
+        tables: State of the embedding's codec; () without one.
     """
 
     compression: Compression
     ranks: tuple[int, ...]
     state: Tree
+    tables: State = ()
 
     @property
     def layout(self) -> Layout:
@@ -72,8 +77,8 @@ class DataReduction:
         return self.compression.layout
 
     def states(self) -> list[State]:
-        """Return the state of each layer slot before the step."""
-        return self._states(self.state, LeftOut(jnp.float32(0), jnp.float32(0)))
+        """Return the state of each layer slot before the step, and last that of the embedding's codec."""
+        return [*self._states(self.state, LeftOut(jnp.float32(0), jnp.float32(0))), self.tables]
 
     def _states(self, state: Tree, stats: LeftOut) -> list[State]:
         """Return the state of each layer slot, given that of all; the first one has all statistics."""
@@ -106,21 +111,24 @@ class DataReduction:
         return reduced, LayerState(kernels, stats) if state else ()
 
     @jax.named_scope("reduce_gradients")
-    def rest(self, stages: tuple[int, ...], grads: Weights) -> tuple[Params, Params]:
-        """Return the mean gradients of embedding and final norm; a tied table's is that of one stage.
+    def rest(self, stages: tuple[int, ...], grads: Weights, state: State) -> tuple[tuple[Params, Params], State]:
+        """Return the mean gradients of embedding and final norm, and the new state; a tied table's is of one stage.
 
         Args:
             stages: Stages that may make the call.
             grads: The device's gradients, float32 sums over the micro-batches.
+            state: State of the embedding's codec before the step.
         """
         layout, dims = self.layout, self.layout.data_dims()
-        # Positions, if the model has any, and the final norm.
-        rest = [{k: x for k, x in part.items() if k != "token"} for part in (grads.embedding, grads.final_norm)]
+        # Positions, if the model has any and their codec does not take them, and the final norm.
+        coded = self.compression.tables.arrays.keys() if self.compression.tables else {"token"}
+        rest = [{k: x for k, x in part.items() if k not in coded} for part in (grads.embedding, grads.final_norm)]
         groups = (dims["embedding"], dims["final_norm"])
         some = [{k: gradients.without_stage(group[k]) for k in part} for part, group in zip(rest, groups, strict=True)]
         positions, final_norm = gradients.means(layout, rest, some)
         edges = set(stages) <= {0, layout.stages - 1}
-        return {"token": gradients.reduce_tables(layout, grads.embedding["token"], edges), **positions}, final_norm
+        tables, state = gradients.reduce_tables(self.compression, grads.embedding, state, edges)
+        return ({**tables, **positions}, final_norm), state
 
     @jax.named_scope("reduce_gradients")
     def whole(self, stages: tuple[int, ...], grads: Weights, states: list[State]) -> tuple[Weights, list[State]]:
@@ -134,6 +142,7 @@ class DataReduction:
         if self.layout.config.mesh.data == 1:
             return grads, states  # to write equal values to their place XLA would copy stacks of scanned layers
         layers, kinds = gradients.layer_gradients(grads), sorted({self.ranks[s] for s in stages})
+        *states, tables = states
         state = self._joined(states)
         branches = [functools.partial(gradients.reduce_layers, self.compression, rank, layers, state) for rank in kinds]
         if len(kinds) == 1:
@@ -146,9 +155,9 @@ class DataReduction:
         chunks = [
             [store(total, [next(rows) for _ in layers_of(total)]) for total in segments] for segments in grads.chunks
         ]
-        embedding, final_norm = self.rest(stages, grads)
-        fronts = write_front((grads.embedding, grads.final_norm), (), (embedding, final_norm))
-        return Weights(fronts[0], chunks, fronts[1]), self._states(state, stats)
+        reduced_rest, tables = self.rest(stages, grads, tables)
+        fronts = write_front((grads.embedding, grads.final_norm), (), reduced_rest)
+        return Weights(fronts[0], chunks, fronts[1]), [*self._states(state, stats), tables]
 
     def _joined(self, states: list[State]) -> Tree:
         """Return the state of all layers, given that of each."""
@@ -169,11 +178,13 @@ class DataReduction:
         layout, dims = self.layout, self.layout.data_dims()
         front = functools.partial(gradients.front, layout)
         grads = lax.optimization_barrier(grads)
+        *states, tables = states
         parts = [part for chunk in grads.chunks for segment in chunk for part in _rows(segment)]
         embedding = jax.tree.map(lambda x: x[None], {k: x for k, x in grads.embedding.items() if k != "token"})
         table = grads.embedding["token"]
         if layout.config.model.tied_head:
-            table = gradients.exchange_tied(layout, gradients.front(layout, table, gradients.scatter_dim(layout)))[None]
+            table, tables = gradients.exchange_tied(self.compression, front(table, scatter_dim(layout)), tables)
+            table = table[None]
         else:
             table = front(table, dims["embedding"]["token"])
         layers = [jax.tree.map(front, part, dims["layers"]) for part in parts]
@@ -184,7 +195,7 @@ class DataReduction:
         }
         if layout.program.group.sequence:
             tree = gradients.sum_over_sequence(tree)
-        return Reduced(tree, self._joined(states), self._left_out(states))
+        return Reduced(tree, self._joined(states), self._left_out(states), tables)
 
     def _left_out(self, states: list[State]) -> jax.Array:
         """Return the relative error of the stage's compression."""

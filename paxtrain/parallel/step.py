@@ -346,12 +346,13 @@ class Trainer:
         codec = jax.tree.map(lambda x: x[0, 0, 0], codec)
         stage = self.stage(params, tokens, key)
         between = {direction: codec[direction] for direction in ("backward", "forward")}
-        reduction = DataReduction(compression, self.ranks, codec["data"])
+        reduction = DataReduction(compression, self.ranks, codec["data"], codec.get("embedding", ()))
         loss, grads, between, states = executor.loss_and_gradients(
             stage, self.buffers, table.masked, compression.links, between, reduction
         )
         reduced = reduction.finish(grads, states)
-        codec = jax.tree.map(lambda x: x[None, None, None], {**between, "data": reduced.state})
+        tables = {"embedding": reduced.tables} if compression.tables is not None else {}
+        codec = jax.tree.map(lambda x: x[None, None, None], {**between, "data": reduced.state, **tables})
         return self._sum_loss(loss), reduced.gradients, codec, reduced.left_out[None]
 
     def loss_and_gradients(

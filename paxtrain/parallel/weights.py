@@ -8,6 +8,7 @@ References:
 
 import functools
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,10 @@ from paxtrain.parallel.layout import Layout, Params
 from paxtrain.pipeline.program import Segment, Weights
 from paxtrain.pipeline.rings import only_if
 
+T = TypeVar("T")  # a pytree of arrays
 
-def on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+
+def on_edges(layout: Layout, run: Callable[[T], T], x: T) -> T:
     """Return run(x) on the first and the last stage, which have the embedding, and zeros on the stages between.
 
     If processes communicate over gloo, all stages call `run`, those between with zeros. In a program that was loaded
@@ -32,16 +35,16 @@ def on_edges(layout: Layout, run: Callable[[jax.Array], jax.Array], x: jax.Array
     Args:
         layout: Layout of the parameters.
         run: Function with collectives over data.
-        x: Its argument; zeros on stages between.
-        shape: Shape of its result.
+        x: Its argument, a pytree of arrays; zeros on stages between.
     """
     if layout.stages <= 2:
         return run(x)
     stage = lax.axis_index("pipe")
     edge = (stage == 0) | (stage == layout.stages - 1)
 
-    def skip(x: jax.Array) -> jax.Array:
-        return only_if(edge, lambda _: run(x), jnp.zeros(shape, x.dtype))
+    def skip(x: T) -> T:
+        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(run, x))
+        return only_if(edge, lambda _: run(x), nothing)
 
     return skip(x) if jax.process_count() == 1 else lax.platform_dependent(x, cpu=run, default=skip)
 
@@ -76,8 +79,7 @@ def _gather_table(layout: Layout, shard: jax.Array, dim: int) -> jax.Array:
     if dim < 0:
         return shard
     run = functools.partial(lax.all_gather, axis_name="data", axis=dim, tiled=True)
-    shape = tuple(n * (layout.config.mesh.data if i == dim else 1) for i, n in enumerate(shard.shape))
-    return on_edges(layout, run, shard, shape)
+    return on_edges(layout, run, shard)
 
 
 def _is_kernel(path: tuple) -> bool:

@@ -26,7 +26,7 @@ class Reduction(Protocol):
     """
 
     def states(self) -> list[State]:
-        """Return, for each layer slot of the stage, what the reduction keeps from step to step, before the step."""
+        """Return what the reduction keeps from step to step, before the step: for each layer slot, and for the rest."""
 
     def closes(self, stages: tuple[int, ...]) -> bool:
         """Return whether these stages can reduce layer by layer, within their last op."""
@@ -34,8 +34,8 @@ class Reduction(Protocol):
     def layer(self, stages: tuple[int, ...], total: Params, state: State) -> tuple[Params, State]:
         """Return the reduced gradient of a layer and its new state."""
 
-    def rest(self, stages: tuple[int, ...], grads: Weights) -> tuple[Params, Params]:
-        """Return the reduced gradients of the embedding and of the final norm."""
+    def rest(self, stages: tuple[int, ...], grads: Weights, state: State) -> tuple[tuple[Params, Params], State]:
+        """Return the reduced gradients of the embedding and of the final norm, and the rest's new state."""
 
     def whole(self, stages: tuple[int, ...], grads: Weights, states: list[State]) -> tuple[Weights, list[State]]:
         """Return the accumulators with all reduced gradients at their front, and the new states."""
@@ -56,7 +56,7 @@ def close_layers(
         backward: whether the last layer comes first.
 
     Returns:
-        The value x, the accumulators with the reduced gradients at their front, and the states of all slots.
+        The value x, the accumulators with the reduced gradients at their front, and the states.
     """
     totals, states, numbers = list(totals), list(close.states), range(len(totals))
     before: Params | tuple[()] = ()  # the gradients reduced last
@@ -130,15 +130,18 @@ def store(total: Layers, reduced: list[Params]) -> Layers:
     return total
 
 
-def close_rest(chunk: int, grads: Weights, close: Close, reduced: tuple[Params, Params]) -> tuple[Weights, list[State]]:
+def close_rest(
+    chunk: int, grads: Weights, close: Close, rest: tuple[tuple[Params, Params], State]
+) -> tuple[Weights, list[State]]:
     """Return accumulators and states behind the last op: with all gradients reduced that were final before.
 
     Args:
         chunk: chunk of the last op.
         grads: gradient accumulators.
         close: the reduction of a layer, with the states behind the op.
-        reduced: reduced gradients of the embedding and of the final norm.
+        rest: reduced gradients of the embedding and of the final norm, and the rest's new state.
     """
+    reduced, last = rest
     chunks, states, slot = list(grads.chunks), list(close.states), 0
     for c, segments in enumerate(chunks):
         segments = list(segments)
@@ -151,4 +154,4 @@ def close_rest(chunk: int, grads: Weights, close: Close, reduced: tuple[Params, 
     embedding, final_norm = (
         write_front(old, (), new) for old, new in zip((grads.embedding, grads.final_norm), reduced)
     )
-    return Weights(embedding, chunks, final_norm), states
+    return Weights(embedding, chunks, final_norm), [*states[:-1], last]

@@ -375,7 +375,7 @@ class Rows:
         if not close:
             return grads, ()
         assert self.reduction
-        return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads))
+        return close_rest(chunk, grads, close, self.reduction.rest(self.closing, grads, states[-1]))
 
     def _send(self, direction: str, carry: Carry, cell: Cell, pairs: tuple[Pair, ...]) -> tuple[Carry, Any]:
         """Send a message through a direction's codec, whose states are per chunk; return also the wire that arrives."""
@@ -438,7 +438,7 @@ def loss_and_gradients(
 
     Returns:
         The loss, zero except on the last stage; the gradients in float32, structured as the stage's weights; the new
-        states of the codecs; and the reduction's states of the layers. If there is a reduction, reduced gradients lie
+        states of the codecs; and the reduction's states. If there is a reduction, reduced gradients lie
         at the front of the arrays.
     """
     grads = zeros_like(stage.weights)

@@ -49,4 +49,4 @@ def one_stage(stage: Stage, grads: Weights, reduction: Reduction | None) -> tupl
         return carry[0], *reduction.whole((0,), carry[1], reduction.states())
     close = Close(close_layers, functools.partial(reduction.layer, (0,)), reduction.states())
     (loss, grads), states = micro_batch(carry, jnp.int32(in_loop), close)
-    return loss, *close_rest(0, grads, close._replace(states=states), reduction.rest((0,), grads))
+    return loss, *close_rest(0, grads, close._replace(states=states), reduction.rest((0,), grads, states[-1]))

@@ -17,7 +17,7 @@ from absl import flags
 from paxtrain import flags as shared_flags
 from paxtrain.command_line import OVERRIDES, run
 from paxtrain.config import Config, from_dict
-from paxtrain.config.options import PLACES
+from paxtrain.config.options import PLACES, PROBED
 from paxtrain.errors import UserError, whole
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
 from paxtrain.study import frontier, loss_probe, plots, propagation, report
@@ -49,7 +49,7 @@ def define_flags() -> None:
     flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
     flags.DEFINE_bool("lep", False, "Compare lazy error propagation with none instead, at each rank.")
     description = f"Axes of --frontier, of {', '.join(frontier.AXES)}, default: {', '.join(frontier.DEFAULT_AXES)}; "
-    description += f"or of --probe, of {', '.join(PLACES)}, default: all."
+    description += f"or of --probe, of {', '.join(PROBED)}, default: {', '.join(PLACES)}."
     flags.DEFINE_list("axes", [], description)
     description = "Codecs of --frontier, default: all of the library; or of --probe: "
     description += f"{','.join(loss_probe.CODECS)}. Classes of your own as package.module:Class."

@@ -12,7 +12,7 @@ from typing import Any
 
 from paxtrain.config import Config
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import PLACES, CodecOptions
+from paxtrain.config.options import PLACES, PROBED, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import FILE, WORDS, LossProbe, ProbedCodec
@@ -30,15 +30,17 @@ def places(config: Config, asked: Sequence[str]) -> tuple[str, ...]:
 
     Args:
         config: configuration whose mesh has the links.
-        asked: some of config.options.PLACES; empty: all at which the mesh sends something.
+        asked: some of config.options.PROBED; empty: all of PLACES at which the mesh sends something.
 
     Raises:
         UserError: a place is unknown, or the mesh sends nothing there.
     """
-    if unknown := [place for place in asked if place not in PLACES]:
-        raise UserError(f"--axes must be some of {', '.join(PLACES)} with --probe, got {unknown[0]!r}")
+    if unknown := [place for place in asked if place not in PROBED]:
+        raise UserError(f"--axes must be some of {', '.join(PROBED)} with --probe, got {unknown[0]!r}")
     mesh = config.mesh
-    axes = {place: "data" if place == "data" else "pipe" for place in PLACES}
+    axes = {place: "pipe" if place in ("backward", "forward") else "data" for place in PROBED}
+    if config.model.tied_head and mesh.pipe > 1:
+        axes["embedding"] = "pipe"
     found = tuple(place for place in asked or PLACES if getattr(mesh, axes[place]) > 1)
     missing = [place for place in asked if place not in found]
     if missing or not found:
@@ -87,10 +89,11 @@ def variants(
         raise UserError(f"--codecs must be names joined by commas, got {','.join(codecs)!r}")
     found = [Variant(_DENSE, _DENSE, config)]
     for place in where:
-        for codec in dict.fromkeys(codecs):
+        ranked = place in PLACES  # others do not take low rank
+        for codec in (codec for codec in dict.fromkeys(codecs) if ranked or codec != LOW_RANK):
             for rank in dict.fromkeys(ranks) if codec == LOW_RANK else (0,):
                 one = _codec(own, place, codec, rank)
-                changes: dict[str, Any] = {place: "all"}
+                changes: dict[str, Any] = {place: "all"} if ranked else {}
                 changes |= {"data_inside": own.compress.data_inside} if place == "data" else {}
                 if rank:
                     changes |= {f"{place}_rank": rank}

@@ -14,7 +14,7 @@ from typing import Any
 from paxtrain import files
 from paxtrain.config.checks import MOST, shown
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import NO_OPTIONS, PLACES, CodecOptions
+from paxtrain.config.options import NO_OPTIONS, PLACES, PROBED, CodecOptions
 from paxtrain.errors import UserError
 
 VERSION = 1
@@ -24,6 +24,7 @@ WORDS = {
     "backward": "gradients between stages",
     "forward": "activations between stages",
     "data": "gradients over data",
+    "embedding": "the embedding's gradients",
 }
 _LEAST_SEEDS = 2  # with one the noise is unknown
 _MOST = 12  # codecs of a place: a planner looks at all combinations
@@ -34,7 +35,7 @@ class ProbedCodec:
     """A codec of one place, and what it cost in loss.
 
     Attributes:
-        place: place in the configuration, one of config.options.PLACES.
+        place: place in the configuration, one of config.options.PROBED.
         codec: name of the codec as the configuration has it; "lowrank" takes `rank`.
         losses: shares by which the validation loss was above that of dense training with the same seed.
         rank: rank of low rank; 0 for other codecs.
@@ -111,7 +112,7 @@ class LossProbe:
         for name, losses in runs:
             if len(losses) != len(self.seeds):
                 raise UserError(f"{name} must have a loss for each of {len(self.seeds)} seeds, got {len(losses)}")
-        for place in PLACES:
+        for place in PROBED:
             if len(self.at(place)) > _MOST:
                 raise UserError(f"codecs must have at most {_MOST} of {place}, got {len(self.at(place))}")
         known = [(one.place, one.label) for one in self.codecs]
@@ -190,12 +191,14 @@ def from_json(values: object) -> LossProbe:
 def _codec(name: str, values: object) -> ProbedCodec:
     """Return a codec of the file."""
     found = _checked(name, values, _CODEC_KEYS)
-    if found["place"] not in PLACES:
-        raise UserError(f"{name}.place must be one of {', '.join(PLACES)}, got {found['place']!r}")
+    if found["place"] not in PROBED:
+        raise UserError(f"{name}.place must be one of {', '.join(PROBED)}, got {found['place']!r}")
     if not found["codec"]:
         raise UserError(f"{name}.codec must be the name of a codec, got ''")
     if (found["rank"] > 0) != (found["codec"] == LOW_RANK) or found["rank"] < 0:
         raise UserError(f"{name}.rank must be positive for {LOW_RANK} and 0 for others, got {found['rank']}")
+    if found["rank"] and found["place"] not in PLACES:
+        raise UserError(f"{name}.codec must not be {LOW_RANK} at the place {found['place']}, which does not take it")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in found["options"].items()}
     for key, value in options.items():
         if not all(isinstance(one, int | float | str) for one in (value if isinstance(value, tuple) else (value,))):

@@ -48,9 +48,11 @@ def runs(trainer: Trainer, stage: int, op_name: str) -> bool:
     if skips and stage not in (0, trainer.config.mesh.pipe - 1):
         return False
     if "reduce_gradients" in scopes:
-        # The stages that end the step reduce in its last row, the others behind the rows (paxtrain.pipeline.executor).
+        # The stages that end the step reduce in its last row, the others behind the rows, in a loop that the first ones
+        # skip (paxtrain.pipeline.executor). All run what is in neither: the gather of a tied table after its last sum.
         in_last_row = any(scope.startswith("rows_") for scope in scopes)
-        return in_last_row == (stage in trainer.schedule.closing)
+        behind = not in_last_row and "while" in scopes[: scopes.index("reduce_gradients")]
+        return not (in_last_row or behind) or in_last_row == (stage in trainer.schedule.closing)
     return True
 
 

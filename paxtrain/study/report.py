@@ -338,7 +338,8 @@ def _codecs(config: Config) -> str:
     names = {
         place: getattr(config.compress, f"{place}_codec") for place in places if not config.compress.low_rank(place)
     }
-    places, names = places | {"weights": "weights over data"}, names | {"weights": config.compress.weights_codec}
+    places |= {"weights": "weights over data", "embedding": "the embedding's gradients"}
+    names |= {place: getattr(config.compress, f"{place}_codec") for place in ("weights", "embedding")}
     return "".join(
         f"- **{name}**: {places[place]} through this codec, with the embedding's synchronisation fused.\n"
         for place, name in names.items()

@@ -71,6 +71,10 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
         label = f"{config.compress.weights_codec} weights"
         weights = {name: getattr(config.compress, name) for name in ("weights_codec", "weights_options")}
         add("codec_weights", label, embedding="fused", **weights)
+    if config.compress.embedding_codec:
+        label = f"{config.compress.embedding_codec} embedding"
+        table = {name: getattr(config.compress, name) for name in ("embedding_codec", "embedding_options")}
+        add("codec_embedding", label, embedding="fused", **table)
     for rank in sweep:
         if rank != config.compress.backward_rank:
             add(f"cb_rank_{rank}", f"CB rank {rank}", backward="all", backward_rank=rank, backward_ranks="")

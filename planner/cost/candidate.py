@@ -107,6 +107,12 @@ class Candidate:
         return self.coded.weights is not None and self.zero1 and self.together > 1
 
     @property
+    def compresses_embedding(self) -> bool:
+        """Return whether the embedding's gradients are compressed."""
+        travel = self.together > 1 or (self.coded.tied and self.pipe > 1)
+        return self.coded.embedding is not None and travel
+
+    @property
     def compresses_outer(self) -> bool:
         """Return whether the differences that groups exchange are compressed."""
         return self.coded.outer is not None and self.apart > 1

@@ -53,6 +53,8 @@ class Coded:
         data: compress.Reducer of the gradients over data.
         weights: compress.Codec of the layers' kernels as they are gathered; None: they are gathered as they are.
         outer: compress.Reducer of the differences that groups exchange; None: they travel as they are.
+        embedding: compress.Codec of the embedding's gradients; None: they travel as they are.
+        tied: whether the first and the last stage exchange these, because the head uses the embedding's table.
         inside: CompressConfig.data_inside, data ranks of a group inside which gradients are summed as they are.
         error: CompressConfig.error, what low rank does with the errors of messages between stages.
         names: what the configuration calls them, by place, for reports.
@@ -65,6 +67,8 @@ class Coded:
     data: "Reducer | None" = None
     weights: "Codec | None" = None
     outer: "Reducer | None" = None
+    embedding: "Codec | None" = None
+    tied: bool = True
     inside: int = 1
     error: str = "lazy"
     names: tuple[tuple[str, str], ...] = ()
@@ -258,6 +262,80 @@ class Coded:
         """Return the bytes of the state of a device's part of a matrix that is compressed between groups."""
         return _reducer_state(self.outer, shape, groups, False)
 
+    # --- The embedding's gradients, exchanged as in paxtrain.parallel.embedding ---------------------------------------
+
+    def _of_table(self) -> "Reducer":
+        """Return the reducer of the embedding's gradients over data."""
+        from compress.reducer import Scattered  # here, since it imports jax, which takes long
+
+        assert self.embedding is not None
+        return Scattered(self.embedding)
+
+    def _table_part(self, shape: tuple[int, int], ranks: int) -> tuple[int, ...]:
+        """Return the part of a table that the first and the last stage exchange; see `table_bytes`."""
+        return _weights_part(shape, ranks) if ranks > 1 else shape
+
+    def table_problem(self, shape: tuple[int, int], ranks: int, pipe: int, min_ratio: float) -> str:
+        """Return why the trainer would refuse the codec of the embedding's gradients; "" if it would not.
+
+        Args:
+            shape: rows and columns of the tables on one device.
+            ranks: number of data ranks that train together.
+            pipe: number of stages.
+            min_ratio: factor by which the table must become smaller.
+        """
+        if self.embedding is None or not (ranks > 1 or (self.tied and pipe > 1)):
+            return ""
+        if found := _refusal(self._of_table(), shape, ranks, True):
+            return found
+        if _takes(self._of_table(), shape, ranks, True, min_ratio):
+            return ""
+        return (
+            f"compress.embedding.codec={self.name('embedding')} does not make a table of {shape[0]} x {shape[1]} "
+            f"{min_ratio:g} times smaller (compress.min_ratio) in {ranks} equal parts"
+        )
+
+    def table_exchanges(self, shape: tuple[int, int], ranks: int, zero1: bool) -> tuple[CodecExchange, ...]:
+        """Return the collectives over data of the embedding's gradients.
+
+        Args:
+            shape: rows and columns of the tables on one device.
+            ranks: number of data ranks that train together.
+            zero1: whether a rank keeps a part of the mean only.
+        """
+        return _exchanges(self._of_table(), shape, ranks, zero1)
+
+    def table_bytes(self, shape: tuple[int, int], ranks: int) -> int:
+        """Return the bytes of a message between the first and the last stage; the arguments are those above."""
+        return _message(self.embedding, self._table_part(shape, ranks), "float32")[0]
+
+    def table_passes(self, ranks: int, zero1: bool, swaps: bool) -> tuple[float, int]:
+        """Return the passes over the tables that all exchanges of their gradients take, and the kernels.
+
+        Args:
+            ranks: number of data ranks that train together.
+            zero1: whether a rank keeps a part of the mean only.
+            swaps: whether the first and the last stage exchange them.
+        """
+        assert self.embedding is not None
+        encode, decode, launches = self.embedding.passes()
+        over = encode + decode + 1 if ranks > 1 else 0.0  # sums take a pass
+        between = (encode + 2 * decode + 1) / ranks if swaps else 0.0
+        gathered = encode / ranks + decode if ranks > 1 and not zero1 else 0.0
+        return over + between + gathered, 2 * launches * sum(map(bool, (over, between, gathered)))
+
+    def table_state(self, shape: tuple[int, int], ranks: int, zero1: bool, swaps: bool) -> int:
+        """Return the bytes of the states of the embedding's codec on a device.
+
+        Args:
+            shape: rows and columns of the tables on one device.
+            ranks: number of data ranks that train together.
+            zero1: whether a rank keeps a part of the mean only.
+            swaps: whether the first and the last stage exchange them.
+        """
+        over = _reducer_state(self._of_table(), shape, ranks, zero1) if ranks > 1 else 0
+        return over + swaps * _message(self.embedding, self._table_part(shape, ranks), "float32")[1]
+
     def reducer_bytes(self, shape: tuple[int, int], ranks: int, zero1: bool) -> int:
         """Return the bytes of the reducer's state of a matrix; the arguments are those of `takes`."""
         return _reducer_state(self._reducer(ranks), shape, ranks, zero1)
@@ -266,8 +344,12 @@ class Coded:
 LOW_RANK = Coded()
 
 
-def coded(compress: CompressConfig) -> Coded:
+def coded(compress: CompressConfig, tied: bool = True) -> Coded:
     """Return the codecs of a configuration.
+
+    Args:
+        compress: its section.
+        tied: whether the model's head uses the embedding's table.
 
     Raises:
         UserError: there is no such codec, or its options do not fit.
@@ -299,6 +381,7 @@ def coded(compress: CompressConfig) -> Coded:
     names = tuple((place, getattr(compress, f"{place}_codec")) for place in others)
     return Coded(
         **made,
+        tied=tied,
         forward_rank=rank,
         inside=compress.data_inside,
         error=compress.error,

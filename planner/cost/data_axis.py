@@ -1,11 +1,12 @@
 """Seconds of what crosses the data axis: the gather of the weights, and the reduction of the gradients."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost import compute as costs
-from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES
+from planner.cost.coded import POWER_LAUNCHES, POWER_PASSES, CodecExchange
 from planner.cost.link_seconds import DataLinks, LinkSeconds
 from planner.cost.sizes import MASTER, Sizes
 
@@ -58,6 +59,10 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
     edge, none, never = np.zeros(shape), np.zeros(shape), np.full(shape, np.inf)
     if c.pipe > 1:
         edge[:, 0] = edge[:, -1] = links.swap
+    slowest = per_byte[kinds].max(axis=1)
+    if c.compresses_embedding:
+        # The work is that of stages with a table; over gloo those between have zeros to encode.
+        edge[:, meets] += _table_work(sizes, slowest)[:, meets]
     if c.together == 1:
         return Reductions(none, never, none, edge)
     turn = (c.together - 1) / c.together * links.ring_per_byte
@@ -68,11 +73,15 @@ def reduction(sizes: Sizes, links: LinkSeconds, meets: Array, per_byte: Array, k
             return links.scatter_latency + parameters * size * links.scatter_per_byte
         return 2 * (links.ring_latency + parameters * size * turn)  # an all-reduce
 
-    dense, table = reduced(sizes.layer_parameters), reduced(sizes.embedding_parameters)
+    dense = reduced(sizes.layer_parameters)
+    if c.compresses_embedding:
+        every = DataLinks(links.ring_latency, links.ring_per_byte, links.scatter_latency, links.scatter_per_byte)
+        table = _seconds(c.coded.table_exchanges(sizes.table_shape, c.together, c.zero1), every, c.together)
+    else:
+        table = reduced(sizes.embedding_parameters)
     edge[:, meets] += table[:, meets]
     if not c.data_rank:
         return Reductions(dense, never, none, edge)
-    slowest = per_byte[kinds].max(axis=1)
     small, work = (_coded if c.coded.data is not None else _low_rank)(sizes, links, slowest)
     if links.inside is not None:
         small = small + _inside_groups(sizes, links.inside)
@@ -124,21 +133,44 @@ def _coded(sizes: Sizes, links: LinkSeconds, slowest: Array) -> tuple[Array, Arr
         slowest: seconds [batch, P] of a pass over a byte.
     """
     c, over = sizes.candidate, links.compressed
-    sent: dict[str, float] = {}
-    count: dict[str, int] = {}
+    sent: dict[str, CodecExchange] = {}
     for shape in sizes.kernels:
         for kind, size, number in c.coded.exchanges(shape, c.together, c.zero1):
-            sent[kind] = sent.get(kind, 0.0) + size * c.slots
-            count[kind] = max(count.get(kind, 0), number)  # arrays share collectives
-    seconds, ranks = np.zeros_like(slowest), c.together // c.inside
-    for kind, size in sent.items():
-        if kind == "all-to-all":
-            whole = size * ranks / (ranks - 1)  # with the rank's part for itself
-            seconds = seconds + count[kind] * over.scatter_latency + whole * over.scatter_per_byte
-        else:
-            turns = 2 if kind == "all-reduce" else 1
-            seconds = seconds + count[kind] * turns * over.ring_latency + size * over.ring_per_byte
+            before = sent.get(kind, CodecExchange(kind, 0.0, 0))
+            # Arrays share collectives.
+            sent[kind] = CodecExchange(kind, before.bytes + size * c.slots, max(before.count, number))
     passes, launches = c.coded.reduction_passes(c.together)
     matrices = c.slots * len(sizes.kernels)
     work = passes * sizes.layer_parameters * MASTER * slowest + matrices * launches * costs.LAUNCH
-    return seconds, work
+    return _seconds(sent.values(), over, c.together // c.inside), work
+
+
+def _seconds(exchanges: Iterable[CodecExchange], over: DataLinks, ranks: int) -> Array:
+    """Return the seconds [batch, P] of a codec's collectives.
+
+    Args:
+        exchanges: the collectives.
+        over: seconds of collectives among the ranks.
+        ranks: number of ranks that exchange.
+    """
+    seconds = np.zeros_like(over.ring_latency)
+    for kind, size, count in exchanges:
+        if kind == "all-to-all":
+            whole = size * ranks / (ranks - 1)  # with the rank's part for itself
+            seconds = seconds + count * over.scatter_latency + whole * over.scatter_per_byte
+        else:
+            turns = 2 if kind == "all-reduce" else 1
+            seconds = seconds + count * turns * over.ring_latency + size * over.ring_per_byte
+    return seconds
+
+
+def _table_work(sizes: Sizes, slowest: Array) -> Array:
+    """Return the seconds [batch, P] of the embedding's codec on a stage with a table.
+
+    Args:
+        sizes: the candidate's.
+        slowest: seconds [batch, P] of a pass over a byte.
+    """
+    c = sizes.candidate
+    passes, launches = c.coded.table_passes(c.together, c.zero1, sizes.swaps)
+    return passes * sizes.embedding_parameters * MASTER * slowest + launches * costs.LAUNCH

@@ -69,7 +69,7 @@ def candidate_of_config(config: Config) -> Candidate:
         backward=compress.chosen("backward") if mesh.pipe > 1 else "none",
         backward_rank=compress.backward_rank,
         data_rank=compress.data_rank if over_data else 0,
-        coded=coded(compress),
+        coded=coded(compress, config.model.tied_head),
         ranks=config.rank_micro_batches if config.uneven else (),
         outer=config.outer,
         outer_ratio=compress.min_ratio,

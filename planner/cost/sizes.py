@@ -80,6 +80,19 @@ class Sizes:
         """The first and the last stage exchange the gradients of the tied embedding."""
         return self.candidate.pipe > 1 and self.model.tied_head
 
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Rows and columns of the vocabulary's tables on one device of the first stage."""
+        return self.embedding_parameters // self.model.hidden, self.model.hidden
+
+    @functools.cached_property
+    def swapped(self) -> float:
+        """Bytes that the first and the last stage send each other of the tied embedding's gradients."""
+        c = self.candidate
+        if c.compresses_embedding and self.swaps:
+            return c.coded.table_bytes(self.table_shape, c.together)
+        return self.embedding_parameters * MASTER / c.together
+
     @functools.cached_property
     def factor_bytes(self) -> int:
         """Bytes of a stage's gradients over data, as factors or, for what is not compressed, as they are.

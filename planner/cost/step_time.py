@@ -25,7 +25,7 @@ from planner.cost import compute as costs
 from planner.cost import data_axis, outer
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds, Paths, paths
-from planner.cost.sizes import MASTER, Sizes
+from planner.cost.sizes import Sizes
 from planner.pipeline import simulator
 from planner.pipeline.rows import Table
 
@@ -134,7 +134,7 @@ class Problem(Sizes):
         def stages(x: Array) -> Array:
             return x.reshape(-1, c.pipe)
 
-        both = on(paths.swap, self.embedding_parameters * MASTER / c.together)
+        both = on(paths.swap, self.swapped)
         swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
         return LinkSeconds(
             activation=on(paths.forward, self.activation),

@@ -149,7 +149,7 @@ def of(config: Config, capability: tuple[int, int] = (9, 0)) -> Shape:
         error=_ERRORS.index(compress.error),
         sequence_parallel=int(mesh.sequence_parallel),
         overlap=int(capability > (0, 0)),
-        coded=coded(compress),
+        coded=coded(compress, config.model.tied_head),
         copies=1 + (outer.momentum > 0) if outer.every else 0,
         groups=groups,
         fragment_layers=config.fragment_layers if outer.every else (),
@@ -281,6 +281,8 @@ def _codec_state(shape: Shape) -> Column:
     model, c, chunks = shape.model, shape.compute, shape.virtual_stages
     n, k = shape.tokens // shape.parts, model.hidden
     total: Column = _outer_states(shape) if shape.coded.outer is not None and shape.fragment_layers else 0
+    if shape.coded.embedding is not None:
+        total = total + _table_states(shape)
     for place in ("backward", "forward"):
         rank = np.asarray(getattr(shape, f"{place}_rank"))
         if getattr(shape.coded, place) is not None:
@@ -297,6 +299,24 @@ def _codec_state(shape: Shape) -> Column:
         useful = (rank > 0) & (rank * (rows + columns) * 2 <= rows * columns)  # compress.min_ratio of 2
         total = total + useful * shape.slots * chunks * _ACCUMULATOR * (rows * columns + columns * rank)
     return total
+
+
+def _table_states(shape: Shape) -> Column:
+    """Return the bytes of a device's states of the embedding's codec; all stages hold them, as they hold the table."""
+    model, coded = shape.model, shape.coded
+
+    def one(rows: int, data: int, pipe: int, zero1: int) -> float:
+        swaps = model.tied_head and pipe > 1
+        if data == 1 and not swaps:
+            return 0.0
+        positions = model.family != "llama" and data > 1
+        found = coded.table_state((int(rows), model.hidden), int(data), bool(zero1), swaps)
+        whole = (model.sequence, model.hidden)
+        return found + (coded.table_state(whole, int(data), bool(zero1), False) if positions else 0)
+
+    tables = np.where(np.asarray(shape.pipe) == 1, model.tables, 1)
+    rows = tables * (model.padded_vocab // np.asarray(shape.tensor))
+    return np.vectorize(one, otypes=[float])(*_columns(rows, shape.data, shape.pipe, shape.zero1))
 
 
 def _outer_states(shape: Shape) -> Column:

@@ -35,7 +35,6 @@ import numpy as np
 
 from planner.cost import outer
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
-from planner.cost.sizes import MASTER
 from planner.cost.step_time import Problem
 
 Array = np.ndarray
@@ -304,7 +303,7 @@ class _Bound:
         """
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
-        share, apart = self.problem.embedding_parameters * MASTER / c.together, c.apart > 1
+        share, apart = self.problem.swapped, c.apart > 1
 
         def over_data(least: float, worst: float) -> Array:
             per_byte = np.full((self.worst, p), least)

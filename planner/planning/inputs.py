@@ -49,7 +49,7 @@ def search_for(values: Values, cluster: Cluster, options: PlanOptions, global_ba
         batch = dataclasses.replace(batch, global_batch=global_batch)  # which has bounds
     if options.tensor_hosts > 1:
         cluster = clusters.merged(cluster, options.tensor_hosts)
-    codecs = coded(compress)
+    codecs = coded(compress, model.tied_head)
     outer = groups(values, cluster, options)
     choices = options.choices(compress.min_ratio, _reduce_dtype(values), codecs, outer)
     limits = options.budget(compress.error, pipeline.scan_layers, codecs, outer, compress.min_ratio)

@@ -13,7 +13,7 @@ import numpy as np
 
 from paxtrain.config import CompressConfig, read_section
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import PLACES, flat_section
+from paxtrain.config.options import PLACES, PROBED, flat_section
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec, excess
@@ -56,7 +56,7 @@ def combinations(probe: LossProbe, budget: float) -> list[Combination]:
         probe: losses of the codecs.
         budget: most loss, as a share of dense training's.
     """
-    choices = [((), *((one,) for one in probe.at(place))) for place in PLACES]
+    choices = [((), *((one,) for one in probe.at(place))) for place in PROBED]
     every: list[Combination] = [tuple(itertools.chain(*some)) for some in itertools.product(*choices)]
     within = [some for some in every if estimate(some) <= budget]
 
@@ -77,11 +77,11 @@ def configured(values: Values, combination: Combination) -> Values:
     """
     compress = flat_section(values["compress"]) | {"backward_ranks": "", "data_adapt_every": 0}
     by_place: Mapping[str, ProbedCodec] = {one.place: one for one in combination}
-    for place in PLACES:
+    for place in PROBED:
         one = by_place.get(place)
         named = one is not None and one.codec != LOW_RANK
+        compress |= {place: "all" if one is not None and place == "forward" else "none"} if place in PLACES else {}
         compress |= {
-            place: "all" if one is not None and place == "forward" else "none",
             f"{place}_codec": one.codec if one is not None and named else "",
             f"{place}_options": dict(one.options) if one is not None and named else {},
         }
@@ -165,7 +165,7 @@ def _require_undecided(values: Values) -> None:
         UserError: it names a codec, or compresses activations.
     """
     compress = sections(values)[-1]
-    for place in PLACES:
+    for place in PROBED:
         codec = getattr(compress, f"{place}_codec")
         if codec or (place == "forward" and compress.forward != "none"):
             setting = f"compress.{place}.codec={codec}" if codec else f"compress.forward={compress.forward}"

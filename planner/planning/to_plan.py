@@ -118,6 +118,7 @@ def _codecs(c: Candidate, data: bool) -> dict[str, Any]:
         "forward": c.pipe > 1,
         "data": data,
         "weights": c.zero1 and c.together > 1,
+        "embedding": c.compresses_embedding,
     }
     off = [place for place, needed in used.items() if not needed]
     return {f"{place}_codec": "" for place in off} | {f"{place}_options": NO_OPTIONS for place in off}

@@ -26,6 +26,7 @@ _WHAT = {
     _FORWARD: "activations",
     _DATA: "gradients over data",
     _INSIDE: "gradients over data between groups",
+    "embedding": "the embedding's gradients",
     "weights": "gathered weights",
     "outer": "differences between groups",
 }
@@ -151,6 +152,7 @@ def _compressed(c: Candidate) -> list[_Compressed]:
         "backward": (c.backward != "none", c.backward, c.backward_rank),
         "forward": (c.compresses_forward, _FORWARD, c.coded.forward_rank),
         "data": (c.data_rank > 0, _INSIDE if c.inside > 1 else _DATA, c.data_rank),
+        "embedding": (c.compresses_embedding, "embedding", 0),
         "weights": (c.compresses_weights, "weights", 0),
         "outer": (c.compresses_outer, "outer", 0),
     }
@@ -245,6 +247,7 @@ def probed_words(budgeted: Budgeted, candidate: Candidate, model: ModelConfig) -
     """
     b, probe, c = budgeted, budgeted.probe, candidate
     used = {"backward": c.backward != "none", "forward": c.compresses_forward, "data": c.data_rank > 0}
+    used |= {"embedding": c.compresses_embedding}
     some = [one for one in b.codecs if used[one.place]]
     source = f"the probe {b.path} ({len(probe.seeds)} seeds, {probe.steps} steps"
     other = _differences(probe.model, model)

@@ -86,8 +86,9 @@ def compression(candidate: Candidate) -> str:
     between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
     over = f"data{codecs['data'] or c.data_rank}{f'/{c.inside}' * (c.inside > 1)}" if c.data_rank else ""
     weights = f"wgt{codecs['weights']}" if c.compresses_weights else ""
+    table = f"emb{codecs['embedding']}" if c.compresses_embedding else ""
     outer = f"out{codecs['outer']}" if c.compresses_outer else ""
-    return "+".join(filter(None, (between, there, over, weights, outer))) or "none"
+    return "+".join(filter(None, (between, there, over, table, weights, outer))) or "none"
 
 
 def _how(codec: str, rank: int) -> str:
@@ -109,6 +110,8 @@ def compression_words(candidate: Candidate) -> str:
         how = _how(c.coded.name("data"), c.data_rank)
         how += f" between groups of {c.inside}" if c.inside > 1 else ""
         parts.append(f"data-parallel gradients on the critical path compressed {how}")
+    if c.compresses_embedding:
+        parts.append(f"the embedding's gradients compressed by {c.coded.name('embedding')}")
     if c.compresses_weights:
         parts.append(f"weights that are gathered over data compressed by {c.coded.name('weights')}")
     if c.compresses_outer:

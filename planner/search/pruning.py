@@ -308,6 +308,8 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
     over = np.where(d > 1, reduce + gather, 0.0)
     edge = np.where(d > 1, reduced(table), 0.0)
     tied = model.tied_head & (space.pipe > 1)
+    if facts.coded.embedding is not None:
+        return over, np.zeros_like(edge)  # of another codec nothing is known here
     edge += np.where(tied, facts.hop_latency + table * MASTER / d * facts.hop_byte, 0.0)
     return over, edge
 

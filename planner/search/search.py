@@ -160,10 +160,10 @@ class Search:
     def without_compression(self, chosen: Found) -> Found:
         """Return the quickest plan on known placements that compresses nothing, or the chosen one if it does not."""
         c = chosen.candidate
-        if c.backward == "none" and not c.data_rank and not c.compresses_forward:
+        if c.backward == "none" and not (c.data_rank or c.compresses_forward or c.compresses_embedding):
             return chosen
-        if self.coded.compresses_forward:  # of which all candidates with several stages have it
-            dense = dataclasses.replace(self.coded, forward=None, forward_rank=0)
+        if self.coded.compresses_forward or self.coded.embedding is not None:  # all candidates have these, if they can
+            dense = dataclasses.replace(self.coded, forward=None, forward_rank=0, embedding=None)
             other = self.among(dataclasses.replace(self.choices, coded=dense))
             return other.run((other.space.backward == 0) & (other.space.data_rank == 0), top=1, placed=0).ranked[0]
         return self.run((self.space.backward == 0) & (self.space.data_rank == 0), top=1, placed=0).ranked[0]

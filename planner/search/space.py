@@ -273,6 +273,8 @@ def _rows(
         if global_batch % data:
             continue
         together = data // choices.apart(data)
+        if not takes(_table_problem(choices, model, together, pipe, tensor)):
+            continue
         zero1 = choices.zero1 if together > 1 else choices.zero1[:1]
         zero1 = tuple(z for z in zero1 if takes(_sharding_problem(choices, model, data, tensor, z)))
         sizes = [b for b in divisors(global_batch // data) if not choices.micro_batch or b in choices.micro_batch]
@@ -361,6 +363,20 @@ def _activations_problem(choices: Choices, model: ModelConfig, message: tuple[in
     """Return why the trainer would refuse to send activations of a shape through their codec; "" if not."""
     coded = choices.coded
     return coded.message_problem("forward", message, model.dtype, choices.min_ratio) if coded.compresses_forward else ""
+
+
+def _table_problem(choices: Choices, model: ModelConfig, together: int, pipe: int, tensor: int) -> str:
+    """Return why the trainer would refuse the codec of the embedding's gradients on a mesh; "" if not.
+
+    Args:
+        choices: choices with the codecs.
+        model: model to split.
+        together: data ranks that train together.
+        pipe: size of the pipe axis.
+        tensor: size of the tensor axis.
+    """
+    rows = compute.embedding_parameters(model, tensor, pipe) // model.hidden
+    return choices.coded.table_problem((rows, model.hidden), together, pipe, choices.min_ratio)
 
 
 def _sharding_problem(choices: Choices, model: ModelConfig, data: int, tensor: int, zero1: bool) -> str:

@@ -53,6 +53,7 @@ def _unsaid(config: Config) -> str:
         of = f"{m.family} with a feed-forward part of {m.ffn}"
         return f"the model is a {of}, and a row's layers are GPT-2's with 4 x hidden"
     between = mesh.pipe > 1 and any(compress.chosen(place) != "none" for place in ("backward", "forward"))
+    between = between or compress.embedding_codec != ""
     over = mesh.data > 1 and (compress.over_data(mesh.data) != "none" or compress.weights_codec != "")
     if between or over:
         return "messages are compressed, and a row's are not"

@@ -53,7 +53,7 @@ def add_placements(folder: pathlib.Path, host_order: float) -> None:
 
 def add_compression(folder: pathlib.Path, packed: float = 0.7, loss: float = 2.01) -> None:
     records = Records(folder / compression.SOURCE)
-    medians = dict(zip(compression_experiment.KINDS, (1.0, 0.9, 0.8, packed, 0.5, 0.9, 0.9, 0.9), strict=True))
+    medians = dict(zip(compression_experiment.KINDS, (1.0, 0.9, 0.8, packed, 0.5, 0.9, 0.9, 0.9, 0.9), strict=True))
     seconds = {kind: [time, 0.9 * time, 1.3 * time] for kind, time in medians.items()}
     seconds["CB"] = [0.9, 0.9, 0.9]
     wire = {kind: {"backward": round(1e6 * time), "embedding": 1000, "all-reduce": 4} for kind, time in medians.items()}

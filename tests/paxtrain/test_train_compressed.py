@@ -35,7 +35,9 @@ COMPRESS = {
     "data_adapt_every": 4,
     "residual_low": 0.98,
     "residual_high": 1.0,
+    "embedding_codec": "int8",
 }
+NOTHING = {"compress__backward": "none", "compress__data": "none", "compress__embedding_codec": ""}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_dense_before_the_start_and_ranks_adapt_at_logged_steps(home, reference,
     [
         ({"mesh__data": 1}, "compression starts afresh: its state in checkpoint 8 in"),
         ({"compress__data_rank": 4, "checkpoint__reset_codec": True}, "compression starts afresh, as asked for"),
-        ({"compress__backward": "none", "compress__data": "none"}, "is left out: this run compresses nothing"),
+        (NOTHING, "is left out: this run compresses nothing"),
     ],
 )
 def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, capsys, changes, line):
@@ -113,8 +115,7 @@ def test_a_state_that_is_not_continued_is_logged(home, reference, tmp_path, caps
 
 
 def test_turning_compression_on_later_is_logged(home, tmp_path, capsys):
-    none = {"compress__backward": "none", "compress__data": "none"}
-    finished(home, tmp_path / "run", run__steps=4, **none)
+    finished(home, tmp_path / "run", run__steps=4, **NOTHING)
     finished(home, tmp_path / "run", run__steps=6)
     assert "compression starts afresh: checkpoint 4" in capsys.readouterr().out
 
@@ -130,7 +131,7 @@ def test_a_state_of_other_shapes_is_refused(home, reference, tmp_path):
 
 def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys):
     """On all eight devices, with nothing said of ranks; another codec's state of the same shapes is refused."""
-    changes = {"mesh__pipe": 4, "model__layers": 4, "compress__backward": "none", "compress__data": "none"}
+    changes = {"mesh__pipe": 4, "model__layers": 4, **NOTHING}
     _, state = finished(home, tmp_path / "whole", codec=TopK(256), run__steps=8, **changes)
     said = capsys.readouterr().out
     assert "TopK(k=256, feedback=True), 2048 of 8192 bytes, 4.0 times smaller" in said
@@ -150,10 +151,9 @@ def test_a_made_up_codec_trains_and_continues_bit_for_bit(home, tmp_path, capsys
 def test_codecs_without_a_state_may_change_and_a_line_says_so(home, tmp_path, capsys):
     forgetful = {"feedback": False}
     changes = {
-        "compress__backward": "none",
+        **NOTHING,
         "compress__backward_codec": "int8",
         "compress__backward_options": forgetful,
-        "compress__data": "none",
         "compress__data_adapt_every": 0,
     }
     _, state = finished(home, tmp_path / "run", run__steps=4, **changes)

@@ -36,6 +36,8 @@ def check(compression: Compression) -> None:
         _check_link(compression, "forward", compression.forward_codec)
     if compression.reducer is not None:
         _check_reducer(compression, compression.reducer)
+    if compression.tables is not None:
+        _require_none(compression.tables.problem(compression.config.compress.min_ratio))
     if compression.weights_codec is not None:
         for path, shape in compression.kernels.items():
             shard = compression.shards[path]

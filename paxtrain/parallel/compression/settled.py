@@ -1,8 +1,8 @@
 """The compression of one configuration on one mesh: codecs of the links, the reducer and the levels of the stages.
 
-Two places compress. Between the stages: activation gradients and, if the configuration says so, activations. Each
-directed link and chunk of layers has one codec state. Over data: the gradients of the layers' kernels on chosen stages,
-with one state per stage; norms, biases and the embedding always travel as they are.
+Between the stages activation gradients and, if the configuration says so, activations are compressed. Each directed
+link and chunk of layers has one codec state. Over data the gradients of the layers' kernels on chosen stages are, with
+one state per stage. The embedding's gradients have a codec of their own; norms and biases always travel as they are.
 
 Levels over data, PowerSGD's ranks, are static in a compiled step, since they decide the size of what travels: one per
 stage, 0 for dense. A run starts dense and changes the levels at logged steps.
@@ -27,6 +27,7 @@ from paxtrain import tables
 from paxtrain.config import Config
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression.named import named_codec, named_reducer
+from paxtrain.parallel.embedding import TableCodec
 from paxtrain.parallel.layout import Layout, tensor_dim
 from paxtrain.pipeline.executor import Links
 from paxtrain.schedule.table import Schedule
@@ -132,6 +133,12 @@ class Compression:
         """Codec of the layers' kernels as a training step gathers them over data; None: they travel as they are."""
         c = self.config.compress
         return named_codec(c, "weights") if c.weights_codec else None
+
+    @functools.cached_property
+    def tables(self) -> TableCodec | None:
+        """Exchange of the embedding's gradients through a codec; None: they travel as they are."""
+        c = self.config.compress
+        return TableCodec(self.layout, named_codec(c, "embedding")) if c.embedding_codec else None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -251,7 +258,7 @@ class Compression:
 
         Arrays have leading dims [data, pipe, tensor], and then the shape of one device's state. "backward" and
         "forward" hold a codec's state per chunk. "data" holds the reducer's states of all kernels, see
-        `compress.reducer.stored`, or () without compression over data.
+        `compress.reducer.stored`, or () without compression over data. "embedding" is there if that has a codec.
         """
         mesh, chunks = self.config.mesh, self.layout.chunks
 
@@ -262,6 +269,7 @@ class Compression:
                 "backward": self._init_link(self.links.backward, index),
                 "forward": self._init_link(self.links.forward, index),
                 "data": data,
+                **({} if self.tables is None else {"embedding": self.tables.init()}),
             }
 
         one = jax.vmap(stage)(jnp.arange(mesh.pipe))
@@ -303,6 +311,8 @@ class Compression:
             names["data codec"] = self.reducer.describe()
         elif isinstance(self.reducer, Hierarchical):
             names["data inside"] = self.reducer.inside
+        if self.tables is not None:
+            names["embedding codec"] = codec_name(self.tables.codec)
         if c.outer_codec:
             names["outer codec"] = named_reducer(c, "outer").describe()
             if self.config.outer.fragments > 1:
@@ -396,6 +406,8 @@ class Compression:
             rows.append(("gradients over data", what))
         elif c.chosen("data") != "none":
             rows.append(("gradients over data", f"as they are: all {self.config.mesh.data} data ranks are one group"))
+        if self.tables is not None:
+            rows.append(("embedding's gradients", self.tables.describe()))
         if self.weights_codec is not None:
             rows.append(("weights over data", f"kernels: {codec_name(self.weights_codec)}"))
         return rows

@@ -21,7 +21,7 @@ STEPS, EVALUATED = 50, 5
 _LONGER = 2  # times the steps of dense that the other may take
 _SECONDS = 480.0  # after which no further seed begins
 _NEAR = 1.01  # of dense's loss
-_CODED = (compression.INT8, compression.MIXED, compression.GRADIENTS)
+_CODED = (compression.INT8, compression.MIXED, compression.GRADIENTS, compression.TABLE)
 
 
 def best(records: Records) -> str:

@@ -18,7 +18,7 @@ from tests.cluster.section import Drawing, Section, Target, factor, lab, percent
 TITLE, SOURCE = "Compression", "compression.jsonl"
 DENSE, PAPER, ALL = "dense", experiment.SELECTIVE, "everything"
 AT = "share None"  # the key of the line at the paper's share of communication
-_COLORS = (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#8e5aa8", "#2f6f9f", "#c0392b", "#7a5c3e")
+_COLORS = (figures.INK, "#3c9d8f", "#8aa83a", "#d9822b", "#8e5aa8", "#2f6f9f", "#c0392b", "#7a5c3e", "#b07aa1")
 COLORS = dict(zip(experiment.KINDS, _COLORS))
 FASTER = Target.at_least(
     f"Speed-up of {PAPER} over dense, at the share of communication of Optimus-CC's setting", 1.3, factor
@@ -176,7 +176,8 @@ def _words(lines: list[dict], paper: dict | None) -> str:
     data of the stages whose reduction ends the step, by the planner's rule and prediction: {chosen}. "{ALL}"
     compresses every message between stages, activations too, with rank {all_["backward_rank"]}, and all gradients
     over data; "{experiment.INT8}" rounds all of these to 8 bits in blocks, "{experiment.MIXED}" the gradients over
-    data to 4, with error feedback, and "{experiment.GRADIENTS}" those between stages as well. "Captured" is the share
+    data to 4, with error feedback, "{experiment.GRADIENTS}" those between stages as well, and "{experiment.TABLE}" the
+    embedding's, too, which all others synchronise as they are. "Captured" is the share
     that a kind removes of the time that links cost a dense step. The links are set so that communication takes a given
     share of a dense step, by the planner's prediction. {where} for 8.3B parameters on 128 A100s, the setting of
     Optimus-CC, by the planner's figures. {_predicted(paper)} {repeats} repeats of each kind, taken in turn.

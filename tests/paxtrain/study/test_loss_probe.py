@@ -44,11 +44,21 @@ def test_a_place_at_which_nothing_travels_is_not_probed():
     assert loss_probe.places(alone, ()) == ("backward", "forward")
     with pytest.raises(UserError, match=r"--axes=data probes gradients over data, but mesh\.data=1 .* of 2 or more"):
         loss_probe.places(alone, ("data",))
-    with pytest.raises(UserError, match="--axes must be some of backward, forward, data with --probe, got 'between'"):
+    with pytest.raises(UserError, match=r"--axes must be some of backward, .*, embedding with --probe, got 'between'"):
         loss_probe.places(alone, ("between",))
     one = configuration(pipe=1, mesh={"data": 1, "pipe": 1})
     with pytest.raises(UserError, match=r"mesh\.data=1 and mesh\.pipe=1 send none"):
         loss_probe.places(one, ())
+
+
+def test_the_embedding_is_probed_if_it_is_asked_for():
+    own = configuration()
+    assert "embedding" not in loss_probe.places(own, ()) and loss_probe.places(own, ("embedding",)) == ("embedding",)
+    _, some = trained(own, ("embedding",), ("int8", "lowrank"))
+    assert [variant.name for variant in some] == ["dense", "embedding: int8"]
+    c = some[1].config.compress
+    assert (c.embedding_codec, c.embedding) == ("int8", "auto")
+    assert {c.chosen(place) for place in ("backward", "forward", "data")} == {"none"}
 
 
 def outcomes(**finals):

@@ -79,6 +79,7 @@ def test_bytes_of_tensor_groups_stay_inside_of_hosts():
     [
         ("rows_21_to_21/while/body/reduce_gradients/embedding/all_to_all", {0}),
         ("while/body/reduce_gradients/embedding/while/body/all_to_all", {3}),
+        ("reduce_gradients/embedding/while/body/all_gather", {0, 3}),  # of the sum over both
         # Over gloo the stages between take part, and XLA may join the collective with that of the layers.
         ("while/body/reduce_gradients/embedding/all_to_all", {1, 2, 3}),
         ("while/body/reduce_gradients/(psum:reduce_gradients/embedding/psum)", {1, 2, 3}),

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paxtrain.config import CompressConfig
 from paxtrain.model import transformer
 from planner.cluster.cluster import Cluster
 from planner.cluster.device_sheets import SHEETS
 from planner.cost import compute as costs
 from planner.cost import link_seconds, step_time
 from planner.cost.candidate import Candidate, host_order
+from planner.cost.coded import coded
 from planner.cost.step_time import Problem
 from tests.planner.examples import MODEL, cluster, placements, reordered
 
@@ -114,6 +116,26 @@ def test_over_gloo_stages_between_take_part_in_the_embeddings_collectives(overla
     np.testing.assert_allclose(step.reduce[0, 1:3], turn(layers, 4) + middle * turn(table, 4), rtol=1e-9)
     gather = turn(layers + middle * table, 2) * (1 if overlap else step_time.EXCHANGE)
     np.testing.assert_allclose(step.gather[0, 1:3], gather, rtol=1e-9)
+
+
+@pytest.mark.parametrize("zero1", [True, False])
+def test_the_embeddings_codec_sends_its_bytes_and_takes_passes(zero1):
+    """On links without latency, between two stages of two data ranks on hosts of their own."""
+    some, codecs = cluster(4, 1, seed=None), coded(CompressConfig(embedding_codec="int8"))
+    some = dataclasses.replace(some, alpha=np.zeros_like(some.alpha))
+    dense = Candidate(2, 2, 1, 1, 4, "eager_1f1b", (6, 6), zero1=zero1)
+    hosts, found = np.arange(4).reshape(1, 2, 2), []
+    for c in (dense, dataclasses.replace(dense, coded=codecs)):
+        problem = Problem(some, MODEL, c)
+        found.append(problem.step(link_seconds.fabric(some), hosts).reduce[0])
+    table, rate = costs.embedding_parameters(MODEL, 1, 2), float(some.samples[0, 0, 1])
+    shares = 2 if zero1 else 3  # of half a table: to the other rank, to the other stage, to all ranks
+    sent = [shares / 2 * table * size / rate for size in (4, 1 + 2 / 64)]
+    layer = costs.layer(some, "a100-80gb", MODEL, 1, 1, "dots")
+    over, between, gathered = 4 + 1 + 1, (4 + 2 + 1) / 2, 0 if zero1 else 4 / 2 + 1
+    passes = (over + between + gathered) * 4 * table * layer.optimizer / some.shares.optimizer_bytes
+    launches = 2 * 3 * shares * costs.LAUNCH
+    np.testing.assert_allclose(found[1] - found[0], sent[1] - sent[0] + passes + launches, rtol=1e-6)
 
 
 def test_a_reduction_is_a_ring_of_its_bytes():

@@ -142,10 +142,11 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         {"compress": {"backward": "all", "backward_rank": 4, "error": "explicit", "forward": "all", "forward_rank": 8}},
         {"compress": {"data": "all", "data_rank": 16}},
         {"mesh": {"sequence_parallel": True}, "compress": {"backward": "all", "backward_rank": 4, "error": "explicit"}},
-        {"compress": {"backward_codec": "int8", "data_codec": "int4"}},
+        {"compress": {"backward_codec": "int8", "data_codec": "int4", "embedding_codec": "int4"}},
         {
             "mesh": {"zero1": False},
-            "compress": {"backward": "epilogue", "backward_codec": "topk", "data_codec": "int8"},
+            "compress": {"backward": "epilogue", "backward_codec": "topk", "data_codec": "int8"}
+            | {"embedding_codec": "int8"},
         },
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "compress": {"data_codec": "int8", "data_inside": 2}},
         {
@@ -163,7 +164,11 @@ def test_a_slot_of_the_ring_is_the_stages(schedule, save, family, dtype, dropout
         {"compress": {"forward": "all", "forward_codec": "topk", "backward_codec": "int4"}},
         {"model": {"tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
         {"model": {**LLAMA, "tied_head": False}},
-        {"model": {**LLAMA, "tied_head": False}, "mesh": {"data": 4, "pipe": 1, "tensor": 2}},
+        {
+            "model": {**LLAMA, "tied_head": False},
+            "mesh": {"data": 4, "pipe": 1, "tensor": 2},
+            "compress": {"embedding_codec": "int8"},
+        },
         {"model": LLAMA, "compress": {"data": "all", "data_rank": 16}},
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "outer": {"every": 10, "groups": 2}},
         {"mesh": {"data": 4, "pipe": 2, "tensor": 1}, "outer": {"every": 10, "momentum": 0.0}},

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.codecs.quantised import QuantisedBlocks
 from planner.cluster.rails import Rails
 from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
@@ -30,7 +31,7 @@ def problems(draw):
     tensor = draw(st.sampled_from([t for t in (1, 2, 4) if per_host % t == 0]))
     groups = hosts * per_host // tensor
     data = draw(st.sampled_from([d for d in range(1, groups + 1) if groups % d == 0 and groups // d <= MODEL.layers]))
-    coded = draw(st.sampled_from([LOW_RANK, Coded(inside=2)]))
+    coded = draw(st.sampled_from([LOW_RANK, Coded(inside=2, embedding=QuantisedBlocks(4))]))
     pipe = groups // data
     return problem(
         data,

@@ -164,6 +164,23 @@ def test_what_is_compressed_beside_the_probes_codecs_is_told(slow, file):
         assert "; not probed: int8 of gathered weights, as configured" in lost
 
 
+def test_the_embeddings_codec_is_chosen_within_the_budget(slow, tmp_path):
+    path = tmp_path / "probe.json"
+    loss_probe_file.save(probe({("embedding", "int8", 0): (0.001, 0.002), ("data", "int8", 0): (0.2, 0.3)}), path)
+    found, without = (planned(small(), slow, str(path), budget) for budget in (0.01, 0.0))
+    assert (found.plan.compress.embedding_codec, found.plan.compress.embedding) == ("int8", "auto")
+    assert without.plan.compress.embedding_codec == "" and found.plan.compress.data_codec == ""
+    assert found.ranked[0].seconds < without.ranked[0].seconds
+    config = found.plan.apply(paxtrain.config.to_dict(small()))
+    assert planner.simulate(config, slow).seconds == pytest.approx(found.ranked[0].seconds, rel=1e-9)
+    assert "saw int8 of the embedding's gradients +0.15% ± 0.05%" in " ".join(found.text().split())
+    assert "embint8" in found.text()
+    ranked = probe({("embedding", "lowrank", 4): (0.0, 0.1)})
+    loss_probe_file.save(ranked, path)
+    with pytest.raises(paxtrain.UserError, match="must not be lowrank at the place embedding"):
+        planned(small(), slow, str(path), 0.01)
+
+
 def test_options_of_a_codec_are_those_of_the_probe(slow, tmp_path):
     codec = ProbedCodec("data", "topk", (0.0, 0.001), 0, CodecOptions({"share": 0.01}))
     loss_probe_file.save(dataclasses.replace(probe(), codecs=(codec,)), tmp_path / "probe.json")

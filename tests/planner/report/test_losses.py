@@ -157,6 +157,7 @@ def test_a_plan_says_what_was_seen(settings, words):
 # --- Weights, and what groups exchange --------------------------------------------------------------------------------
 
 GATHERED = planned(weights_codec="int4")
+TABLE = planned(embedding_codec="int8")
 APART = dataclasses.replace(planned(outer_codec="int8"), outer=OuterConfig(every=20, groups=2))
 
 
@@ -175,6 +176,13 @@ APART = dataclasses.replace(planned(outer_codec="int8"), outer=OuterConfig(every
             "differences between groups compressed by int8",
             "no loss for int8 of differences between groups (docs/study.md)",
         ),
+        (
+            TABLE,
+            "embint8",
+            "the embedding's gradients compressed by int8",
+            "no loss for int8 of the embedding's gradients (docs/study.md); make study",
+        ),
+        (dataclasses.replace(TABLE, data=1, pipe=1, counts=(sum(TABLE.counts),)), "none", "no compression", ""),
         # Nothing is gathered, and nothing exchanged.
         (dataclasses.replace(GATHERED, zero1=False), "none", "no compression", ""),
         (dataclasses.replace(GATHERED, data=1), "none", "no compression", ""),

@@ -52,8 +52,12 @@ def some_split(rng: np.random.Generator, count: int, stages: int) -> tuple[int, 
 GLOO = OverGloo(**{f.name: getattr(HETERO, f.name) for f in dataclasses.fields(Cluster)} | {"fan_out": 2.0})
 
 
+TABLE = QuantisedBlocks(4)
+
+
 @pytest.mark.parametrize(
-    "forward", [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8)), Coded(inside=2)]
+    "forward",
+    [LOW_RANK, Coded(forward_rank=8), Coded(forward=QuantisedBlocks(8), embedding=TABLE), Coded(inside=2)],
 )
 @pytest.mark.parametrize(
     "some",

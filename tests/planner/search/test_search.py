@@ -262,7 +262,7 @@ def test_plans_with_codecs_are_searched_bounded_and_made():
 
 def test_plans_with_groups_of_data_ranks_say_so():
     """Where two groups of two data ranks or more exist; elsewhere plans compress among all data ranks."""
-    grouped = CompressConfig(data_codec="int4", data_inside=2)
+    grouped = CompressConfig(data_codec="int4", data_inside=2, embedding_codec="int8")
     choices = Choices(tensor=(1,), pipe=(2, 4), schedules=("eager_1f1b",), backward=(), coded=coded(grouped))
     one = search(cluster(8, 1, links=SLOW), choices=choices, gain=0.0)
     every = one.simulate(np.flatnonzero(np.isfinite(one.bounds)).tolist())
@@ -271,7 +271,8 @@ def test_plans_with_groups_of_data_ranks_say_so():
         c = next(f.candidate for f in every if f.candidate.data == data and f.candidate.data_rank)
         made = to_plan.sections(c, MODEL.layers, 32, grouped, np.ones(c.pipe, bool))["compress"]
         assert c.inside == made.data_inside == inside
-        assert text.compression(c) == "dataint4" + "/2" * (inside == 2)
+        assert text.compression(c) == "dataint4" + "/2" * (inside == 2) + "+embint8"
+        assert made.embedding_codec == "int8"
         assert ("by int4 between groups of 2" in text.compression_words(c)) == (inside == 2)
     assert to_plan.sections(c, MODEL.layers, 32, grouped, np.zeros(c.pipe, bool))["compress"].data_inside == 1
     best = one.run().ranked[0]

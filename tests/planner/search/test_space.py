@@ -112,6 +112,9 @@ def test_ranks_and_codecs_that_fit_nowhere_are_told():
         with pytest.raises(UserError) as error:
             require_compression(enumerate_candidates(some, MODEL, 16, choices), MODEL, choices)
         assert words in str(error.value)
+    table = Choices(min_ratio=8.0, coded=coded(CompressConfig(embedding_codec="int8")))
+    with pytest.raises(UserError, match=r"compress\.embedding\.codec=int8 does not make a table of .* x 1024 8 times"):
+        enumerate_candidates(some, MODEL, 16, table)
     fits = Choices(data_ranks=(256, 257), tensor=(1,), backward_ranks=(16, 9000), **kinds)
     require_compression(enumerate_candidates(some, MODEL, 16, fits), MODEL, fits)
     alone = Choices(pipe=(1,), data=(1,), tensor=(4,))  # nothing is sent that could be compressed
