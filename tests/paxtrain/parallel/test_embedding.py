@@ -10,6 +10,7 @@ import pytest
 from compress import Identity
 from paxtrain.errors import UserError
 from paxtrain.parallel import gradients
+from paxtrain.parallel.compression import checks
 from paxtrain.parallel.embedding import TableCodec
 from paxtrain.parallel.step import CODEC_SPEC
 from paxtrain.study import probe
@@ -256,7 +257,7 @@ def test_the_study_counts_the_bytes():
 @functools.cache
 def _text(**changes):
     trained = trainer(config((2, 2, 1), **changes))
-    trained.compression.check()
+    checks.check(trained.compression)
     return dict(trained.compression.describe()), trained.compression.link_settings()
 
 
@@ -297,6 +298,6 @@ class OfLayers(Identity):
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(mesh, changes, words):
     with pytest.raises(UserError) as error:
-        trainer(config(mesh, **changes)).compression.check()
+        checks.check(trainer(config(mesh, **changes)).compression)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
