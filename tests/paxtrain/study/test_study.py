@@ -419,7 +419,7 @@ def test_given_times_choose_the_stages():
         (["--steps=10"], ["optimizer.warmup_steps=40", "run.steps=10"]),
         (["--out=/dev/null/x"], ["cannot write to /dev/null/x"]),
         (["study"], ["unexpected argument 'study'"]),
-        (["--frontier", "--axes=time"], ["--axes must be some of between, data, got 'time'"]),
+        (["--frontier", "--axes=time"], ["--axes must be some of between, data, activations, got 'time'"]),
         (["--frontier", "--codecs=int5"], ["--codecs must be some of int8, fp8", "got 'int5'"]),
         (["--config.compress.colour=3"], ["compress.colour"]),
         (["--config.mesh.data=32768", "--config.batch.global_batch=524288"], ["devices, and a study traces", "1,024"]),
