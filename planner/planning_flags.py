@@ -31,7 +31,18 @@ _DECIDED = {
     "pipeline.save": "--saves={}",
     "batch.micro_batch": "--micro_batch={}",
     "batch.data_micro_batches": "--uneven_data=yes",
+    "compress.backward": "--compress={}",
+    "compress.backward_rank": "--backward_ranks={}",
+    "compress.backward_ranks": "--backward_ranks=16",
+    "compress.data": "--compress=data",
+    "compress.data_rank": "--data_ranks={}",
 }
+# What a plan sets to what suits its schedule and its links, without a flag.
+_SET = ("pipeline.idle", "compress.stage_seconds", "compress.reduce_seconds", "compress.compressed_seconds")
+# What neither a plan nor its prediction has: whole sections, of which some keys are read all the same, and single keys.
+_TRAINED = ("optimizer", "data", "checkpoint", "run", "profile")
+_READ = ("optimizer.name", "run.steps")
+_UNUSED = ("model.rope_theta", "model.norm_epsilon", "outer.lr", "outer.momentum", "outer.mix")
 
 
 def define_inputs() -> None:
@@ -121,7 +132,8 @@ def decided_values() -> dict[str, Any]:
     """Return the sections of the configuration that --model gives.
 
     Raises:
-        UserError: an override sets what the planner decides, or the planner does not support the configuration.
+        UserError: an override sets what the planner decides or what no plan depends on, or the planner does not support
+            the configuration.
     """
     f = flags.FLAGS
     for key, flag in _DECIDED.items():
@@ -133,6 +145,19 @@ def decided_values() -> dict[str, Any]:
             )
     values = f.model.to_dict()
     sections(values)
+    given = [name.removeprefix("model.") for name in f if name.startswith("model.") and f[name].present]
+    for key in given:
+        if key in _SET:
+            raise UserError(f"--model.{key} has no effect, since each plan sets {key} itself; leave it out")
+        if key in _UNUSED or (key.split(".")[0] in _TRAINED and key not in _READ):
+            raise UserError(
+                f"--model.{key} has no effect, since no plan depends on it; give it to paxtrain.train as --config.{key}"
+            )
+    if f.global_batch and "batch.global_batch" in given and values["batch"]["global_batch"] != f.global_batch:
+        raise UserError(
+            f"--global_batch={f.global_batch} and --model.batch.global_batch={values['batch']['global_batch']} "
+            "contradict each other; leave one of them out"
+        )
     return values
 
 

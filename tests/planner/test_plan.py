@@ -166,6 +166,28 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         ],
         "--uneven_data=yes narrows the choice": [cluster_flag, "--model.batch.data_micro_batches=4,4,2,2"],
         "--model.pipeline.in_flight has no effect": [cluster_flag, "--model.pipeline.in_flight=6"],
+        "--model.compress.backward has no effect, since the planner decides it; --compress=epilogue narrows": [
+            cluster_flag,
+            "--model.compress.backward=epilogue",
+        ],
+        "--data_ranks=64 narrows the choice": [cluster_flag, "--model.compress.data_rank=64"],
+        "--model.pipeline.idle has no effect, since each plan sets pipeline.idle itself; leave it out": [
+            cluster_flag,
+            "--model.pipeline.idle=skip",
+        ],
+        "--model.optimizer.learning_rate has no effect, since no plan depends on it; give it to paxtrain.train as "
+        "--config.optimizer.learning_rate": [cluster_flag, "--model.optimizer.learning_rate=0.1"],
+        "--model.data.train has no effect": [cluster_flag, "--model.data.train=corpus"],
+        "--model.outer.momentum has no effect": [
+            cluster_flag,
+            "--model.outer.every=50",
+            "--model.outer.momentum=0.5",
+        ],
+        "--global_batch=32 and --model.batch.global_batch=64 contradict each other": [
+            cluster_flag,
+            "--global_batch=32",
+            "--model.batch.global_batch=64",
+        ],
         "--tokens must be a number from 1 to 1e+18, got inf": [cluster_flag, "--hosts=1,2", "--tokens=inf"],
         "--price must be a number from 0 to 1e+06, got nan": [cluster_flag, "--hosts=1,2", "--price=nan"],
         "--hosts must be numbers from 1 to 8,192": [cluster_flag, "--hosts=000000001999999"],
