@@ -9,7 +9,7 @@ import numpy as np
 from paxtrain.schedule.table import IDLE
 
 _PHASES = "FBW"
-_IN_A_ROW = "FWB"  # the order of a row's phases
+_IN_A_ROW = {"F": 0, "W": 1, "B": 2}  # the order of a row's phases
 _NEVER = 2**31 - 1  # row of an op that was not run yet
 Op = tuple[str, int, int]  # phase, micro-batch, chunk
 
@@ -62,20 +62,21 @@ def lay_out(orders: list[list[Op]], chunks: int, together: bool = False, lag: in
     def run(stage: int, op: Op) -> None:
         phase, mb, chunk = op
         done[phase][chunk * stages + stage][mb] = rows
-        orders[stage].remove(op)
 
     while any(orders):
         moved = False
         for s, order in enumerate(orders):
-            before = ""
-            while order and _may_follow(before, order[0], together) and ready(s, order[0]):
-                before, moved = order[0][0], True
-                run(s, order[0])
+            before = -1  # the place of the stage's last op in this row
+            while order and before < _IN_A_ROW[order[0][0]] and ready(s, order[0]):
+                op = order.popleft()
+                before, moved = _IN_A_ROW[op[0]] if together else len(_IN_A_ROW), True
+                run(s, op)
         if not moved and waited >= lag - 1:
             for s, order in enumerate(orders):
                 ahead = next((op for op in order if op[0] == "F"), None)
                 if ahead and ready(s, ahead):
                     moved = True
+                    order.remove(ahead)
                     run(s, ahead)
             if not moved:
                 waiting = ", ".join(f"stage {s} for {order[0]}" for s, order in enumerate(orders) if order)
@@ -101,11 +102,6 @@ def _ops(done: dict[str, list[list[int]]], rows: int, stages: int) -> Ops:
         where = row[virtual, mb], virtual % stages
         arrays[2 * i][where], arrays[2 * i + 1][where] = mb, virtual // stages
     return Ops(*arrays)
-
-
-def _may_follow(before: str, op: Op, together: bool) -> bool:
-    """Return whether a stage whose last op in a row is of the phase `before` ("": none) may run another one in it."""
-    return not before or (together and _IN_A_ROW.index(before) < _IN_A_ROW.index(op[0]))
 
 
 def closed_form(

@@ -322,16 +322,23 @@ def name_of(number: int) -> str:
     return list(SPECS)[number]
 
 
-def each(codes: ArrayLike, quantity: Callable[[ScheduleSpec], ArrayLike]) -> np.ndarray:
+def each(codes: ArrayLike, quantity: Callable[..., ArrayLike], *columns: ArrayLike) -> np.ndarray:
     """Return a quantity of the schedule that each code names, as an array over the codes.
 
     Args:
         codes: numbers of schedules, see `code`.
-        quantity: spec -> a number, or an array that broadcasts against the codes.
+        quantity: function of a spec and of the columns' entries for it, to a number or an array of such entries.
+        columns: numbers, or arrays that broadcast against the codes.
     """
-    codes = np.asarray(codes)
-    specs = list(SPECS.values())
-    return np.select([codes == i for i in range(len(specs))], [quantity(spec) for spec in specs], False)
+    codes, *columns = np.broadcast_arrays(codes, *columns)
+    specs, found = list(SPECS.values()), []
+    for i in np.flatnonzero(np.bincount(codes.ravel())).tolist():
+        where = codes == i
+        found.append((where, np.asarray(quantity(specs[i], *(column[where] for column in columns)))))
+    every = np.zeros(codes.shape, np.result_type(*(value for _, value in found)) if found else bool)
+    for where, value in found:
+        every[where] = value
+    return every
 
 
 @functools.lru_cache(maxsize=64)

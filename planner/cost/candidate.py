@@ -1,6 +1,7 @@
 """A plan without its placement: mesh, schedule, layers of the stages, and compression."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -61,12 +62,12 @@ class Candidate:
     outer: OuterConfig = NO_GROUPS
     outer_ratio: float = 2.0
 
-    @property
+    @functools.cached_property
     def apart(self) -> int:
         """Number of groups of data ranks that train apart; 1 if all train together."""
         return (self.outer.groups or self.data) if self.outer.every else 1
 
-    @property
+    @functools.cached_property
     def together(self) -> int:
         """Data ranks that train together: those of a group."""
         return self.data // self.apart
@@ -76,7 +77,7 @@ class Candidate:
         unused = () if self.outer.every else ("outer", "outer_ratio")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in unused}
 
-    @property
+    @functools.cached_property
     def of_ranks(self) -> tuple[int, ...]:
         """Micro-batches of each data rank."""
         return self.ranks or (self.micro_batches,) * self.data
@@ -96,7 +97,7 @@ class Candidate:
         """Number of parts of the sequence; a device keeps and sends one."""
         return self.tensor if self.sequence_parallel else 1
 
-    @property
+    @functools.cached_property
     def compresses_forward(self) -> bool:
         """Return whether activations between stages are compressed."""
         return self.pipe > 1 and self.coded.compresses_forward

@@ -29,6 +29,7 @@ Array = np.ndarray
 # and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to the lab's runs
 # on two sites (docs/results.md).
 _OTHER_STAGES = 0.25
+_PAIRS = 16  # ranks of a ring up to which comparing all pairs of them is quicker than sorting
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,12 +92,27 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
     return Fabric(alpha, 1 / bandwidth, cluster.nics, cluster.fan_out, cluster.overlaps, *shared)
 
 
-def _flows(hosts: Array, crossing: Array, size: int, count: int) -> Array:
-    """Return [batch, ...] how many flows leave (or enter) by each group's host or NIC, if each crossing has `size`."""
+def _counted(hosts: Array, crossing: Array, size: int, count: int) -> tuple[Array, Array]:
+    """Return how many flows leave (or enter) by each host or NIC, if each crossing has `size`.
+
+    Args:
+        hosts: [batch, ...] host or NIC of each group.
+        crossing: bool [batch, ...] groups whose flows count.
+        size: flows of a group.
+        count: number of hosts or NICs.
+
+    Returns:
+        Flows [batch * count], and where in them each group's host is, [batch, ...].
+    """
     batch = len(hosts)
-    place = (np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts).ravel()
-    total = np.bincount(place, weights=crossing.ravel() * float(size), minlength=batch * count)
-    return total[place].reshape(hosts.shape)
+    place = np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts
+    return np.bincount(place.ravel(), weights=crossing.ravel() * float(size), minlength=batch * count), place
+
+
+def _alone(links: Fabric, here: Array, there: Array) -> tuple[Array, Array]:
+    """Return latency and seconds per byte [...] of flows alone from hosts [...] to others."""
+    link = here * len(links.alpha) + there  # of the matrices laid flat, in which numpy finds entries sooner
+    return links.alpha.ravel().take(link), links.per_byte.ravel().take(link)
 
 
 def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
@@ -122,7 +138,8 @@ def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tenso
     def flows(way: Array, taken: Array, ways: int) -> Array:
         """Return how many flows [..., T] are in the way of each: the counted ones, but at least those of its group."""
         own = ((way[..., None] == way[..., None, :]) & taken[..., None, :]).sum(axis=-1)
-        return np.maximum(_flows(way, taken & counted[..., None], 1, ways), own)
+        total, place = _counted(way, taken & counted[..., None], 1, ways)
+        return np.maximum(total[place], own)
 
     ends = (links.hosts(places), entering if links.rails.pxn else leaving), (links.hosts(onward), entering)
     share = np.maximum(*(flows(at[..., None] * links.nics + rail, every, count * links.nics) for at, rail in ends))
@@ -132,7 +149,9 @@ def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tenso
     return share.max(axis=-1), changes.any(axis=-1)
 
 
-def _over_links(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
+def _over_links(
+    links: Fabric, places: Array, onward: Array, counted: Array, tensor: int, shares: Array | None = None
+) -> tuple[Array, Array]:
     """Return latency and seconds per byte [batch, ...] of flows as their links and their hosts' NICs have them.
 
     Args:
@@ -141,11 +160,12 @@ def _over_links(links: Fabric, places: Array, onward: Array, counted: Array, ten
         onward: [batch, ...] place of its receiver.
         counted: bool [batch, ...] which of them are sent at the same time; others share with those and their own group.
         tensor: T, flows that each stands for.
+        shares: what `_shares` returns, if it is known.
     """
     here, there = links.hosts(places), links.hosts(onward)
-    apart = here != there
-    latency, slowness = links.alpha[here, there], links.per_byte[here, there]
+    latency, slowness = _alone(links, here, there)
     if links.rails:
+        apart = here != there
         share, changes = _on_rails(links, places, onward, counted, tensor)
         slowness = slowness * np.where(apart, share, 1.0)
         if links.rails.pxn:
@@ -153,10 +173,23 @@ def _over_links(links: Fabric, places: Array, onward: Array, counted: Array, ten
             latency = latency + np.where(moved, links.alpha[here, here], 0.0)
             slowness = np.where(moved, np.maximum(slowness, links.per_byte[here, here]), slowness)
         return latency, slowness
+    return latency, slowness * (_shares(links, here, there, counted, tensor) if shares is None else shares)
+
+
+def _shares(links: Fabric, here: Array, there: Array, counted: Array, tensor: int, closed: bool = False) -> Array:
+    """Return by which factor [batch, ...] flows slow down since they share their hosts' NICs; there are no rails.
+
+    The factors of flows the other way, from `there` to `here`, are the same. In closed rings as many flows enter each
+    host as leave it.
+    """
+    if links.devices <= links.nics:  # each device, which sends one flow at a time, has a NIC's rate
+        return np.ones(1)
     count = len(links.alpha)
-    crowd = np.maximum(_flows(here, counted, tensor, count), _flows(there, counted, tensor, count))
-    share = np.where(apart, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
-    return latency, slowness * share
+    leaving, place = _counted(here, counted, tensor, count)
+    onward = place + (there - here)
+    entering = leaving if closed else _counted(there, counted, tensor, count)[0]
+    crowd = np.maximum(leaving[place], entering[onward])
+    return np.where(here != there, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
 
 
 def _in_trunks(
@@ -193,8 +226,8 @@ def _in_trunks(
     return slowness
 
 
-def hops(links: Fabric, places: Array, tensor: int, step: int) -> tuple[Array, Array]:
-    """Return what messages from every stage to its neighbor in the ring of stages take.
+def hops(links: Fabric, places: Array, tensor: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return what messages take from every stage to the next one in the ring of stages, and to the one before.
 
     Only interleaved schedules send between the last and the first stage, one message in P. The model ignores what these
     messages take of other groups' NICs: they share bandwidth only with the flows of their own tensor group.
@@ -203,18 +236,21 @@ def hops(links: Fabric, places: Array, tensor: int, step: int) -> tuple[Array, A
         links: links of the cluster.
         places: int [batch, D, P].
         tensor: T, flows per group.
-        step: 1 for messages forward, -1 back.
 
     Returns:
-        Seconds of latency and seconds per byte, [batch, D, P] by sender.
+        Seconds of latency and seconds per byte, [batch, D, P] by sender, of messages forward and of those back.
     """
-    onward = np.roll(places, -step, axis=2)
+    onward = np.concatenate([places[:, :, 1:], places[:, :, :1]], axis=2)
     here, there = links.hosts(places), links.hosts(onward)
     crossing = here != there
-    crossing[:, :, -1 if step == 1 else 0] = False
-    latency, slowness = _over_links(links, places, onward, crossing, tensor)
-    others = 1.0 if links.rings else _OTHER_STAGES
-    return latency, _in_trunks(links, slowness, here, there, tensor, crossing, others)
+    crossing[:, :, -1] = False
+    others, found = 1.0 if links.rings else _OTHER_STAGES, []
+    shares = None if links.rails else _shares(links, here, there, crossing, tensor)
+    for ends, hosts in (((places, onward), (here, there)), ((onward, places), (there, here))):
+        latency, slowness = _over_links(links, *ends, crossing, tensor, shares)
+        found.append((latency, _in_trunks(links, slowness, *hosts, tensor, crossing, others)))
+    back = tuple(np.concatenate([x[:, :, -1:], x[:, :, :-1]], axis=2) for x in found[1])  # by the sender of each
+    return found[0], (back[0], back[1])
 
 
 def _by_host(hosts: Array) -> tuple[Array, Array]:
@@ -241,6 +277,8 @@ def ring_leads(hosts: Array) -> Array:
     Ranks on one host are brought together, in the order in which each host first comes. So a ring crosses into each
     host once, as NCCL's rings do.
     """
+    if hosts.shape[-1] <= _PAIRS:
+        return np.sort((hosts[..., :, None] == hosts[..., None, :]).argmax(axis=-1), axis=-1)
     order, first = _by_host(hosts)
     return np.sort(np.take_along_axis(order, first, -1), axis=-1)
 
@@ -268,12 +306,15 @@ def rings(links: Fabric, places: Array, tensor: int) -> tuple[Array, Array]:
     if ranks == 1:
         zero = np.zeros((len(places), places.shape[2]))
         return zero, zero
-    lanes = np.swapaxes(places, 1, 2)  # [batch, P, D]
-    around = np.take_along_axis(lanes, ring_leads(links.hosts(lanes)), -1)
-    onward = np.roll(around, -1, axis=2)
+    lanes = np.ascontiguousarray(np.swapaxes(places, 1, 2))  # [batch, P, D]
+    around, axis = np.take_along_axis(lanes, ring_leads(links.hosts(lanes)), -1), 2
+    if ranks < places.shape[2]:  # numpy is quick along the last axis if that is the longer one
+        around, axis = np.ascontiguousarray(np.swapaxes(around, 1, 2)), 1
+    onward = np.roll(around, -1, axis=axis)
     here, there = links.hosts(around), links.hosts(onward)
-    latency, slowness = _over_links(links, around, onward, here != there, tensor)
-    return (ranks - 1) * latency.max(axis=2), _in_trunks(links, slowness, here, there, tensor).max(axis=2)
+    shares = None if links.rails else _shares(links, here, there, here != there, tensor, closed=True)
+    latency, slowness = _over_links(links, around, onward, here != there, tensor, shares)
+    return (ranks - 1) * latency.max(axis=axis), _in_trunks(links, slowness, here, there, tensor).max(axis=axis)
 
 
 def all_to_all(links: Fabric, hosts: Array, tensor: int) -> tuple[Array, Array]:
@@ -407,9 +448,10 @@ def paths(links: Fabric, hosts: Array, tensor: int, inside: int = 1, apart: int 
     alike = np.swapaxes(groups, 1, 2).reshape(batch, data // apart, -1)  # [batch, D / G, G * P]
     ring = rings(links, alike, tensor)
     sets = _in_sets(links, places, tensor, inside, apart) if inside > 1 else ((), ())
+    forward, backward = hops(links, places, tensor)
     return Paths(
-        forward=hops(links, places, tensor, 1),
-        backward=hops(links, places, tensor, -1),
+        forward=forward,
+        backward=backward,
         ring=ring,
         scatter=_reduce_scatters(links, alike, tensor, ring),
         swap=_swap(links, places[:, :, 0], places[:, :, -1], tensor),

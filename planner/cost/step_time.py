@@ -134,17 +134,20 @@ class Problem(Sizes):
         def stages(x: Array) -> Array:
             return x.reshape(-1, c.pipe)
 
-        both = on(paths.swap, self.swapped)
-        swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
+        swap = np.zeros(len(paths.swap[0]) * c.apart)
+        if self.swaps:
+            both = on(paths.swap, self.swapped)
+            swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
+        gradient = on(paths.backward, self.message)
         return LinkSeconds(
             activation=on(paths.forward, self.activation),
-            gradient=on(paths.backward, self.message),
-            packed=on(paths.backward, self.packed),
+            gradient=gradient,
+            packed=gradient if c.backward == "none" else on(paths.backward, self.packed),
             ring_latency=stages(paths.ring[0]),
             ring_per_byte=stages(paths.ring[1]),
             scatter_latency=stages(paths.scatter[0]),
             scatter_per_byte=stages(paths.scatter[1]),
-            swap=swap if self.swaps else np.zeros_like(swap),
+            swap=swap,
             inside=DataLinks(*map(stages, paths.inside)) if c.inside > 1 else None,
             between=DataLinks(*map(stages, paths.between)) if c.inside > 1 else None,
             outer=outer.seconds(self, self.pass_per_byte.max(), *paths.outer) if c.apart > 1 else None,
@@ -177,20 +180,24 @@ class Problem(Sizes):
             return x.reshape(-1, c.pipe)
 
         stage = np.tile(np.arange(c.pipe), c.chunks) + np.repeat(np.arange(c.chunks), c.pipe) * c.pipe
-        on = np.tile(flat(kinds), (1, c.chunks))  # [pipelines, V]
+        on = flat(kinds) if c.chunks == 1 else np.tile(flat(kinds), (1, c.chunks))  # [pipelines, V]
         gather = self._gather(links)
         compute = {}
         if c.backward != "none":
             encode, decode = self._codec_seconds("backward", flat(kinds))
             compute = {"packed": flat(links.packed), "encode": encode, "decode": decode}
-        forward = self.forward[on, stage]
+
+        def taken(x: Array) -> Array:
+            return np.broadcast_to(x[0], on.shape) if len(self.layer) == 1 else x[on, stage]
+
+        forward = taken(self.forward)
         if c.compresses_forward:  # F decodes what it gets and encodes what it sends
             encode, decode = self._codec_seconds("forward", on)
             forward = forward + encode * (stage < len(stage) - 1) + decode * (stage > 0)
         return simulator.Seconds(
             forward=forward,
-            backward=self.backward[on, stage],
-            weights=self.weights[on, stage],
+            backward=taken(self.backward),
+            weights=taken(self.weights),
             activation=flat(links.activation),
             gradient=flat(links.gradient),
             head=self.head[flat(kinds)[:, -1]],
@@ -278,7 +285,9 @@ class Problem(Sizes):
         finish = ranks.max(axis=1)
         dense, factors, passes, edge = self.reductions(links, kinds)
         # A layer is reduced once all data ranks have its gradient; the last layer's reduction comes after the last op.
-        begin = (ranks - self.hides[kinds, np.arange(c.pipe)]).max(axis=1)
+        alike = len(self.layer) == 1  # all devices, so that nothing need be looked up for each
+        hides = self.hides[0] if alike else self.hides[kinds, np.arange(c.pipe)]
+        begin = (ranks - hides).max(axis=1)
         scans = parallel.scans("auto", min(c.counts), len(c.counts))
 
         def end(seconds: Array, begin: Array) -> Array:
@@ -292,7 +301,7 @@ class Problem(Sizes):
         reduce = np.where(compressed, small, whole) - finish
         held = (self.layer_parameters + self.embedding_parameters) / (c.together if c.zero1 else 1)
         per_parameter = np.array([x.optimizer for x in self.layer])
-        optimizer = held * per_parameter[kinds].max(axis=(1, 2))
+        optimizer = held * (np.full(len(kinds), per_parameter[0]) if alike else per_parameter[kinds].max(axis=(1, 2)))
         # All stages know the global norm before any may update.
         total = (finish + reduce).max(axis=1) + optimizer + self.cluster.host_seconds
         return Step(total, self._gather(links), finish, reduce, compressed, optimizer)

@@ -177,9 +177,9 @@ def ring_depths(shape: Shape) -> tuple[Column, Column, Column]:
     """
     p, v, m = shape.pipe, shape.virtual_stages, shape.micro_batches
     several = np.asarray(p) > 1
-    residual = each(shape.schedule, lambda spec: spec.residual_slots(0, p, v, m))
+    residual = each(shape.schedule, lambda spec, *sizes: spec.residual_slots(0, *sizes), p, v, m)
     activation = each(shape.schedule, lambda spec: spec.activation_slots)
-    gradient = each(shape.schedule, lambda spec: spec.gradient_slots(p, m))
+    gradient = each(shape.schedule, lambda spec, *sizes: spec.gradient_slots(*sizes), p, m)
     return residual * several, activation * several, gradient * several
 
 

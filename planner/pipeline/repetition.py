@@ -51,22 +51,25 @@ def repeat(stages: Stages, rows: tuple[Row, ...], times: int, rough: bool = Fals
     for left in reversed(range(times)):
         stages.replay(rows)
         past = [*past[-2:], stages.now.copy()]
-        done = np.full(len(at), left == 0)
-        final[:, at[done]] = stages.now[:, done]
+        if left == 0:
+            final[:, at] = stages.now
+            break
+        limit, done = EQUAL * past[-1].max(axis=0), np.zeros(len(at), bool)
         for some in (1, 2)[: len(past) - 1]:
             moved = past[-1] - past[-1 - some]
-            same = ~done & (np.ptp(moved, axis=0) <= EQUAL * stages.now.max(axis=0))
-            # Whole multiples of one or two repetitions are left after the last state or after the one before.
-            behind = -left % some
-            ends = past[-1 - behind] + (left + behind) // some * moved
-            final[:, at[same]] = ends[:, same]
-            done |= same
-        if not done.all() and times - left >= soon:
-            final[:, at[~done]] = (stages.now + left / 2 * (past[-1] - past[-3]).max(axis=0))[:, ~done]
-            break
+            same = ~done & (moved.max(axis=0) - moved.min(axis=0) <= limit)
+            if same.any():
+                # Whole multiples of one or two repetitions are left after the last state or after the one before.
+                behind = -left % some
+                ends = past[-1 - behind] + (left + behind) // some * moved
+                final[:, at[same]] = ends[:, same]
+                done |= same
         if done.all():
+            break
+        if times - left >= soon:
+            final[:, at[~done]] = (stages.now + left / 2 * (past[-1] - past[-3]).max(axis=0))[:, ~done]
             break
         if done.any():
             stages, at = stages.narrow(~done), at[~done]
-            past = [x[:, ~done] for x in past]
+            past = [np.compress(~done, x, axis=-1) for x in past]
     return final

@@ -43,14 +43,11 @@ class Table:
 Where = slice | Array  # indices of stages or of virtual stages
 
 
-def _where(indices: Array) -> Where:
+def _where(every: list[int]) -> Where:
     """Return indices, as a slice if they are evenly spaced: a slice of an array is a view, not a copy."""
-    every = indices.tolist()
-    if not every:
-        return indices
     step = every[1] - every[0] if len(every) > 1 else 1
     if step < 1 or every != list(range(every[0], every[-1] + 1, step)):
-        return indices
+        return np.array(every)
     return slice(every[0], every[-1] + 1, step)
 
 
@@ -106,8 +103,9 @@ def _rows(schedule: Schedule, compressed: str) -> list[Row]:
         leaves = np.concatenate([np.zeros_like(leaves[:1]), leaves[:-1]])
     if compressed != "none":
         chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
-        for row, stage in np.argwhere(sends):
-            packed[row, stage] = (int(b_virtual[row - 1, stage]), int(schedule.backward[row - 1, stage])) in chosen
+        among = np.zeros((last + 1, schedule.backward.max() + 1), bool)  # by virtual stage and micro-batch
+        among[tuple(np.array(sorted(chosen), int).reshape(-1, 2).T)] = True
+        packed[1:] = sends[1:] & among[b_virtual[:-1], schedule.backward[:-1]]
     # Once some stage is done, idle stages skip (RowKind.tail).
     masked = schedule.masked & (np.arange(schedule.rows) <= min(schedule.last_rows))[:, None]
     parts = [f, f * f_virtual, b, b * b_virtual, w, w * w_virtual, sends, packed, leaves, masked]
@@ -122,14 +120,15 @@ def _rows(schedule: Schedule, compressed: str) -> list[Row]:
     for key, t in first.items():
         # Tables with other numbers of micro-batches have the same rows.
         if (alike, key) not in _KNOWN:
+            scrap = bool(masked[t, 0])
             _KNOWN[alike, key] = Row(
-                forward=_phase(f[t], f_virtual[t], masked[t]),
-                backward=_phase(b[t], b_virtual[t], masked[t]),
-                weights=_phase(w[t], w_virtual[t], masked[t]),
+                forward=_phase(f[t].tolist(), f_virtual[t].tolist(), scrap),
+                backward=_phase(b[t].tolist(), b_virtual[t].tolist(), scrap),
+                weights=_phase(w[t].tolist(), w_virtual[t].tolist(), scrap),
                 head=bool(f[t, -1] and f_virtual[t, -1] == last),
-                plain=_ends(sends[t] & ~packed[t], -1),
-                packed=_ends(packed[t], -1),
-                activations=_ends(leaves[t], 1),
+                plain=_ends((sends[t] & ~packed[t]).tolist(), -1),
+                packed=_ends(packed[t].tolist(), -1),
+                activations=_ends(leaves[t].tolist(), 1),
                 travel=schedule.travel,
             )
         kinds[key] = _KNOWN[alike, key]
@@ -139,31 +138,31 @@ def _rows(schedule: Schedule, compressed: str) -> list[Row]:
 _KNOWN: dict[tuple, Row] = {}  # rows by stages, chunks, travel and signature
 
 
-def _phase(busy: Array, virtual: Array, masked: Array) -> tuple[Where, Where] | None:
+def _phase(busy: list[bool], virtual: list[int], masked: bool) -> tuple[Where, Where] | None:
     """Return the stages and virtual stages that run a phase; None if none does.
 
     Args:
-        busy: bool [P], stages with an op.
-        virtual: int [P], virtual stage of the op.
-        masked: bool [1], idle stages compute on scrap.
+        busy: [P], stages with an op.
+        virtual: [P], virtual stage of the op.
+        masked: idle stages compute on scrap.
     """
-    if not busy.any():
+    if True not in busy:
         return None
-    busy = np.full_like(busy, True) if masked else busy
-    return _where(np.flatnonzero(busy)), _where(virtual[busy])
+    stages = [stage for stage, works in enumerate(busy) if works or masked]
+    return _where(stages), _where([virtual[stage] for stage in stages])
 
 
-def _ends(senders: Array, step: int) -> tuple[Where, Where] | None:
+def _ends(senders: list[bool], step: int) -> tuple[Where, Where] | None:
     """Return senders and receivers of messages; None if there are none.
 
     Args:
-        senders: bool [P].
+        senders: [P].
         step: 1 for messages to the next stage, -1 to the previous one.
     """
-    if not senders.any():
+    if True not in senders:
         return None
-    where = np.flatnonzero(senders)
-    return _where(where), _where((where + step) % len(senders))
+    where = [stage for stage, sends in enumerate(senders) if sends]
+    return _where(where), _where([(stage + step) % len(senders) for stage in where])
 
 
 def _runs(rows: list[Row], longest: int) -> list[Run]:

@@ -5,6 +5,7 @@
     climb.py              exchanges of hosts, racks and groups, until none makes a placement better
     surrogate.py          quick times of pipelines, for placements that are only looked at
     bounds.py gain.py     a lower bound over all placements; the gain of one over another
+    matching.py           the best permutation by its largest element, for the bound
     rules.py              the rules of AMP and Pipette, to compare with
 
 May import `planner.cluster` and `planner.cost`.

@@ -16,6 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -169,7 +170,56 @@ def _transposed(grid: tuple[int, int]) -> Array:
 # --- Moves ------------------------------------------------------------------------------------------------------------
 
 
-def moves(rng: np.random.Generator, chains: int, size: int) -> Array:
+class Moves(NamedTuple):
+    """One of the five moves for each chain, drawn but not made; arrays [chains].
+
+    Attributes:
+        first: first position of the slice that moves.
+        length: its elements.
+        cut: where it is cut into two parts, A B; moving A past B makes B A.
+        kind: 0: reverse, 1: migrate, 2: swap, 3: move, 4: move and reverse.
+        other: which of two ways.
+    """
+
+    first: Array
+    length: Array
+    cut: Array
+    kind: Array
+    other: Array
+
+    def take(self, chains: Array) -> "Moves":
+        """Return the moves of some chains."""
+        return Moves(*(x[chains] for x in self))
+
+    def sources(self, size: int) -> Array:
+        """Return the old position of every new element, [chains, size].
+
+        A move reads each of the two parts of its slice either onwards or backwards.
+
+        Args:
+            size: elements of a state.
+        """
+        first, length, kind = self.first, self.length, self.kind
+        cut = np.where(kind == 1, np.where(self.other, 1, length - 1), np.where(kind == 2, 0, self.cut))
+        begin, border, end = (x[:, None] for x in (first, first + length - cut, first + length))
+        # The parts that the state then has: the first begins at the cut, the second ends there. Moved reversed it is
+        # B A' or B' A.
+        onward = kind != 0
+        ways = onward & ((kind != 4) | (self.other == 1)), onward & ((kind != 4) | (self.other == 0))
+        position, backward = np.arange(size)[None], begin + end - 1
+        parts = [
+            np.where(way[:, None], position + by[:, None], backward - position)
+            for way, by in zip(ways, (cut, cut - length))
+        ]
+        found = np.where(position < border, *parts)
+        found = np.where((position >= begin) & (position < end), found, position)
+        swaps = np.flatnonzero(kind == 2)
+        ends = first[swaps], (first + length - 1)[swaps]
+        found[swaps, ends[0]], found[swaps, ends[1]] = ends[1], ends[0]
+        return found
+
+
+def moves(rng: np.random.Generator, chains: int, size: int) -> Moves:
     """Draw one of the five moves for each chain.
 
     The logarithms of the slices' lengths are drawn uniformly, since in a large state only small moves are likely to be
@@ -179,45 +229,38 @@ def moves(rng: np.random.Generator, chains: int, size: int) -> Array:
         rng: random numbers.
         chains: number of chains.
         size: elements of a state.
-
-    Returns:
-        [chains, size] old position of every new element.
     """
-
-    def column(x: Array) -> Array:
-        return x[:, None]
-
     length = np.exp(rng.uniform(np.log(2), np.log(size + 1), chains)).astype(int)
-    first = column(rng.integers(0, size - length + 1))
-    cut = column(rng.integers(1, length))
-    kind, other = column(rng.integers(0, 5, chains)), column(rng.integers(0, 2, chains))
-    length = column(length)
-    at = np.arange(size)[None] - first
-    reverse = length - 1 - at
-    # A slice is cut into two parts, A B. Moving A past B makes B A.
-    cut = np.where(kind == 1, np.where(other, 1, length - 1), cut)
-    rotate = (at + cut) % length
-    swap = np.where(at == 0, length - 1, np.where(at == length - 1, 0, at))
-    reversed_a = np.where(at < length - cut, at + cut, reverse)  # B A'
-    reversed_b = np.where(at < length - cut, reverse, at - length + cut)  # B' A
-    turned = np.where(other, reversed_a, reversed_b)
-    chosen = np.where(kind == 0, reverse, np.where(kind == 2, swap, np.where(kind == 4, turned, rotate)))
-    return np.where((at >= 0) & (at < length), first + chosen, first + at)
+    first = rng.integers(0, size - length + 1)
+    cut = rng.integers(1, length)
+    return Moves(first, length, cut, kind=rng.integers(0, 5, chains), other=rng.integers(0, 2, chains))
 
 
-def _moved(rng: np.random.Generator, state: Array, across: Array) -> Array:
-    """Return the states [chains, size] after one move in each.
+class _Turns(NamedTuple):
+    """Moves, each along the state as it is or along the order in which `across` reads it (`turned`, bool [chains])."""
 
-    Half of the moves go along the state as it is, the others along the order in which `across` [chains, size] reads it.
-    """
-    chains, size = state.shape
-    source = moves(rng, chains, size)
-    turned = rng.random((chains, 1)) < 0.5
-    rows = np.arange(chains)[:, None]
-    view = np.where(turned, across, np.arange(size)[None])
-    new = np.empty_like(state)
-    new[rows, view] = state[rows, view[rows, source]]
-    return new
+    moves: Moves
+    turned: Array
+
+    def made(self, state: Array, across: Array, chains: Array) -> Array:
+        """Return the states [chains, size] of some chains after their moves.
+
+        Args:
+            state: [chains, size] of all chains.
+            across: indices [chains, size] that read the states in another order.
+            chains: numbers of the chains.
+        """
+        size, row = state.shape[1], np.arange(len(chains))[:, None] * state.shape[1]
+        view = row + np.where(self.turned[chains, None], across[chains], np.arange(size)[None])
+        old, new = state[chains], np.empty((len(chains), size), state.dtype)
+        read = view.ravel().take(row + self.moves.take(chains).sources(size))
+        new.ravel()[view] = old.ravel().take(read)
+        return new
+
+
+def _turns(rng: np.random.Generator, state: Array) -> _Turns:
+    """Draw a move for each state [chains, size]."""
+    return _Turns(moves(rng, *state.shape), rng.random((len(state), 1))[:, 0] < 0.5)
 
 
 class _Chains:
@@ -251,15 +294,27 @@ class _Chains:
 
     def proposals(self) -> tuple[Array, Array]:
         """Return new layouts and orders; in every chain one of the two has changed."""
-        order = _moved(self.rng, self.order, self.across) if self.order.shape[1] > 1 else self.order
+        chains, several = np.arange(len(self.order)), self.order.shape[1] > 1
+        of_hosts = _turns(self.rng, self.order) if several else None
+        exchanged = {}
         if self.racks:
-            for chain in np.flatnonzero(self.rng.random(len(order)) < _RACKS):
-                order[chain] = self._exchanged()[self.order[chain]]
-        if not self.regroup:
-            return self.layout, order
-        layout = _moved(self.rng, self.layout, self.rings)
-        inner = self.rng.random((len(order), 1)) < _REGROUP
-        return np.where(inner, layout, self.layout), np.where(inner, self.order, order)
+            for chain in np.flatnonzero(self.rng.random(len(chains)) < _RACKS).tolist():
+                exchanged[chain] = self._exchanged()[self.order[chain]]
+        of_groups = _turns(self.rng, self.layout) if self.regroup else None
+        inner = np.zeros(len(chains), bool)
+        if of_groups:
+            inner = self.rng.random((len(chains), 1))[:, 0] < _REGROUP
+        layout, order, outer = self.layout, self.order, chains[~inner]
+        if of_hosts:
+            order = order.copy()
+            order[outer] = of_hosts.made(self.order, self.across, outer)
+            for chain, hosts in exchanged.items():
+                if not inner[chain]:
+                    order[chain] = hosts
+        if of_groups:
+            layout = layout.copy()
+            layout[inner] = of_groups.made(self.layout, self.rings, chains[inner])
+        return layout, order
 
     def _exchanged(self) -> Array:
         """Return the new number of each host [H] after some hosts of two racks have changed places."""

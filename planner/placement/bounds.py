@@ -30,12 +30,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from planner.cost import outer
 from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
 from planner.cost.step_time import Problem
+from planner.placement import matching
 
 Array = np.ndarray
 
@@ -120,22 +122,6 @@ def _links(problem: Problem, fabric: Fabric) -> _CaseLinks:
     )
 
 
-def bottleneck(cost: Array) -> float:
-    """Return the least value that the largest element of a permutation of a square matrix can have."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_bipartite_matching
-
-    values = np.unique(cost[np.isfinite(cost)])
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if (maximum_bipartite_matching(csr_array(cost <= values[middle])) >= 0).all():
-            high = middle
-        else:
-            low = middle + 1
-    return float(values[low])
-
-
 def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
     """Yield cases that together cover all placements."""
     c, hosts = problem.candidate, len(links.inside_alpha)
@@ -164,7 +150,7 @@ def _cases(problem: Problem, links: _CaseLinks, slots: int) -> Iterator[_Case]:
             if assigned is None:
                 # A ring over two hosts uses both directions of their link.
                 both = rings * 2 == touched == k * hosts
-                assigned = bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
+                assigned = matching.bottleneck(np.maximum(links.per_byte, links.per_byte.T) if both else links.per_byte)
             yield _Case(alpha, float(least), float(assigned * links.share(k)), min(k, c.pipe))
         if k * hosts != touched and k > 1:
             yield _Case(alpha, float(fastest * links.share(1)), float(max(every, least)), min(k, c.pipe))
@@ -293,14 +279,22 @@ class _Bound:
         across = float(self.links.exchange(size).min())
         return across if case.stages == 1 else min(self.links.inside(size), across)
 
-    def totals(self, case: _Case, hops: dict[str, Array], kinds: Array | None = None) -> Array:
-        """Return step times [batch, W] in seconds.
+    def totals(self, cases: list[_Case], hops: list[dict[str, Array]], kinds: Array | None = None) -> Array:
+        """Return step times [batches, W] in seconds, of all cases one after another.
 
         Args:
-            case: class of placements.
-            hops: [batch, P] seconds of each message, by name.
-            kinds: [batch, P] device kind of each stage; None: the fastest kind everywhere.
+            cases: classes of placements.
+            hops: [batch, P] seconds of each message, by name, of each case.
+            kinds: [batches, P] device kind of each stage; None: the fastest kind everywhere.
         """
+        links = [self._links(case, some) for case, some in zip(cases, hops, strict=True)]
+        batches = sum(len(some["activation"]) for some in hops)
+        kinds = np.zeros((batches, self.pipe), int) if kinds is None else kinds
+        every = self.problem.evaluate(_joined(links), np.repeat(kinds, self.worst, axis=0)[:, None])
+        return every.total.reshape(batches, self.worst)
+
+    def _links(self, case: _Case, hops: dict[str, Array]) -> LinkSeconds:
+        """Return the seconds of messages, a row for each point of `hops` and each stage of the slowest ring."""
         c, p = self.problem.candidate, self.pipe
         batch = len(hops["activation"])
         share, apart = self.problem.swapped, c.apart > 1
@@ -316,14 +310,12 @@ class _Bound:
         if c.together > 1 and not self.rings:
             scatter = _all_to_all(self.links, c.together, self.slots)
 
-        def grow(x: Array) -> Array:
-            return np.repeat(x, self.worst, axis=0)[:, None]
-
         zero = np.zeros((batch, p))
         # Of groups of data ranks nothing is known here.
         free = DataLinks(*(np.zeros((batch * self.worst, p)),) * 4) if c.inside > 1 else None
-        links = LinkSeconds(
-            **{name: grow(hops.get(name, zero)) for name in ("activation", "gradient", "packed")},
+        messages = {name: hops.get(name, zero) for name in ("activation", "gradient", "packed")}
+        return LinkSeconds(
+            **{name: np.repeat(x, self.worst, axis=0)[:, None] for name, x in messages.items()},
             ring_latency=np.full((batch * self.worst, p), case.latency),
             ring_per_byte=over_data(case.per_byte, case.worst),
             scatter_latency=np.full((batch * self.worst, p), scatter[0]),
@@ -332,8 +324,6 @@ class _Bound:
             inside=free,
             between=free,
         )
-        kinds = np.zeros((batch, p), int) if kinds is None else kinds
-        return self.problem.evaluate(links, grow(kinds)).total.reshape(batch, self.worst)
 
     def flat_hops(self, case: _Case, batch: int = 1) -> dict[str, Array]:
         """Return seconds [batch, P] of each message, by name, with every message as fast as any can be."""
@@ -363,18 +353,22 @@ class _Bound:
             kinds = np.zeros((len(stages), self.pipe), int)
             for row, where in zip(kinds, stages):
                 row[list(where)] = kind + 1
-            found = np.maximum(found, self.totals(case, self.flat_hops(case, len(stages)), kinds).min(axis=0))
+            found = np.maximum(found, self.totals([case], [self.flat_hops(case, len(stages))], kinds).min(axis=0))
         return found
 
     # --- Hops ---------------------------------------------------------------------------------------------------------
 
-    def hops(self, case: _Case) -> Array:
-        """Return lower bounds [W] of the step in seconds from the hops of a mean pipeline."""
+    def hops(self, case: _Case, found: Array) -> Array:
+        """Return lower bounds [W] of the step in seconds from the hops of a mean pipeline.
+
+        Args:
+            case: class of placements.
+            found: [W] steps with every message as fast as any can be.
+        """
         c, p = self.problem.candidate, self.pipe
-        base = self.flat_hops(case)
-        found = self.totals(case, base)[0]
         if p == 1:
             return found
+        base = self.flat_hops(case)
         chain = min(case.stages, p)
         crossing = max(self.hosts * -(-self.slots // chain) - c.data, c.data * (-(-p // chain) - 1), 0)
         spare = {}  # seconds that a mean pipeline's hops together take beyond their least, by name
@@ -394,7 +388,7 @@ class _Bound:
                 at[name][0, free[name]] += weights * spare[name]
             points.append(at)
         around = [self._around(at, free) for at in points]
-        values = self.totals(case, {name: np.concatenate([x[name] for x in around]) for name in names})
+        values = self.totals([case], [{name: np.concatenate([x[name] for x in around]) for name in names}])
         for at, some in zip(points, np.split(values, _CUTS)):
             found = np.maximum(found, self._cut(some, at, base, spare, free))
         return found
@@ -440,10 +434,13 @@ class _Bound:
 
     def lower(self) -> float:
         """Return the lower bound of the step in seconds over all placements."""
-        least = min(
-            float(np.maximum(self.hops(case), self.slow_kinds(case)).min())
-            for case in _cases(self.problem, self.links, self.slots)
-        )
+        cases = list(_cases(self.problem, self.links, self.slots))
+        flat = self.totals(cases, [self.flat_hops(case) for case in cases])  # [cases, W]
+        least = math.inf
+        for i in np.argsort(flat.min(axis=1), kind="stable"):
+            if flat[i].min() >= least:  # nor is what its hops say below that
+                break
+            least = min(least, float(np.maximum(self.hops(cases[i], flat[i]), self.slow_kinds(cases[i])).min()))
         return least + self.exchanges()
 
     def exchanges(self) -> float:
@@ -452,6 +449,18 @@ class _Bound:
         if outer.hides(problem.candidate, problem.overlap):
             return 0.0
         return float(sum(size for size, _ in outer.sent(problem)) * fastest / max(problem.candidate.outer.every, 1))
+
+
+def _joined(links: list[LinkSeconds]) -> LinkSeconds:
+    """Return the rows of several as those of one."""
+
+    def joined(name: str) -> Any:
+        parts = [getattr(one, name) for one in links]
+        if isinstance(parts[0], DataLinks):
+            return DataLinks(*map(np.concatenate, zip(*parts)))
+        return None if parts[0] is None else np.concatenate(parts)
+
+    return LinkSeconds(**{field.name: joined(field.name) for field in dataclasses.fields(LinkSeconds)})
 
 
 def lower(problem: Problem, fabric: Fabric) -> float:

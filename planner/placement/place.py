@@ -13,7 +13,8 @@ import time
 import numpy as np
 
 from paxtrain.errors import UserError
-from planner.cost.candidate import host_order
+from planner.cluster.cluster import Cluster
+from planner.cost.candidate import Candidate, host_order
 from planner.cost.link_seconds import Fabric, LinkSeconds, Paths, paths
 from planner.cost.step_time import Problem
 from planner.pipeline.rows import runs
@@ -59,13 +60,12 @@ class Placement:
         return self.seconds / self.bound - 1 if self.bound > 0 else math.inf
 
 
-def slots_per_host(problem: Problem) -> int:
-    """Return the number of tensor groups on a host.
+def slots_per_host(c: Candidate, cluster: Cluster) -> int:
+    """Return the number of a candidate's tensor groups on a host.
 
     Raises:
         UserError: the mesh does not fill the cluster with whole groups inside hosts.
     """
-    c, cluster = problem.candidate, problem.cluster
     if cluster.devices_per_host % c.tensor or c.groups * c.tensor != cluster.devices:
         raise UserError(
             f"a mesh of {c.data} x {c.pipe} x {c.tensor} cannot be placed on {len(cluster.hosts)} hosts of "
@@ -130,9 +130,9 @@ def place(
     return one.better(last, "layout" if started and len(ends) == 1 else "annealed", evaluations)
 
 
-def are_few(problem: Problem) -> bool:
-    """Return whether a problem's placements are so few that `place` evaluates all."""
-    c, slots = problem.candidate, slots_per_host(problem)
+def are_few(c: Candidate, cluster: Cluster) -> bool:
+    """Return whether a candidate's placements are so few that `place` evaluates all."""
+    slots = slots_per_host(c, cluster)
     logs = math.lgamma(c.groups + 1) - math.lgamma(slots + 1) * (c.groups // slots) - math.log(c.data)
     return logs <= math.log(_EXACT)
 
@@ -153,7 +153,7 @@ def quickly(problem: Problem, fabric: Fabric, starts: Array, seed: int = 0) -> P
         return best
     one.learn(starts)
     rng, values = np.random.default_rng(seed), one.rough(starts)
-    some = np.argsort(values, kind="stable")[: _BEGIN[are_few(problem)]]
+    some = np.argsort(values, kind="stable")[: _BEGIN[are_few(problem.candidate, problem.cluster)]]
     ends = [one.climb(starts[i], rng) for i in some]
     last = np.array([*(end.hosts for end in ends), starts[0]])
     values = one.objective(last)
@@ -175,7 +175,7 @@ class _Placing:
     """
 
     def __init__(self, problem: Problem, fabric: Fabric, bound: float | None = None) -> None:
-        self.problem, self.fabric, self.slots = problem, fabric, slots_per_host(problem)
+        self.problem, self.fabric, self.slots = problem, fabric, slots_per_host(problem.candidate, problem.cluster)
         if bound is not None:
             self.bound = bound
         self.plain = host_order(problem.candidate, problem.cluster.devices_per_host)[0]

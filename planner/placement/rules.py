@@ -22,7 +22,7 @@ def amp_rule(problem: Problem, seed: int = 0) -> Array:
         seed: not used; rules are called alike.
     """
     c = problem.candidate
-    return (np.arange(c.groups) // slots_per_host(problem)).reshape(c.pipe, c.data).T
+    return (np.arange(c.groups) // slots_per_host(c, problem.cluster)).reshape(c.pipe, c.data).T
 
 
 def pipette_rule(problem: Problem, seed: int = 0, chains: int = 16, iterations: int = 400) -> Array:

@@ -243,10 +243,10 @@ def _pipeline(model: ModelConfig, space: Space, facts: _Facts, overlap: bool) ->
         # one except the last, for which it does not matter.
         share = (c["forward"] + c["embedding"] / 2) / (layer + c["embedding"])
         share = np.maximum(share, c["forward"] / layer)
-        codes, n, path = space.schedule[some], len(some), ((p - 1) * (activation + gradient))[some]
+        codes, path = space.schedule[some], ((p - 1) * (activation + gradient))[some]
 
         def forwarded(s: int) -> Array:
-            return np.broadcast_to(each(codes, lambda spec: spec.in_flight(s, p[some], 1, m[some])), (n,))
+            return each(codes, lambda spec, p, m: spec.in_flight(s, p, 1, m), p[some], m[some])
 
         wait = gradient[some] * (not overlap)
         found = _one_f_one_b(p[some], m[some], one[some], share[some], path, wait, forwarded)

@@ -96,7 +96,7 @@ class Refinement:
         """
         spent, leaders = 0.0, self._leaders(1)
         while spent < self.most and (f := next(leaders, None)) is not None:
-            spent += _FEW if are_few(self._problem(f)) else 1
+            spent += _FEW if self._few(f) else 1
             progress(f"placing, {math.ceil(spent)} of {self.most}; best {self.best.seconds:.4g} s")
             self._place(f, 1)
         for _ in range(_LAST * bool(self.most)):
@@ -133,7 +133,7 @@ class Refinement:
     def _group(self, f: Found) -> tuple:
         """Return what plans share of which only the best is placed: less if placing is quick."""
         c = f.candidate
-        return (*kind_of(c), c.zero1, c.micro_batch) if are_few(self._problem(f)) else kind_of(c)
+        return (*kind_of(c), c.zero1, c.micro_batch) if self._few(f) else kind_of(c)
 
     def _open(self, f: Found, effort: int, best: float) -> bool:
         late = self._done.get(self._name(f), -1) >= effort
@@ -141,7 +141,7 @@ class Refinement:
 
     def _could_be_best(self, f: Found, effort: int, best: float) -> bool:
         """Return whether a placement of a plan could be the best of all."""
-        if are_few(self._problem(f)):
+        if self._few(f):
             if self.key(f) <= best * (1 + _OTHER_SPLIT):
                 return True  # with another split, which the bound below does not know, if not with this one
         elif effort > 0 and self.key(f) > best * (1 + max(_BEHIND, _GAINS * self._gained)):
@@ -156,6 +156,10 @@ class Refinement:
             self._bounds[self._name(f)] = lower(self._problem(f), self.trials.fabric)
         return self._bounds[self._name(f)]
 
+    def _few(self, f: Found) -> bool:
+        """Return whether a plan's placements are so few that all are evaluated if it is placed with care."""
+        return are_few(f.candidate, self.trials.cluster)
+
     def _problem(self, f: Found) -> Problem:
         return Problem(self.trials.cluster, self.trials.model, f.candidate)
 
@@ -167,7 +171,7 @@ class Refinement:
             effort: 0: by a climb, 1: with care, and with other splits, too.
         """
         self.placed += 1
-        few, quick = are_few(self._problem(f)), self._done.get(self._name(f), -1) == 0
+        few, quick = self._few(f), self._done.get(self._name(f), -1) == 0
         known, f = f.seconds, self._settled(f, effort)
         if effort > 0 and quick:
             self._gained = max(self._gained, known / f.seconds - 1)
@@ -185,7 +189,7 @@ class Refinement:
 
     def _settled(self, f: Found, effort: int) -> Found:
         """Return a plan after turns of placing and of splitting anew, until neither makes it quicker."""
-        trials, few = self.trials, are_few(self._problem(f))
+        trials, few = self.trials, self._few(f)
         if not few:
             f = trials.around(self._resplit(f))
         for turn in range(_TURNS[few]):

@@ -118,8 +118,7 @@ class Search:
         kinds = (self.space.backward > 0).astype(float) + (self.space.data_rank > 0)
         kinds = kinds + (self.space.pipe > 1) * self.coded.compresses_forward
         self.scores = self.bounds * (1 + options.gain * kinds)  # bounds of what candidates are ranked by
-        columns = [np.stack([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
-        self._alike = [np.unique(x, axis=1, return_inverse=True)[1].ravel() for x in columns]
+        self._alike = [_alike([getattr(self.space, name) for name in names]) for names, *_ in _ALIKE]
 
     def candidate(self, i: int, counts: tuple[int, ...]) -> Candidate:
         """Return candidate i with a split of the layers."""
@@ -204,7 +203,7 @@ class Search:
                 "--uneven_data=both would work"
             )
         refined.carefully(progress)
-        ranked = [self._bounded(f, refined) for f in refined.ranked(top)]
+        ranked = [self._bounded(f, refined) for f in self.trials.completed(refined.ranked(top))]
         return Outcome(
             ranked=ranked,
             enumerated=len(self.space),
@@ -274,9 +273,16 @@ class Search:
         return found
 
     def _bounded(self, f: Found, refined: Refinement) -> Found:
-        """Return a plan with its seconds in plain layouts, and with a bound over all placements."""
-        f = self.trials.completed(f)
+        """Return a plan with a bound over all placements."""
         if f.placement.source == "exact":
             return f
         bound = min(refined.bound(f), f.seconds)
         return dataclasses.replace(f, placement=dataclasses.replace(f.placement, bound=bound))
+
+
+def _alike(columns: list[Array]) -> Array:
+    """Return a number [N] for each candidate, the same for those that are alike in all columns."""
+    key = np.zeros(len(columns[0]), int)
+    for column in columns:  # one number for all columns, which is sorted much quicker than rows of them
+        key = key * (int(column.max()) + 1) + column
+    return np.unique(key, return_inverse=True)[1]

@@ -73,7 +73,10 @@ class Splits:
         c, every = problem.candidate, np.arange(len(hosts))
         if c.pipe == 1:
             return []
-        on, which = np.unique(slowest(problem, hosts), axis=0, return_inverse=True)
+        if len(problem.layer) == 1:  # one kind of device, under all stages
+            on, which = np.zeros((1, c.pipe), int), np.zeros(len(hosts), int)
+        else:
+            on, which = np.unique(slowest(problem, hosts), axis=0, return_inverse=True)
         found: dict[Counts, Array] = {}
         for i, kinds in enumerate(on):
             counts = self.best(problem, kinds)

@@ -232,7 +232,7 @@ class Trials:
         c, hosts = f.candidate, f.placement.hosts
         problem = Problem(self.cluster, self.model, c)
         kinds, counts = slowest(problem, hosts[None])[0], np.array(c.counts).reshape(c.chunks, c.pipe)
-        found = []
+        tried: list[tuple[Counts, Array]] = []
         for a, b in itertools.islice(itertools.combinations(range(c.pipe), 2), _PAIRS):
             if kinds[a] == kinds[b] and (counts[:, a] == counts[:, b]).all():
                 continue
@@ -241,8 +241,22 @@ class Trials:
             splits = [tuple(counts[:, order].ravel().tolist())]
             if kinds[a] != kinds[b]:
                 splits.append(self.splits.best(problem, kinds[order]))
-            new = hosts[:, order][None]
-            found += self._with(f, splits, new, problem.paths(self.fabric, new))
+            tried += [(split, hosts[:, order]) for split in splits]
+        if not self.uneven or not tried:
+            return []
+        sizes = self.splits.memory([f.index] * len(tried), [max(split) for split, _ in tried]).tolist()
+        fitting = [(split, new, size) for (split, new), size in zip(tried, sizes) if size <= self.splits.limit]
+        if not fitting:
+            return []
+        every = np.array([new for _, new, _ in fitting])
+        candidates = [dataclasses.replace(c, counts=split) for split, *_ in fitting]
+        problems = [Problem(self.cluster, self.model, candidate) for candidate in candidates]
+        where = problem.paths(self.fabric, every)
+        on = [(where.take(slice(n, n + 1)), problem.kind_of_host[every[n : n + 1]]) for n in range(len(every))]
+        found = []
+        for candidate, (_, new, size), step in zip(candidates, fitting, step_time.steps(problems, on)):
+            placement = Placement(new, float(step.total[0]), 0.0, f.placement.source, 1)
+            found.append(dataclasses.replace(f, candidate=candidate, placement=placement, memory=size))
         return found
 
     def _with(self, f: Found, every: list[Counts], hosts: Array, where: Paths) -> list[Found]:
@@ -270,13 +284,18 @@ class Trials:
             found.append(dataclasses.replace(f, candidate=candidate, placement=placement, memory=size))
         return found
 
-    def completed(self, f: Found) -> Found:
-        """Return a plan with its seconds on the plain layouts, and with that for its source if it lies on one."""
-        problem = Problem(self.cluster, self.model, f.candidate)
-        pool = self.pools.of(problem)
-        plain: Paths = pool.paths.take(slice(0, pool.plain))
-        [step] = step_time.steps([problem], [(plain, problem.kind_of_host[pool.hosts[: pool.plain]])])
-        placement = f.placement
-        if placement.source == "known" and (pool.hosts[: pool.plain] == placement.hosts).all(axis=(1, 2)).any():
-            placement = dataclasses.replace(placement, source="layout")
-        return dataclasses.replace(f, placement=placement, plain=float(step.total[0]), layout=float(step.total.min()))
+    def completed(self, every: list[Found]) -> list[Found]:
+        """Return plans with their seconds on the plain layouts, and with that for their source if they lie on one."""
+        problems = [Problem(self.cluster, self.model, f.candidate) for f in every]
+        pools = [self.pools.of(problem) for problem in problems]
+        layouts = [pool.hosts[: pool.plain] for pool in pools]
+        where = [pool.paths.take(slice(0, pool.plain)) for pool in pools]
+        kinds = [problem.kind_of_host[hosts] for problem, hosts in zip(problems, layouts)]
+        found = []
+        for f, hosts, step in zip(every, layouts, step_time.steps(problems, list(zip(where, kinds)))):
+            placement = f.placement
+            if placement.source == "known" and (hosts == placement.hosts).all(axis=(1, 2)).any():
+                placement = dataclasses.replace(placement, source="layout")
+            plain, layout = float(step.total[0]), float(step.total.min())
+            found.append(dataclasses.replace(f, placement=placement, plain=plain, layout=layout))
+        return found

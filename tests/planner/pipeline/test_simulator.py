@@ -1,14 +1,16 @@
 """The simulator replays the executor's tables: against a plain replay, closed forms, and invariants for any times."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paxtrain.schedule.table import ALONG, BETWEEN, IDLE
-from planner.pipeline import ideal
+from planner.pipeline import ideal, simulator
 from planner.pipeline.rows import Table
-from planner.pipeline.simulator import Seconds, concatenate, pipeline, timeline
+from planner.pipeline.simulator import Seconds, concatenate, pipeline, take, timeline
 
 TABLES = [
     *[
@@ -226,6 +228,27 @@ def test_the_timeline_is_the_same_run(table):
     for what in "FBW" if table.schedule == "zb_h1" else "FB":
         virtual = {e.virtual_stage for e in events if e.what == what}
         assert virtual == set(range(table.stages * table.chunks))
+
+
+def test_equal_candidates_are_replayed_once_and_remembered(monkeypatch):
+    """Nor is a candidate taken for another that differs from it by one rounding of one duration (negative control)."""
+    table, replayed_now = Table("1f1b", 3, 7), []
+    plain = simulator._Replay.run
+    monkeypatch.setattr(
+        simulator._Replay, "run", lambda self, *how: (replayed_now.append(self.now.shape[1]), plain(self, *how))[1]
+    )
+    monkeypatch.setattr(simulator, "_KNOWN", {})
+    durations = drawn(table, batch=4, seed=11)
+    twice = take(durations, np.array([0, 1, 0, 2, 1]))
+    expected = [replayed(table, twice, i) for i in range(5)]
+    for _ in range(2):
+        np.testing.assert_allclose(pipeline(table, twice), expected, rtol=1e-12)
+    assert replayed_now == [3]
+    other = dataclasses.replace(twice, forward=twice.forward.copy())
+    other.forward[0, 2] = np.nextafter(other.forward[0, 2], 9)
+    pipeline(table, other)
+    pipeline(table, twice, overlap=False)
+    assert replayed_now == [3, 1, 3]
 
 
 def test_a_batch_of_batches_is_each_of_them():

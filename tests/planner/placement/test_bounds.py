@@ -14,7 +14,7 @@ from planner.cost.candidate import Candidate
 from planner.cost.coded import LOW_RANK, Coded
 from planner.cost.link_seconds import fabric
 from planner.cost.step_time import Problem
-from planner.placement import bounds, exact
+from planner.placement import bounds, exact, matching
 from tests.planner.examples import MODEL, cluster, placements
 
 
@@ -124,4 +124,4 @@ def test_bottleneck_is_that_of_the_best_permutation():
     cost = np.random.default_rng(0).random((6, 6))
     np.fill_diagonal(cost, np.inf)
     best = min(max(cost[i, j] for i, j in enumerate(p)) for p in itertools.permutations(range(6)))
-    assert bounds.bottleneck(cost) == best
+    assert matching.bottleneck(cost) == best

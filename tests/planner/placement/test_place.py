@@ -144,7 +144,7 @@ def test_moves_are_pipettes_five(size):
         swapped[i], swapped[j] = j, i
         kinds.setdefault(tuple(swapped), set()).add("swap")
     seen = set()
-    for row in anneal.moves(rng, 500, size).tolist():
+    for row in anneal.moves(rng, 500, size).sources(size).tolist():
         assert tuple(row) in kinds, row
         assert row != plain or size == 2
         seen |= {frozenset(kinds[tuple(row)])}
