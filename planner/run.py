@@ -78,28 +78,39 @@ def _check_data(group: ProcessGroup, config: Config) -> None:
     group.gather(problem, verdict)
 
 
-def _decide(group: ProcessGroup, machines: Machines, request: PlanRequest, progress: supervised.Progress) -> Decision:
+def _given_plan(group: ProcessGroup) -> plans.Plan | None:
+    """Return the plan of --plan=FILE, which process 0 reads for all; None if the plan is to be made."""
+    path = flags.FLAGS.plan
+    return None if path == AUTO else plans.from_json(group.gather(None, lambda _: plans.to_json(plans.load(path))))
+
+
+def _decide(
+    group: ProcessGroup,
+    machines: Machines,
+    request: PlanRequest,
+    progress: supervised.Progress,
+    given: plans.Plan | None,
+) -> Decision:
     """Return the plan that --plan and --replan ask for, the same on every process."""
     f, began = flags.FLAGS, time.monotonic()
-    if f.plan == AUTO:
+    if given is None:
         return job_plan.decide(group, machines, request, "", progress)
 
-    def read(_: object) -> tuple[dict[str, object], str]:
-        plan = plans.load(f.plan)
-        reason = allocation.why_not(plan, machines)
+    def judge(_: object) -> str:
+        reason = allocation.why_not(given, machines)
         if reason and not f.replan:
             raise UserError(
                 f"the plan {f.plan} is not for these nodes: {reason}; start on its nodes, or plan anew with --replan"
             )
         if reason:
             sections(request.values)
-        return plans.to_json(plan), reason
+        return reason
 
-    given, reason = group.gather(None, read)
+    reason = group.gather(None, judge)
     if reason:
         why = f"{f.plan} is not for these nodes: {reason}"
         return job_plan.decide(group, machines, request, why, progress)
-    return Decision(plans.from_json(given), f"{f.plan}, for these nodes", time.monotonic() - began, given=True)
+    return Decision(given, f"{f.plan}, for these nodes", time.monotonic() - began, given=True)
 
 
 def _record(decision: Decision, machines: Machines, config: Config, processes: int) -> None:
@@ -167,6 +178,7 @@ def main(argv: Sequence[str]) -> None:
         distributed.initialize(*launched, supervised.heartbeat(os.environ))
         group = ProcessGroup(f.answer_timeout)
         with group.ends_together():
+            chosen = _given_plan(group)
             if f.gpus is not None:
                 allocation.check_devices(group, f.gpus, f.host_name or socket.gethostname())
             machines = find_machines(group, f.rack, f.host_name, f.site)
@@ -174,7 +186,7 @@ def main(argv: Sequence[str]) -> None:
             group.gather(None, lambda _: held.enter_context(RunLock(out)) and None)
             _check_data(group, neutral)
             request = PlanRequest(values, options, out, f.profile_seconds, f.profile_age, f.compute_hosts)
-            decision = _decide(group, machines, request, progress)
+            decision = _decide(group, machines, request, progress, chosen)
             if group.process == 0:
                 print(job_plan.describe(decision, machines), flush=True)
             if not decision.given:

@@ -17,6 +17,8 @@ from paxtrain.errors import UserError
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings"}
 # Sequence sizes are int32 in the format, and a token is at least a byte.
 _LARGEST_DOCUMENT = 2**31 - 2
+# Folders of the whole machine and of the kernel: no corpus, and some files there have no end.
+_NO_CORPUS = ("/", "/dev", "/proc", "/sys")
 
 
 def stdlib_files() -> list[str]:
@@ -31,13 +33,15 @@ def input_files(inputs: Sequence[str]) -> list[str]:
     A folder names all files below it except hidden ones.
 
     Raises:
-        UserError: there are no inputs, or one of them names no file.
+        UserError: there are no inputs, or one of them names no file, or the whole machine.
     """
     if not inputs:
         raise UserError("--input is empty; name text files, folders or globs, or `stdlib`")
     files: list[str] = []
     for name in inputs:
         path = Path(name)
+        if (folder := _walked(name)) in _NO_CORPUS:
+            raise UserError(f"--input={name} would read all below {folder}, which is no text; name a narrower folder")
         if name == "stdlib":
             found = stdlib_files()
         elif os.path.isfile(name):
@@ -55,6 +59,14 @@ def input_files(inputs: Sequence[str]) -> list[str]:
         # A document under two names could be both held out and trained on.
         once.setdefault(os.path.realpath(file), file)
     return list(once.values())
+
+
+def _walked(name: str) -> str | None:
+    """Return the folder below which an input names files at all depths, without links; None for other inputs."""
+    if os.path.isdir(name):
+        return os.path.realpath(name)
+    above = Path(name.partition("**")[0] + "x").parent if "**" in name else None
+    return None if above is None or glob.has_magic(str(above)) else os.path.realpath(above)
 
 
 def _hidden(path: Path) -> bool:

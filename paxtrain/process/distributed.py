@@ -32,6 +32,11 @@ _BAD_INPUT = -1  # in place of an error number
 _INTERACTIVE = "4294967290"  # SLURM's step number for the shell of salloc, which is not a task
 # Variables with the number of tasks of a launch. jax.distributed reads the other variables itself.
 _SIZES = {"SLURM": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
+# Variables with other numbers that jax takes from them.
+_NUMBERS = {
+    "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
 
 
 def define_flags() -> None:
@@ -43,26 +48,46 @@ def define_flags() -> None:
     flags.register_validator("coordinator_timeout", math.isfinite, "it must be a number of seconds")
 
 
+def _number(environment: Mapping[str, str], variable: str) -> int:
+    """Return the number that a launcher's variable has, 1 if it is not set.
+
+    Raises:
+        UserError: It has something else.
+    """
+    text = environment.get(variable, "1")
+    number = whole(text)
+    if number is None:
+        raise UserError(
+            f"the environment has {variable}={text[:40]!r}, where the launcher puts a number; start the processes with "
+            f"the launcher, or unset {variable}"
+        )
+    return number
+
+
 def detect(environment: Mapping[str, str]) -> str | None:
     """Return the name of the launcher that started this process as one of several, or None.
 
     SLURM and Open MPI are recognised by their number of tasks, Kubernetes by an indexed Job's JOB_COMPLETION_INDEX.
 
     Raises:
-        UserError: The process runs in the shell of an allocation of several tasks or nodes, and would use only a part.
+        UserError: The process runs in the shell of an allocation of several tasks or nodes, and would use only a part;
+            or a variable of the launcher has no number.
     """
     step = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_STEP_ID") != _INTERACTIVE
     for launcher, variable in _SIZES.items():
         # The shells of salloc and sbatch have a number of tasks too (sbatch also SLURM_PROCID=0); only srun makes
         # steps.
         started = launcher != "SLURM" or step
-        if started and int(environment.get(variable, "1")) > 1:
+        if started and _number(environment, variable) > 1:
+            for numbers in _NUMBERS[launcher]:  # jax reads them
+                _number(environment, numbers)
             return launcher
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        _number(environment, "JOB_COMPLETION_INDEX")
         return "Kubernetes"
     if "SLURM_JOB_ID" in environment and not step and "OMPI_COMM_WORLD_SIZE" not in environment:
         for variable, what in (("SLURM_NTASKS", "tasks"), ("SLURM_JOB_NUM_NODES", "nodes")):
-            if (count := int(environment.get(variable, "1"))) > 1:
+            if (count := _number(environment, variable)) > 1:
                 raise UserError(
                     f"this process is in SLURM's allocation of {count} {what}, but not one of its tasks; start it with "
                     "srun, or with srun --nodes=1 --ntasks=1 to run it alone"
@@ -84,7 +109,7 @@ def alone(coordinator: str | None, processes: int | None, process: int | None) -
 def expected_processes(environment: Mapping[str, str]) -> int:
     """Return the number of processes that the launcher started, or 1 if it does not say."""
     launcher = detect(environment)
-    return int(environment[_SIZES[launcher]]) if launcher in _SIZES else 1
+    return _number(environment, _SIZES[launcher]) if launcher in _SIZES else 1
 
 
 def _local_devices(environment: Mapping[str, str]) -> list[int] | None:

@@ -14,9 +14,12 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+from paxtrain.errors import UserError, whole
+
 VARIABLE = "PAXTRAIN_PROGRESS"
 # Variable with the seconds without a heartbeat of one process after which jax's coordination service ends all others.
 HEARTBEAT = "PAXTRAIN_HEARTBEAT_SECONDS"
+_LONGEST_HEARTBEAT = 10**6  # seconds
 _LENGTH = 8192  # bytes of the line, always the same, so that a short one overwrites all of a longer one
 _TEXT = 600  # most characters of an error; JSON makes up to six bytes of each
 
@@ -92,8 +95,19 @@ class Progress:
 
 
 def heartbeat(environment: Mapping[str, str]) -> int | None:
-    """Return the heartbeat limit in seconds that the supervisor asks for, or None."""
-    return int(environment.get(HEARTBEAT, 0)) or None
+    """Return the heartbeat limit in seconds that the supervisor asks for, or None.
+
+    Raises:
+        UserError: The variable has no number.
+    """
+    text = environment.get(HEARTBEAT, "0")
+    seconds = whole(text, _LONGEST_HEARTBEAT)
+    if seconds is None:
+        raise UserError(
+            f"the environment has {HEARTBEAT}={text[:40]!r}, where supervisors put seconds, {_LONGEST_HEARTBEAT} at "
+            "most; unset it"
+        )
+    return seconds or None
 
 
 def read(path: str | pathlib.Path) -> dict[str, Any] | None:

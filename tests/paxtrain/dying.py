@@ -1,4 +1,4 @@
-"""Runs of paxtrain.train that die at a chosen moment: at their n-th write into a folder, or when somebody kills them.
+"""Runs of a main that die at a chosen moment: at their n-th write into a folder, or when somebody kills them.
 
 A small library, loaded before libc, counts the calls that change something in the folder: of Python, of orbax and of
 tensorstore's threads alike. At the n-th one it kills the process, after half of a write has been done. Each run is a
@@ -127,9 +127,12 @@ _SERVER = """
 import gc, json, os, sys, traceback
 import paxtrain.run.training, tensorboardX, orbax.checkpoint, tensorstore, matplotlib.figure
 from paxtrain import command_line
+from planner.measure import compute_timing
 from tests import mains
 
-train = mains.load("paxtrain.train")
+name = sys.argv[1]
+main = mains.load(name)
+compute_timing._LEAST = 0.002  # the accuracy of what planner.run measures does not matter here
 gc.collect()
 gc.freeze()  # else each fork copies all that the modules hold when it collects garbage
 
@@ -141,9 +144,11 @@ for line in sys.stdin:
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        sys.argv = ["paxtrain.train", *job["arguments"]]
+        sys.argv = [name, *job["arguments"]]
+        if job["start_only"]:
+            main.training.train_together = lambda *_: sys.exit(0)
         try:
-            command_line.run(train.main, train.define_flags)
+            command_line.run(main.main, main.define_flags)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -159,18 +164,19 @@ for line in sys.stdin:
 
 
 class DyingRuns:
-    """Runs of paxtrain.train in forks of one process, as a context manager.
+    """Runs of a main in forks of one process, as a context manager.
 
     Attributes:
         log: file with the output of all runs.
     """
 
-    def __init__(self, home: pathlib.Path, folder: pathlib.Path) -> None:
+    def __init__(self, home: pathlib.Path, folder: pathlib.Path, main: str = "paxtrain.train") -> None:
         """Start the process.
 
         Args:
             home: folder for the library, the counter, the log and jax's cache of programs.
             folder: folder whose changes are counted.
+            main: module of the main.
         """
         home.mkdir(parents=True, exist_ok=True)
         self.log = home / "log"
@@ -191,7 +197,7 @@ class DyingRuns:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
         }
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER],
+            [sys.executable, "-c", _SERVER, main],
             env=os.environ | own,
             cwd=ROOT,
             stdin=subprocess.PIPE,
@@ -205,16 +211,17 @@ class DyingRuns:
         assert said[:1] == [word], f"{said}, {self.log.read_text()[-3000:] if self.log.exists() else ''}"
         return int(said[1])
 
-    def start(self, arguments: Sequence[Any], dies_at: int = 0) -> int:
+    def start(self, arguments: Sequence[Any], dies_at: int = 0, start_only: bool = False) -> int:
         """Start a run and return its process.
 
         Args:
-            arguments: flags of paxtrain.train.
+            arguments: flags of the main.
             dies_at: number of the change at which it dies; 0: never.
+            start_only: whether planner.run ends when it would begin to train.
         """
         self._shared[0], self._shared[1] = 0, dies_at
         assert self._server.stdin is not None
-        job = {"arguments": list(map(str, arguments)), "log": str(self.log)}
+        job = {"arguments": list(map(str, arguments)), "log": str(self.log), "start_only": start_only}
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
         return self._hear("started")
@@ -223,9 +230,9 @@ class DyingRuns:
         """Wait for the end of the run, and return its exit code, or less than 0 for a signal."""
         return os.waitstatus_to_exitcode(self._hear("ended"))
 
-    def run(self, arguments: Sequence[Any], dies_at: int = 0) -> int:
+    def run(self, arguments: Sequence[Any], dies_at: int = 0, start_only: bool = False) -> int:
         """Run to the end; see `start` and `wait`."""
-        self.start(arguments, dies_at)
+        self.start(arguments, dies_at, start_only)
         return self.wait()
 
     @property

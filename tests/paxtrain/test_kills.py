@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from paxtrain.run import checkpoint_reading, metrics, sampling
+from planner.run import FINISHED
 from tests.paxtrain.dying import ROOT, DyingRuns
 from tests.paxtrain.training import corpus, curve
 
@@ -103,6 +104,36 @@ def test_a_kill_at_every_write_of_a_start_blocks_nothing(data, tmp_path, how):
                 killed, ended = killed + 1, 0
             same_end(out, reference)
             at += 1
+    print(f"{how}: {killed} kills at calls {FIRST} to {at - 1}, all continued")
+
+
+@pytest.mark.parametrize("how", ["fresh", "again"])
+def test_a_kill_at_every_write_of_a_planned_start_blocks_nothing(data, tmp_path, how):
+    """planner.run measures, plans and trains; what it writes before it trains is killed here, and the rest above.
+
+    The next start trains to the end. A start that measures anew may choose another plan, so losses need not be equal.
+    """
+    out = tmp_path / "run" / "out"
+    out.parent.mkdir()
+    flags = [*arguments(data, out, run__steps=2, checkpoint__every=2), f"--out={out}", "--num_processes=1"]
+    flags += ["--profile_seconds=1", "--micro_batch=2", "--compress=none", "--host_name=a"]
+    with DyingRuns(tmp_path / "dying", out.parent, "planner.run") as runs:
+        at, killed = FIRST, 0
+        while killed < MOST:
+            shutil.rmtree(out, ignore_errors=True)
+            if how == "again":  # as after a start that was killed before its first step
+                assert runs.run(flags, start_only=True) == 0, runs.log.read_text()[-3000:]
+            code = runs.run(flags, at, start_only=True)
+            if code == 0:
+                assert runs.changes < at
+                break
+            assert code == -signal.SIGKILL, runs.log.read_text()[-3000:]
+            assert runs.run(flags) == 0, f"at {at}: {runs.log.read_text()[-3000:]}"
+            losses = {row["step"]: row["loss"] for row in curve(out) if "loss" in row}
+            assert sorted(losses) == [1, 2] and np.isfinite(list(losses.values())).all()
+            assert (out / FINISHED).exists() and (out / "plan.json").exists()
+            killed, at = killed + 1, at + 1
+        assert killed >= min(MOST, 10)
     print(f"{how}: {killed} kills at calls {FIRST} to {at - 1}, all continued")
 
 

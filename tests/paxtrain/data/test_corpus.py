@@ -21,7 +21,14 @@ def test_inputs_are_files_folders_and_globs_each_file_once(texts):
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
-    [([], r"--input is empty"), (["no/such/*.txt"], r"--input=no/such/\*\.txt names no files")],
+    [
+        ([], r"--input is empty"),
+        (["no/such/*.txt"], r"--input=no/such/\*\.txt names no files"),
+        (["/"], r"--input=/ would read all below /, .*; name a narrower folder"),
+        (["/usr/.."], "would read all below /,"),
+        (["/**/*.txt"], "would read all below /,"),
+        (["/proc/**"], "would read all below /proc,"),
+    ],
 )
 def test_inputs_without_files(inputs, message):
     with pytest.raises(UserError, match=message):

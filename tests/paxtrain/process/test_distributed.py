@@ -83,6 +83,23 @@ def test_the_shell_of_an_allocation_is_no_task_of_it(joined, monkeypatch, count,
     assert joined == []
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"SLURM_NTASKS": "abc"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "-1"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": ""},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1e9"},
+        {"OMPI_COMM_WORLD_SIZE": "9" * 5000},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "x"},
+    ],
+)
+def test_a_launchers_variable_without_a_number_is_bad_input(wrong):
+    *_, name = wrong
+    with pytest.raises(UserError, match=f"the environment has {name}='.{{0,40}}', where the launcher puts a number"):
+        distributed.detect({"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-4]", **wrong})
+
+
 def test_alone_without_flags_and_launcher(joined):
     distributed.initialize(None, None, None, 1)
     assert joined == []

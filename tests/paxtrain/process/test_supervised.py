@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from paxtrain.errors import UserError
 from paxtrain.process import supervised
 from paxtrain.process.supervised import HEARTBEAT, VARIABLE, Progress, read
 
@@ -122,3 +123,5 @@ def test_a_step_pays_microseconds(progress):
 def test_the_heartbeat_that_the_parent_asks_for():
     assert supervised.heartbeat({}) is None
     assert supervised.heartbeat({HEARTBEAT: "260"}) == 260
+    with pytest.raises(UserError, match=f"{HEARTBEAT}='soon', where supervisors put seconds"):
+        supervised.heartbeat({HEARTBEAT: "soon"})
