@@ -22,7 +22,7 @@ from paxtrain.data.tokenizer import (
     SMALLEST_BPE_VOCABULARY,
     bytes_tokenizer,
     cuts,
-    errors_of_library,
+    encoded,
     gpt2_tokenizer,
     kept_tokenizer,
     pieces,
@@ -152,8 +152,7 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer, end: int, training: TokenWrite
     """Write the ids of all documents, each followed by the id `end`."""
     with tqdm(desc="encoding", total=corpus.characters, unit=" chars", unit_scale=True, disable=None) as progress:
         for batch in _batches(corpus, cuts(tokenizer)):
-            with errors_of_library("the tokenizer cannot encode the text"):
-                encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+            encodings = encoded(tokenizer, [piece.text for piece in batch], "the tokenizer cannot encode the text")
             for piece, encoding in zip(batch, encodings, strict=True):
                 writer = validation if piece.held_out else training
                 writer.extend(encoding.ids)

@@ -7,9 +7,11 @@ A text that happens to contain `<|endoftext|>` is encoded like any other text.
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from paxtrain.errors import UserError
 
@@ -21,6 +23,8 @@ SMALLEST_BPE_VOCABULARY = BYTES + 1
 # GPT-2's pattern never joins a character with a space or newline after it, so encoding each side alone gives the same.
 _BOUNDARY = re.compile(r"\S(?=[ \n])")
 _PIECE_CHARACTERS = 2**16
+# Processor seconds that an encoding may take, and those it may take more for each character. The library needs 1e-6.
+_LIMIT, _LIMIT_PER_CHARACTER = 3.0, 2e-5
 
 
 @contextlib.contextmanager
@@ -56,6 +60,48 @@ def errors_of_library(message: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise UserError(f"{message}: {' '.join(str(error).split())}") from error
+
+
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], message: str, special: bool = False) -> list[Encoding]:
+    """Return the encodings of texts, and bound the processor time that they take.
+
+    A regular expression may stay just below the library's limit of steps at every character. An encoding cannot be
+    interrupted, so it runs in a thread that the process does not wait for when it ends.
+
+    Args:
+        tokenizer: the tokenizer.
+        texts: the texts.
+        message: what cannot be done if it fails.
+        special: whether the tokenizer adds special tokens.
+
+    Raises:
+        UserError: the library cannot encode them, or takes too long.
+    """
+    found: list[list[Encoding]] = []
+    errors: list[BaseException] = []
+
+    def encode() -> None:
+        try:
+            found.append(tokenizer.encode_batch_fast(list(texts), add_special_tokens=special))
+        except BaseException as error:  # panics are no Exceptions
+            errors.append(error)
+
+    characters = sum(map(len, texts))
+    limit = _LIMIT + _LIMIT_PER_CHARACTER * characters
+    until = time.process_time() + limit
+    thread = threading.Thread(target=encode, daemon=True)
+    with errors_of_library(message):
+        thread.start()
+        while thread.is_alive() and time.process_time() < until:
+            thread.join(0.1)
+        if errors:
+            raise errors[0]
+        if not found:
+            raise TimeoutError(
+                f"{characters:,} characters took more than {limit:.0f} s of the processor, so the regular expression "
+                f"in its {FILE} is too slow"
+            )
+    return found[0]
 
 
 def _byte_level(model: models.Model, *, split_words: bool) -> Tokenizer:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from paxtrain.config import Config, ModelConfig, from_dict
 from paxtrain.data.tokenizer import FILE as TOKENIZER
-from paxtrain.data.tokenizer import errors_of_library
+from paxtrain.data.tokenizer import encoded, errors_of_library
 from paxtrain.data.tokenizer import load as load_tokenizer
 from paxtrain.errors import UserError
 from paxtrain.model import transformer
@@ -130,8 +130,9 @@ def sample(
         UserError: There is no good checkpoint, no tokenizer that fits it, or the prompt has no token.
     """
     params, config, tokenizer = load(directory, step)
-    with errors_of_library(f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot encode --prompt"):
-        ids = tokenizer.encode(prompt).ids
+    message = f"the tokenizer {pathlib.Path(directory) / TOKENIZER} cannot encode --prompt"
+    [encoding] = encoded(tokenizer, [prompt], message, special=True)
+    ids = encoding.ids
     if not ids:
         raise UserError(f"--prompt must hold at least one token, got {prompt!r}")
     config_model = dataclasses.replace(config.model, embedding_dropout=0.0, residual_dropout=0.0, attention="auto")

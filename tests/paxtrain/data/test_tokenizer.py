@@ -65,3 +65,19 @@ def test_a_pattern_that_takes_too_many_steps_is_a_sentence(tmp_path, capfd):
         prepare([str(tmp_path / "text.txt")], tmp_path / "out", PrepareOptions(str(tmp_path / "tokenizer.json")))
     assert not list((tmp_path / "out").iterdir())
     assert "panicked" not in capfd.readouterr().err
+
+
+def test_an_expression_that_is_slow_at_every_character_is_bounded(tmp_path, monkeypatch):
+    """Each run of a's takes a tenth of a second, below the library's limit of steps; all go on in a thread."""
+    slow = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[]))
+    slow.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    slow.save(str(tmp_path / "slow.json"))
+    options = PrepareOptions(tokenizer=str(tmp_path / "slow.json"))
+    text = tmp_path / "text.txt"
+    text.write_text("ab" * 20)
+    assert prepare([str(text)], tmp_path / "out", options).vocab_size == 3
+    monkeypatch.setattr("paxtrain.data.tokenizer._LIMIT", 0.02)
+    text.write_text(("a" * 27 + "b") * 8)
+    with pytest.raises(UserError, match=r"cannot encode the text: 2\d\d characters took more than 0 s of the proc"):
+        prepare([str(text)], tmp_path / "again", options)
+    assert not list(tmp_path.glob("again/*.idx"))
