@@ -1,7 +1,6 @@
 """Settings of the whole process, which mains make and imports never do."""
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -17,22 +16,6 @@ def use_one_blas_thread() -> None:
     data took 3 to 30 times as long on two cores. LAPACK reads the variable when it is loaded, at its first use.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-# Settings of mallopt, from glibc's malloc.h: no allocation has a mapping of its own, freed memory stays at the end of
-# the heap, and all threads share one heap.
-_KEPT = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 1 << 30), "M_ARENA_MAX": (-8, 1)}
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next allocation; other C libraries stay as they are.
-
-    glibc returns a step's big buffers to the system, and the next step faults them in again, page by page. For the
-    steps of a study that was a tenth of their processor time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for setting, value in _KEPT.values() if mallopt else ():
-        mallopt(setting, value)
 
 
 @contextlib.contextmanager

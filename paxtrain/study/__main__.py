@@ -20,7 +20,6 @@ from paxtrain.config import Config, from_dict
 from paxtrain.config.options import PLACES, PROBED
 from paxtrain.errors import UserError, whole
 from paxtrain.parallel.mesh import MOST_CPU_DEVICES
-from paxtrain.process.setup import keep_freed_memory
 from paxtrain.study import frontier, loss_probe, plots, propagation, report
 from paxtrain.study.loss_probe_file import FILE
 from paxtrain.study.report import VariantResult
@@ -149,7 +148,6 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} is of {' and '.join(f'--{mode}' for mode in of)}; add one of them")
     # On CPUs scipy's OpenBLAS factorises the small matrices; with more threads it would spend its time on waking them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    keep_freed_memory()
     config = from_dict(f.config)
     if config.mesh.devices > MOST_CPU_DEVICES:
         raise UserError(

@@ -93,26 +93,17 @@ def fabric(cluster: Cluster, quantile: float | None = None, sample: int | None =
 
 
 def _counted(hosts: Array, crossing: Array, size: int, count: int) -> tuple[Array, Array]:
-    """Return how many flows leave (or enter) by each host or NIC, if each crossing has `size`.
+    """Return how many flows leave (or enter) by each host or NIC [batch * count], and each group's place in them.
 
     Args:
         hosts: [batch, ...] host or NIC of each group.
-        crossing: bool [batch, ...] groups whose flows count.
+        crossing: bool [batch, ...] groups whose flows count, `size` of each.
         size: flows of a group.
         count: number of hosts or NICs.
-
-    Returns:
-        Flows [batch * count], and where in them each group's host is, [batch, ...].
     """
     batch = len(hosts)
     place = np.arange(batch).reshape(-1, *[1] * (hosts.ndim - 1)) * count + hosts
     return np.bincount(place.ravel(), weights=crossing.ravel() * float(size), minlength=batch * count), place
-
-
-def _alone(links: Fabric, here: Array, there: Array) -> tuple[Array, Array]:
-    """Return latency and seconds per byte [...] of flows alone from hosts [...] to others."""
-    link = here * len(links.alpha) + there  # of the matrices laid flat, in which numpy finds entries sooner
-    return links.alpha.ravel().take(link), links.per_byte.ravel().take(link)
 
 
 def _on_rails(links: Fabric, places: Array, onward: Array, counted: Array, tensor: int) -> tuple[Array, Array]:
@@ -163,7 +154,8 @@ def _over_links(
         shares: what `_shares` returns, if it is known.
     """
     here, there = links.hosts(places), links.hosts(onward)
-    latency, slowness = _alone(links, here, there)
+    link = here * len(links.alpha) + there  # of the matrices laid flat, in which numpy finds entries sooner
+    latency, slowness = links.alpha.ravel().take(link), links.per_byte.ravel().take(link)
     if links.rails:
         apart = here != there
         share, changes = _on_rails(links, places, onward, counted, tensor)
@@ -186,9 +178,8 @@ def _shares(links: Fabric, here: Array, there: Array, counted: Array, tensor: in
         return np.ones(1)
     count = len(links.alpha)
     leaving, place = _counted(here, counted, tensor, count)
-    onward = place + (there - here)
     entering = leaving if closed else _counted(there, counted, tensor, count)[0]
-    crowd = np.maximum(leaving[place], entering[onward])
+    crowd = np.maximum(leaving[place], entering[place + (there - here)])
     return np.where(here != there, np.maximum(np.maximum(crowd, tensor) / links.nics, 1.0), 1.0)
 
 
