@@ -135,13 +135,7 @@ def decode(p: jax.Array, w: jax.Array, dtype: jnp.dtype, *, implementation: str 
 
 
 def residual(
-    m: jax.Array,
-    p: jax.Array,
-    w: jax.Array,
-    active: jax.Array | bool = True,
-    *,
-    keep: bool = False,
-    implementation: str = "xla",
+    m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, implementation: str = "xla"
 ) -> jax.Array:
     """Return the part of m that the factors lose: m - decode(p, w), in m's dtype.
 
@@ -150,14 +144,12 @@ def residual(
         p: left factor [*, n, r].
         w: right factor [*, k, r].
         active: if it is False, m is returned, bit for bit.
-        keep: whether the result takes other memory than m's (not together with `active`). If it goes where neither m
-            nor its memory is, such as into a loop's state, that saves a copy. Mosaic's kernels do not know it.
         implementation: one of IMPLEMENTATIONS.
     """
     if units := _units(implementation, m.shape[-2:], p.shape[-1], m.dtype, p.dtype):
         return mosaic.residual(units, m, p, w, active)
     if uses_kernels(implementation):
-        return triton.residual(m, p, w, active, keep=keep, interpret=implementation == "interpret")
+        return triton.residual(m, p, w, active, interpret=implementation == "interpret")
     e = _add(m, -decode(p, w, m.dtype))
     return e if active is True else jnp.where(active, e, m)
 

@@ -179,8 +179,7 @@ def _exchange(kept: Projected, axis: Axis | None, implementation: str, form: str
 def _update(arrived: Arrived, kept: Projected, implementation: str) -> tuple[PowerState[list[jax.Array]], LeftOut]:
     """Return the next state and this rank's errors; the arguments are those of `mean_lowrank`."""
     errors = [
-        kernels.residual(m, p, w, keep=True, implementation=implementation)
-        for m, p, w in zip(kept.m, arrived.p, arrived.own)
+        kernels.residual(m, p, w, implementation=implementation) for m, p, w in zip(kept.m, arrived.p, arrived.own)
     ]
     qs = [lax.dynamic_update_slice(q, new, (0, 0)) for q, new in zip(kept.q, _by_shape(_warm_start, arrived.w))]
     return PowerState(errors, qs), LeftOut(squares(errors), squares(kept.m))

@@ -263,25 +263,18 @@ def decode(p: jax.Array, w: jax.Array, dtype: DTypeLike, *, interpret: bool = Fa
 
 
 def residual(
-    m: jax.Array,
-    p: jax.Array,
-    w: jax.Array,
-    active: jax.Array | bool = True,
-    *,
-    keep: bool = False,
-    interpret: bool = False,
+    m: jax.Array, p: jax.Array, w: jax.Array, active: jax.Array | bool = True, *, interpret: bool = False
 ) -> jax.Array:
-    """Return m - p w^T, as kernels.residual does, in the memory of m unless `keep`.
+    """Return m - p w^T, as kernels.residual does, in the memory of m.
 
     Args:
         m: matrix [*, n, k].
         p: left factor [*, n, r].
         w: right factor [*, k, r].
         active: if it is False, m is returned, bit for bit.
-        keep: whether the result takes other memory than m's.
         interpret: whether Pallas's interpreter runs the kernel.
     """
-    return _rows("lowrank_residual", m.shape, m.dtype, active=active, m=m, p=p, w=w, keep=keep, interpret=interpret)[0]
+    return _rows("lowrank_residual", m.shape, m.dtype, active=active, m=m, p=p, w=w, interpret=interpret)[0]
 
 
 def project(

@@ -355,12 +355,6 @@ def test_codecs_send_their_bytes_under_compute(codec, options):
     assert_codec_sends_under_compute(trained, compiled(trained).as_text(), exposed=2 if codec == "topk" else 1)
 
 
-@pytest.mark.slow
-def test_low_rank_over_data_copies_nothing_but_states():
-    trained = compressed(backward="all", data="all", data_rank=16, data_start=0.0, implementation="triton")
-    assert_large_copies_are_of_states(trained, compiled(trained).as_text())
-
-
 def test_flash_attention_stays_within_documents():
     config = small()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, separator=50256))
