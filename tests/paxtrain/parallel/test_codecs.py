@@ -386,7 +386,7 @@ def test_groups_that_do_not_fit_are_refused(changes, words):
 def test_groups_whose_parts_would_not_be_equal_are_refused(codec):
     made = Compression(Layout(config((10, 1, 1), data_inside=5, **codec)))
     with pytest.raises(UserError, match=r"compress\.data\.inside=5 cuts no kernel of a layer"):
-        made.check()
+        checks.check(made)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,6 +146,7 @@ def test_without_some_hosts_nothing_else_changes():
             source="here",
         )
     )
+    made = dataclasses.replace(made, host_seconds=0.1)
     left = cluster.without(made, ["c", "a"])
     assert (left.hosts, left.kinds, left.memory.tolist()) == (("b", "d"), ("a100-80gb",) * 2, [2e9, 4e9])
     for one, i in enumerate((1, 3)):
@@ -156,6 +157,7 @@ def test_without_some_hosts_nothing_else_changes():
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
     kept = ("name", "source", "devices_per_host", "nics", "rails", "fan_out", "named", "shares", "parts", "sheets")
+    kept = (*kept, "host_seconds")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)
