@@ -181,7 +181,7 @@ def test_the_study_takes_the_command_of_the_probe(tmp_path):
     command = [*adaptive.probe_command("runs/data", 0, tmp_path), "--axes=sideways"]  # the first that is refused
     done = subprocess.run(command, cwd=scenario.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --axes must be some of backward, forward, data with --probe")
+    assert done.stderr.startswith("error: --axes must be some of backward, forward, data, embedding with --probe")
 
 
 def test_processes_of_one_machine_are_one_host():
