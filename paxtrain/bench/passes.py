@@ -61,7 +61,7 @@ def cases(implementation: str = "triton") -> list[CodecCase]:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What programs read and write.
+    """Passes over memory that a codec's compiled programs make.
 
     Attributes:
         encode: bytes to encode, in multiples of the message's.

@@ -82,7 +82,7 @@ class TableCodec:
 
     @property
     def _swaps(self) -> bool:
-        """Whether the first and the last stage exchange gradients."""
+        """Return whether the first and the last stage exchange gradients."""
         return self._tied and self.layout.stages > 1
 
     @property
@@ -118,7 +118,7 @@ class TableCodec:
 
     @property
     def _gathers(self) -> bool:
-        """Whether a tied table's parts are gathered in the end; `Scattered` gathers those of others."""
+        """Return whether a tied table's parts are gathered in the end; `Scattered` gathers those of others."""
         return self._tied and self.shard.ranks > 1 and self.layout.data_dims()["embedding"]["token"] < 0
 
     def init(self) -> TableState:

@@ -61,7 +61,7 @@ POINTS = (
 
 
 class Axis(NamedTuple):
-    """What travels on an axis of the frontier.
+    """An axis of the frontier: the messages that travel on it, and the place of their codec.
 
     Attributes:
         place: place of its codec in the configuration, of config.options.PLACES.

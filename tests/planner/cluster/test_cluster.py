@@ -156,8 +156,8 @@ def test_without_some_hosts_nothing_else_changes():
             assert (left.samples[:, one, other] == made.samples[:, i, j]).all()
             assert left.bandwidth[one, other] == made.bandwidth[i, j]
     assert left.compute == (ROW, ROW | {"save": "layer_inputs"})  # the other kind has no device left
-    kept = ("name", "source", "devices_per_host", "nics", "rails", "fan_out", "named", "shares", "parts", "sheets")
-    kept = (*kept, "host_seconds")
+    links = ("nics", "rails", "fan_out")
+    kept = ("name", "source", "devices_per_host", *links, "named", "shares", "parts", "sheets", "host_seconds")
     assert all(getattr(left, name) == getattr(made, name) for name in kept)
     changed = {"hosts", "kinds", "memory", "alpha", "samples", "measured", "compute", "sites", "trunks"}
     assert left.sites == made.sites[1::2] == (1, 1)
