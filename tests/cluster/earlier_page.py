@@ -1,4 +1,4 @@
-"""What an earlier results page says of experiments without records here: their sections and targets stay."""
+"""What the results page says of experiments whose records are lost: their sections and targets stay."""
 
 import dataclasses
 import pathlib

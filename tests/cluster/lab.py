@@ -6,7 +6,6 @@ hour more, run if they are named: --experiments=paper,sooner,adaptive. With --sc
 profiled, planned for and trained on, plan after plan, and the plans are compared.
 """
 
-import json
 import os
 import pathlib
 import platform
@@ -20,7 +19,7 @@ from absl import flags
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
 from paxtrain.run import checkpoint
-from tests.cluster import hosts, results, scenario
+from tests.cluster import hosts, records, results, scenario
 from tests.cluster.experiments import (
     adaptive,
     breakage,
@@ -72,26 +71,28 @@ _RESTARTS = 2  # of an experiment whose session broke
 _WORK = 10.0  # seconds: what takes less has found its records
 
 
-def _environment(lab: Lab, forgotten: Sequence[str]) -> None:
-    """Record the machine that makes the records, when the first one is made.
+def _begun(lab: Lab, name: str) -> bool:
+    """Return whether there are records of an experiment."""
+    return any((lab.out / f"{file}.jsonl").exists() for file in FILES[name])
 
-    Args:
-        forgotten: files of records that will be made anew.
 
-    Raises:
-        UserError: the records in the folder were made with another seed.
-    """
-    path = lab.out / "environment.json"
-    kept = [lab.out / f"{name}.jsonl" for names in FILES.values() for name in names if name not in forgotten]
-    before = json.loads(path.read_text()) if path.exists() and any(file.exists() for file in kept) else {}
-    if before.get("seed", lab.seed) != lab.seed:
-        raise UserError(
-            f"{lab.out} holds records of --seed={before['seed']}, got --seed={lab.seed}; name another --out, or forget "
-            "all of them with --fresh"
-        )
-    today, first = time.strftime("%Y-%m-%d"), before.get("date", "").partition(" to ")[0]
-    values = {
-        "date": f"{first} to {today}" if first and first != today else today,
+def _check_seed(lab: Lab) -> None:
+    """Raise UserError if records in the folder were made with another seed."""
+    for line in lab.records(records.ENVIRONMENTS):
+        if line["seed"] != lab.seed and _begun(lab, line["key"]):
+            raise UserError(
+                f"{lab.out} holds records of --seed={line['seed']}, got --seed={lab.seed}; name another --out, or "
+                "forget all of them with --fresh"
+            )
+
+
+def _note_environment(lab: Lab, name: str) -> None:
+    """Record on which machine an experiment is run; the date of earlier records stays in front."""
+    environments = lab.records(records.ENVIRONMENTS)
+    today = time.strftime("%Y-%m-%d")
+    first = environments[name]["date"].partition(" to ")[0] if name in environments and _begun(lab, name) else today
+    environment = {
+        "date": today if first == today else f"{first} to {today}",
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "kernel": platform.release(),
@@ -99,9 +100,8 @@ def _environment(lab: Lab, forgotten: Sequence[str]) -> None:
         "jax": jax.__version__,
         "repeats": lab.repeats,
         "seed": lab.seed,
-        "budget": lab.budget,
     }
-    path.write_text(json.dumps(values, indent=2) + "\n")
+    environments.add(name, **environment)
 
 
 def _data(prefix: str) -> None:
@@ -112,16 +112,22 @@ def _data(prefix: str) -> None:
         )
 
 
-def _insist(lab: Lab, experiment: Callable[[Lab], None]) -> None:
-    """Run an experiment, and the rest of it again if a session breaks: a collective of gloo's fails now and then."""
-    restarts = lab.records("restarts")
-    for _ in range(_RESTARTS):
+def _insist(lab: Lab, experiment: Callable[[Lab], None]) -> list[str]:
+    """Run an experiment, and the rest of it again if a session breaks: a collective of gloo's fails now and then.
+
+    Returns:
+        Why sessions broke.
+    """
+    broken: list[str] = []
+    while True:
         try:
-            return experiment(lab)
+            experiment(lab)
+            return broken
         except SessionError as error:
+            if len(broken) == _RESTARTS:
+                raise
             lab.say(f"again, for {error}")
-            restarts.add(str(len(restarts) + 1), why=str(error))
-    experiment(lab)
+            broken.append(str(error))
 
 
 def estimate(names: Iterable[str]) -> float:
@@ -151,11 +157,11 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"the experiments need links of chosen rates, and {reason}; --scenario=uniform runs without")
     chosen = {name: EXPERIMENTS[name] for name in names}
     forgotten = [file for name in f.experiments or EXPERIMENTS for file in FILES[name]] if f.fresh else []
-    _environment(lab, forgotten)
     for file in forgotten if f.experiments else [path.stem for path in out.glob("*.jsonl") if f.fresh]:
         (out / f"{file}.jsonl").unlink(missing_ok=True)
     if f.fresh:
         shutil.rmtree(out / "logs", ignore_errors=True)
+    _check_seed(lab)
     rest = estimate(chosen)
     lab.say(f"{', '.join(chosen)}: about {rest / 60:.0f} minutes of a budget of {lab.budget / 60:.0f}")
     try:
@@ -164,11 +170,16 @@ def main(argv: Sequence[str]) -> None:
             rest -= seconds
             lab.say(f"{name}: {lab.repeats} repeats, about {seconds / 60:.0f} minutes")
             began = time.monotonic()
-            _insist(lab, experiment)
+            if not _begun(lab, name):
+                _note_environment(lab, name)
+            broken = _insist(lab, experiment)
             if (taken := time.monotonic() - began) > _WORK:
-                lab.records("times").add(name, seconds=taken)
+                _note_environment(lab, name)
+                lab.records(records.TIMES).add(name, seconds=taken, broken=broken)
     finally:  # what there is of it where one has failed
-        results.write(out, pathlib.Path(f.page))
+        published = results.folder(pathlib.Path(f.page))
+        records.publish(out, published)
+        results.write(published, pathlib.Path(f.page))
         lab.say(f"wrote {f.page}")
     if not f.experiments:
         others = ",".join(LATER)

@@ -2,8 +2,11 @@
 
 import json
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
+
+ENVIRONMENTS, TIMES = "environments", "times"  # records by experiment: where it was run, and how long it took
 
 
 class Records:
@@ -43,3 +46,20 @@ class Records:
             file.write(json.dumps(line) + "\n")
         self._lines[key] = line
         return line
+
+
+def publish(made: pathlib.Path, published: pathlib.Path) -> None:
+    """Copy an experiment's records over those that were published before; what was not made anew stays.
+
+    Args:
+        made: the lab's folder. published: folder of the records that a page is written from.
+    """
+    published.mkdir(parents=True, exist_ok=True)
+    for path in sorted(made.glob("*.jsonl")):
+        if path.stem not in (ENVIRONMENTS, TIMES):
+            shutil.copy(path, published)
+    for name in (ENVIRONMENTS, TIMES):
+        ours = Records(published / f"{name}.jsonl")
+        for line in Records(made / f"{name}.jsonl"):
+            if line["key"] not in ours or ours[line["key"]] != line:
+                ours.add(**line)

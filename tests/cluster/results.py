@@ -5,8 +5,6 @@
 writes the page again from the existing records, and measures nothing.
 """
 
-import dataclasses
-import json
 import pathlib
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -38,9 +36,9 @@ PARTS = (
     *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
     *(schedules, joint, growth, peer, faults),
 )
-INTRODUCTION = """Every figure on this page is computed from the raw records that the lab leaves in `runs/lab`; each
-section names the command that makes its records. `python -m tests.cluster.results` writes the page again from them.
-Measured times are medians over repeats, and a spread is half the distance between the quartiles."""
+INTRODUCTION = """Every figure on this page is computed from raw records; each section names them, and the command
+that makes them. `python -m tests.cluster.results` writes the page again from those in `docs/results/records`. Measured
+times are medians over repeats, and a spread is half the distance between the quartiles."""
 CAVEATS = (
     """**Devices are emulated**, except beside PyTorch. Their speed is a number in `tests/cluster/device.py`. These
     figures therefore show how well step times are predicted from profiled compute and links, and what placement and
@@ -90,13 +88,13 @@ def _shortfalls(sections: list[Section]) -> Iterator[str]:
                 yield f"**Not run:** {t.what}; `{section.command}` does."
 
 
-def _blocks(section: Section, folder: str, date: str) -> Iterator[str]:
+def _blocks(section: Section, folder: str) -> Iterator[str]:
     if section.blocks and str(section.blocks[0]).startswith("## "):  # of the earlier page
         yield str(section.blocks[0])
         return
     sources = ", ".join(f"`{source}`" for source in section.sources)
     yield f"## {section.title}"
-    yield _filled(f"Made by `{section.command}`{date if section.blocks else ''}; raw records: {sources}.")
+    yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
     for block in section.blocks or (earlier_page.NOT_YET,):
         if isinstance(block, Drawing):
             yield f"![{block.name}]({folder}/{block.name}.png)"
@@ -105,21 +103,22 @@ def _blocks(section: Section, folder: str, date: str) -> Iterator[str]:
             yield block if block.startswith("|") else _filled(block)
 
 
+def folder(page: pathlib.Path) -> pathlib.Path:
+    """Return where the records lie that a page is written from."""
+    return page.with_suffix("") / "records"
+
+
 def write(records: pathlib.Path, page: pathlib.Path) -> None:
     """Write the page from the records, with its figures in a folder of the same name beside it.
 
-    What the page says of experiments without records stays, with the machine on which they were run.
+    What the page says of experiments whose records are lost stays.
     """
-    earlier, environment = earlier_page.read(page), records / setting.SOURCE
-    sections = [part.section(records) for part in PARTS]
-    if any(map(earlier.keeps, sections)) and setting.TITLE in earlier.sections:
-        sections = [dataclasses.replace(s, blocks=()) if s.title == setting.TITLE else s for s in sections]
+    earlier, sections = earlier_page.read(page), [part.section(records) for part in PARTS]
     sections = [earlier.kept(section) if earlier.keeps(section) else section for section in sections]
-    date = f" on {json.loads(environment.read_text())['date']}" if environment.exists() else ""
-    folder = page.with_suffix("")
-    folder.mkdir(parents=True, exist_ok=True)
+    beside = page.with_suffix("")
+    beside.mkdir(parents=True, exist_ok=True)
     for drawing in (drawing for section in sections for drawing in section.drawings):
-        drawing.figure.savefig(folder / f"{drawing.name}.png")
+        drawing.figure.savefig(beside / f"{drawing.name}.png")
     shortfalls = [_filled(text, "- ") for text in _shortfalls(sections)]
     text = [
         "# Results on the test cluster",
@@ -129,9 +128,9 @@ def write(records: pathlib.Path, page: pathlib.Path) -> None:
         "\n".join(shortfalls) or "Every target was met.",
         "What these figures cannot say:",
         "\n".join(_filled(caveat, "- ") for caveat in CAVEATS),
-        "## Scenarios",  # of the lab as it is, also if what the page says of the machine is older
+        "## Scenarios",
         _filled(setting.scenarios()),
-        *(block for section in sections for block in _blocks(section, folder.name, date)),
+        *(block for section in sections for block in _blocks(section, beside.name)),
     ]
     page.write_text("\n\n".join(text) + "\n")
 
@@ -140,17 +139,17 @@ def main(argv: Sequence[str]) -> None:
     """Write the page from a folder of records."""
     f = flags.FLAGS
     if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}; the folder of records is named with --out=FOLDER")
-    records = pathlib.Path(f.out)
+        raise UserError(f"unexpected argument {argv[1]!r}; the folder of records is named with --records=FOLDER")
+    records = pathlib.Path(f.records)
     if not any(records.glob("*.jsonl")):
-        raise UserError(f"there are no records in --out={f.out}; `make lab` makes some")
+        raise UserError(f"there are no records in --records={f.records}; `make lab` makes some")
     write(records, pathlib.Path(f.page))
     print(f"wrote {f.page}")
 
 
 def define_flags() -> None:
     """Define the flags of this main."""
-    flags.DEFINE_string("out", "runs/lab", "The lab's folder of records.")
+    flags.DEFINE_string("records", "docs/results/records", "Folder of the lab's records.")
     flags.DEFINE_string(
         "page", "docs/results.md", "The page that is written, figures in a folder of its name beside it."
     )

@@ -32,8 +32,8 @@ def test_wrong_input_is_one_sentence(arguments, words, tmp_path):
 
 @pytest.mark.skipif(bool(hosts.why_not()), reason=f"there is no shaped cluster here: {hosts.why_not()}")
 def test_records_of_another_seed_are_not_mixed_with_these(tmp_path):
-    for name in ("environment.json", "links.jsonl", "train.idx", "validation.idx"):
-        (tmp_path / name).write_text('{"seed": 3}\n')
+    for name in ("environments.jsonl", "links.jsonl", "train.idx", "validation.idx"):
+        (tmp_path / name).write_text('{"key": "links", "seed": 3}\n')
     command = [sys.executable, "-m", "tests.cluster.lab", f"--out={tmp_path}", f"--data={tmp_path}", "--seed=4"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

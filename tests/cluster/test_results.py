@@ -1,6 +1,5 @@
 """The results page says what its records say, and what was not run."""
 
-import json
 import pathlib
 import re
 import subprocess
@@ -23,6 +22,7 @@ from tests.cluster.made_up_records import (
     add_schedules,
     add_sooner,
 )
+from tests.cluster.records import Records
 
 
 def test_without_records_the_page_says_that_nothing_was_run(tmp_path):
@@ -48,7 +48,10 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     add_sooner(lab)
     add_adaptive(lab)
     add_schedules(lab)
-    (lab / "environment.json").write_text(json.dumps({"date": "2026-01-01", "seed": 3, "machine": {"cores": 2}}))
+    Records(lab / "environments.jsonl").add("links", date="2026-01-01", cores=2)
+    Records(lab / "environments.jsonl").add("paper", date="2026-01-02", cores=4)
+    Records(lab / "environments.jsonl").add("sooner", date="2026-01-01", cores=2)
+    Records(lab / "times.jsonl").add("paper", seconds=90, broken=["a host is gone"])
     results.write(lab, page)
     text = page.read_text()
     assert "| Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error | at most 10.0% | 12.0%" in text
@@ -57,7 +60,9 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
     assert "**Open:** eager_1f1b over 1f1b" in flat
     assert "**Not run:** Growth;" in flat
     assert "**Not run:** Step time of the planned one of all orders of four hosts against the best;" in flat
-    assert "| machine: cores | 2 |" in text
+    assert "| experiments | date | cores |" in text
+    assert "| links and sooner | 2026-01-01 | 2 |" in text and "| paper | 2026-01-02 | 4 |" in text
+    assert "paper (a host is gone)" in flat and "paper 1.5; 1.5 in all" in flat
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= results.WIDTH
     drawn = re.findall(r"\]\((page/\w+\.png)\)", text)
     assert sorted(drawn) == sorted(f"page/{path.name}" for path in (tmp_path / "page").iterdir())
@@ -70,26 +75,21 @@ def test_what_the_page_says_stays_without_records(tmp_path):
     first, second, page = tmp_path / "first", tmp_path / "second", tmp_path / "page.md"
     add_links(first, worst=0.12)
     add_schedules(first)
-    (first / "environment.json").write_text(json.dumps({"date": "2026-01-01"}))
     results.write(first, page)
     before = page.read_text()
     add_peer(second)
-    (second / "environment.json").write_text(json.dumps({"date": "2026-01-02"}))
     results.write(second, page)
     text = page.read_text()
-    assert "Made by `python -m tests.cluster.lab --experiments=peer` on 2026-01-02;" in " ".join(text.split())
-    assert "| date | 2026-01-01 |" in text
     for title in ("## Schedules at several link rates", "## Profile against set rates"):
         section = before[before.index(title) :].split("\n## ")[0].strip()
         assert section in text
     flat = " ".join(text.split())
+    assert "Made by `python -m tests.cluster.lab --experiments=peer`;" in flat
     assert "**Missed:** Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error." in flat
     assert "**Open:** eager_1f1b over 1f1b" in flat and "**Not run:** Compression;" in flat
-    # The scenarios are those that there are now, although the machine's section is older.
-    page.write_text(text.replace("`two_sites` (", "`gone` ("))
+    # Records of what the page knew are preferred to it.
     add_links(second, worst=0.01)
     results.write(second, page)
-    assert "`two_sites` (" in page.read_text() and "`gone`" not in page.read_text()
     assert "**Missed:** Profiled bandwidth" not in page.read_text()
 
 
@@ -99,7 +99,7 @@ def test_the_page_is_written_again_from_the_records_alone(tmp_path):
         sys.executable,
         "-m",
         "tests.cluster.results",
-        f"--out={tmp_path / 'lab'}",
+        f"--records={tmp_path / 'lab'}",
         f"--page={tmp_path / 'p.md'}",
     ]
     root = pathlib.Path(__file__).resolve().parents[2]
@@ -109,7 +109,18 @@ def test_the_page_is_written_again_from_the_records_alone(tmp_path):
 
 
 def test_a_folder_without_records_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(results.flags, "FLAGS", types.SimpleNamespace(out=str(tmp_path), page=str(tmp_path / "p.md")))
-    with pytest.raises(UserError, match="there are no records in --out"):
+    monkeypatch.setattr(
+        results.flags, "FLAGS", types.SimpleNamespace(records=str(tmp_path), page=str(tmp_path / "p.md"))
+    )
+    with pytest.raises(UserError, match="there are no records in --records"):
         results.main(["results"])
     assert not (tmp_path / "p.md").exists()
+
+
+def test_the_page_in_the_documentation_follows_from_the_records_beside_it(tmp_path):
+    docs = pathlib.Path(__file__).resolve().parents[2] / "docs"
+    page = tmp_path / "results.md"
+    page.write_text((docs / "results.md").read_text())
+    results.write(results.folder(docs / "results.md"), page)
+    assert page.read_text() == (docs / "results.md").read_text()
+    assert {path.name for path in (tmp_path / "results").iterdir()} <= {p.name for p in (docs / "results").iterdir()}

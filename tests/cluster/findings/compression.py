@@ -99,11 +99,14 @@ def _captured(lines: list[dict], paper: dict | None, cost: dict[str, list[float]
 
 
 def parts(line: dict) -> dict[str, dict[str, float]]:
-    """Return seconds by kind and part, as means over the hosts and their devices."""
-    found = {}
+    """Return seconds by kind and part, as means over the hosts and their devices; all of tensor groups are one part."""
+    found: dict[str, dict[str, float]] = {}
     for kind, hosts in line.get("parts", {}).items():
-        names = dict.fromkeys(name for host in hosts for name in host)
-        found[kind] = {name: float(np.mean([np.mean(host.get(name, 0.0)) for host in hosts])) for name in names}
+        seconds = found.setdefault(kind, {})
+        for part in dict.fromkeys(name for host in hosts for name in host):
+            mean = float(np.mean([np.mean(host.get(part, 0.0)) for host in hosts]))
+            name = part.partition("/")[0]
+            seconds[name] = seconds.get(name, 0.0) + mean
     return found
 
 

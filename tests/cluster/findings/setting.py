@@ -1,18 +1,16 @@
 """The runs, and the machine that made them."""
 
-import json
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from tests.cluster import device, models, scenario
 from tests.cluster.experiments import compression
-from tests.cluster.records import Records
+from tests.cluster.records import ENVIRONMENTS, TIMES, Records
 from tests.cluster.section import Section, listed, table
 
-TITLE, SOURCE = "What was run, on what", "environment.json"
+TITLE, SOURCE = "What was run, on what", f"{ENVIRONMENTS}.jsonl"
 LINKS = """**Links.** Every host is a network namespace, every pair of hosts has a separate link (veth), and each
 direction of a link has a token bucket (tc tbf) that sets the rate of TCP payload. Messages are those of jax's own
 collectives, over gloo and TCP, between processes that jax.distributed joins. A placement gives each process the links
@@ -33,16 +31,20 @@ def _devices() -> str:
     schedule."""
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    found = {}
-    for name, value in values.items():
-        words = f"{prefix}{name}".replace("_", " ")
-        found |= _flat(value, f"{words}: ") if isinstance(value, dict) else {words: str(value)}
-    return found
+def _machines(folder: pathlib.Path) -> str:
+    """Return a table with a row for each machine and date, and the experiments that were run there."""
+    experiments: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for line in Records(folder / SOURCE):
+        values = tuple((name, str(value)) for name, value in line.items() if name != "key")
+        experiments.setdefault(values, []).append(line["key"])
+    if not experiments:
+        return "Nothing says on which machine this was run."
+    rows = [[listed(names), *dict(values).values()] for values, names in experiments.items()]
+    return table(["experiments", *dict(next(iter(experiments)))], rows, words=2)
 
 
-def _restarts(folder: pathlib.Path) -> Iterator[str]:
-    broken = [line["why"] for line in Records(folder / "restarts.jsonl")]
+def _broken(folder: pathlib.Path) -> Iterator[str]:
+    broken = [f"{line['key']} ({why})" for line in Records(folder / f"{TIMES}.jsonl") for why in line["broken"]]
     if broken:
         yield f"""**Broken sessions.** {len(broken)} broke because a collective of gloo failed, and were restarted
         where the records ended: {listed(broken)}."""
@@ -63,7 +65,7 @@ def _scene(scene: scenario.Scenario) -> str:
 
 
 def _took(folder: pathlib.Path) -> Iterator[str]:
-    times = {line["key"]: line["seconds"] for line in Records(folder / "times.jsonl")}
+    times = {line["key"]: line["seconds"] for line in Records(folder / f"{TIMES}.jsonl")}
     if times:
         said = listed([f"{name} {taken / 60:.1f}" for name, taken in times.items()])
         yield f"**Time.** Minutes by experiment: {said}; {sum(times.values()) / 60:.1f} in all."
@@ -71,8 +73,5 @@ def _took(folder: pathlib.Path) -> Iterator[str]:
 
 def section(folder: pathlib.Path) -> Section:
     """Return the machine, and the emulated devices and links."""
-    path, machine = folder / SOURCE, "Nothing says on which machine this was run."
-    if path.exists():
-        machine = table(["", "this run"], _flat(json.loads(path.read_text())).items(), words=2)
-    blocks = (_devices(), LINKS, *_restarts(folder), *_took(folder), machine)
+    blocks = (_devices(), LINKS, *_broken(folder), *_took(folder), _machines(folder))
     return Section(TITLE, "python -m tests.cluster.lab", (SOURCE,), (), blocks)
