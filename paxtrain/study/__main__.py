@@ -28,6 +28,7 @@ from paxtrain.study.variants import settled
 
 HINT = OVERRIDES
 _RANKS = (4, 8, 16)  # of the study
+_LONG = 100  # steps from which the study compares ranks; after fewer, seeds differ by more than ranks
 _MODES = ("frontier", "probe", "lep")
 
 
@@ -42,8 +43,9 @@ def define_flags() -> None:
     description += f"{loss_probe.STEPS} with --probe, {propagation.STEPS} with --lep."
     flags.DEFINE_integer("steps", None, description, lower_bound=1)
     words = [",".join(map(str, ranks)) for ranks in (_RANKS, loss_probe.RANKS, propagation.RANKS)]
-    description = "Ranks of compressed backpropagation to compare; default: {}, {} with --probe, {} with --lep."
-    flags.DEFINE_list("ranks", [], description.format(*words))
+    description = "Ranks of compressed backpropagation to compare; default: {} from {} steps on, {} with --probe, {} "
+    description += "with --lep."
+    flags.DEFINE_list("ranks", [], description.format(words[0], _LONG, *words[1:]))
     flags.DEFINE_bool("real_mesh", False, "Train on as many devices as the mesh has, not on one that emulates them.")
     flags.DEFINE_bool("frontier", False, "Compare codecs instead: loss against bytes, on each axis.")
     flags.DEFINE_bool("probe", False, f"Write {FILE} for planner.plan instead: what codecs cost on this model.")
@@ -128,7 +130,10 @@ def _study(config: Config) -> str:
     config = settled(config)
     if f.steps is not None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, steps=f.steps))
-    study = Study(config, f.out, _given(f.seeds, 1), _ranks(_RANKS), f.real_mesh, resume=f.resume)
+    sweep = _ranks(_RANKS if config.run.steps >= _LONG else ())
+    study = Study(config, f.out, _given(f.seeds, 1), sweep, f.real_mesh, resume=f.resume)
+    if not sweep:
+        print(f"other ranks are compared from {_LONG} steps on, or with --ranks={','.join(map(str, _RANKS))}", flush=True)
     outcomes = _trained(study)
     report.write_csv(outcomes, study.out)
     figures = plots.draw(study.config, outcomes, study.out)
