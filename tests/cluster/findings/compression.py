@@ -37,6 +37,7 @@ _PARTS = {
     "compression": "#8e5aa8",
     "optimizer": "#8aa83a",
     "pipeline": "#d9822b",
+    "gather": "#e2a3b5",
     "data": "#c0392b",
     "embedding": "#e0b040",
     "tensor": "#b58a6a",

@@ -70,7 +70,8 @@ def _draw(curves: dict[str, Curve], times: dict[str, dict[str, float]], colors: 
         axes.set_xlim(left=0)
     panels[0].set_ylabel("validation loss, nats per token")
     shown = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown, ncols=len(shown), loc="outside upper center", **figures.LEGEND)
+    columns = -(-len(shown) // 2)
+    figure.legend(shown.values(), shown, ncols=columns, loc="outside upper center", **figures.LEGEND)
     return figure
 
 
