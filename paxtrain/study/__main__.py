@@ -133,7 +133,9 @@ def _study(config: Config) -> str:
     sweep = _ranks(_RANKS if config.run.steps >= _LONG else ())
     study = Study(config, f.out, _given(f.seeds, 1), sweep, f.real_mesh, resume=f.resume)
     if not sweep:
-        print(f"other ranks are compared from {_LONG} steps on, or with --ranks={','.join(map(str, _RANKS))}", flush=True)
+        print(
+            f"other ranks are compared from {_LONG} steps on, or with --ranks={','.join(map(str, _RANKS))}", flush=True
+        )
     outcomes = _trained(study)
     report.write_csv(outcomes, study.out)
     figures = plots.draw(study.config, outcomes, study.out)

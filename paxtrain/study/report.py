@@ -325,6 +325,7 @@ _WORDS = """\
 - **CB**: gradients between stages as low-rank factors, with lazy error propagation; *naive* without it; *epilogue*:
   only those of the pipeline's drain, as the paper has it.
 - **FE**: fused synchronisation of the tied embedding; runs without it synchronise the two copies one after the other.
+  Losses are the same but for rounding, so on an emulated mesh CB + FE has the runs of CB epilogue, with its own bytes.
 - **SC**: PowerSGD on the gradients over data of stages {stages}.
 - **everything**: gradients and activations between stages, all messages, and gradients over data of all stages.
 {codecs}

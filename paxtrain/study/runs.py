@@ -133,7 +133,8 @@ class Study:
         some = itertools.islice(self.batches("validation", c.run.seed), c.run.eval_batches)
         self._validation = list(some)
         self._start = jax.jit(functools.partial(transformer.init, c.model))
-        total = len(self.variants) * len(self.seeds) * c.run.steps
+        self._count_of_runs = len(set(map(self._trained_as, self.variants))) * len(self.seeds)
+        total = self._count_of_runs * c.run.steps
         with (
             tqdm(total=total, unit="step", dynamic_ncols=True, disable=None) as self._bar,
             concurrent.futures.ThreadPoolExecutor(workers) as pool,
@@ -145,15 +146,32 @@ class Study:
             self._evaluate = pool.submit(self._compile_evaluation)
             # Those with two programs first, so that no long one is left at the end.
             order = sorted(self.variants, key=lambda variant: variant.config.compress.chosen("data") == "none")
-            trained = {variant.name: pool.submit(self._train, variant) for variant in order}
+            trained = {one: pool.submit(self._train, one) for one in dict.fromkeys(map(self._trained_as, order))}
             counted = {variant.name: pool.submit(self._count, variant) for variant in self.variants if self._counted}
             try:
-                outcomes = [outcome for variant in self.variants for outcome in trained[variant.name].result()]
+                outcomes = [
+                    dataclasses.replace(outcome, name=variant.name, label=variant.label)
+                    for variant in self.variants
+                    for outcome in trained[self._trained_as(variant)].result()
+                ]
                 sent = {name: group.result() for name, group in counted.items()}
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)  # else the rest is run before the error is seen
                 raise
         return [dataclasses.replace(outcome, bytes=sent.get(outcome.name, {})) for outcome in outcomes]
+
+    def _trained_as(self, variant: Variant) -> Variant:
+        """Return the first variant that computes the same, whose runs are those of this one.
+
+        A fused embedding has the gradients of one that is not, but for rounding; what differs is what it sends.
+        """
+
+        def computed(one: Variant) -> Config:
+            compress = dataclasses.replace(one.config.compress, embedding="fused")
+            return dataclasses.replace(one.config, compress=compress)
+
+        same = (one for one in self.variants if computed(one) == computed(variant))
+        return next(same) if self.virtual else variant
 
     def _compile_evaluation(self) -> jax.stages.Compiled:
         """Compile the evaluation, which is that of dense training for all variants."""
@@ -242,9 +260,8 @@ class Study:
         with self._lock:
             self._bar.update(steps)
             self._done += 1
-        every = len(self.variants) * len(self.seeds)
         loss = f"validation loss {outcome.final:.4f}"
-        self._say(f"[{self._done}/{every}] {variant.label}, seed {outcome.seed}: {loss} {when}")
+        self._say(f"[{self._done}/{self._count_of_runs}] {variant.label}, seed {outcome.seed}: {loss} {when}")
 
     def _look(self, trainer: Trainer, outcome: VariantResult, number: int, state: TrainState, batch: jax.Array) -> None:
         """Add to the outcome the measurements that are due after a step.

@@ -246,6 +246,40 @@ def test_runs_are_on_disk_before_bytes_are_counted(home, tmp_path, monkeypatch):
     assert [(o.seed, o.final, o.bytes) for o in again.run(workers=1)] == [(n, 2.5, {"forward": 7}) for n in (0, 1)]
 
 
+def test_a_fused_embedding_computes_what_one_does_that_is_not(home, tmp_path, monkeypatch):
+    """They differ in rounding, so the study trains once for both, and counts their bytes apart."""
+    config = variants.settled(configuration(home))
+    small = runs.Study(config, str(tmp_path), 1, [], real_mesh=False, only=["cb_epilogue", "cb_fe", "cb"])
+    unfused, fused, other = (small.trainer(variant) for variant in small.variants)
+    batch = next(small.batches("train", 0))
+
+    def ended(trainer):
+        state = trainer.init(0)
+        for _ in range(2):
+            state, values = trainer.compile_step()(state, batch)
+        return jax.device_get((values["loss"], state.params))
+
+    monkeypatch.setattr(Trainer, "compiler_options", QUICK)
+    monkeypatch.setattr(Trainer, "compile_step", functools.cache(Trainer.compile_step))
+    (loss, params), (same, there), (another, _) = map(ended, (unfused, fused, other))
+    assert same == pytest.approx(loss, rel=1e-6)
+    assert another != pytest.approx(loss, rel=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), there, params)
+
+    trained = []
+
+    def train(variant):
+        trained.append(variant.name)
+        return [VariantResult(variant.name, variant.label, 0, 0, {})]
+
+    monkeypatch.setattr(small, "_train", train)
+    monkeypatch.setattr(small, "_compile_evaluation", lambda: None)
+    monkeypatch.setattr(small, "_count", lambda variant: {"embedding": 7 + (variant.name == "cb_fe")})
+    outcomes = small.run(workers=1)
+    assert trained == ["cb_epilogue", "cb"]
+    assert [(o.name, o.bytes["embedding"]) for o in outcomes] == [("cb_epilogue", 7), ("cb_fe", 8), ("cb", 7)]
+
+
 CODECS = {
     "backward_codec": "int8",
     "backward_options": {"block": 16},
