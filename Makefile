@@ -32,7 +32,7 @@ GPU_ENVIRONMENT := $(VENV)/$(if $(wildcard /dev/nvidia0),gpu,run).txt
 gpu: $(GPU_ENVIRONMENT)  ## measure all of it on this machine's GPUs (25 minutes), or see on CPUs that it runs (4 minutes)
 	$(RUN) -m planner.gpu $(ARGS)
 
-lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, an hour; half an hour more: ARGS="--experiments=paper,sooner,adaptive")
+lab: runs/data/train.idx | $(VENV)/run.txt  ## experiments on a cluster with slow links, made of this machine (root, an hour and a half; half an hour more: ARGS="--experiments=paper,sooner,adaptive")
 	$(RUN) -m tests.cluster.lab $(ARGS)
 
 # If a worker dies, pytest-xdist may wait for ever for the one that replaces it (pytest-xdist#784), so none does.
