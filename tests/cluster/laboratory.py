@@ -40,7 +40,7 @@ class Lab:
     out: pathlib.Path
     data: str
     repeats: int = 5
-    budget: float = 3600.0
+    budget: float = 5400.0
     seed: int = 0
 
     def __post_init__(self) -> None:
