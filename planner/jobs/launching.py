@@ -109,6 +109,8 @@ def check_kind(kind: str, arguments: tuple[str, ...], given: Collection[str]) ->
             raise UserError(f"unexpected argument {argument!r}; what follows -- are flags of planner.run, --flag=value")
         if argument.split("=")[0] in ("--config", "--plan", "--out"):
             raise UserError(f"{argument} comes before the --, where the job's other files are named as well")
+        if argument.split("=")[0] == "--config.run.out":
+            raise UserError(f"{argument} would give way to the job's folder; name that before the --, with --out")
 
 
 def job_of(options: LaunchOptions) -> Job:

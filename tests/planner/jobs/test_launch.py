@@ -356,6 +356,7 @@ def launch(monkeypatch, capsys):
         ((*_SLURM, "--gpus_per_node=0", "--per_gpu"), "--per_gpu needs --gpus_per_node"),
         ((*_SLURM, "extra"), "unexpected argument 'extra'"),
         ((*_SLURM, "--", "--out=elsewhere"), "--out=elsewhere comes before the --"),
+        ((*_SLURM, "--", "--config.run.out=elsewhere"), "name that before the --, with --out"),
         ((*_PODS[:-1],), "--image is missing"),
         ((*_PODS, "--out=run"), "--out=run must lie in the volume"),
         ((*_PODS, "--rdma=hca"), "--rdma must be a resource of the nodes"),
