@@ -354,7 +354,9 @@ def trade(report: Report, width: float = 1080) -> str:
             d = _dot(float(x(found.seconds)), float(y(found.memory)), 4.5)
             svg.path(d, fill="#ffffff", stroke=_MAIN, stroke_width="1.8")
     svg.path(_dot(*mine, 7), fill=_ACCENT, stroke="#ffffff", stroke_width="2")
-    svg.text(mine[0] + 9, mine[1] - 11, "chosen", 13, fill=_ACCENT, font_weight=700, **HALO)
+    # Below the front there are no points to cover, if there is room above the axis.
+    down = 20 if mine[1] + 24 < top + height else -11
+    svg.text(mine[0] + 9, mine[1] + down, "chosen", 13, fill=_ACCENT, font_weight=700, **HALO)
     _trade_legend(svg, left, len(points) - len(report.outcome.ranked))
     if slower:
         svg.text(width - right, top - 10, f"{slower:,} slower ones are to the right of the picture", 11, "end")
