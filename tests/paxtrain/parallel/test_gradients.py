@@ -47,6 +47,7 @@ def config(
     data, pipe, tensor = mesh
     if SPECS[pipeline.get("schedule", "eager_1f1b")].masked:
         pipeline.setdefault("idle", "compute")
+    pipeline.setdefault("scan_layers", "on")  # a smaller program, sooner compiled
     return from_dict(
         {
             "model": {
@@ -124,44 +125,50 @@ def check(c, **kwargs) -> None:
     assert not wrong, wrong
 
 
+# These run in the gate, with what they have in common: each feature with each that could break it.
 COVERING = [
     config((8, 1, 1)),
     config((1, 1, 8), save="layer_inputs"),
     config((4, 1, 2), zero1=False, save="residuals"),
-    config((2, 1, 4), save="inputs", scan_layers="on"),
+    config((2, 1, 4), save="inputs"),
     config((1, 8, 1), 8, layers=8),
     config((4, 2, 1), schedule="gpipe", save="residuals"),
     config((2, 4, 1), 8, schedule="gpipe", save="inputs", zero1=False),
     config((2, 2, 2), dropout=0.2),
-    config((2, 2, 2), pipe_layers="3,1", save="residuals"),
+    config((2, 2, 2), pipe_layers="3,1", save="residuals", scan_layers="off"),
     config((1, 4, 2), 4, save="inputs"),  # fewer micro-batches than stages
     config((2, 2, 2), 8, idle="skip", save="residuals"),
     config((1, 2, 4), schedule="1f1b", save="inputs"),
-    config((2, 4, 1), 12, layers=5, schedule="1f1b", pipe_layers="1,2,1,1", save="layer_inputs"),
-    config((2, 2, 2), schedule="interleaved_1f1b", virtual_stages=2, dropout=0.2),
     config((1, 4, 2), 6, layers=8, schedule="interleaved_1f1b", virtual_stages=2, save="inputs"),  # m=3 of 4
-    config((2, 2, 2), scan_layers="on"),
-    config((2, 2, 2), schedule="1f1b", scan_layers="on", dropout=0.2),
-    config((2, 2, 2), 8, separator=5, scan_layers="on"),
+    config((2, 2, 2), 8, separator=5),
     config((1, 4, 2), 4, separator=5, schedule="1f1b", save="inputs"),
     config((2, 2, 1), 8, separator=5, schedule="interleaved_1f1b", virtual_stages=2, save="residuals"),
     config((2, 2, 2), schedule="zb_h1", dropout=0.2),
     config((2, 4, 1), 12, layers=5, schedule="zb_h1", pipe_layers="1,2,1,1", save="residuals"),  # fewer than stages
-    config((1, 3, 2), 10, layers=6, schedule="zb_h1", scan_layers="on"),
-    config((2, 2, 2), shape="llama untied", schedule="zb_h1", separator=5),
+    config((2, 2, 2), shape="llama untied", schedule="zb_h1", separator=5, scan_layers="off"),
     config((8, 1, 1), shape="llama untied"),  # one stage holds both tables
-    config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
-    config((1, 4, 2), shape="llama", schedule="1f1b", scan_layers="on", layers=8),
     config((2, 4, 1), 12, shape="llama untied", schedule="1f1b", layers=5, pipe_layers="1,2,1,1", save="inputs"),
     config((2, 2, 2), shape="llama", schedule="interleaved_1f1b", virtual_stages=2, save="layer_inputs"),
-    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False),
-    config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b"),
+    config((4, 2, 1), shape="gpt2 untied", schedule="gpipe", zero1=False, scan_layers="off"),
+    config((2, 2, 2), 8, shape="llama untied", separator=5, schedule="1f1b", scan_layers="off"),
     config((2, 2, 2), 8, sequence=True, dropout=0.2, separator=5),
     config((1, 2, 4), sequence=True, schedule="1f1b", save="inputs", zero1=False),
     config((1, 2, 4), sequence=True, schedule="zb_h1"),
-    config((2, 1, 4), sequence=True, save="layer_inputs", dropout=0.2, shape="llama untied"),
     config((2, 2, 2), sequence=True, schedule="interleaved_1f1b", virtual_stages=2, save="residuals", shape="llama"),
-    config((1, 4, 2), sequence=True, schedule="gpipe", scan_layers="on", layers=8, pipe_layers="2,3,2,1"),
+    config((1, 4, 2), sequence=True, schedule="gpipe", layers=8, pipe_layers="2,3,2,1"),
+]
+
+# More of them together, and layers that are not in a loop.
+TOGETHER = [
+    config((2, 2, 2), dropout=0.2, scan_layers="off"),
+    config((2, 4, 1), 12, layers=5, schedule="1f1b", pipe_layers="1,2,1,1", save="layer_inputs"),
+    config((2, 2, 2), schedule="interleaved_1f1b", virtual_stages=2, dropout=0.2),
+    config((2, 2, 2), schedule="1f1b", dropout=0.2),
+    config((2, 2, 2), schedule="zb_h1", dropout=0.2, scan_layers="off"),
+    config((1, 3, 2), 10, layers=6, schedule="zb_h1"),
+    config((2, 2, 2), shape="llama untied", save="residuals", dropout=0.2),
+    config((1, 4, 2), shape="llama", schedule="1f1b", layers=8),
+    config((2, 1, 4), sequence=True, save="layer_inputs", dropout=0.2, shape="llama untied"),
 ]
 
 
@@ -173,7 +180,7 @@ def shape(c) -> str:
 def name(c) -> str:
     p = c.pipeline
     extra = ["" if shape(c) == "gpt2" else shape(c)]
-    extra += [p.pipe_layers.replace(",", "-"), p.scan_layers if p.scan_layers != "auto" else ""]
+    extra += [p.pipe_layers.replace(",", "-"), "unrolled" if p.scan_layers == "off" else ""]
     extra += ["skip" if p.idle == "skip" else "", "" if c.mesh.zero1 else "all-reduce"]
     extra += ["dropout" if c.model.residual_dropout else ""]
     extra += ["" if c.model.separator < 0 else "documents", "sequence" if c.mesh.sequence_parallel else ""]
@@ -181,7 +188,9 @@ def name(c) -> str:
     return " ".join([mesh, p.schedule, p.save, f"m={c.micro_batches}", *filter(None, extra)])
 
 
+# One in eight of them is left to every Python.
 CASES = [pytest.param(c, marks=() if i % 8 == 0 else pytest.mark.once) for i, c in enumerate(COVERING)]
+CASES += [pytest.param(c, marks=pytest.mark.slow) for c in TOGETHER]
 
 
 @pytest.mark.parametrize("c", CASES, ids=name)
@@ -191,15 +200,17 @@ def test_gradients_equal_one_device(c):
 
 OVERLAPPED = [
     config((2, 4, 1), 20, layers=5, schedule="1f1b", pipe_layers="1,2,1,1"),  # m=5
-    config((1, 4, 2), 12, schedule="gpipe", save="residuals"),
     config((1, 4, 2), 10, layers=8, schedule="interleaved_1f1b", virtual_stages=2),  # m=5 of 8
     config((2, 4, 1), 20, layers=4, schedule="zb_h1"),
-    config((2, 2, 1), 16, schedule="1f1b", scan_layers="on", save="inputs"),
+    config((1, 4, 2), 12, schedule="gpipe", save="residuals"),
+    config((2, 2, 1), 16, schedule="1f1b", save="inputs"),
 ]
 
 
 @pytest.mark.parametrize(
-    "c", [pytest.param(c, marks=() if i < 2 else pytest.mark.once) for i, c in enumerate(OVERLAPPED)], ids=name
+    "c",
+    [pytest.param(c, marks=pytest.mark.once if i < 3 else pytest.mark.slow) for i, c in enumerate(OVERLAPPED)],
+    ids=name,
 )
 def test_gradients_equal_one_device_in_the_rows_of_gpus(c):
     check(c, overlap=True)
@@ -300,7 +311,12 @@ def with_codec(c, codec) -> Trainer:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["eager_1f1b", *(pytest.param(s, marks=pytest.mark.once) for s in ("1f1b", "zb_h1"))]
+    "schedule",
+    [
+        "eager_1f1b",
+        pytest.param("1f1b", marks=pytest.mark.slow),
+        pytest.param("zb_h1", marks=pytest.mark.once),
+    ],
 )
 def test_gradients_between_stages_pass_the_codec_and_nothing_else_does(schedule):
     c, ref = config((1, 2, 1), schedule=schedule), reference(16, 0.0, LAYERS)
