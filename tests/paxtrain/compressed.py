@@ -25,7 +25,7 @@ def config(
         "model": {"layers": layers, "hidden": HIDDEN, "heads": 4, "sequence": SEQUENCE, "vocab_size": VOCABULARY,
                   "vocab_multiple": 64, "dtype": "float32"},
         "mesh": {"data": data, "pipe": pipe, "tensor": tensor, "zero1": zero1, "sequence_parallel": sequence},
-        "pipeline": {"schedule": schedule, "virtual_stages": chunks},
+        "pipeline": {"schedule": schedule, "virtual_stages": chunks, "scan_layers": "on"},
         "batch": {"global_batch": 2 * micro_batches * data, "micro_batch": 2},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "run": {"steps": 100},

@@ -35,9 +35,9 @@ pytestmark = pytest.mark.once
         ((1, 2, 1), True),
         ((1, 3, 2), True),
         ((2, 2, 2), True),
-        ((2, 2, 2), False),
-        ((4, 2, 1), True),
         ((4, 2, 1), False),
+        pytest.param((2, 2, 2), False, marks=pytest.mark.slow),
+        pytest.param((4, 2, 1), True, marks=pytest.mark.slow),
     ],
 )
 def test_fused_equals_unfused_embedding(mesh, zero1):
@@ -92,7 +92,7 @@ def test_tied_copies_stay_identical():
             np.testing.assert_array_equal(token[0], token[-1])
 
 
-@pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.parametrize("zero1", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_everything_together_keeps_the_embedding_gradient(zero1):
     """Defect "SC and FE together drop the input embedding's gradient": here it equals the dense run's."""
     everything = {**FULL, "data": "all", "data_rank": 4, "embedding": "fused"}
@@ -153,7 +153,7 @@ def test_a_kernel_that_higher_ranks_leave_dense_takes_its_error_along():
     np.testing.assert_allclose(gradients[4, 4] + gradients[10, 10], 2 * right, atol=1e-5 * np.abs(right).max())
 
 
-@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), (4, 2, 1)])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2), pytest.param((4, 2, 1), marks=pytest.mark.slow)])
 def test_full_rank_over_data_is_no_compression(mesh):
     """This holds for any number of data ranks. With tensor=2 a kernel whose smaller side is below the rank is dense."""
     _, grads, *_ = evaluated(config(mesh, data="all", data_rank=32, min_ratio=0.0))

@@ -38,14 +38,14 @@ def case(mesh, counts, **settings):
 
 CASES = [
     case((2, 2, 1), (4, 2)),
-    case((4, 1, 1), (4, 4, 2, 1), dropout=0.2),
+    case((4, 2, 1), (1, 3, 3, 2), schedule="gpipe", save="residuals", zero1=False),
     case((2, 4, 1), (2, 5), schedule="1f1b", layers=5, pipe_layers="1,2,1,1"),
     case((2, 2, 2), (3, 1), schedule="zb_h1", zero1=False, dropout=0.2),
-    case((4, 2, 1), (1, 3, 3, 2), schedule="gpipe", save="residuals", zero1=False),
     case((2, 2, 1), (2, 5), schedule="interleaved_1f1b", virtual_stages=2, separator=5),
-    case((4, 1, 2), (3, 1, 1, 1), zero1=False, save="inputs", scan_layers="on", shape="llama untied"),
-    case((2, 3, 1), (6, 2), layers=6, schedule="1f1b", in_flight=4, scan_layers="on", shape="llama"),
+    case((4, 1, 2), (3, 1, 1, 1), zero1=False, save="inputs", shape="llama untied"),
     case((2, 2, 2), (1, 3), sequence=True, schedule="1f1b"),
+    case((4, 1, 1), (4, 4, 2, 1), dropout=0.2, scan_layers="off"),
+    case((2, 3, 1), (6, 2), layers=6, schedule="1f1b", in_flight=4, shape="llama"),
 ]
 
 
@@ -55,7 +55,12 @@ def name(c) -> str:
 
 
 @pytest.mark.parametrize(
-    "c", [pytest.param(c, marks=() if i < 2 else pytest.mark.once) for i, c in enumerate(CASES)], ids=name
+    "c",
+    [
+        pytest.param(c, marks=() if i < 2 else pytest.mark.once if i < 7 else pytest.mark.slow)
+        for i, c in enumerate(CASES)
+    ],
+    ids=name,
 )
 def test_gradients_equal_one_device(c):
     check(c)
@@ -99,10 +104,13 @@ COMPRESSED = {
     "over data, ZeRO-1": ((4, 1, 1), {}, {"data": "all"}),
     "identity": ((4, 2, 1), {}, {f"{place}_codec": "identity" for place in ("backward", "forward", "data")}),
 }
+REPEATED = "epilogue", "over data"  # what the others have one by one
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("how", COMPRESSED)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how in REPEATED else ()) for how in COMPRESSED]
+)
 def test_full_rank_is_no_compression(how):
     mesh, settings, compress = COMPRESSED[how]
     c = case(mesh, (3, 1, 2, 2)[: mesh[0]], **settings)
