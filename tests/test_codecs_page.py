@@ -20,7 +20,7 @@ from tests.test_docs import snippets
 PAGE = ROOT / "docs" / "codecs.md"
 pytestmark = pytest.mark.once
 FLAGS = [
-    *("model.layers=4", "model.hidden=32", "model.heads=2", "model.sequence=32", "mesh.tensor=1", "mesh.pipe=4"),
+    *("model.layers=4", "model.hidden=32", "model.heads=2", "model.sequence=32", "mesh.tensor=1", "mesh.data=4"),
     *("batch.global_batch=8", "batch.micro_batch=1", "run.eval_batches=1", "run.sample_tokens=0", "checkpoint.every=4"),
     *("optimizer.warmup_steps=2", "optimizer.schedule=constant", "compress.data_start=0.0"),
     *("compress.backward.codec=sparse:TopK", "compress.backward.options.share=0.2", "compress.data.codec=sparse:TopK"),

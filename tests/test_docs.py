@@ -10,6 +10,7 @@ import types
 import pytest
 import yaml
 
+import paxtrain
 from paxtrain.data.preparation import prepare
 from tests.sources import ROOT
 
@@ -31,7 +32,16 @@ def snippets(page: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+@pytest.fixture
+def smaller_programs(monkeypatch):
+    """Put layers into a loop, of which sooner a program is compiled."""
+    load = paxtrain.load_config
+    looped = {"pipeline.scan_layers": "on"}
+    monkeypatch.setattr(paxtrain, "load_config", lambda path, changes=None: load(path, looped | (changes or {})))
+
+
 @pytest.mark.once
+@pytest.mark.usefixtures("smaller_programs")
 def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     found = snippets(API)
@@ -47,6 +57,7 @@ def test_the_snippets_of_the_interface_run(home, monkeypatch, capsys):
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("smaller_programs")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_run(path, home, monkeypatch):
     monkeypatch.chdir(home)

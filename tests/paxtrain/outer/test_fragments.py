@@ -49,10 +49,11 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}
     [
         (1, (2, 1, 1), 4, {}),
         (2, (2, 1, 1), 4, {}),
-        (3, (4, 2, 2), 4, {}),
+        pytest.param(3, (4, 2, 2), 4, {}, marks=pytest.mark.slow),
         (2, (2, 2, 1), 3, {}),  # stages of two layers and of one
         (4, (2, 4, 1), 4, {}),
-        (3, (2, 2, 1), 8, INTERLEAVED),
+        (3, (2, 2, 1), 4, INTERLEAVED),
+        pytest.param(3, (2, 2, 1), 8, INTERLEAVED, marks=pytest.mark.slow),
     ],
 )
 def test_every_weight_is_in_exactly_one_fragment(fragments, mesh, layers, sections):
