@@ -130,7 +130,7 @@ class Profiler:
         assert text is not None
         traced = breakdown.load(self.folder, text, self._mesh)
         timeline.write(self.folder / TIMELINE, traced, self._mesh)
-        timeline.draw(self.folder / PICTURE, traced, self._mesh)
+        timeline.draw(traced, self._mesh).savefig(self.folder / PICTURE)
         seconds, hidden = breakdown.by_stage(breakdown.shares(traced, len(self.steps)), self._mesh)
         table = breakdown.table(seconds, hidden)
         files.write(self.folder / TABLE, table + "\n")

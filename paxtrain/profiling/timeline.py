@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jax.sharding import Mesh
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from paxtrain.profiling.breakdown import PARTS, TENSOR, Traced
@@ -31,6 +32,7 @@ COLORS = {
     "sync": "#9aa3ab",
 }
 _PIECES = 240  # of the time in the PNG, each about as wide as can be seen
+_IN_A_ROW = 7  # names of parts
 _TALL = 0.42  # height of the lane of work, and of that of links
 
 
@@ -127,14 +129,13 @@ def _lane(axes: Axes, spans: list[Span], edges: np.ndarray, base: float, link: b
     return seen
 
 
-def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
-    """Draw traced steps of one of this process's devices for each stage into a PNG.
+def draw(traced: Traced, mesh: Mesh) -> Figure:
+    """Draw traced steps of one of this process's devices for each stage.
 
     Work is above and what crosses links below. Ops are much shorter than a pixel is wide, so each piece of time shows
     how much of it each part takes.
 
     Args:
-        path: file to write.
         traced: trace of the steps.
         mesh: mesh of the step.
     """
@@ -145,24 +146,25 @@ def draw(path: pathlib.Path, traced: Traced, mesh: Mesh) -> None:
         chosen.setdefault(stage, ((data, stage, tensor), spans))
     begin, end = typical(traced.windows)
     edges = np.linspace(begin, end, _PIECES + 1)
-    page = plots.figure(13, 1.4 + 1.0 * len(chosen))
+    page = plots.figure(13, 1.8 + 1.0 * len(chosen))
     axes = page.subplots()
     seen: set[str] = set()
     for lane, (_, spans) in enumerate(chosen.values()):
         for link in (False, True):
             seen |= _lane(axes, spans, edges, lane + _TALL + (_TALL + 0.04) * link, link)
         axes.axhline(lane + 2 * _TALL + 0.04, color="#c9ced2", linewidth=0.8)
-    named = [f"stage {stage}\n(data {data}, tensor {tensor})" for (data, stage, tensor), _ in chosen.values()]
-    axes.set_yticks([lane + _TALL for lane in range(len(named))], named)
+    lanes = [f"stage {stage}\n(data {data}, tensor {tensor})" for (data, stage, tensor), _ in chosen.values()]
+    axes.set_yticks([lane + _TALL for lane in range(len(lanes))], lanes)
     axes.invert_yaxis()
     plots.style(axes)
     axes.set_xlim(0, end - begin)
     axes.set_xlabel(f"seconds; each {1e3 * (edges[1] - edges[0]):.2g} ms shows the shares of its parts")
+    named = {COLORS[part]: part.partition("/")[0] for part in COLORS if part in seen}  # one name for each color
     page.legend(
-        [Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in COLORS if part in seen],
-        [part for part in COLORS if part in seen],
+        [Rectangle((0, 0), 1, 1, color=color) for color in named],
+        list(named.values()),
         frameon=False,
         loc="outside upper center",
-        ncols=len(COLORS),
+        ncols=_IN_A_ROW,
     )
-    page.savefig(path)
+    return page

@@ -6,16 +6,18 @@ import json
 import time
 
 import jax
+import matplotlib.colors
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from matplotlib.image import imread
 
-from paxtrain.config import from_dict, to_dict
+from paxtrain.config import MeshConfig, from_dict, to_dict
 from paxtrain.data import token_files
 from paxtrain.errors import UserError
 from paxtrain.parallel.mesh import make_mesh
-from paxtrain.profiling.breakdown import PARTS
+from paxtrain.profiling import timeline
+from paxtrain.profiling.breakdown import PARTS, Traced
 from paxtrain.profiling.profiler import GROUPS, PICTURE, TABLE, TIMELINE, Profiler
 from paxtrain.profiling.timeline import COLORS, joined, shares, typical
 from paxtrain.profiling.trace import Part, Span
@@ -143,6 +145,20 @@ def test_joined_times_overlap_no_more():
     spans = [Span(*times, Part("work", False)) for times in ((5, 6), (0, 2), (1, 3), (3, 4), (1.5, 2.5))]
     assert list(joined(spans)) == [(0, 4), (5, 6)]
     assert list(joined([])) == []
+
+
+def test_the_legend_of_the_picture_names_every_color_inside_the_figure():
+    spans = [Span(0.1 * i, 0.1 * (i + 1), Part(part, link)) for i, part in enumerate(COLORS) for link in (False, True)]
+    device = jax.devices()[0]
+    traced = Traced((device,), [(0.0, 2.0)], [spans])
+    figure = timeline.draw(traced, make_mesh(MeshConfig(), devices=[device]))
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    drawn = {matplotlib.colors.to_hex(patch.get_facecolor()) for patch in legend.get_patches()}
+    assert drawn == set(COLORS.values()) and len(legend.get_patches()) == len(drawn)
+    assert {"tensor", "sync", "forward"} <= {text.get_text() for text in legend.get_texts()}
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
 
 
 def test_table_and_picture(profiled):
