@@ -1,7 +1,11 @@
 """Faults, one after another, and how training survives them: tests.cluster.faults, recorded for the page."""
 
+import re
+
 from tests.cluster import faults
 from tests.cluster.laboratory import Lab
+
+_RUN = re.compile(r"/proc/\d+/root\S*?/run/")  # the run's folder, on its small disk
 
 
 def run(lab: Lab) -> None:
@@ -9,5 +13,10 @@ def run(lab: Lab) -> None:
     records = lab.records("faults")
     if "done" in records:
         return
-    faults.run(lab.out / "faults", lab.say, lambda figures: records.add(figures["fault"], **figures))
+
+    def keep(figures: faults.Figures) -> None:
+        said = {"sentence": _RUN.sub("run/", figures["sentence"])} if "sentence" in figures else {}
+        records.add(figures["fault"], **figures | said)
+
+    faults.run(lab.out / "faults", lab.say, keep)
     records.add("done")
