@@ -13,7 +13,6 @@ from absl import flags
 
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
-from tests.cluster import earlier_page
 from tests.cluster.findings import (
     accuracy,
     adaptive,
@@ -32,6 +31,7 @@ from tests.cluster.findings import (
 from tests.cluster.section import NOT_RUN, Drawing, Section, Target, table
 
 WIDTH = 120  # columns of a paragraph
+_MET = {True: "yes", False: "**no**", None: "open"}
 PARTS = (
     *(setting, links, accuracy, placement, compression, paper, sooner, adaptive),
     *(schedules, joint, growth, peer, faults),
@@ -67,7 +67,7 @@ def _filled(text: str, begin: str = "") -> str:
 
 
 def _targets(targets: list[Target]) -> str:
-    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else earlier_page.MET[t.met]) for t in targets]
+    rows = [(t.what, t.wanted, t.seen, "-" if t.seen == NOT_RUN else _MET[t.met]) for t in targets]
     return table(["what", "target", "seen", "met?"], rows, words=4)
 
 
@@ -89,13 +89,10 @@ def _shortfalls(sections: list[Section]) -> Iterator[str]:
 
 
 def _blocks(section: Section, folder: str) -> Iterator[str]:
-    if section.blocks and str(section.blocks[0]).startswith("## "):  # of the earlier page
-        yield str(section.blocks[0])
-        return
     sources = ", ".join(f"`{source}`" for source in section.sources)
     yield f"## {section.title}"
     yield _filled(f"Made by `{section.command}`; raw records: {sources}.")
-    for block in section.blocks or (earlier_page.NOT_YET,):
+    for block in section.blocks or ("Not run yet.",):
         if isinstance(block, Drawing):
             yield f"![{block.name}]({folder}/{block.name}.png)"
             yield _filled(block.caption)
@@ -109,12 +106,8 @@ def folder(page: pathlib.Path) -> pathlib.Path:
 
 
 def write(records: pathlib.Path, page: pathlib.Path) -> None:
-    """Write the page from the records, with its figures in a folder of the same name beside it.
-
-    What the page says of experiments whose records are lost stays.
-    """
-    earlier, sections = earlier_page.read(page), [part.section(records) for part in PARTS]
-    sections = [earlier.kept(section) if earlier.keeps(section) else section for section in sections]
+    """Write the page from the records, with its figures in a folder of the same name beside it."""
+    sections = [part.section(records) for part in PARTS]
     beside = page.with_suffix("")
     beside.mkdir(parents=True, exist_ok=True)
     for drawing in (drawing for section in sections for drawing in section.drawings):

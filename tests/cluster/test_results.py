@@ -16,7 +16,6 @@ from tests.cluster.made_up_records import (
     add_compression,
     add_links,
     add_paper,
-    add_peer,
     add_placements,
     add_predictions,
     add_schedules,
@@ -71,28 +70,6 @@ def test_the_page_says_what_was_met_missed_and_not_run(tmp_path):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.02, f"{name} is empty"
 
 
-def test_what_the_page_says_stays_without_records(tmp_path):
-    first, second, page = tmp_path / "first", tmp_path / "second", tmp_path / "page.md"
-    add_links(first, worst=0.12)
-    add_schedules(first)
-    results.write(first, page)
-    before = page.read_text()
-    add_peer(second)
-    results.write(second, page)
-    text = page.read_text()
-    for title in ("## Schedules at several link rates", "## Profile against set rates"):
-        section = before[before.index(title) :].split("\n## ")[0].strip()
-        assert section in text
-    flat = " ".join(text.split())
-    assert "Made by `python -m tests.cluster.lab --experiments=peer`;" in flat
-    assert "**Missed:** Profiled bandwidth of a link of 20 to 200 Mbit/s, largest error." in flat
-    assert "**Open:** eager_1f1b over 1f1b" in flat and "**Not run:** Compression;" in flat
-    # Records of what the page knew are preferred to it.
-    add_links(second, worst=0.01)
-    results.write(second, page)
-    assert "**Missed:** Profiled bandwidth" not in page.read_text()
-
-
 def test_the_page_is_written_again_from_the_records_alone(tmp_path):
     add_schedules(tmp_path / "lab")
     command = [
@@ -120,7 +97,6 @@ def test_a_folder_without_records_is_told(tmp_path, monkeypatch):
 def test_the_page_in_the_documentation_follows_from_the_records_beside_it(tmp_path):
     docs = pathlib.Path(__file__).resolve().parents[2] / "docs"
     page = tmp_path / "results.md"
-    page.write_text((docs / "results.md").read_text())
     results.write(results.folder(docs / "results.md"), page)
     assert page.read_text() == (docs / "results.md").read_text()
     assert {path.name for path in (tmp_path / "results").iterdir()} <= {p.name for p in (docs / "results").iterdir()}
