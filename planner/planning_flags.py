@@ -38,7 +38,14 @@ _DECIDED = {
     "compress.data_rank": "--data_ranks={}",
 }
 # What a plan sets to what suits its schedule and its links, without a flag.
-_SET = ("pipeline.idle", "compress.stage_seconds", "compress.reduce_seconds", "compress.compressed_seconds")
+_SET = (
+    "pipeline.idle",
+    "compress.backward_links",
+    "compress.forward_links",
+    "compress.stage_seconds",
+    "compress.reduce_seconds",
+    "compress.compressed_seconds",
+)
 # What neither a plan nor its prediction has: whole sections, of which some keys are read all the same, and single keys.
 _TRAINED = ("optimizer", "data", "checkpoint", "run", "profile")
 _READ = ("optimizer.name", "run.steps")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from paxtrain.config.checks import bounded, choice, numbers, positive, require
-from paxtrain.config.options import NO_OPTIONS, OTHERS, PLACES, CodecOptions
+from paxtrain.config.options import LINKED, NO_OPTIONS, OTHERS, PLACES, CodecOptions
 from paxtrain.errors import whole
 
 SECONDS = ("stage_seconds", "reduce_seconds", "compressed_seconds")
@@ -26,10 +26,13 @@ class CompressConfig:
             lowrank are `backward_rank`, `backward_ranks`, `error`, `factors` and `form`.
         backward_ranks: rank of each link's factors, such as "16,8,16"; empty: backward_rank for all. The link between
             stages 0 and 1 comes first. With virtual stages the link between the last stage and the first comes last.
+        backward_links: links on which these gradients are compressed (--config.compress.backward.links), such as "0,2",
+            counted as for backward_ranks; empty: all. On the others they travel as they are.
         forward: compressed activations between stages, "none" or "all"; beyond the paper.
         forward_rank: rank of their factors.
         forward_codec: codec of the activations, as backward_codec.
         forward_options: its options.
+        forward_links: links on which the activations are compressed, as backward_links.
         error: form of lazy error propagation, which adds the error of a compressed message to the next one on its link:
             "lazy" (kept as factors, the fewest bytes), "explicit", or "none".
         factors: dtype on the wire between stages: "float32", "bfloat16", "int8" (a scale per column), or "auto": the
@@ -74,10 +77,12 @@ class CompressConfig:
     backward_options: CodecOptions = NO_OPTIONS
     backward_rank: int = 16
     backward_ranks: str = ""
+    backward_links: str = ""
     forward: str = "none"
     forward_codec: str = ""
     forward_options: CodecOptions = NO_OPTIONS
     forward_rank: int = 16
+    forward_links: str = ""
     error: str = "lazy"
     factors: str = "auto"
     form: str = "solve"
@@ -137,6 +142,8 @@ class CompressConfig:
             all(rank > 0 for rank in ranks),
             f"compress.backward_ranks must be positive integers joined by commas, got {self.backward_ranks!r}",
         )
+        for place in LINKED:
+            self._check_links(place)
         if self.data not in ("none", "all", "selective"):
             require(
                 all(whole(stage) is not None for stage in self.data.split(",")),
@@ -158,6 +165,19 @@ class CompressConfig:
         )
         for name in SECONDS:
             numbers(f"compress.{name}", getattr(self, name), float)
+
+    def _check_links(self, place: str) -> None:
+        """Require that the links of a place of LINKED are numbers, and that something is compressed on them."""
+        given = getattr(self, f"{place}_links")
+        require(
+            not given or all(whole(link) is not None for link in given.split(",")),
+            f"compress.{place}.links must be links between stages joined by commas such as 0,2, got {given!r}",
+        )
+        require(
+            not given or self.chosen(place) != "none",
+            f"compress.{place}.links={given} says where messages are compressed, but compress.{place} is none; name a "
+            f"codec with --config.compress.{place}.codec, or leave the links out",
+        )
 
     def _check_other(self, place: str) -> None:
         """Require that a place of OTHERS has a codec besides low rank if it has options."""
@@ -220,6 +240,11 @@ class CompressConfig:
         if chosen in ("none", "selective"):
             return ()
         return tuple(range(pipe)) if chosen == "all" else tuple(sorted({int(s) for s in chosen.split(",")}))
+
+    def links(self, place: str, links: int) -> tuple[int, ...]:
+        """Return which of `links` links between stages compress the messages of a place of LINKED."""
+        given = getattr(self, f"{place}_links")
+        return tuple(sorted({int(link) for link in given.split(",")})) if given else tuple(range(links))
 
     def link_ranks(self, links: int) -> tuple[int, ...]:
         """Return the rank of the gradients on each of `links` links between stages."""

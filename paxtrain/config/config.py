@@ -15,6 +15,7 @@ from paxtrain.config.compress import SECONDS, CompressConfig
 from paxtrain.config.data import DataConfig
 from paxtrain.config.model import ModelConfig
 from paxtrain.config.optimizer import OptimizerConfig, OuterConfig
+from paxtrain.config.options import LINKED
 from paxtrain.config.parallel import BatchConfig, MeshConfig, PipelineConfig
 from paxtrain.config.run import CheckpointConfig, RunConfig
 
@@ -120,6 +121,13 @@ class Config:
             f"compress.backward_ranks={c.backward_ranks} names {len(ranks)} links, but there are {self.links} "
             f"between {pipe} stages",
         )
+        for place in LINKED:
+            beyond = [link for link in c.links(place, self.links) if link >= self.links]
+            require(
+                pipe == 1 or not beyond,
+                f"compress.{place}.links={getattr(c, f'{place}_links')} names link {max(beyond, default=0)}, but "
+                f"mesh.pipe={pipe} has links 0 to {self.links - 1}",
+            )
         outside = [s for s in c.data_stages(pipe) if s >= pipe]
         require(
             not outside,

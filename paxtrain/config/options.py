@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 PLACES = ("backward", "forward", "data")  # what can go through a codec, low rank's or another
+LINKED = ("backward", "forward")  # those of the messages between stages, which may be compressed on some links only
 OTHERS = ("weights", "outer", "embedding")  # what can go through another only
 PROBED = (*PLACES, "embedding")  # what a probe of the loss can tell of
 REDUCED = ("data", "outer")  # what a reducer can take in place of a codec
-_DOTTED = re.compile(rf"compress\.({'|'.join((*PLACES, *OTHERS))})\.(messages|stages|codec|options|inside)\b")
+_DOTTED = re.compile(rf"compress\.({'|'.join((*PLACES, *OTHERS))})\.(messages|stages|links|codec|options|inside)\b")
 
 
 class CodecOptions(dict):

@@ -27,7 +27,7 @@ cP+s. Everything here is numpy; nothing knows of devices, bytes or seconds.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -180,6 +180,16 @@ class Schedule:
     def gradient_messages(self) -> frozenset[tuple[int, int]]:
         """Return all gradients that travel between stages, as (sending virtual stage, micro-batch)."""
         return frozenset((q, mb) for q in range(1, self.virtual_stages) for mb in range(self.micro_batches))
+
+    def gradients_on(self, gradients: frozenset[tuple[int, int]], links: Collection[int]) -> frozenset[tuple[int, int]]:
+        """Return those of some gradients that cross some links.
+
+        Args:
+            gradients: (sending virtual stage, micro-batch) of each.
+            links: numbers of links; s is between stages s and s + 1, and the last one, which only virtual stages use,
+                between the last stage and the first.
+        """
+        return frozenset((q, mb) for q, mb in gradients if (q - 1) % self.stages in links)
 
     def messages(self) -> int:
         """Return how many messages cross a link per step: activations and gradients of all pairs of stages."""

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
 
 from paxtrain.config import CompressConfig, Config
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.devices.datasheets import datasheet
 from paxtrain.parallel.compression.settled import Compression
 from paxtrain.parallel.layout import Layout
@@ -119,7 +119,7 @@ def variants(
     """Return dense training, and each point of some codecs on each of some axes.
 
     Args:
-        config: configuration of the study.
+        config: configuration of the study; on the links that it names for a place, if it does, codecs of that place work.
         axes: names in AXES.
         codecs: names in CODECS, or classes as package.module:Class.
         steps: optimizer steps of each run, over which the learning rate falls.
@@ -136,6 +136,8 @@ def variants(
                 changes |= {f"{place}_rank": point.rank, "data_rank_min": 1}
             else:
                 changes |= {f"{place}_codec": point.codec, f"{place}_options": CodecOptions(point.options)}
+            if place in LINKED:
+                changes[f"{place}_links"] = getattr(own, f"{place}_links")
             compress = dataclasses.replace(c, **changes)
             name = f"{axis}: {point.label}"
             found.append(Variant(name, point.label, dataclasses.replace(config, compress=compress)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paxtrain.config import CompressConfig, Config
-from paxtrain.config.options import OTHERS, PLACES, CodecOptions
+from paxtrain.config.options import LINKED, OTHERS, PLACES, CodecOptions
 from paxtrain.errors import UserError
 from paxtrain.parallel.stage_choice import StageTimes
 
@@ -31,7 +31,7 @@ class Variant:
 def bare(compress: CompressConfig) -> CompressConfig:
     """Return compression that compresses nothing, with the same ranks and thresholds."""
     off: dict[str, Any] = {"backward": "none", "forward": "none", "data": "none", "embedding": "unfused"}
-    off |= {"error": "lazy", "data_inside": 1}
+    off |= {"error": "lazy", "data_inside": 1, **{f"{place}_links": "" for place in LINKED}}
     for place in (*PLACES, *OTHERS):
         off |= {f"{place}_codec": "", f"{place}_options": CodecOptions()}
     return dataclasses.replace(compress, **off)
@@ -49,7 +49,8 @@ def variants(config: Config, sweep: Sequence[int]) -> list[Variant]:
     found: dict[str, Variant] = {}
 
     def add(name: str, label: str, **changes: Any) -> None:
-        compress = dataclasses.replace(bare(config.compress), **changes)
+        links = {f"{place}_links": getattr(config.compress, f"{place}_links") for place in LINKED if place in changes}
+        compress = dataclasses.replace(bare(config.compress), **changes, **links)
         found[name] = Variant(name, label, dataclasses.replace(config, compress=compress))
 
     add("dense", "dense")

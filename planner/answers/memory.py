@@ -362,6 +362,7 @@ def _place_of(free: Search, c: Candidate) -> int | None:
     space = free.space
     alike = (space.data == c.data) & (space.pipe == c.pipe) & (space.tensor == c.tensor)
     some = np.flatnonzero(alike & (space.micro_batch == c.micro_batch)).tolist()
+    c = dataclasses.replace(c, backward_links=(), forward_links=())  # which links compress takes no memory
     return next((i for i in some if candidate_of(space, i, c.counts, free.choices) == c), None)
 
 

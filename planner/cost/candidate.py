@@ -31,6 +31,8 @@ class Candidate:
         sequence_parallel: MeshConfig.sequence_parallel.
         backward: compressed gradients between stages, "none", "epilogue" or "all".
         backward_rank: rank of their factors.
+        backward_links: links between stages on which these gradients are compressed; (): all.
+        forward_links: links on which activations are, if they are compressed at all; (): all.
         reduce_dtype: MeshConfig.reduce_dtype.
         data_rank: rank of the factors over data of the stages whose reduction ends the step; 0: none is compressed.
         coded: codecs other than low rank; with one, the rank of its place only says whether it compresses. What
@@ -54,6 +56,8 @@ class Candidate:
     sequence_parallel: bool = False
     backward: str = "none"
     backward_rank: int = 16
+    backward_links: tuple[int, ...] = ()
+    forward_links: tuple[int, ...] = ()
     data_rank: int = 0
     reduce_dtype: str = "float32"
     coded: Coded = LOW_RANK

@@ -68,12 +68,20 @@ def candidate_of_config(config: Config) -> Candidate:
         reduce_dtype=mesh.reduce_dtype,
         backward=compress.chosen("backward") if mesh.pipe > 1 else "none",
         backward_rank=compress.backward_rank,
+        backward_links=_some(config, "backward"),
+        forward_links=_some(config, "forward"),
         data_rank=compress.data_rank if over_data else 0,
         coded=coded(compress, config.model.tied_head),
         ranks=config.rank_micro_batches if config.uneven else (),
         outer=config.outer,
         outer_ratio=compress.min_ratio,
     )
+
+
+def _some(config: Config, place: str) -> tuple[int, ...]:
+    """Return the links on which messages of a place are compressed; () if they are on all."""
+    found = config.compress.links(place, config.links)
+    return found if config.mesh.pipe > 1 and len(found) < config.links else ()
 
 
 def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) -> SimulatedStep:

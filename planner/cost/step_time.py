@@ -79,7 +79,8 @@ class Problem(Sizes):
         how = (c.tensor, c.micro_batch, c.save, c.sequence_parallel)
         self.layer = [costs.layer(cluster, kind, model, *how) for kind in kinds]
         self.overlap = cluster.overlaps
-        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, c.backward, skips=bool(c.ranks))
+        packed = c.backward, c.backward_links
+        self.table = Table(c.schedule, c.pipe, c.micro_batches, c.chunks, *packed, skips=bool(c.ranks))
         counts = np.repeat(np.array(splits or [c.counts], float), len(self.layer), axis=0)  # [kinds, V]
         self.layer = self.layer * max(len(splits), 1)
         first = np.zeros(counts.shape[1])
@@ -138,9 +139,12 @@ class Problem(Sizes):
         if self.swaps:
             both = on(paths.swap, self.swapped)
             swap = (both.max(axis=-1) if self.overlap else both.sum(axis=-1)).max(axis=1)
-        gradient = on(paths.backward, self.message)
+        gradient, activation = on(paths.backward, self.message), on(paths.forward, self.activation)
+        if c.forward_links:
+            coded = np.isin(np.arange(c.pipe), c.forward_links)
+            activation = np.where(coded, activation, on(paths.forward, self.message))
         return LinkSeconds(
-            activation=on(paths.forward, self.activation),
+            activation=activation,
             gradient=gradient,
             packed=gradient if c.backward == "none" else on(paths.backward, self.packed),
             ring_latency=stages(paths.ring[0]),

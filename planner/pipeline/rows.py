@@ -21,6 +21,7 @@ class Table:
         micro_batches: m.
         chunks: v.
         compressed: "none", "epilogue" or "all".
+        links: links on which they do; empty: all. See `paxtrain.schedule.table.Schedule.gradients_on`.
         first: micro-batches without ops, the first ones: those that a data rank lacks (paxtrain.schedule.uneven).
         skips: idle stages skip, although the schedule is masked.
     """
@@ -30,6 +31,7 @@ class Table:
     micro_batches: int
     chunks: int = 1
     compressed: str = "none"
+    links: tuple[int, ...] = ()
     first: int = 0
     skips: bool = False
 
@@ -84,12 +86,13 @@ class Row:
 Run = tuple[tuple[Row, ...], int]  # rows, and how often they repeat
 
 
-def _rows(schedule: Schedule, compressed: str) -> list[Row]:
+def _rows(schedule: Schedule, compressed: str, links: tuple[int, ...]) -> list[Row]:
     """Return the table's rows; those that are alike are one object.
 
     Args:
         schedule: table of ops.
         compressed: gradient messages that travel compressed, "none", "epilogue" or "all".
+        links: links on which they do; empty: all.
     """
     stages, last = np.arange(schedule.stages), schedule.virtual_stages - 1
     f, b, w = (x != IDLE for x in (schedule.forward, schedule.backward, schedule.weights))
@@ -103,6 +106,7 @@ def _rows(schedule: Schedule, compressed: str) -> list[Row]:
         leaves = np.concatenate([np.zeros_like(leaves[:1]), leaves[:-1]])
     if compressed != "none":
         chosen = {"epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
+        chosen = schedule.gradients_on(chosen, links) if links else chosen
         among = np.zeros((last + 1, schedule.backward.max() + 1), bool)  # by virtual stage and micro-batch
         among[tuple(np.array(sorted(chosen), int).reshape(-1, 2).T)] = True
         packed[1:] = sends[1:] & among[b_virtual[:-1], schedule.backward[:-1]]
@@ -184,7 +188,7 @@ def _runs(rows: list[Row], longest: int) -> list[Run]:
 @functools.lru_cache(maxsize=1024)
 def _few(table: Table, overlap: bool) -> list[Run]:
     schedule = table.plan(overlap)
-    return _runs(_rows(schedule, table.compressed), longest=3 * schedule.virtual_stages)
+    return _runs(_rows(schedule, table.compressed, table.links), longest=3 * schedule.virtual_stages)
 
 
 @functools.lru_cache(maxsize=4096)

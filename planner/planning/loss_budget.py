@@ -13,7 +13,7 @@ import numpy as np
 
 from paxtrain.config import CompressConfig, read_section
 from paxtrain.config.compress import LOW_RANK
-from paxtrain.config.options import PLACES, PROBED, flat_section
+from paxtrain.config.options import LINKED, PLACES, PROBED, flat_section
 from paxtrain.errors import UserError
 from paxtrain.study import loss_probe_file
 from paxtrain.study.loss_probe_file import LossProbe, ProbedCodec, excess
@@ -76,6 +76,7 @@ def configured(values: Values, combination: Combination) -> Values:
         combination: codecs of the places; other places are dense.
     """
     compress = flat_section(values["compress"]) | {"backward_ranks": "", "data_adapt_every": 0}
+    compress |= {f"{place}_links": "" for place in LINKED}
     by_place: Mapping[str, ProbedCodec] = {one.place: one for one in combination}
     for place in PROBED:
         one = by_place.get(place)

@@ -87,6 +87,8 @@ def sections(
             forward=compress.forward if c.pipe > 1 else "none",
             backward_rank=c.backward_rank if compress.low_rank("backward") else compress.backward_rank,
             backward_ranks="",
+            backward_links=",".join(map(str, c.backward_links)),
+            forward_links=",".join(map(str, c.forward_links)),
             # One stage has no tied copies to synchronize.
             embedding="auto" if c.pipe == 1 else compress.embedding,
             data=stages or "none",

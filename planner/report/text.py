@@ -96,16 +96,25 @@ def _how(codec: str, rank: int) -> str:
     return f"by {codec}" if codec else f"to rank {rank}"
 
 
+def _on_links(c: Candidate, links: tuple[int, ...]) -> str:
+    """Return on which links messages are compressed, in words; "" if on all."""
+    if not links:
+        return ""
+    named = f"link {links[0]}" if len(links) == 1 else f"{len(links)} of {c.pipe - (c.chunks == 1)} links"
+    return f" on {named} (on the others it would gain nothing)"
+
+
 def compression_words(candidate: Candidate) -> str:
     """Return the compressed messages and their ranks in a sentence."""
     c, parts = candidate, []
     if c.backward != "none":
         which = "in the epilogue" if c.backward == "epilogue" else "all"
         how = _how(c.coded.name("backward"), c.backward_rank)
-        parts.append(f"activation gradients between stages ({which}) compressed {how}")
+        on = _on_links(c, c.backward_links)
+        parts.append(f"activation gradients between stages ({which}) compressed {how}{on}")
     if c.compresses_forward:
         how = _how(c.coded.name("forward"), c.coded.forward_rank)
-        parts.append(f"activations between stages compressed {how}")
+        parts.append(f"activations between stages compressed {how}{_on_links(c, c.forward_links)}")
     if c.data_rank:
         how = _how(c.coded.name("data"), c.data_rank)
         how += f" between groups of {c.inside}" if c.inside > 1 else ""

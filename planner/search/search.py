@@ -25,6 +25,7 @@ from planner.search import layers, pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement
 from planner.search.space import Choices, Space, candidate_of, enumerate_candidates
+from planner.search.spared import spared
 from planner.search.trials import Found, Trials
 
 Array = np.ndarray
@@ -204,6 +205,8 @@ class Search:
             )
         refined.carefully(progress)
         ranked = [self._bounded(f, refined) for f in self.trials.completed(refined.ranked(top))]
+        ranked = [spared(self.cluster, self.model, self.fabric, f) for f in ranked]
+        ranked.sort(key=refined.key)
         return Outcome(
             ranked=ranked,
             enumerated=len(self.space),

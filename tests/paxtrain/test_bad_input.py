@@ -166,6 +166,18 @@ BAD_CONFIGURATION = {
     "stages": (["compress.data=0,2"], ["compress.data=0,2 names stage 2", "stages 0 to 1"]),
     "stages as words": (["compress.data=early"], ["none, all, selective or stages", "'early'"]),
     "ranks by link": (["compress.backward=all", "compress.backward_ranks=4,4"], ["names 2 links", "there are 1"]),
+    "links as words": (
+        ["compress.backward.codec=int8", "compress.backward.links=slow"],
+        ["compress.backward.links must be links", "'slow'"],
+    ),
+    "links that are not there": (
+        ["compress.forward.codec=int8", "compress.forward.links=0,1"],
+        ["compress.forward.links=0,1 names link 1", "mesh.pipe=2 has links 0 to 0"],
+    ),
+    "links without a codec": (
+        ["compress.backward.links=0"],
+        ["compress.backward.links=0 says where", "compress.backward is none"],
+    ),
     "no codec": (
         ["compress.backward.codec=int5"],
         ["compress.backward.codec=int5 is no codec", "int4, int8", "package.module:Class"],

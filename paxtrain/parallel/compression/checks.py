@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from compress import policy
 from compress.codec import Codec, codec_name, refusal
+from compress.codecs.on_links import OnLinks
 from compress.hierarchical import Hierarchical
 from compress.powersgd import PowerSGD, largest_rank
 from compress.reducer import Reducer, Shard
@@ -33,7 +34,8 @@ def check(compression: Compression) -> None:
     if compression.backward != "none":
         _check_link(compression, "backward", compression.backward_codec)
     if compression.forward != "none":
-        _check_link(compression, "forward", compression.forward_codec)
+        codec = compression.forward_codec
+        _check_link(compression, "forward", codec.codec if isinstance(codec, OnLinks) else codec)
     if compression.reducer is not None:
         _check_reducer(compression, compression.reducer)
     if compression.tables is not None:

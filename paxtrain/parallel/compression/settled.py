@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from compress.codec import Codec, Identity, Tree, codec_name
+from compress.codecs.on_links import OnLinks
 from compress.codecs.recorder import Recorder
 from compress.hierarchical import Hierarchical
 from compress.lowrank import LowRank, RankByLink
@@ -25,6 +26,7 @@ from compress.powersgd import PowerSGD
 from compress.reducer import Reducer, Shard, stored
 from paxtrain import tables
 from paxtrain.config import Config
+from paxtrain.config.options import LINKED
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression.named import named_codec, named_reducer
 from paxtrain.parallel.embedding import TableCodec
@@ -120,13 +122,26 @@ class Compression:
         by_sender = ranks[-1:] + ranks[: self.layout.stages - 1]
         return RankByLink(codec, by_sender) if len(set(ranks)) > 1 else codec
 
+    def _links(self, place: str) -> tuple[int, ...]:
+        """Return the links between stages whose messages go through the codec of a place, "backward" or "forward"."""
+        return self.config.compress.links(place, self.config.links)
+
+    def _where(self, place: str) -> str:
+        """Return on which links messages go through the codec of a place, as text; "" if on all."""
+        some, every = self._links(place), self.config.links
+        return "" if len(some) == every else f" on link{'s' * (len(some) > 1)} {', '.join(map(str, some))} of {every}"
+
     @functools.cached_property
     def forward_codec(self) -> Codec:
         """Codec of the activations between stages; Identity if they travel as they are."""
         c = self.config.compress
         if self.forward == "none":
             return Identity()
-        return self._low_rank(c.forward_rank) if c.low_rank("forward") else named_codec(c, "forward")
+        codec: Codec = self._low_rank(c.forward_rank) if c.low_rank("forward") else named_codec(c, "forward")
+        links = self._links("forward")
+        if len(links) == self.config.links:
+            return codec
+        return OnLinks(codec, tuple(stage in links for stage in range(self.layout.stages)))
 
     @functools.cached_property
     def weights_codec(self) -> Codec | None:
@@ -149,8 +164,10 @@ class Compression:
     def gradients(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """Return the gradients that go through the backward codec, as (sending virtual stage, micro-batch)."""
         if self.backward == "epilogue":
-            return schedule.epilogue()
-        return schedule.gradient_messages() if self.backward == "all" or self.record else frozenset()
+            sent = schedule.epilogue()
+        else:
+            sent = schedule.gradient_messages() if self.backward == "all" or self.record else frozenset()
+        return schedule.gradients_on(sent, self._links("backward"))
 
     # --- Over data ----------------------------------------------------------------------------------------------------
 
@@ -307,6 +324,9 @@ class Compression:
             names["codec"] = codec_name(self.backward_codec)
         if not c.low_rank("forward"):
             names["forward codec"] = codec_name(self.forward_codec)
+        for place in LINKED:
+            if self._where(place):
+                names[f"{place} links"] = list(self._links(place))
         if self.reducer is not None and not c.low_rank("data"):
             names["data codec"] = self.reducer.describe()
         elif isinstance(self.reducer, Hierarchical):
@@ -389,10 +409,10 @@ class Compression:
         c, rows, message = self.config.compress, [], self.message
         if self.backward != "none":
             text = self.backward_codec.describe(message.shape, message.dtype)
-            rows.append(("gradients between stages", f"{self.backward}: {text}"))
+            rows.append(("gradients between stages", f"{self.backward}{self._where('backward')}: {text}"))
         if self.forward != "none":
             text = self.forward_codec.describe(message.shape, message.dtype)
-            rows.append(("activations between stages", f"{self.forward}: {text}"))
+            rows.append(("activations between stages", f"{self.forward}{self._where('forward')}: {text}"))
         if self.reducer is not None:
             chosen = self.compressed_kernels(self.level)
             left = [name for name, _ in self.kernels if (name, "kernel") not in chosen]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from compress import kernels, wire_bytes
+from compress.codecs.quantised import QuantisedBlocks
 from paxtrain.config import CompressConfig, Config
 from paxtrain.errors import UserError
 from paxtrain.parallel.compression import checks
@@ -90,16 +91,17 @@ def test_the_forward_and_evaluation_are_untouched():
     assert float(plain.evaluate(params, batch(plain))) == float(compressed.evaluate(params, batch(plain)))
 
 
-def test_only_the_stages_below_a_compressed_link_are_changed():
+@pytest.mark.parametrize(("links", "above"), [("", 3), ("0", 1)], ids=["all links", "the first link"])
+def test_only_the_stages_below_a_compressed_link_are_changed(links, above):
     """Gradients on the last stage come before any compressed message."""
-    _, grads, *_ = evaluated(config(backward="all", backward_rank=2))
+    _, grads, *_ = evaluated(config(backward="all", backward_rank=2, backward_links=links))
     _, right, *_ = evaluated(config())
 
     def layers(tree, part):
         return jax.tree.map(lambda x: x[part], tree["layers"])
 
-    assert_close(layers(grads, slice(3, 4)), layers(right, slice(3, 4)))
-    assert min(differences(layers(grads, slice(0, 3)), layers(right, slice(0, 3))).values()) > 1e-3
+    assert_close(layers(grads, slice(above, 4)), layers(right, slice(above, 4)))
+    assert min(differences(layers(grads, slice(0, above)), layers(right, slice(0, above))).values()) > 1e-3
 
 
 # --- Every byte -------------------------------------------------------------------------------------------------------
@@ -130,6 +132,19 @@ def test_bytes_of_ranks_by_link_and_of_int8_factors():
         scales = 2 * rank * 4
         expected[k + 1, k] = 6 * (wire(rank, 1) + scales)
     assert found == expected
+
+
+def test_bytes_of_links_that_compress_and_of_those_that_do_not():
+    on = {"backward": "all", "backward_rank": 4, "backward_links": "1", "forward_codec": "int8", "forward_links": "0,2"}
+    trained = trainer(config(**on))
+    message = trained.compression.message
+    eight = wire_bytes(QuantisedBlocks(8), message.shape, message.dtype)
+    expected = {(k, k + 1): 6 * (DENSE if k == 1 else eight) for k in range(3)}
+    assert by_pair(trained) == expected | {(k + 1, k): 6 * (wire(4) if k == 1 else DENSE) for k in range(3)}
+    assert trained.compression.link_settings()["backward links"] == [1]
+    told = dict(trained.compression.describe())
+    assert told["gradients between stages"].startswith("all on link 1 of 3: rank 4")
+    assert told["activations between stages"].startswith("all on links 0, 2 of 3: ")
 
 
 def test_with_sequence_parallelism_each_device_compresses_its_part():
@@ -253,8 +268,11 @@ def test_each_chunk_has_a_state_of_its_own():
 
 
 def test_the_virtual_mesh_compresses_as_the_real_one_does():
-    """Gradients and states agree for dense and compressed messages and for stages of different ranks."""
-    c = config((2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4)
+    """Gradients and states agree for dense and compressed messages, some links, and stages of different ranks."""
+    on_links = {"backward_links": "0,2", "forward": "all", "forward_rank": 4, "forward_links": "1"}
+    c = config(
+        (2, 4, 1), micro_batches=5, backward="epilogue", backward_ranks="2,4,4", data="0,1", data_rank=4, **on_links
+    )
     one = dataclasses.replace(c.mesh, data=1, pipe=1)
     emulated = Trainer(c, make_mesh(one, devices=jax.devices()[:1]), virtual=True)
     params = jax.jit(emulated.layout.from_canonical)(canonical())

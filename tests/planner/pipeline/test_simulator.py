@@ -21,6 +21,9 @@ TABLES = [
     *[Table("interleaved_1f1b", p, m, 2) for p, m in ((2, 5), (4, 8), (3, 29), (4, 50))],
     *[Table(name, 3, 11, 1, kind) for name in ("eager_1f1b", "1f1b", "zb_h1") for kind in ("epilogue", "all")],
     Table("interleaved_1f1b", 3, 31, 2, "epilogue"),
+    # Links of which some compress.
+    Table("1f1b", 3, 11, 1, "all", (1,)),
+    Table("interleaved_1f1b", 3, 14, 2, "all", (0, 2)),
     # Data ranks that lack the first micro-batches.
     Table("eager_1f1b", 3, 9, skips=True),
     *[
@@ -50,8 +53,9 @@ def drawn(table: Table, batch: int = 3, seed: int = 0) -> Seconds:
     )
 
 
-def packed_messages(schedule, compressed: str) -> set:
-    return {"none": set, "epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
+def packed_messages(schedule, compressed: str, links: tuple[int, ...]) -> set:
+    found = {"none": set, "epilogue": schedule.epilogue, "all": schedule.gradient_messages}[compressed]()
+    return {(sender, mb) for sender, mb in found if not links or (sender - 1) % schedule.stages in links}
 
 
 def computing(schedule, what: str, t: int) -> list[tuple[int, int]]:
@@ -78,7 +82,7 @@ def has_head(schedule, t: int) -> bool:
 def replayed(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i with overlap, one event at a time in Python floats, from the schedule's table."""
     schedule = table.plan(overlap=True)
-    packed = packed_messages(schedule, table.compressed)
+    packed = packed_messages(schedule, table.compressed, table.links)
     now = list(s.start[i])
 
     def compute(phase: str, seconds: np.ndarray, t: int) -> None:
@@ -125,7 +129,7 @@ def order_of_blocking_ops(schedule) -> list[tuple[str, int]]:
 def replayed_blocking(table: Table, s: Seconds, i: int) -> list[float]:
     """Replay candidate i on a backend whose receivers wait for transfers, and whose senders wait until they begin."""
     schedule = table.plan(overlap=False)
-    packed = packed_messages(schedule, table.compressed)
+    packed = packed_messages(schedule, table.compressed, table.links)
     now = list(s.start[i])
 
     def transfers(messages: list[tuple[int, int, float]]) -> None:
