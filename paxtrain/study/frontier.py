@@ -119,7 +119,7 @@ def variants(
     """Return dense training, and each point of some codecs on each of some axes.
 
     Args:
-        config: configuration of the study; on the links that it names for a place, if it does, codecs of that place work.
+        config: configuration of the study; codecs work on the links that it names for their place, or on all.
         axes: names in AXES.
         codecs: names in CODECS, or classes as package.module:Class.
         steps: optimizer steps of each run, over which the learning rate falls.

@@ -6,7 +6,6 @@
     trials.py pool.py            candidates on known placements; the placements of each mesh
     splitting.py layers.py       layers per stage
     refine.py                    plan, placement and layers chosen together
-    spared.py                    links on which a plan need not compress
     nearby.py                    quicker plans on fewer hosts, and for batches near by
     baselines.py explain.py      gains over others' rules; reasons against the neighbors of the chosen plan
 

@@ -21,11 +21,11 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import fabric
+from planner.placement.spared import spared
 from planner.search import layers, pruning
 from planner.search.budget import Budget
 from planner.search.refine import Refinement
 from planner.search.space import Choices, Space, candidate_of, enumerate_candidates
-from planner.search.spared import spared
 from planner.search.trials import Found, Trials
 
 Array = np.ndarray
@@ -205,8 +205,7 @@ class Search:
             )
         refined.carefully(progress)
         ranked = [self._bounded(f, refined) for f in self.trials.completed(refined.ranked(top))]
-        ranked = [spared(self.cluster, self.model, self.fabric, f) for f in ranked]
-        ranked.sort(key=refined.key)
+        ranked = sorted(map(self._spared, ranked), key=refined.key)
         return Outcome(
             ranked=ranked,
             enumerated=len(self.space),
@@ -274,6 +273,11 @@ class Search:
             np.minimum.at(least, alike[known], above)
             found = np.maximum(found, scores * np.where(count >= several, least * nearer, 1.0)[alike])
         return found
+
+    def _spared(self, f: Found) -> Found:
+        """Return a plan that compresses only on those links between stages that need it."""
+        candidate, placement = spared(self.cluster, self.model, self.fabric, f.candidate, f.placement)
+        return f if candidate is f.candidate else dataclasses.replace(f, candidate=candidate, placement=placement)
 
     def _bounded(self, f: Found, refined: Refinement) -> Found:
         """Return a plan with a bound over all placements."""

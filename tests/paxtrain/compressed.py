@@ -80,8 +80,13 @@ def trained_steps(c: Config, steps: int) -> tuple[list[float], dict]:
 
 def differences(mine, right) -> dict[str, float]:
     """Return max |difference| / max |right| of each array."""
-    error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), mine, right)
-    return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(error)}
+
+    def error(a: np.ndarray, b: np.ndarray) -> float:
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+
+    found = jax.tree.map(error, mine, right)
+    return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(found)}
 
 
 def assert_close(mine, right, tolerance=1e-5):

@@ -22,7 +22,11 @@ class Crossed(Crossing):
     pairs = PAIRS
 
     def send(self, wire, pairs):
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, "pipe", pairs), wire)
+        senders = np.arange(STAGES)
+        for sender, receiver in pairs:
+            senders[receiver] = sender
+        mine = jnp.array(senders)[lax.axis_index("pipe")]  # vmap permutes among all stages only
+        return jax.tree.map(lambda leaf: lax.all_gather(leaf, "pipe")[mine], wire)
 
     def receives(self, pairs):
         return jnp.isin(lax.axis_index("pipe"), jnp.array([receiver for _, receiver in pairs]))

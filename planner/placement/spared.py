@@ -14,30 +14,33 @@ from planner.cluster.cluster import Cluster
 from planner.cost.candidate import Candidate
 from planner.cost.link_seconds import Fabric, Paths
 from planner.cost.step_time import Problem
-from planner.search.trials import Found
+from planner.placement.place import Placement
 
 _FREE = 1e-3  # share of the step that all links which are left out may cost together
 
 
-def spared(cluster: Cluster, model: ModelConfig, fabric: Fabric, found: Found) -> Found:
-    """Return a plan that compresses on as few links as it can at almost no more time, on its placement.
+def spared(
+    cluster: Cluster, model: ModelConfig, fabric: Fabric, candidate: Candidate, placement: Placement
+) -> tuple[Candidate, Placement]:
+    """Return a plan that compresses on as few links as it can at almost no more time, and its placement.
 
     Args:
         cluster: cluster of the plan.
         model: model of the plan.
         fabric: links of the cluster.
-        found: plan that compresses on all links, or none that compresses.
+        candidate: plan that compresses on all links, or none that compresses.
+        placement: its placement, which stays; only the seconds and their bound change.
     """
-    c, hosts = found.candidate, found.placement.hosts[None]
+    c, hosts = candidate, placement.hosts[None]
     count = c.pipe - (c.chunks == 1)
     places = [place for place, on in zip(LINKED, (c.backward != "none", c.compresses_forward)) if on]
     if count < 2 or not places:
-        return found
+        return c, placement
     problem = Problem(cluster, model, c)
     paths, kinds = problem.paths(fabric, hosts), problem.kind_of_host[hosts]
 
-    def seconds(candidate: Candidate) -> float:
-        other = Problem(cluster, model, candidate)
+    def seconds(sparing: Candidate) -> float:
+        other = Problem(cluster, model, sparing)
         return float(other.evaluate(other.links(paths), kinds).total[0])
 
     for place in places:
@@ -45,15 +48,14 @@ def spared(cluster: Cluster, model: ModelConfig, fabric: Fabric, found: Found) -
         few, many = 0, count  # the `many` slowest links are enough, the `few` slowest are not
         while many - few > 1:
             some = (few + many) // 2
-            enough = seconds(_on(c, place, order[:some])) <= found.seconds * (1 + _FREE)
+            enough = seconds(_on(c, place, order[:some])) <= placement.seconds * (1 + _FREE)
             few, many = (few, some) if enough else (some, many)
         if many < count:
             c = _on(c, place, order[:many])
-    if c is found.candidate:
-        return found
+    if c is candidate:
+        return c, placement
     least = seconds(c)
-    placement = dataclasses.replace(found.placement, seconds=least, bound=min(found.placement.bound, least))
-    return dataclasses.replace(found, candidate=c, placement=placement)
+    return c, dataclasses.replace(placement, seconds=least, bound=min(placement.bound, least))
 
 
 def _slowest_first(paths: Paths, place: str, size: int, count: int) -> list[int]:
