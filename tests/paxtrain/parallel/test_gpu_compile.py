@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from paxtrain.config import CompressConfig, Config, from_dict
-from paxtrain.config.options import CodecOptions
+from paxtrain.config.options import LINKED, CodecOptions
 from paxtrain.parallel.compiler_options import GPU_OPTIONS
 from paxtrain.parallel.layout import tensor_dim
 from paxtrain.parallel.mesh import make_mesh
@@ -352,6 +352,23 @@ def test_codecs_send_their_bytes_under_compute(codec, options):
     """XLA does not know how long a sort takes, and leaves two layers' parts of top-k under nothing."""
     trained = coded(codec, options)
     assert_codec_sends_under_compute(trained, compiled(trained).as_text(), exposed=2 if codec == "topk" else 1)
+
+
+@pytest.mark.slow
+def test_both_forms_of_messages_travel_where_some_links_compress():
+    """Neither of them, nor the choice between them on a stage, copies a message or makes a branch."""
+    links = {f"{place}_{what}": value for place in LINKED for what, value in (("codec", "int8"), ("links", "1"))}
+    config = small(layers=8)
+    mesh = dataclasses.replace(config.mesh, data=1, pipe=4)
+    trained = trainer(dataclasses.replace(config, mesh=mesh, compress=CompressConfig(**links)))
+    text, message = compiled(trained).as_text(), trained.compression.message
+    dense, eight = (
+        2 * math.prod(message.shape),
+        trained.compression.backward_codec.wire_bytes(message.shape, "bfloat16"),
+    )
+    assert sorted(transfer.bytes for transfer in steady(text)) == [eight, eight, dense, dense]
+    assert hlo.conditionals(text) == 0
+    assert [copy for copy in hlo.copies(text) if copy.bytes > dense] == []
 
 
 def test_flash_attention_stays_within_documents():
