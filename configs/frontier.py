@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
         model={"vocab_size": 257, "layers": 8, "hidden": 256, "heads": 8, "sequence": 128, "dtype": "float32"},
         mesh={"data": 2, "pipe": 4, "tensor": 1},
         pipeline={"schedule": "eager_1f1b"},
-        batch={"global_batch": 16, "micro_batch": 2},
+        batch={"global_batch": 16, "micro_batch": 1},
         optimizer={"learning_rate": 1e-3, "warmup_steps": 40},
         compress={"backward_rank": 64, "data": "0,1", "data_rank": 64},
         run={"steps": 300, "out": "runs/frontier", "eval_batches": 16},

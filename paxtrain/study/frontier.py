@@ -349,6 +349,13 @@ _MODEL = (
 )
 
 
+def _which(trained: Sequence[Variant]) -> str:
+    """Return which messages go through codecs, in words."""
+    given = {(getattr(one.config.compress, f"{place}_links"), place) for one in trained for place in LINKED}
+    links = [f"links {some} ({place})" for some, place in sorted(given) if some]
+    return f"Every message of an axis on {' and '.join(links)}" if links else "Every message of an axis"
+
+
 def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResult], out: pathlib.Path) -> str:
     """Write the page, the pictures and the numbers, and return the table and the sentences as Markdown.
 
@@ -367,8 +374,8 @@ def write(config: Config, trained: Sequence[Variant], outcomes: list[VariantResu
     setting = (
         f"A GPT of {m.parameter_count():,} parameters ({m.layers} layers of {m.hidden}, {m.dtype}) on a mesh of "
         f"{c.mesh.data} data ranks x {c.mesh.pipe} stages, {c.run.steps} steps of {tokens} tokens, "
-        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: mean, lowest and highest. Every message of an axis "
-        "goes through the codec, with its error feedback, from the first step on. Bytes are those that the step sends "
+        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: mean, lowest and highest. {_which(trained)} goes through "
+        "the codec, with its error feedback, from the first step on. Bytes are those that the step sends "
         "on the real mesh, norms, biases and the embedding's reduction included."
     )
     shown = [f"![{AXES[name[9:-4]].words}: loss against bytes and time]({name})" for name in pictures]

@@ -43,6 +43,18 @@ def test_a_class_is_a_point_with_the_options_that_the_configuration_gives_it():
     assert (data.data_codec, data.data_options, data.backward_codec) == ("mine.codecs:Mine", {}, "")
 
 
+def test_codecs_work_on_the_links_that_the_configuration_names(tmp_path):
+    config = configuration(pipe=4, compress={"backward_codec": "sign", "backward_links": "1"})
+    found = frontier.variants(config)
+    links = {
+        axis: {v.config.compress.backward_links for v in found if v.name.startswith(axis)} for axis in frontier.AXES
+    }
+    assert links == {"between": {"1"}, "data": {""}, "activations": set()}
+    trained = [v for v in found if v.name in {one.name for one in made_up()}]
+    frontier.write(config, trained, made_up(), tmp_path)
+    assert "Every message of an axis on links 1 (backward) goes through" in (tmp_path / frontier.PAGE).read_text()
+
+
 def made_up():
     """Return outcomes of two seeds: dense, one codec on both axes, and another on one."""
     outcomes = []
