@@ -23,7 +23,7 @@ class LinkState(NamedTuple):
 
 
 class LinkWire(NamedTuple):
-    """What a stage sends, of which only one part crosses its link.
+    """A message in both forms, of which only one crosses its link.
 
     Attributes:
         plain: the message.
