@@ -1,6 +1,6 @@
 """Kills of whole runs: at every write, at random moments, on one process and on four; and starts in a folder in use.
 
-`make test-slow ARGS=tests/paxtrain/test_kills.py` takes about half an hour. PAXTRAIN_KILLS limits the kills of a test.
+`make test-slow ARGS=tests/paxtrain/test_kills.py` takes about an hour. PAXTRAIN_KILLS limits the kills of a test.
 """
 
 import os
@@ -24,7 +24,7 @@ from tests.paxtrain.training import corpus, curve
 pytestmark = pytest.mark.slow
 MOST = int(os.environ.get("PAXTRAIN_KILLS", "1000000"))
 FIRST = int(os.environ.get("PAXTRAIN_FIRST_KILL", "1"))
-ENDED = 8  # runs in a row that end before the call to die at; threads write in more or fewer pieces, 308 to 378 in all
+ENDED = 8  # runs in a row that end before the call to die at; threads write in more or fewer pieces, 308 to 393 in all
 SMALL = {
     "model.vocab_size": 257,
     "model.layers": 2,
