@@ -111,6 +111,24 @@ def test_the_overview_links_to_pages_of_the_site_only(hooks):
     assert not all((ROOT / "docs" / link).exists() for link in control)
 
 
+def test_the_readmes_figures_of_the_lab_are_those_of_its_page():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    rows = [line for line in (ROOT / "docs/results.md").read_text().splitlines() if line.startswith("| ")]
+
+    def found(row: str, pattern: str) -> list[str]:
+        [line] = [line for line in rows if line.startswith(f"| {row}")]
+        return re.findall(pattern, line)
+
+    said = re.search(r"dense step takes ([\d.]+) to ([\d.]+) of .*? within 1%, it takes ([\d.]+) or less", readme)
+    removed = re.search(r"remove (\d+), (\d+) and (\d+)% .*? is (\d+), (\d+) and (\d+)% of it", readme)
+    assert said and removed
+    dense = found("Dense step over PyTorch's", r"; ([\d.]+)x to ([\d.]+)x\)")
+    coded = found("Compressed step over PyTorch's", r"to ([\d.]+)x\)")
+    assert said.groups() == (*dense[0], *coded)
+    shares = found("Of the time that links cost", r"([\d.]+)% ± [\d.]+% at (\d+)%")
+    assert removed.groups() == (*(f"{float(share):.0f}" for share, _ in shares), *(at for _, at in shares))
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FILE = r"(?<![\w/.])((?:paxtrain|planner|compress|configs|docs|examples)/[\w./-]*\.(?:py|md|json|png))"
 
