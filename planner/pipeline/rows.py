@@ -222,3 +222,19 @@ def runs(table: Table, overlap: bool = True) -> list[Run]:
         raise ValueError(f"{table.schedule} is not steady from {few} micro-batches on: its spec's settles is too small")
     times = (own - few) // step
     return [(rows, a + times * (b - a)) for (rows, a), (_, b) in zip(less, more, strict=True)]
+
+
+def messages(table: Table, overlap: bool = True) -> tuple[Array, Array, Array]:
+    """Return how many activations, gradients as they are and compressed gradients each stage sends, int [P] of each.
+
+    Args:
+        table: schedule.
+        overlap: see `paxtrain.schedule.schedules.build`.
+    """
+    found = np.zeros((3, table.stages), int)
+    for rows, times in runs(table, overlap):
+        for row in rows:
+            for kind, ends in enumerate((row.activations, row.plain, row.packed)):
+                if ends is not None:
+                    found[kind, ends[0]] += times
+    return found[0], found[1], found[2]

@@ -79,11 +79,16 @@ def micro_batches(candidate: Candidate) -> str:
 
 
 def compression(candidate: Candidate) -> str:
-    """Return the compressed messages and their ranks in short: "epi16+data128"."""
+    """Return the compressed messages and their ranks in short: "epi16+data128", on 2 of 7 links "epi16@2/7"."""
     c = candidate
     codecs = {place: c.coded.name(place) for place in (*PLACES, *OTHERS)}
-    there = f"fwd{codecs['forward'] or c.coded.forward_rank}" if c.compresses_forward else ""
+
+    def at(links: tuple[int, ...]) -> str:
+        return f"@{len(links)}/{_links(c)}" if links else ""
+
+    there = f"fwd{codecs['forward'] or c.coded.forward_rank}{at(c.forward_links)}" if c.compresses_forward else ""
     between = f"{c.backward[:3]}{codecs['backward'] or c.backward_rank}" if c.backward != "none" else ""
+    between += at(c.backward_links) if between else ""
     over = f"data{codecs['data'] or c.data_rank}{f'/{c.inside}' * (c.inside > 1)}" if c.data_rank else ""
     weights = f"wgt{codecs['weights']}" if c.compresses_weights else ""
     table = f"emb{codecs['embedding']}" if c.compresses_embedding else ""
@@ -96,11 +101,16 @@ def _how(codec: str, rank: int) -> str:
     return f"by {codec}" if codec else f"to rank {rank}"
 
 
+def _links(c: Candidate) -> int:
+    """Return the number of links between stages; with virtual stages there is one from the last to the first."""
+    return c.pipe - (c.chunks == 1)
+
+
 def _on_links(c: Candidate, links: tuple[int, ...]) -> str:
     """Return on which links messages are compressed, in words; "" if on all."""
     if not links:
         return ""
-    named = f"link {links[0]}" if len(links) == 1 else f"{len(links)} of {c.pipe - (c.chunks == 1)} links"
+    named = f"link {links[0]}" if len(links) == 1 else f"{len(links)} of {_links(c)} links"
     return f" on {named} (on the others it would gain nothing)"
 
 
@@ -209,12 +219,14 @@ _PLACED = {
 def terms(report: Report) -> list[str]:
     """Return what the columns mean whose heads do not say it."""
     sources = {found.placement.source for found in report.outcome.ranked}
+    some = any(found.candidate.backward_links or found.candidate.forward_links for found in report.outcome.ranked)
     memory = "by a formula (the closed form) that counts what the program allocates"
     if report.oracle:
         memory = f"of the plans that were compiled by the compiler, of the others {memory}"
     return [
         "gap %: how much longer the step is than a bound below which no plan can be; the best is somewhere between",
         f"GB: memory of a device, {memory}",
+        *(["compress @2/7: on 2 of the 7 links between stages, since it gains nothing on the others"] if some else []),
         *(f"placed {source}: {words}" for source, words in _PLACED.items() if source in sources),
     ]
 

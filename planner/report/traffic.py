@@ -1,16 +1,21 @@
 """Bytes that a step sends, by where they go: inside hosts, between hosts of a site, between sites, by trunk and NIC."""
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from planner.cost import compute as costs
 from planner.cost import outer
+from planner.cost.coded import CodecExchange
 from planner.cost.link_seconds import ring_leads
 from planner.cost.sizes import MASTER
+from planner.cost.step_time import Problem
+from planner.pipeline import rows as pipeline
 from planner.report.contents import Report
 
 Array = np.ndarray
+Add = Callable[[str, Array, Array | float], None]  # of a purpose, for ranks [..., P, n] that send so many bytes each
 LEVELS = ("inside hosts", "between hosts of a site", "between sites")
 
 
@@ -31,10 +36,9 @@ class Flows(NamedTuple):
 
 
 def flows(report: Report) -> list[Flows]:
-    """Return what a step of the chosen plan sends, on links or inside hosts.
+    """Return what a step of the chosen plan sends, on links or inside hosts, compressed where the plan compresses it.
 
-    Messages and reductions count as they are, also where the plan compresses them. Sums inside tensor groups, which
-    never leave a host, do not count.
+    Sums inside tensor groups, which never leave a host, do not count.
     """
     problem, c, fabric = report.problem, report.chosen.candidate, report.fabric
     places = fabric.places(report.chosen.placement.hosts[None])[0]  # [D, P]
@@ -46,41 +50,102 @@ def flows(report: Report) -> list[Flows]:
             Flows(what, senders, receivers, np.broadcast_to(c.tensor * np.asarray(size, float), senders.shape))
         )
 
-    def exchange(what: str, one: Array, other: Array, size: Array | float) -> None:
-        """Add flows of `size` bytes each way."""
-        add(what, one, other, size)
-        add(what, other, one, size)
+    def around(what: str, ranks: Array, size: Array | float) -> None:
+        """Add a turn of rings over ranks [..., P, n], of which each sends `size` bytes of its stage."""
+        ring = np.take_along_axis(ranks, ring_leads(fabric.hosts(ranks)), -1)
+        add(what, ring, np.roll(ring, -1, axis=-1), np.broadcast_to(size, c.pipe)[:, None])
 
-    def ring_of(ranks: Array) -> Array:
-        """Return the places [..., D] in the order in which rings visit them."""
-        return np.take_along_axis(ranks, ring_leads(fabric.hosts(ranks)), -1)
+    def among(what: str, ranks: Array, size: Array | float) -> None:
+        """Add flows among all ranks of sets [..., P, n], of which each sends the others `size` bytes of its stage."""
+        others = ranks.shape[-1] - 1
+        for distance in range(1, others + 1):
+            add(what, ranks, np.roll(ranks, -distance, axis=-1), np.broadcast_to(size, c.pipe)[:, None] / others)
 
-    # Activations go on and gradients back over each hop: between neighbors once a chunk, around the ring once less.
-    times = np.full(c.pipe, c.chunks)
-    times[-1] -= 1
-    sent = np.array(c.of_ranks)[:, None] * problem.message * times * (c.pipe > 1)
-    exchange("messages between stages", places, np.roll(places, -1, axis=1), sent)
+    forward, backward = _between_stages(problem)
+    what = "messages between stages"
+    add(what, places, np.roll(places, -1, axis=1), forward)
+    add(what, places, np.roll(places, 1, axis=1), backward)
     groups = places.reshape(c.apart, c.together, c.pipe)
-    ring = ring_of(np.swapaxes(groups, 1, 2))  # [G, P, D / G]
-    layers, table = problem.layer_parameters, problem.embedding_parameters * problem.meets
-    share = (c.together - 1) / c.together
-
-    def around(what: str, size: Array) -> None:
-        """Add turns of all rings, whose stages [P] have `size` bytes."""
-        add(what, ring, np.roll(ring, -1, axis=2), (share * size)[:, None])
-
-    reduced = (layers + table) * costs.ITEM[c.reduce_dtype]
-    around("gradients over data", reduced if c.zero1 else 2 * reduced)
-    if c.zero1:
-        around("weights over data", (layers + table) * costs.ITEM[report.model.dtype])
+    ranks = np.swapaxes(groups, 1, 2)  # [G, P, D / G]
+    if c.together > 1:
+        _reduce(report, ranks, around, among)
+        if c.zero1:
+            share, table = (c.together - 1) / c.together, problem.embedding_parameters * problem.meets
+            around("weights over data", ranks, share * (problem.layer_weights + table * costs.ITEM[report.model.dtype]))
     if problem.swaps:
-        size = problem.embedding_parameters * MASTER / c.together
-        exchange("tied embedding", places[:, 0], places[:, -1], size)
+        add("tied embedding", places[:, 0], places[:, -1], problem.swapped)
+        add("tied embedding", places[:, -1], places[:, 0], problem.swapped)
     if c.apart > 1:
-        across = ring_of(np.moveaxis(groups, 0, 2))  # [D / G, P, G]
         of_round = sum(size for size, _ in outer.sent(problem))
-        add("differences between groups", across, np.roll(across, -1, axis=2), of_round / c.outer.every)
+        around("differences between groups", np.moveaxis(groups, 0, 2), of_round / c.outer.every)
     return found
+
+
+def _between_stages(problem: Problem) -> tuple[Array, Array]:
+    """Return the bytes [D, P] that stages send to the next one, and to the one before."""
+    c = problem.candidate
+    coded = np.isin(np.arange(c.pipe), c.forward_links) | (not c.forward_links)
+    sizes = np.where(coded, problem.activation, problem.message)
+    both = {}
+    for micro_batches in set(c.of_ranks):
+        table = problem.rank_table(c.of_ranks.index(micro_batches))
+        activations, plain, packed = pipeline.messages(table, problem.overlap)
+        both[micro_batches] = activations * sizes, plain * problem.message + packed * problem.packed
+    forward, backward = zip(*(both[micro_batches] for micro_batches in c.of_ranks))
+    return np.array(forward), np.array(backward)
+
+
+def _reduce(report: Report, ranks: Array, around: Add, among: Add) -> None:
+    """Add what the reduction of gradients over data sends.
+
+    Args:
+        report: the report.
+        ranks: places of the ranks that reduce together, [G, P, D / G].
+        around: adds a turn of rings.
+        among: adds all-to-alls.
+    """
+    problem, c, what = report.problem, report.chosen.candidate, "gradients over data"
+    item, compressed = costs.ITEM[c.reduce_dtype], report.step.compressed[0]
+
+    def scatter(members: Array, parameters: Array) -> None:
+        """Add the reduce-scatter of parameters [P] as they are; see `planner.cost.link_seconds.Fabric.rings`."""
+        share = (members.shape[-1] - 1) / members.shape[-1]
+        (around if report.fabric.rings else among)(what, members, share * parameters * item)
+
+    def turn(members: Array, parameters: Array, size: int, times: int = 1) -> None:
+        """Add turns of rings with parameters [P] of `size` bytes each."""
+        around(what, members, times * (members.shape[-1] - 1) / members.shape[-1] * parameters * size)
+
+    def coded(members: Array, exchanges: Iterable[CodecExchange], arrays: Array) -> None:
+        """Add a codec's collectives for a number of arrays [P]."""
+        for kind, size, _ in exchanges:
+            (among if kind == "all-to-all" else around)(what, members, arrays * size)
+
+    # What travels as it is: all on stages that compress nothing, else what no factors travel with.
+    beside = c.slots * problem.rest if c.inside > 1 or c.coded.data is not None else 0
+    as_is = np.where(compressed, beside, problem.layer_parameters)
+    table = problem.embedding_parameters * problem.meets
+    as_is = as_is + (0 if c.compresses_embedding else table)
+    if c.zero1:
+        scatter(ranks, as_is)
+    else:
+        turn(ranks, as_is, item, times=2)  # an all-reduce
+    if c.compresses_embedding:
+        coded(ranks, c.coded.table_exchanges(problem.table_shape, c.together, c.zero1), problem.meets)
+    if not compressed.any():
+        return
+    sets = ranks.reshape(c.apart, c.pipe, -1, c.inside)
+    if c.inside > 1:
+        inside, kernels = np.moveaxis(sets, 1, 2), compressed * c.slots * problem.kernel_parameters
+        scatter(inside, kernels)
+        if not c.zero1:
+            turn(inside, kernels, MASTER)
+    between = np.moveaxis(sets, 3, 1)
+    if c.coded.data is None:  # two all-reduces, one for either factor
+        turn(between, compressed * problem.factor_bytes, 1, times=2)
+        return
+    for shape in problem.kernels:
+        coded(between, c.coded.exchanges(shape, c.together, c.zero1), compressed * c.slots)
 
 
 def traffic(report: Report) -> dict[str, Array]:
@@ -97,29 +162,30 @@ def traffic(report: Report) -> dict[str, Array]:
 
 
 def through_trunks(report: Report) -> Array:
-    """Return the bytes of a step that leave by each trunk of the cluster, [K]; as many come in."""
+    """Return the bytes of a step that leave by each trunk of the cluster, and those that come in, [K, 2]."""
     if (trunks := report.cluster.trunks) is None:
-        return np.zeros(0)
-    found = np.zeros(len(trunks))
+        return np.zeros((0, 2))
+    found = np.zeros((len(trunks), 2))
     for _, *ends, size in flows(report):
         senders, receivers = map(report.fabric.hosts, ends)
-        crossing = trunks.behind[:, senders] != trunks.behind[:, receivers]
-        # Messages go there and back, and a ring that leaves comes in again.
-        found += (crossing * size).reshape(len(found), -1).sum(axis=1) / 2
+        inside, onward = trunks.behind[:, senders], trunks.behind[:, receivers]
+        for way, crossing in enumerate((inside & ~onward, onward & ~inside)):
+            found[:, way] += (crossing * size).reshape(len(found), -1).sum(axis=1)
     return found
 
 
 def trunk_words(report: Report) -> str:
-    """Return what leaves by the busiest trunk in a step, in words; empty without trunks."""
+    """Return what the busiest trunk carries in a step, in words; empty without trunks."""
     if not (trunks := report.cluster.trunks):
         return ""
     sent = through_trunks(report)
-    seconds = sent / trunks.bandwidth
-    busiest = int(np.argmax(seconds))
+    seconds = sent / trunks.bandwidth[:, None]
+    busiest, way = np.unravel_index(np.argmax(seconds), seconds.shape)
     rate, many = trunks.bandwidth[busiest] * 8e-9, f"{len(trunks)} trunk{'s' * (len(trunks) > 1)}"
     behind = int(trunks.behind[busiest].sum())
     of = f"that of {behind} host{'s' * (behind > 1)}, {rate:.4g} Gbit/s"
-    return f"{many}; by the busiest, {of}, {sent[busiest] / 1e9:.3g} GB leave in a step, in {seconds[busiest]:.3g} s"
+    carried, taken = f"{sent[busiest, way] / 1e9:.3g} GB", f"{seconds[busiest, way]:.3g} s"
+    return f"{many}; by the busiest, {of}, {carried} {('leave', 'come in')[way]} in a step, in {taken}"
 
 
 def by_nics(report: Report) -> tuple[Array, float]:

@@ -2,32 +2,46 @@
 
 import dataclasses
 import itertools
+import types
 
+import jax
 import numpy as np
 import pytest
 
+from paxtrain.config import from_dict
+from paxtrain.parallel.mesh import make_mesh
+from paxtrain.parallel.step import Trainer
+from paxtrain.schedule import schedules
+from paxtrain.study import probe
 from planner.cluster.cluster import Cluster
 from planner.cost import compute as costs
-from planner.cost.link_seconds import ring_order
+from planner.cost.candidate import host_order
+from planner.cost.link_seconds import fabric, ring_order
+from planner.cost.simulate import candidate_of_config
+from planner.cost.step_time import Problem
 from planner.planning.to_plan import device_order
 from planner.report import page, text, traffic
 from tests.planner.examples import cluster
 from tests.planner.report.reports import made_report
 
 
-def counted(report) -> np.ndarray:
-    """Return the bytes [levels] of a step, flow by flow."""
+def sent(report) -> list[tuple[int, int, float]]:
+    """Return the sending host, the receiving host and the bytes of each flow of a step."""
     c, p, hosts = report.chosen.candidate, report.problem, report.chosen.placement.hosts
-    sites, found = report.cluster.sites or (0,) * len(report.cluster.hosts), np.zeros(3)
+    found: list[tuple[int, int, float]] = []
 
     def send(a: int, b: int, size: float) -> None:
-        found[0 if a == b else 1 if sites[a] == sites[b] else 2] += size * c.tensor
+        found.append((int(a), int(b), size * c.tensor))
 
     virtual = c.pipe * c.chunks
-    for d, _, v in itertools.product(range(c.data), range(c.micro_batches), range(virtual - 1)):
+    compressed = schedules.build(c.schedule, c.pipe, c.micro_batches, c.chunks, True).epilogue()
+    compressed = compressed if c.backward == "epilogue" else ()
+    links = c.backward_links or range(c.pipe)
+    assert p.packed < p.message
+    for d, mb, v in itertools.product(range(c.data), range(c.micro_batches), range(virtual - 1)):
         here, there = hosts[d, v % c.pipe], hosts[d, (v + 1) % c.pipe]
         send(here, there, p.message)
-        send(there, here, p.message)
+        send(there, here, p.packed if (v + 1, mb) in compressed and v % c.pipe in links else p.message)
     for stage in range(c.pipe):
         ring = ring_order(hosts[:, stage])
         parameters = p.layer_parameters + p.embedding_parameters * (stage in (0, c.pipe - 1))
@@ -36,7 +50,16 @@ def counted(report) -> np.ndarray:
         for a, b in zip(ring, np.roll(ring, -1)) if c.data > 1 else ():
             send(a, b, (gradients + weights) * (c.data - 1) / c.data)
     for d in range(c.data if p.swaps else 0):
-        send(hosts[d, 0], hosts[d, -1], 2 * p.embedding_parameters * 4 / c.data)
+        for ends in ((0, -1), (-1, 0)):
+            send(*hosts[d, ends], p.embedding_parameters * 4 / c.data)
+    return found
+
+
+def counted(report) -> np.ndarray:
+    """Return the bytes [levels] of a step, flow by flow."""
+    sites, found = report.cluster.sites or (0,) * len(report.cluster.hosts), np.zeros(3)
+    for a, b, size in sent(report):
+        found[0 if a == b else 1 if sites[a] == sites[b] else 2] += size
     return found
 
 
@@ -50,6 +73,7 @@ def test_every_flow_is_counted_where_it_goes(schedule, pipe, zero1):
     report = dataclasses.replace(report, cluster=sites, chosen=chosen)
     levels = sum(traffic.traffic(report).values())
     assert levels == pytest.approx(counted(report)) and levels.sum() > 0
+    assert report.chosen.candidate.backward == ("epilogue" if pipe > 1 else "none")
 
 
 def test_one_site_has_nothing_between_sites_and_the_report_says_what_is_sent():
@@ -79,7 +103,8 @@ def test_what_leaves_by_each_nic_is_counted_and_said(pxn):
 
     for d, s in itertools.product(range(c.data), range(c.pipe - 1)):
         send((d, s), (d, s + 1), 8 * p.message)
-        send((d, s + 1), (d, s), 8 * p.message)
+        small = min(c.pipe - s - 1, 8)  # the last messages of a stage, by the definition of the epilogue
+        send((d, s + 1), (d, s), (8 - small) * p.message + small * p.packed)
     for s in range(c.pipe):
         first = sorted({int(hosts[d, s]): (d, s) for d in reversed(range(c.data))}.values())
         parameters = p.layer_parameters + p.embedding_parameters * (s in (0, c.pipe - 1))
@@ -108,8 +133,60 @@ def test_what_leaves_by_a_trunk_is_counted_and_said():
     shared = dataclasses.replace(report, cluster=dataclasses.replace(report.cluster, trunks=behind))
     found = traffic.through_trunks(shared)
     for number, some in enumerate(((0, 3), (1,))):
-        sites = tuple(int(i in some) for i in range(4))
-        apart = dataclasses.replace(report, cluster=dataclasses.replace(report.cluster, sites=sites))
-        assert found[number] == pytest.approx(counted(apart)[2] / 2)
+        leaving = sum(size for a, b, size in sent(report) if a in some and b not in some)
+        coming = sum(size for a, b, size in sent(report) if b in some and a not in some)
+        assert found[number] == pytest.approx([leaving, coming]) and leaving != coming
     said = " ".join(text.text(shared).split())
     assert "trunks 2 trunks; by the busiest, that of 1 host, 0.008 Gbit/s" in said and "trunks" not in text.text(report)
+
+
+LOW_RANK = {"backward": "epilogue", "backward_rank": 4, "data": "all", "data_rank": 4}
+CODED = {
+    "backward_codec": "int8",
+    "backward_links": "0",
+    "forward_codec": "int4",
+    "forward_links": "1",
+    "data_codec": "int8",
+    "embedding_codec": "int8",
+    "weights_codec": "int8",
+}
+
+
+@pytest.mark.parametrize(
+    ("compress", "mesh", "fewer"),
+    [
+        (LOW_RANK, {"data": 2, "pipe": 4}, 0.7),
+        (CODED, {"data": 2, "pipe": 4, "zero1": True}, 0.6),
+        (LOW_RANK | {"data_inside": 2}, {"data": 4, "pipe": 2}, 0.8),
+    ],
+)
+def test_compressed_bytes_are_those_that_the_trainers_step_asks_for(compress, mesh, fewer):
+    """Within what is not modelled: scalars, and the positions and the last norm of stages without an embedding."""
+    sections = {
+        "model": {"layers": 4, "hidden": 64, "heads": 2, "sequence": 16, "vocab_size": 384, "dtype": "float32"},
+        "batch": {"global_batch": 12 * mesh["data"], "micro_batch": 2},
+        "mesh": {"zero1": False, **mesh},
+        "optimizer": {"warmup_steps": 1},
+        "run": {"steps": 2},
+    }
+    whole = {}
+    for name, chosen in (("dense", {}), ("compressed", compress | {"data_start": 0.0, "min_ratio": 1.5})):
+        config = from_dict(sections | {"compress": {"backward": "none", "data": "none", **chosen}})
+        trainer = Trainer(config, make_mesh(config.mesh, devices=jax.devices()[:8]))
+        asked = probe.wire_bytes(trainer)
+        some, candidate = cluster(8, 1), candidate_of_config(config)
+        problem, hosts = Problem(some, config.model, candidate), host_order(candidate, 1)[0]
+        found = types.SimpleNamespace(candidate=candidate, placement=types.SimpleNamespace(hosts=hosts))
+        step = types.SimpleNamespace(compressed=np.full((1, candidate.pipe), candidate.data_rank > 0))
+        report = types.SimpleNamespace(
+            problem=problem, chosen=found, fabric=fabric(some), model=config.model, cluster=some, step=step
+        )
+        counted = {what: float(sizes.sum()) for what, sizes in traffic.traffic(report).items()}
+        assert counted["messages between stages"] == asked["forward"] + asked["backward"]
+        assert counted["tied embedding"] == asked["embedding"]
+        over_data = counted["gradients over data"] + counted.get("weights over data", 0)
+        assert over_data == pytest.approx(
+            sum(asked[x] for x in ("all-reduce", "reduce-scatter", "all-gather")), rel=0.08
+        )
+        whole[name] = sum(counted.values())
+    assert whole["compressed"] < fewer * whole["dense"]
