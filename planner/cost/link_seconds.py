@@ -191,6 +191,7 @@ def _in_trunks(
     size: int,
     counted: Array | None = None,
     others: float = 1.0,
+    answered: bool = False,
 ) -> Array:
     """Return the seconds per byte of flows that may share trunks.
 
@@ -203,14 +204,16 @@ def _in_trunks(
         counted: bool [batch, ...] which of them are sent at the same time; None: all.
         others: share of a flow's time for which a flow of another stage, elsewhere on the axes behind the second, is
             in the same trunk.
+        answered: with each flow another one goes the opposite way.
     """
     if not links.trunks:
         return slowness
     axes = tuple(range(1, here.ndim))
     for behind, rate in links.trunks:
-        inside, outside = behind[here], behind[there]
-        for way in (inside & ~outside, outside & ~inside):
-            at_once = way if counted is None else way & counted
+        sender, receiver = behind[here], behind[there]
+        for way in (sender & ~receiver, receiver & ~sender):
+            at_once = sender ^ receiver if answered else way
+            at_once = at_once if counted is None else at_once & counted
             total, own = at_once.sum(axis=axes, keepdims=True), at_once.sum(axis=1, keepdims=True)
             flows = size * np.maximum(own + others * (total - own), 1)
             slowness = np.where(way, np.maximum(slowness, flows / rate), slowness)
@@ -239,7 +242,8 @@ def hops(links: Fabric, places: Array, tensor: int) -> tuple[tuple[Array, Array]
     shares = None if links.rails else _shares(links, here, there, crossing, tensor)
     for ends, hosts in (((places, onward), (here, there)), ((onward, places), (there, here))):
         latency, slowness = _over_links(links, *ends, crossing, tensor, shares)
-        found.append((latency, _in_trunks(links, slowness, *hosts, tensor, crossing, others)))
+        # On GPUs a row's activations leave while its gradients are on their way, if links are what it waits for.
+        found.append((latency, _in_trunks(links, slowness, *hosts, tensor, crossing, others, answered=links.rings)))
     back = tuple(np.concatenate([x[:, :, -1:], x[:, :, :-1]], axis=2) for x in found[1])  # by the sender of each
     return found[0], (back[0], back[1])
 

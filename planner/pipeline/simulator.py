@@ -6,7 +6,8 @@ receive is posted, and so does gloo's on CPUs. The backends differ in what waits
 
     overlap (GPU)     Gradients lie under F and W, and both ends await them before B. Activations lie under W and B, and
                       both ends await them at the end of the row. In rows ALONG which messages travel (gpipe), both ends
-                      await all of them at the end.
+                      await all of them at the end. The gradient and the activation that a stage sends in a row share
+                      its NIC, as do those that it gets, and the row lasts until the bytes of both are through.
     blocking (CPU)    The receiver waits for a transfer at its place in the compiled program. The sender waits only for
                       its start, because the socket takes the message at once. Messages that travel BETWEEN rows come
                       before the ops: gradients, then activations. In other rows plain gradients come before F,
@@ -104,6 +105,7 @@ def spread(table: Table, seconds: Seconds) -> Seconds:
 
 
 Times = tuple[Array, Array]  # of the senders and of the receivers
+Free = tuple[Array, Array]  # when stages can send and receive, [P, batch]
 Recorder = Callable[[str, Where, Array, Array], None]  # what, stages, their begin and end [stages, batch]
 
 
@@ -124,16 +126,19 @@ class _Replay:
         other.seconds, other.now = Seconds(**parts), np.compress(where, self.now, axis=-1)
         return other
 
-    def _message(self, ends: tuple[Where, Where], seconds: Array, what: str) -> Times:
+    def _message(self, ends: tuple[Where, Where], seconds: Array, what: str, free: Free | None = None) -> Times:
         """Return the time until which each end of messages that begin now waits, per pair.
 
         Args:
             ends: senders and receivers.
             seconds: [P, batch] of the messages.
             what: name of the messages for the recorder.
+            free: when each stage can send, and when it can receive; None: at once.
         """
         senders, receivers = ends
         begin = np.maximum(self.now[senders], self.now[receivers])
+        if free is not None:
+            begin = np.maximum(begin, np.maximum(free[0][senders], free[1][receivers]))
         done = begin + seconds[senders]
         if self.record:
             self.record(what, senders, begin, done)
@@ -202,21 +207,35 @@ class _Replay:
             found.append((row.packed, self._message(row.packed, self.seconds.packed, "gradient")))
         return found
 
-    def _activations(self, row: Row) -> list[tuple[tuple[Where, Where], Times]]:
+    def _activations(self, row: Row, free: Free | None = None) -> list[tuple[tuple[Where, Where], Times]]:
         """Return the messages with activations, likewise."""
         if not row.activations:
             return []
-        return [(row.activations, self._message(row.activations, self.seconds.activation, "activation"))]
+        return [(row.activations, self._message(row.activations, self.seconds.activation, "activation", free))]
+
+    def _free(self, row: Row) -> Free | None:
+        """Return when the gradients of a row that begins now will have left each stage's NIC, and come in by it.
+
+        None if no activations follow. What a stage waits for at the other end leaves its NIC free.
+        """
+        if not row.activations or not (row.plain or row.packed):
+            return None
+        sends, gets = self.now.copy(), self.now.copy()
+        for ends, seconds in ((row.plain, self.seconds.gradient), (row.packed, self.seconds.packed)):
+            if ends:
+                sends[ends[0]] += seconds[ends[0]]
+                gets[ends[1]] += seconds[ends[0]]
+        return sends, gets
 
     def _overlapped(self, rows: tuple[Row, ...]) -> None:
         for row in rows:
             self._encode(row)
-            later, along = self._gradients(row), row.travel == ALONG
-            sent = self._activations(row) if along else []
+            free, later, along = self._free(row), self._gradients(row), row.travel == ALONG
+            sent = self._activations(row, free) if along else []
             self._forward(row)
             self._head(row)
             if not along:
-                sent = self._activations(row)
+                sent = self._activations(row, free)
             self._weights(row)
             if along:
                 self._backward(row)
