@@ -99,6 +99,20 @@ def _subsets(search: Search) -> list[list[int]]:
     return sorted({tuple(some): some for some in found}.values(), key=len)
 
 
+def _whole_racks(search: Search, speed: Array) -> list[list[int]]:
+    """Return sets of hosts to leave out so that whole racks or sites stay: one of them, two, and so on.
+
+    No link between racks may be worth its hosts, and as long as two racks are left that shows nowhere.
+
+    Args:
+        search: search on all hosts.
+        speed: sequences a second of each host.
+    """
+    rack = racks_of(search.fabric)
+    quickest = np.argsort(-np.bincount(rack, weights=speed), kind="stable")
+    return [np.flatnonzero(~np.isin(rack, quickest[:kept])).tolist() for kept in range(1, len(quickest))]
+
+
 def _like(search: Search, ranked: list[Found], cluster: Cluster, global_batch: int) -> Search | None:
     """Return a search on other hosts or for another batch, with the choices of some plans besides mesh and micro-batch.
 
@@ -141,24 +155,43 @@ def fewer_hosts(search: Search, ranked: list[Found]) -> list[Nearby]:
         return []
     if not hosts_differ(search) and not divides_badly(cluster.devices, batch):
         return []
-    best = ranked[0].score(search.options.gain)
-    speed, found = most_sequences(search), []
-    tried: list[tuple[float, list[int], Search]] = []
-    for some in _subsets(search):
-        left = [i for i in range(len(cluster.hosts)) if i not in some]
-        if len(tried) == _BOUNDED or batch / speed[left].sum() >= best / (1 + _GAIN):
-            continue
-        other = _like(search, ranked, of_hosts(cluster, [cluster.hosts[i] for i in left]), batch)
-        if other is not None:
-            tried.append((float(other.scores.min()), some, other))
-    for least, some, other in sorted(tried, key=lambda one: one[0])[:_SEARCHES]:
+    best, speed = ranked[0].score(search.options.gain), most_sequences(search)
+    found, racks = [], _whole_racks(search, speed)
+    few, whole = (_bounded(search, ranked, sets, speed) for sets in (_subsets(search), racks))
+    # The least bound is that of many hosts, so one rack alone would hardly ever have its turn.
+    alone = [one for one in whole if one[1] == racks[0]]
+    for least, some, other in [*few[:_SEARCHES], *alone, *[one for one in whole if one not in alone][:1]]:
         if least >= best / (1 + _GAIN):
-            break
+            continue
         plan = _best(other)
         if plan.score(search.options.gain) < best / (1 + _GAIN):
             left_out = tuple(cluster.hosts[i] for i in some)
             found.append(Nearby(plan, batch, left_out, ranked[0].seconds / plan.seconds - 1))
     return sorted(found, key=lambda one: one.found.seconds)
+
+
+def _bounded(
+    search: Search, ranked: list[Found], sets: list[list[int]], speed: Array
+) -> list[tuple[float, list[int], Search]]:
+    """Return searches without some sets of hosts, each with seconds that no plan is below and its set, least first.
+
+    Args:
+        search: search on all hosts.
+        ranked: its best plans, the best first.
+        sets: sets of hosts to leave out.
+        speed: sequences a second that no plan exceeds on each host, [H].
+    """
+    best, hosts = ranked[0].score(search.options.gain), np.arange(len(speed))
+    tried: list[tuple[float, list[int], Search]] = []
+    for some in sets:
+        left = np.setdiff1d(hosts, some)
+        if len(tried) == _BOUNDED or search.global_batch / speed[left].sum() >= best / (1 + _GAIN):
+            continue
+        cluster = of_hosts(search.cluster, [search.cluster.hosts[i] for i in left])
+        other = _like(search, ranked, cluster, search.global_batch)
+        if other is not None:
+            tried.append((float(other.scores.min()), some, other))
+    return sorted(tried, key=lambda one: one[0])
 
 
 def batches(search: Search, ranked: list[Found]) -> list[Nearby]:

@@ -65,6 +65,23 @@ def test_slow_devices_and_small_racks_are_left_out_first():
     assert [1] in subsets and [3, 4] in subsets and max(map(len, subsets)) == 3
 
 
+@pytest.mark.parametrize("sites", [2, 3])
+def test_one_site_alone_is_tried_where_the_way_to_the_others_is_slow(sites):
+    """Fewer hosts of both sites need the slow way as well, and their bounds, which know no links, are lower."""
+    hosts = 3 * sites
+    some = cluster(hosts, 1, seed=None)
+    site = np.arange(hosts) // 3
+    samples = some.samples.copy()
+    samples[:, site[:, None] != site] /= 1000
+    one = search(dataclasses.replace(some, samples=samples), 36)
+    ranked = one.run().ranked
+    best = nearby.fewer_hosts(one, ranked)[0]
+    left = [i for i, name in enumerate(one.cluster.hosts) if name not in best.left_out]
+    assert len(left) == 3 and len(set(site[left])) == 1
+    alone = Search(cluster(3, 1, seed=None), MODEL, 36, CHOICES, one.budget, one.options).run().ranked[0]
+    assert best.found.seconds == pytest.approx(alone.seconds) and best.gain > 3
+
+
 def test_no_plan_trains_more_sequences_than_hosts_can():
     one = search(cluster(4, 2, device=["a100-80gb", "h100"] * 2), 32)
     best = one.run().ranked[0].seconds
