@@ -15,7 +15,7 @@ from planner.cluster import cluster as clusters
 from planner.cluster import link_fit
 from planner.cluster.cluster import Cluster
 from planner.cost import compute
-from planner.measure import compute_timing
+from planner.measure import alike_links, compute_timing
 from planner.measure.link_timing import LinkTimes
 from planner.measure.machines import Machines
 from planner.measure.options import MIB, ProfileOptions
@@ -28,6 +28,7 @@ from planner.measure.profile_trunks import profile_trunks
 def _filled_links(group: ProcessGroup, machines: Machines, times: LinkTimes) -> tuple[link_fit.Filled, int]:
     """Return all links, those not measured fitted from the others, and the NICs per host, on every process."""
     alpha, samples = times.links()
+    samples = alike_links.pooled(samples)
     if len(machines.devices) == 1:  # there is no link, but the cluster file needs one
         alpha, samples = np.zeros((1, 1)), np.full((1, 1, 1), 1e12)
     # Racks of different sites differ, whatever their names: what is between sites is unlike what is within one.
