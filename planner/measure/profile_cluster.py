@@ -65,6 +65,10 @@ def profile(
     # Links may take half of the time, so that there is always some for compute.
     trunks, uplinks = profile_trunks(group, machines, options, began + limit / 4)
     times, missing = profile_links(group, machines, options, began + limit / 2, trunks)
+    if not uplinks and not missing:  # nobody has said where hosts are
+        trunks, uplinks = profile_trunks(group, machines, options, began + limit / 2, times.links()[1])
+        if trunks:  # in which the pairs of a round were together
+            times, missing = profile_links(group, machines, options, began + limit * 3 / 4, trunks)
     rows, left_out = profile_compute(group, machines, config, options, began + limit)
     filled, nics = _filled_links(group, machines, times)
     said, fan_out = [("shared uplinks", uplinks)] if uplinks else [], 1.0

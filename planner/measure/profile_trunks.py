@@ -1,7 +1,8 @@
 """The uplinks that hosts share, found by messages that several pairs of hosts send alone and then at once.
 
 Hosts of a site, or of a rack, may share an uplink. Pairs of one host inside and one outside send one after the other,
-and then together. If they take longer together, their flows share what they take then.
+and then together. If they take longer together, their flows share what they take then. If nobody says which hosts are
+at a site or in a rack, the measured links do: hosts that are near each other and all far from the others.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import sparse
 from tqdm import tqdm
 
 from planner.cluster.trunks import Trunks
@@ -55,6 +57,35 @@ def groups_of(places: Sequence[tuple[str, str]]) -> list[UplinkGroup]:
             if name and len(inside) > 1 and outside:
                 found.setdefault(tuple(inside), UplinkGroup(inside, outside))
     return list(found.values())
+
+
+def groups_of_links(samples: Array) -> list[UplinkGroup]:
+    """Return the groups of two hosts or more among which links are quick, while all links to other groups are slow.
+
+    Quick links are those above the widest gap between rates, if the rates there differ by a quarter at least.
+
+    Args:
+        samples: [R, H, H] rate of each link in each repeat, in any unit, NaN if unknown; the diagonal means nothing.
+    """
+    hosts = samples.shape[1]
+    apart, rates = ~np.eye(hosts, dtype=bool), np.full((hosts, hosts), np.nan)
+    seen = apart & ~np.isnan(samples).all(axis=0)
+    rates[seen] = np.nanmedian(samples[:, seen], axis=0)
+    known = np.sort(rates[seen])
+    if len(known) < 2:
+        return []
+    steps = known[1:] / known[:-1]
+    place = int(steps.argmax())
+    if steps[place] < _SHARED:
+        return []
+    quick = (rates > known[place]) & apart
+    _, group = sparse.csgraph.connected_components(quick, directed=False)
+    alike = group[:, None] == group
+    if (alike & apart & (rates <= known[place])).any():  # some links inside are slow, too
+        return []
+    members = [np.flatnonzero(group == number).tolist() for number in range(group.max() + 1)]
+    some = [UplinkGroup(inside, [i for i in range(hosts) if group[i] != group[inside[0]]]) for inside in members]
+    return [one for one in some if min(map(len, one)) > 1]
 
 
 def crossing(some: UplinkGroup) -> Pairs:
@@ -158,20 +189,28 @@ def by_group(groups: Sequence[UplinkGroup], taken: Sequence[Array]) -> list[Arra
 
 
 def profile_trunks(
-    group: ProcessGroup, machines: Machines, options: ProfileOptions, until: float
+    group: ProcessGroup,
+    machines: Machines,
+    options: ProfileOptions,
+    until: float,
+    samples: Array | None = None,
 ) -> tuple[Trunks | None, str]:
-    """Measure the uplinks that sites and racks share.
+    """Measure the uplinks that sites and racks share, or the groups of hosts that links show.
 
     Args:
         group: the processes of the run.
         machines: their hosts and devices.
         options: message sizes, repeats and rounds.
         until: time.monotonic() at which to stop; process 0's clock counts.
+        samples: [R, H, H] rates of the links, if nobody says where hosts are; process 0's count.
 
     Returns:
         The uplinks, on every process, and a sentence about what was found, empty if there was nothing to measure.
     """
-    every = groups_of(machines.places)
+    if samples is None:
+        every = groups_of(machines.places)
+    else:
+        every = [UplinkGroup(*some) for some in group.gather(None, lambda _: groups_of_links(samples))]
     groups = affordable_groups(every, options.rounds)
     rounds = plan(groups, machines.per_host)
     if not rounds:
@@ -207,6 +246,7 @@ def profile_trunks(
 
     told, measured = group.gather(None, shown)
     among = f"{measured} " + f"of {len(every)} " * (measured < len(every)) + "sites and racks"
+    among = among if samples is None else f"{measured} groups of hosts that are near each other"
     among += ", since the time limit came" * (measured < len(groups))
     if not told:
         return None, f"no shared uplink was found among {among}"

@@ -45,6 +45,35 @@ def test_racks_are_not_told_by_messages_that_take_the_sites_uplink():
     assert found.bandwidth == pytest.approx([20.0, 20.0])
 
 
+def test_hosts_that_are_near_each_other_and_far_from_the_others_are_a_group():
+    rng = np.random.default_rng(0)
+    rack = np.array([0, 1, 1, 0, 1, 0, 2])
+    rates = np.where(rack[:, None] == rack, 100.0, rng.uniform(20.0, 45.0, (7, 7)))
+    samples = rates * rng.uniform(0.97, 1.03, (3, 7, 7))
+    samples[0, 0, 1] = np.nan
+    samples[:, 2, 3] = np.nan
+    groups = [UplinkGroup([0, 3, 5], [1, 2, 4, 6]), UplinkGroup([1, 2, 4], [0, 3, 5, 6])]
+    assert profile_trunks.groups_of_links(samples) == groups  # a host that is alone shares no uplink
+    np.einsum("rii->ri", samples)[:] = np.nan  # inside hosts with one device
+    assert profile_trunks.groups_of_links(samples) == groups
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        np.full((6, 6), 100.0),
+        np.where(np.eye(6, k=1) + np.eye(6, k=-1) > 0, 100.0, 20.0),  # a chain, whose ends are far from each other
+        np.where(np.arange(6)[:, None] * np.arange(6) == 0, 20.0, 100.0),  # one slow host
+        np.exp(np.random.default_rng(1).uniform(3, 5, (6, 6))),
+        np.full((6, 6), np.nan),
+        np.ones((1, 1)),
+    ],
+    ids=["equal", "chain", "slow host", "random", "unknown", "one host"],
+)
+def test_other_links_show_no_groups(rates):
+    assert profile_trunks.groups_of_links(rates[None]) == []
+
+
 def test_pairs_cross_and_are_disjoint():
     for some, hosts in (([0, 1, 2], 6), (list(range(20)), 64), ([5, 9], 10), (list(range(9)), 10)):
         rest = [host for host in range(hosts) if host not in some]
