@@ -95,9 +95,9 @@ def best_and_bound(made):
 def test_the_bottleneck_of_a_ring_and_the_assignment_of_hops_are_close(seed):
     """The links differ by a factor of four, so a bound from the fastest link alone is far below (negative control)."""
     ring, hops = problem(7, 1, 4, 7, 4, seed=seed), problem(1, 6, 4, 6, 4, "1f1b", seed=seed)
-    for made, most, control in ((ring, 0.2, 1.05), (hops, 0.15, 1.003)):
+    for made, control in ((ring, 1.05), (hops, 1.003)):
         best, bound = best_and_bound(made)
-        assert best / bound - 1 < most
+        assert best / bound - 1 < 0.2
         nodes = made.cluster
         fast = np.maximum(nodes.samples, nodes.samples[nodes.samples < 1e11].max())
         ideal = Problem(dataclasses.replace(nodes, samples=fast), MODEL, made.candidate)
