@@ -13,8 +13,11 @@ from paxtrain.study.loss_probe_file import WORDS, LossProbe, ProbedCodec, excess
 from planner.cost.candidate import Candidate
 
 SOURCE = "docs/study.md"
-WIDTH = 64  # hidden size of the study's model, of which its ranks are a part
-LONG, SHORT = 300, 50  # steps of the study's runs with one seed, and of the frontier's
+WIDTH, WIDE = (
+    64,
+    256,
+)  # hidden sizes of the study's model, of which its ranks are a part, and of the frontier's large one
+LONG, SHORT, LARGE = 300, 50, 120  # steps of the study's runs with one seed, and of the frontier's with either model
 SEEDS = 3  # of the frontier
 # Codecs with an option that says how much of a message they keep, and its default.
 AMOUNTS: Mapping[str, tuple[str, float]] = {"remainder": ("rank", 4), "topk": ("share", 0.05)}
@@ -63,12 +66,14 @@ class SeenLoss(NamedTuple):
         percent: percentage by which the validation loss was above dense training's, as on the page: "+1.72", or with
             the lowest and the highest of the seeds "+0.16 (-0.03 to +0.51)".
         steps: optimizer steps after which that was.
+        width: hidden size of the model.
     """
 
     run: str
     amount: float
     percent: str
     steps: int
+    width: int = WIDTH
 
     @property
     def words(self) -> str:
@@ -104,6 +109,18 @@ _FRONTIER = {
     "rank 4": ("+6.56 (+5.28 to +8.64)", "+0.55 (-0.04 to +1.28)"),
     "sign": ("+5.41 (+3.76 to +8.47)", "+4.39 (+2.11 to +5.64)"),
 }
+_LARGE_FRONTIER = {
+    "rank 16": ("+2.90 (+2.47 to +3.21)", "-0.10 (-0.51 to +0.22)"),
+    "int8": ("+0.10 (+0.00 to +0.16)", "+0.09 (+0.01 to +0.25)"),
+    "fp8 e4m3": ("+0.06 (-0.29 to +0.57)", "-0.09 (-0.18 to +0.05)"),
+    "fp8 e5m2": ("+0.04 (-0.20 to +0.35)", "-0.07 (-0.27 to +0.22)"),
+    "int4 + rank 2": ("+0.27 (-0.35 to +0.80)", "+0.03 (-0.18 to +0.19)"),
+    "int4": ("+0.01 (-0.09 to +0.12)", "+0.04 (-0.39 to +0.37)"),
+    "int4 rotated": ("+0.11 (-0.34 to +0.72)", "+0.05 (-0.27 to +0.33)"),
+    "top 5%": ("+22.37 (+21.67 to +22.98)", "+24.50 (+22.08 to +26.73)"),
+    "rank 4": ("+17.67 (+14.53 to +20.97)", "+2.83 (+2.39 to +3.42)"),
+    "sign": ("+13.07 (+9.66 to +19.81)", "+8.00 (+6.38 to +10.18)"),
+}
 _WITHOUT_FEEDBACK = (("error", "none"),)
 _RUNS = (
     (CompressionKind("", _ALL, _WITHOUT_FEEDBACK), SeenLoss("CB without LEP, all messages", 16, "+1.70", LONG)),
@@ -122,9 +139,10 @@ def _by_kind() -> Mapping[CompressionKind, Sequence[SeenLoss]]:
     for kind, loss in _RUNS:
         found[kind].append(loss)
     for name, (codec, amount, options) in _CODECS.items():
-        for what, percent in zip((_ALL, _DATA), _FRONTIER[name], strict=True):
+        for what, small, large in zip((_ALL, _DATA), _FRONTIER[name], _LARGE_FRONTIER[name], strict=True):
             kind = CompressionKind(codec, what, tuple(sorted(options.items())))
-            found[kind].append(SeenLoss(name, amount, percent, SHORT))
+            found[kind].append(SeenLoss(name, amount, small, SHORT))
+            found[kind].append(SeenLoss(name, amount, large, LARGE, WIDE))
     return dict(found)
 
 
@@ -206,14 +224,16 @@ def _quoted(kind: CompressionKind, found: Sequence[_Compressed]) -> str:
     """
     seen = SEEN[kind]
     near = min((one.amount for one in seen), key=lambda amount: sum(abs(amount - one.amount) for one in found))
-    saw = f"{' and '.join(one.words for one in seen if one.amount == near)} for {kind.words}"
+    small, large = ([one for one in seen if one.amount == near and one.width == size] for size in (WIDTH, WIDE))
+    saw = f"{' and '.join(one.words for one in small)} for {kind.words}"
+    more = "".join(f", and with a width of {WIDE} {one.words}" for one in large)
     if not near:
-        return saw
+        return saw + more
     unit = AMOUNTS.get(kind.codec, (_RANK, 0))[0]
     width = f" of a width of {WIDTH}" if unit == _RANK else ""
     others = [one for one in found if one.amount != near]
     missing = " or ".join(f"{unit} {one.amount:g}" + f" of {_WHAT[one.kind.what]}" * (len(found) > 1) for one in others)
-    return f"{saw} at {unit} {near:g}{width}" + f", and nothing at {missing}" * bool(others)
+    return f"{saw} at {unit} {near:g}{width}{more}" + f", and nothing at {missing}" * bool(others)
 
 
 # --- Of a probe -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from compress.codecs import named
+from configs.frontier import get_config
 from paxtrain.config import CompressConfig, OuterConfig
 from paxtrain.config.options import CodecOptions
 from paxtrain.study import frontier
@@ -32,11 +33,11 @@ def runs_of_the_page() -> dict[str, str]:
     return found
 
 
-def frontier_of_the_page() -> dict[tuple[str, str], str]:
-    """Return the losses of the frontier's table, with their spreads, by row and by what was compressed."""
+def frontier_of_the_page(large: bool = False) -> dict[tuple[str, str], str]:
+    """Return the losses of a frontier's table, with their spreads, by row and by what was compressed."""
     loss = r"([+-][\d.]+ \([+-][\d.]+ to [+-][\d.]+\))"
     cost = r"[\d.]+ \| [\d.]+"
-    page = PAGE.partition("### With 6.4 million parameters")[0]
+    page = PAGE.partition("### With 6.4 million parameters")[2 if large else 0]
     rows = re.findall(rf"^\| ([^|]+) \| {cost} \| {loss} \| {cost} \| {loss} \|$", page, re.MULTILINE)
     return {(name, what): cell for name, *cells in rows for what, cell in zip(("all", "data"), cells, strict=True)}
 
@@ -48,12 +49,14 @@ def test_the_figures_are_those_of_the_page():
     assert f"of {losses.WIDTH}" in PAGE and f"trained for {losses.LONG} steps" in PAGE
 
 
-def test_the_frontier_is_that_of_the_page():
-    page = frontier_of_the_page()
-    short = [(kind, one) for kind, row in losses.SEEN.items() for one in row if one.steps == losses.SHORT]
-    assert {(one.run, kind.what): one.percent for kind, one in short} == page
-    assert len(page) == 2 * len(frontier.POINTS) == len(short)
-    assert f"{losses.SHORT} steps of 2,048 tokens, seeds 0 to {losses.SEEDS - 1}" in PAGE
+@pytest.mark.parametrize(("steps", "width"), [(losses.SHORT, losses.WIDTH), (losses.LARGE, losses.WIDE)])
+def test_the_frontier_is_that_of_the_page(steps, width):
+    page = frontier_of_the_page(large=width == losses.WIDE)
+    seen = [(kind, one) for kind, row in losses.SEEN.items() for one in row if one.steps == steps]
+    assert {(one.run, kind.what): one.percent for kind, one in seen} == page
+    assert len(page) == 2 * len(frontier.POINTS) == len(seen) and {one.width for _, one in seen} == {width}
+    assert f"{steps} steps of 2,048 tokens, seeds 0 to {losses.SEEDS - 1}" in PAGE
+    assert get_config().model.hidden == losses.WIDE
 
 
 def planned(**settings) -> Candidate:
@@ -75,6 +78,8 @@ def test_each_codec_of_the_frontier_is_found(place, point):
     mean, _, spread = frontier_of_the_page()[point.label, what].partition(" ")
     words = losses.words(planned(**settings))
     assert f"{mean}% loss ({spread[1:-1]} over 3 seeds) after 50 steps" in words and "nothing" not in words
+    mean, _, spread = frontier_of_the_page(large=True)[point.label, what].partition(" ")
+    assert f"and with a width of 256 {mean}% loss ({spread[1:-1]} over 3 seeds) after 120 steps" in words
 
 
 def test_the_default_of_an_amount_is_the_codecs():
@@ -96,7 +101,11 @@ def options(**values) -> CodecOptions:
             "(docs/study.md)",
         ),
         ({"backward": "all", "backward_rank": 8}, "+4.3% loss after 300 steps for low rank of all messages at rank 8"),
-        ({"backward": "all", "backward_rank": 32}, "at rank 16 of a width of 64, and nothing at rank 32 (docs"),
+        (
+            {"backward": "all", "backward_rank": 32},
+            "at rank 16 of a width of 64, and with a width of 256 +2.90% loss (+2.47 to +3.21 over 3 seeds) after 120 "
+            "steps, and nothing at rank 32 (docs",
+        ),
         (
             LOW_RANK | {"backward": "all"},
             "saw +1.72% loss after 300 steps and +0.85% loss (+0.27 to +1.86 over 3 seeds) after 50 steps for low rank",
@@ -114,7 +123,8 @@ def options(**values) -> CodecOptions:
         (
             {"data": "all", "data_rank": 128},
             "saw +0.09% loss (-0.75 to +1.40 over 3 seeds) after 50 steps for low rank of gradients over data at rank "
-            "16 of a width of 64, and nothing at rank 128 (docs",
+            "16 of a width of 64, and with a width of 256 -0.10% loss (-0.51 to +0.22 over 3 seeds) after 120 steps, "
+            "and nothing at rank 128 (docs",
         ),
         (
             LOW_RANK | {"backward": "all", "forward": "all", "data": "all", "data_rank": 16},
@@ -123,7 +133,7 @@ def options(**values) -> CodecOptions:
         ({"forward": "all"}, "the study has no loss for low rank of activations (docs/study.md)"),
         (
             {"backward_codec": "int8"},
-            "the study saw +0.16% loss (-0.03 to +0.51 over 3 seeds) after 50 steps for int8 of all messages (docs",
+            "the study saw +0.16% loss (-0.03 to +0.51 over 3 seeds) after 50 steps for int8 of all messages, and with",
         ),
         ({"backward_codec": "int8", "backward_options": options(block=64)}, "saw +0.16% loss"),
         (
@@ -131,18 +141,23 @@ def options(**values) -> CodecOptions:
             "the study has no loss for int8 feedback=False of all messages (docs/study.md); make study measures one",
         ),
         ({"data_codec": "fp8", "data_options": options(format="e5m2")}, "saw +0.23% loss"),
-        ({"backward": "epilogue", "backward_codec": "fp8"}, "for fp8 of all messages (docs"),
-        ({"backward_codec": "remainder"}, "for remainder of all messages at rank 2 of a width of 64, and nothing at"),
-        ({"data_codec": "topk", "data_options": options(share=0.01)}, "at share 0.05, and nothing at share 0.01 (docs"),
+        ({"backward": "epilogue", "backward_codec": "fp8"}, "for fp8 of all messages, and with a width of 256"),
+        ({"backward_codec": "remainder"}, "for remainder of all messages at rank 2 of a width of 64, and with"),
+        (
+            {"data_codec": "topk", "data_options": options(share=0.01)},
+            "after 120 steps, and nothing at share 0.01 (docs",
+        ),
         (
             {"data_codec": "int8", "data_inside": 2},
-            "saw +0.11% loss (-0.16 to +0.49 over 3 seeds) after 50 steps for int8 of gradients over data (docs",
+            "saw +0.11% loss (-0.16 to +0.49 over 3 seeds) after 50 steps for int8 of gradients over data, and with",
         ),
         (
             {"backward_codec": "int8", "data_codec": "int4", "weights_codec": "int4"},
             "the study has no loss for these together, but alone: +0.16% loss (-0.03 to +0.51 over 3 seeds) after 50 "
-            "steps for int8 of all messages; +0.12% loss (-0.10 to +0.28 over 3 seeds) after 50 steps for int4 of "
-            "gradients over data; nothing for int4 of gathered weights (docs/study.md)",
+            "steps for int8 of all messages, and with a width of 256 +0.10% loss (+0.00 to +0.16 over 3 seeds) after "
+            "120 steps; +0.12% loss (-0.10 to +0.28 over 3 seeds) after 50 steps for int4 of gradients over data, and "
+            "with a width of 256 +0.04% loss (-0.39 to +0.37 over 3 seeds) after 120 steps; nothing for int4 of "
+            "gathered weights (docs/study.md)",
         ),
         (
             {"backward_codec": "compress.codec:Identity"},
