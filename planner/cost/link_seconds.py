@@ -184,15 +184,9 @@ def _shares(links: Fabric, here: Array, there: Array, counted: Array, tensor: in
 
 
 def _in_trunks(
-    links: Fabric,
-    slowness: Array,
-    here: Array,
-    there: Array,
-    size: int,
-    counted: Array | None = None,
-    others: float = 1.0,
-    answered: bool = False,
-) -> Array:
+    links: Fabric, slowness: Array, here: Array, there: Array, size: int,
+    counted: Array | None = None, others: float = 1.0, answered: bool = False,
+) -> Array:  # fmt: skip
     """Return the seconds per byte of flows that may share trunks.
 
     Args:
@@ -202,8 +196,7 @@ def _in_trunks(
         there: [batch, ...] receiver of each.
         size: flows that each stands for.
         counted: bool [batch, ...] which of them are sent at the same time; None: all.
-        others: share of a flow's time for which a flow of another stage, elsewhere on the axes behind the second, is
-            in the same trunk.
+        others: share of a flow's time for which a flow of another stage (axes behind the second) is in the trunk.
         answered: with each flow another one goes the opposite way.
     """
     if not links.trunks:
