@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from planner.cost import outer
-from planner.cost.link_seconds import DataLinks, Fabric, LinkSeconds
+from planner.cost.link_seconds import IN_TURN, DataLinks, Fabric, LinkSeconds
 from planner.cost.step_time import Problem
 from planner.placement import matching
 
@@ -173,7 +173,7 @@ def _all_to_all(links: _CaseLinks, ranks: int, slots: int) -> tuple[float, float
         least = float(min(inside, links.per_byte.min() * links.share(1))) / ranks
         return float(min(links.alpha.min(), links.inside_alpha.min())), least, least
     others = -(-(ranks - slots) // slots)  # hosts, at least, with which every host exchanges data
-    share = max(float(links.share(1)), float(links.share((ranks - slots) / links.fan_out)))
+    share = max(IN_TURN * float(links.share(1)), float(links.share((ranks - slots) / links.fan_out)))
     needed = [np.partition(links.per_byte, others - 1, axis=axis).take(others - 1, axis).max() for axis in (0, 1)]
     return float(links.alpha.min()), float(links.per_byte.min()) * share / ranks, float(max(needed)) * share / ranks
 

@@ -26,6 +26,7 @@ from paxtrain.schedule.schedules import ScheduleSpec, each
 from planner.cluster.cluster import Cluster, between
 from planner.cost import compute as costs
 from planner.cost.coded import LOW_RANK, POWER_PASSES, Coded
+from planner.cost.link_seconds import IN_TURN
 from planner.cost.sizes import MASTER
 from planner.search.space import BACKWARD, Space
 
@@ -266,7 +267,7 @@ def _all_to_all(cluster: Cluster, space: Space, facts: _Facts) -> Array:
     groups = cluster.devices_per_host // space.tensor
     flows = space.tensor * np.maximum(space.together - groups, 1) / (cluster.nics * cluster.fan_out)
     alone = np.maximum(space.tensor / cluster.nics, 1.0)  # what ring_byte has, if the ranks do not fit into a host
-    return facts.ring_byte * np.where(space.together > groups, np.maximum(flows / alone, 1.0), 1.0) / space.together
+    return facts.ring_byte * np.where(space.together > groups, np.maximum(flows / alone, IN_TURN), 1.0) / space.together
 
 
 def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts) -> tuple[Array, Array]:

@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from compress.codec import State
 from paxtrain.config import SAVE_MODES
+from paxtrain.pipeline.program import Close, Params
 from paxtrain.pipeline.stage import Stage
 from planner.measure import machines
 
@@ -27,6 +29,7 @@ LAYER = 8e-3  # seconds of F of a layer
 HEAD = 8e-3  # of the loss and its gradient
 BACKWARD = {save: 2 if save in ("residuals", "dots") else 3 for save in SAVE_MODES}  # of F; recomputation included
 
+_INSTANT = 1e-6  # seconds of what takes none, as an op of 0 seconds is one that begins
 _NAME = "paxtrain_device"
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _began: dict[tuple[int, int], collections.deque[float]] = collections.defaultdict(collections.deque)
@@ -61,17 +64,55 @@ def _hold(out: int, inputs: Any) -> None:
         time.sleep(done - now)
 
 
-def _at(x: jax.Array, seconds: float, op: int) -> jax.Array:
-    """Return x when the op has begun (0 seconds) or is done; of equal ops the first begun is done first."""
-    device = lax.axis_index(("data", "pipe", "tensor"))
-    words = jnp.stack([jnp.int32(x.size * x.dtype.itemsize), jnp.int32(round(seconds * 1e6)), device, jnp.int32(op)])
+def _at(x: jax.Array, seconds: float, op: int, *after: jax.Array) -> jax.Array:
+    """Return x when the op has begun (0 seconds) or is done; of equal ops the first begun is done first.
+
+    Args:
+        x: any array.
+        seconds: how long the op takes.
+        op: number of the op.
+        after: other arrays that must be there before.
+    """
+    words = [x.size * x.dtype.itemsize, round(seconds * 1e6), lax.axis_index(("data", "pipe", "tensor")), op]
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Without a side effect XLA would start the clock of a loop's turns once for all of them.
-    return jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)(x, words)
+    call = jax.ffi.ffi_call(_NAME, shape, has_side_effect=True, custom_call_api_version=1)
+    return call(x, jnp.stack([jnp.int32(word) for word in words]), *after)
 
 
 def _layers(stage: Stage) -> int:
     return sum(segment.count for segment in stage.program.segments)
+
+
+def _clocked(close: Close, op: int, layer: float, layers: int, scanned: bool) -> Close:
+    """Let the clock of a backward stand still while its layers' gradients are reduced.
+
+    A layer of a scanned segment is reduced in the loop's next turn. Compressed gradients are reduced one after the
+    other when the backward of all layers is done (paxtrain.pipeline.closing).
+
+    Args:
+        close: the reduction of a layer.
+        op: number of the backward.
+        layer: seconds of a layer.
+        layers: how many there are.
+        scanned: whether all are in one loop.
+    """
+    before: list[jax.Array] = []  # of the reduction before this one, of which XLA does not know that it comes first
+
+    def reduce(total: Params, state: State) -> tuple[Params, State]:
+        first, *rest = jax.tree.leaves(total)
+        coded = bool(jax.tree.leaves(state))
+        seconds = layer * layers if coded and not before else 0.0 if coded else layer
+        first = _at(first, max(seconds, _INSTANT), op, *rest, *before)
+        total = jax.tree.unflatten(jax.tree.structure(total), [first, *lax.optimization_barrier((rest, first))[0]])
+        reduced, state = close.reduce(total, state)
+        leaves, structure = jax.tree.flatten((reduced, state))
+        leaves[0] = _at(leaves[0], 0.0, op, *leaves[1:])
+        if coded or not scanned:
+            before[:] = leaves[:1]
+        return jax.tree.unflatten(structure, leaves)
+
+    return close._replace(reduce=reduce)
 
 
 def install() -> None:
@@ -88,10 +129,21 @@ def install() -> None:
         y, residuals = forward(self, chunk, mb, _at(x, 0.0, op), *rest)
         return _at(y, _layers(self) * LAYER * share, op), residuals
 
-    def timed_backward(self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, *rest: Any) -> Any:
+    def timed_backward(
+        self: Stage, chunk: int, mb: Any, residuals: Any, slot: Any, g: jax.Array, grads: Any, scratch: Any,
+        close: Close | None = None,
+    ) -> Any:  # fmt: skip
         op, share = 3 * chunk + 1, self.message.shape[0] * self.message.shape[1] / TOKENS
-        out, *others = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), *rest)
-        return _at(out, _layers(self) * LAYER * BACKWARD[self.program.save] * share, op), *others
+        layer, layers = LAYER * BACKWARD[self.program.save] * share, _layers(self)
+        if close:
+            scanned = all(segment.scan for segment in self.program.segments)
+            close = _clocked(close, op, layer, layers, scanned)
+        out, grads, *others = backward(self, chunk, mb, residuals, slot, _at(g, 0.0, op), grads, scratch, close)
+        if close:  # the layers have taken their time
+            out = _at(out, _INSTANT, op, *jax.tree.leaves((grads.chunks[chunk], others[-1])))
+        else:
+            out = _at(out, layers * layer, op)
+        return out, grads, *others
 
     def timed_head(self: Stage, mb: Any, y: jax.Array, *rest: Any) -> Any:
         op, share = 2, self.message.shape[0] * self.message.shape[1] / TOKENS
