@@ -57,7 +57,8 @@ class Cluster:
         kinds: device kind of each host, one that `sheets` or device_sheets.py has, or "cpu".
         memory: [H] bytes of one device of the host.
         nics: flows that leave a host, and that enter it, at full speed.
-        fan_out: hosts with which a host can exchange data at once, each at the full speed of their link.
+        fan_out: hosts with which a host can exchange data at once, each at the full speed of their link; below 1: its
+            NICs are not full both ways at once.
         sheets: devices that the file describes itself, by kind.
         sites: site of each host, numbered from 0; empty: all hosts are at one.
         trunks: uplinks that several hosts share; None: there are none.

@@ -20,7 +20,8 @@ The JSON file, with all speeds in bytes/s and all times in seconds:
                                        NCCL's PXN does; {"pxn": false, "oversubscription": 2}: they cross a spine with
                                        half of the hosts' bandwidth; optional, for GPUs
      "fan_out": 1,                     hosts with which a host exchanges data at once, each at its link's full speed;
-                                       optional, 1: the NICs are all there is. Only CPUs use it
+                                       optional, 1: the NICs are all there is; below it (0.5) they are not full both
+                                       ways at once. Only CPUs use it
      "links": ...,                     see below
      "compute": [...]}                 rows that planner.profile measured of layers, head and optimizer; optional
 
@@ -56,7 +57,7 @@ from planner.cluster.device_sheets import SHEETS, DeviceSheet
 from planner.cluster.link_values import links_of
 from planner.cluster.rails import Rails
 from planner.cluster.trunks import Trunks
-from planner.cluster.values import at_least_one, integer, number, only, per_host
+from planner.cluster.values import at_least, integer, number, only, per_host
 
 VERSION = 1
 _IN_JSON = 16  # hosts whose links are written into the JSON itself
@@ -158,7 +159,7 @@ def parse(values: object, folder: pathlib.Path = pathlib.Path()) -> Fields:
         "kinds": kinds,
         "memory": memory,
         "nics": nics,
-        "fan_out": at_least_one("fan_out", values.get("fan_out", 1)),
+        "fan_out": at_least(0.5, "fan_out", values.get("fan_out", 1)),
         "alpha": alpha,
         "samples": samples,
         "measured": measured,
@@ -280,7 +281,7 @@ def _rails(value: object, nics: int, devices: int, kinds: Sequence[str]) -> Rail
         raise UserError("rails need GPUs, each of which has its NIC, got device cpu; leave rails out")
     if devices % nics:
         raise UserError(f"nics must divide devices_per_host if there are rails, got {nics} for {devices} devices")
-    return Rails(pxn, at_least_one("rails.oversubscription", given.get("oversubscription", 1)))
+    return Rails(pxn, at_least(1, "rails.oversubscription", given.get("oversubscription", 1)))
 
 
 def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:

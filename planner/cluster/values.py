@@ -38,16 +38,17 @@ def number(name: str, value: object, zero: bool = False) -> float:
     return float(value)
 
 
-def at_least_one(name: str, value: object) -> float:
-    """Return a value that must be a number from 1 on.
+def at_least(least: float, name: str, value: object) -> float:
+    """Return a value that must be a number from some number on.
 
     Args:
+        least: the least that the value may be.
         name: name of the value, for messages.
         value: the value.
     """
     found = number(name, value)
-    if found < 1:
-        raise UserError(f"{name} must be a number from 1 on, got {value!r}")
+    if found < least:
+        raise UserError(f"{name} must be a number from {least:g} on, got {value!r}")
     return found
 
 

@@ -25,10 +25,10 @@ from planner.cluster.trunks import Trunks
 
 Array = np.ndarray
 
-# The part of a message's time for which a message of another stage is in the same trunk. On GPUs all stages run a row,
-# and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to the lab's runs
-# on two sites (docs/results.md).
-_OTHER_STAGES = 0.25
+# The part of a message's time for which each other message between stages is in the same trunk. On GPUs all stages run a
+# row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to the lab's
+# runs on two sites (docs/cost.md).
+_OTHERS = 0.3
 # The time of two ranks' exchange in an all-to-all over gloo, in those of a message: one comes after the other, because
 # "ready to receive" waits in the connection behind what is being sent.
 IN_TURN = 2.0
@@ -199,7 +199,7 @@ def _in_trunks(
         there: [batch, ...] receiver of each.
         size: flows that each stands for.
         counted: bool [batch, ...] which of them are sent at the same time; None: all.
-        others: share of a flow's time for which a flow of another stage (axes behind the second) is in the trunk.
+        others: share of a flow's time for which each of the others is in the trunk.
         answered: with each flow another one goes the opposite way.
     """
     if not links.trunks:
@@ -210,8 +210,7 @@ def _in_trunks(
         for way in (sender & ~receiver, receiver & ~sender):
             at_once = sender ^ receiver if answered else way
             at_once = at_once if counted is None else at_once & counted
-            total, own = at_once.sum(axis=axes, keepdims=True), at_once.sum(axis=1, keepdims=True)
-            flows = size * np.maximum(own + others * (total - own), 1)
+            flows = size * (1 + others * np.maximum(at_once.sum(axis=axes, keepdims=True) - 1, 0))
             slowness = np.where(way, np.maximum(slowness, flows / rate), slowness)
     return slowness
 
@@ -234,7 +233,7 @@ def hops(links: Fabric, places: Array, tensor: int) -> tuple[tuple[Array, Array]
     here, there = links.hosts(places), links.hosts(onward)
     crossing = here != there
     crossing[:, :, -1] = False
-    others, found = 1.0 if links.rings else _OTHER_STAGES, []
+    others, found = 1.0 if links.rings else _OTHERS, []
     shares = None if links.rails else _shares(links, here, there, crossing, tensor)
     for ends, hosts in (((places, onward), (here, there)), ((onward, places), (there, here))):
         latency, slowness = _over_links(links, *ends, crossing, tensor, shares)

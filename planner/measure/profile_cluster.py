@@ -109,6 +109,8 @@ def describe(cluster: Cluster) -> list[tuple[str, str]]:
     words = f"{len(cluster.hosts)} hosts x {cluster.devices_per_host} devices, {cluster.nics} NIC(s)"
     if cluster.fan_out > 1:
         words += f", each exchanges data with {cluster.fan_out:.1f} others at full speed"
+    if cluster.fan_out < 1:
+        words += f", which are full for {cluster.fan_out:.0%} of an all-to-all"
     said = [("cluster", words)]
     between = clusters.between(cluster)
     for name, pairs in (("links between hosts", between), ("inside hosts", ~between)):

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from paxtrain import tables
 from planner.cluster import link_fit
 from planner.cluster.trunks import Trunks
+from planner.cost.link_seconds import IN_TURN
 from planner.measure import link_timing
 from planner.measure.machines import Machines
 from planner.measure.options import MIB, ProfileOptions
@@ -113,6 +114,8 @@ def profile_links(
 def fan_out(slowness: float, flows: tuple[int, int], nics: int) -> float:
     """Return with how many hosts a host exchanges data at once at full speed, from the times of all-to-alls.
 
+    It is below 1 if a NIC is the limit and waits in one direction for pairs of ranks whose messages take turns.
+
     Args:
         slowness: seconds per byte of a message in an all-to-all, over those of the slowest link for one flow.
         flows: flows between two hosts, and flows that leave a host.
@@ -121,7 +124,7 @@ def fan_out(slowness: float, flows: tuple[int, int], nics: int) -> float:
     between, leaving = flows
     # The flows of a single pair take as long as this, however many pairs there are; less is the timing's noise.
     least = max(between / nics, 1.0)
-    return max(leaving / (nics * max(slowness, least)), 1.0)
+    return max(leaving / (nics * max(slowness, least)), 1 / IN_TURN)
 
 
 def time_fan_out(

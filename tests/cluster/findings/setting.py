@@ -24,7 +24,8 @@ def _devices() -> str:
     minimum duration: {1e3 * device.LAYER:g} ms for F of a layer on {device.TOKENS} tokens,
     {device.BACKWARD[models.SAVE]} times that for B, which recomputes F, and {1e3 * device.HEAD:g} ms for the loss
     (with two devices on a host, for compression, six times as long). The process sleeps for the rest of an op's time,
-    because a GPU does not use its host's cores. Everything else takes its real time. The model is a GPT over bytes of
+    because a GPU does not use its host's cores. Everything else takes its real time, and a B takes longer by the
+    reductions over data inside it, during which it does not compute. The model is a GPT over bytes of
     {model["layers"]} layers ({other.layers} for compression), width {model["hidden"]} ({other.hidden} for
     compression), sequence {model["sequence"]}, in {model["dtype"]}: it is so small that the real compute of all hosts
     together fits into that time. The name of a plan consists of the sizes of its axes, data x pipe x tensor, and its

@@ -238,7 +238,7 @@ def two(bandwidth: list) -> dict:
         ({"device": "a1000"}, "device must be one of v100"),
         ({"device": ["h100", "h100"]}, "each of the 3 hosts, got 2"),
         ({"device": "cpu"}, "memory is missing"),
-        ({"fan_out": 0.5}, "fan_out must be a number from 1 on, got 0.5"),
+        ({"fan_out": 0.4}, "fan_out must be a number from 0.5 on, got 0.4"),
         ({"fan_out": "all"}, "fan_out must be a number above 0, got 'all'"),
         ({"device": [["h100"], "h100", "h100"]}, "device must be one of v100"),
         ({"memory": 10**400}, "memory must be a number above 0"),

@@ -59,7 +59,7 @@ def test_each_ring_by_itself(data, pipe, tensor, nics):
             assert latency[0, p] == pytest.approx((data - 1) * max(links.alpha[a, b] for a, b in ring))
 
 
-@pytest.mark.parametrize(("nics", "fan_out"), [(1, 1.0), (1, 3.0), (2, 1.5), (4, 8.0)])
+@pytest.mark.parametrize(("nics", "fan_out"), [(1, 1.0), (1, 3.0), (2, 0.5), (4, 8.0)])
 @pytest.mark.parametrize(
     ("data", "pipe", "tensor"), [(4, 4, 1), (2, 4, 2), (4, 1, 4), (8, 2, 1), (16, 1, 1), (1, 4, 4)]
 )
@@ -213,8 +213,8 @@ def test_flows_that_cross_a_trunk_share_it_each_by_itself(data, pipe, tensor):
             assert gloo[1][p] == pytest.approx(max(gloo[0][p], own / data))
 
 
-@pytest.mark.parametrize(("rings", "flows"), [(True, (6.0, 6.0, 6.0)), (False, (2 + 2 * 0.25, 2.0, 2 + 2 * 0.25))])
-def test_on_cpus_messages_of_other_stages_are_in_the_trunk_a_quarter_of_the_time(rings, flows):
+@pytest.mark.parametrize(("rings", "flows"), [(True, (6.0, 6.0, 6.0)), (False, (1 + 3 * 0.3, 1 + 0.3, 1 + 3 * 0.3))])
+def test_on_cpus_each_other_message_is_in_the_trunk_for_three_tenths_of_the_time(rings, flows):
     """Two pipelines leave a site behind stages 0 and 2, and come back behind stage 1; on GPUs gradients travel, too."""
     free = dataclasses.replace(
         fabric(cluster(8, links={"alpha": 0, "bandwidth": np.full((8, 8), 1e9).tolist()})), rings=rings

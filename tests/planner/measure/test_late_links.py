@@ -30,7 +30,7 @@ options = ProfileOptions(sizes=(), repeats=1)
 times, left = profile_links.profile_links(group, machines, options, time.monotonic() + 120)
 assert not left, left
 links = Filled(np.full((2, 2), 1e-5), np.full((1, 2, 2), 1e9), ~np.eye(2, dtype=bool), 0.0)
-assert profile_links.time_fan_out(group, machines, links, 1, 1 << 16) >= 1
+assert profile_links.time_fan_out(group, machines, links, 1, 1 << 16) >= 0.5
 assert len(profile_links.time_all_reduces(group, machines, links, 1, 1 << 16)) == 2
 print("profiled", flush=True)
 """

@@ -56,7 +56,7 @@ def problems(draw):
     problems(),
     st.integers(0, 1000),
     st.sampled_from([False, True, Rails(), Rails(False, 3.0)]),
-    st.sampled_from([1.0, 2.5, 4.0]),
+    st.sampled_from([0.5, 1.0, 2.5, 4.0]),
 )
 def test_no_placement_is_below_the_bound(made, seed, rings, fan_out):
     """Reductions are all-to-alls or rings, and with rails a device has a NIC of its own or shares it with others."""
