@@ -18,7 +18,7 @@ from paxtrain.errors import UserError
 from planner import planning_flags
 from planner.answers import free_choice, hosts, what_if
 from planner.cluster.cluster import Cluster
-from planner.planning.inputs import Values
+from planner.planning.inputs import Values, search_for
 from planner.planning.options import PlanOptions
 from planner.planning.planning import PLAN, REPORT, Plans, plan_sections
 
@@ -75,7 +75,12 @@ def _plans(values: Values, cluster: Cluster, options: PlanOptions, say: Callable
     if f.price or f["tokens"].present:
         raise UserError("--price and --tokens need --hosts; name numbers of hosts, as --hosts=2,4,8")
     for change in f.what_if:  # what is wrong is told before anything is searched
-        what_if.changed(cluster, change)
+        other = what_if.changed(cluster, change)
+        if not options.probe:  # which decides what is searched
+            try:
+                search_for(values, other, options, f.global_batch).require_one()
+            except UserError as error:
+                raise UserError(f"--what_if={change!r}: {error}") from error
     found = plan_sections(values, cluster, options, global_batch=f.global_batch, explained=f.explain, say=say)
     if f.against_free:
         say("searching without the flags that narrow the choice")

@@ -91,7 +91,7 @@ class PipelineConfig:
             and from 33 on if there is one stage only.
         idle: what stages do while they have no op, in schedules whose ScheduleSpec is masked: "compute" on scrap, or
             "skip"; "auto": skip on CPUs, whose cores other stages may need, and compute elsewhere. Other schedules
-            always skip, and so does gpipe on GPUs.
+            always skip.
     """
 
     schedule: str = "eager_1f1b"

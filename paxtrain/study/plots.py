@@ -29,6 +29,7 @@ _COLORS = {
     "codec_forward": "#b5651d",
     "codec_data": "#d0568f",
     "codec_weights": "#7f8c1f",
+    "codec_embedding": "#5c6670",
 }
 _SWEEP = "#8fb3cf"
 _KIND_COLORS = dict(zip(KINDS, ("#5b8db8", "#d9822b", "#8aa83a", "#c0392b", "#8e5aa8", "#9aa3ab"), strict=True))

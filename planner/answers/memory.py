@@ -163,6 +163,8 @@ class MemoryAnswer:
         return rows
 
     def _fewest(self) -> str:
+        if self.cluster.parts is not None:
+            return "not looked for, since tensor groups span hosts"
         if self.fewest is None:
             return f"of the numbers of devices tried, up to {self.cluster.devices}, none is enough"
         hosts, devices, use = self.fewest
@@ -195,7 +197,7 @@ def _gb(size: float) -> str:
 
 
 def _plan_words(c: Candidate) -> str:
-    zero = ", ZeRO-1" if c.zero1 and c.data > 1 else ""
+    zero = ", ZeRO-1" if c.zero1 and c.together > 1 else ""
     order = f", {schedule(c)}" if c.pipe > 1 else ""
     return f"{mesh(c)}, micro-batch {c.micro_batch}{order}, save={c.save}{zero}"
 
@@ -205,7 +207,7 @@ def _schedule(c: Candidate) -> str:
 
 
 def _state(c: Candidate) -> str:
-    return "split (ZeRO-1)" if c.zero1 and c.data > 1 else "whole"
+    return "split (ZeRO-1)" if c.zero1 and c.together > 1 else "whole"
 
 
 def _change_words(change: Change) -> str:

@@ -20,10 +20,12 @@ from paxtrain.errors import UserError
 from planner.cluster.cluster import Cluster, between, without
 from planner.cluster.variants import with_devices, with_links, with_trunks
 from planner.cost.step_time import Problem
+from planner.memory import closed_form
 from planner.planning.inputs import Values
 from planner.planning.options import PlanOptions
 from planner.planning.planning import Plans, plan_sections
 from planner.report.questions import WhatIf
+from planner.search.budget import capability
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _GBIT = 1e9 / 8
@@ -150,15 +152,21 @@ def what_ifs(
             plan = plan_sections(values, other, quick, global_batch=made.global_batch)
         except UserError as error:
             raise UserError(f"--what_if={text!r}: {error}") from error
-        found.append(WhatIf(_named(cluster, text), plan.report.chosen, _kept(today, plan)))
+        found.append(WhatIf(_named(cluster, text), plan.report.chosen, _kept(values, today, plan)))
     return dataclasses.replace(today, report=dataclasses.replace(made, what_ifs=tuple(found)))
 
 
-def _kept(today: Plans, plan: Plans) -> float | None:
+def _kept(values: Values, today: Plans, plan: Plans) -> float | None:
     """Return the seconds that today's plan takes where another plan was made; None if it cannot run there."""
     made, other = today.report, plan.report
-    chosen = made.chosen
-    if other.cluster.hosts != made.cluster.hosts or chosen.memory > other.limit:
+    chosen, config = made.chosen, today.plan.apply(values)
+
+    def needed(cluster: Cluster) -> float:
+        return float(np.max(closed_form.per_stage(config, capability(cluster)).total))
+
+    # Other devices may keep more, since those without flash attention keep its scores.
+    memory = chosen.memory * needed(other.cluster) / needed(made.cluster)
+    if other.cluster.hosts != made.cluster.hosts or memory > other.limit:
         return None
     problem = Problem(other.cluster, other.model, chosen.candidate)
     step = problem.step(other.fabric, chosen.placement.hosts[None])

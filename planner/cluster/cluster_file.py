@@ -288,6 +288,7 @@ def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
     """Return the rows of the compute profile, which must have all keys, with values that make sense."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("compute must be a list of objects, as python -m planner.profile writes it")
+    seen: dict[tuple, int] = {}
     for place, row in enumerate(rows):
         missing = [key for key in ("kind", "save", "dtype", *_SIZES, *_SECONDS) if key not in row]
         if missing:
@@ -300,6 +301,9 @@ def _compute(rows: object, kinds: Sequence[str]) -> tuple[dict[str, Any], ...]:
         for key, known in known_values.items():
             if row.get(key, known[0]) not in known:
                 raise UserError(f"compute row {place}: {key} must be one of {', '.join(known)}, got {row[key]!r}")
+        what = tuple(row.get(key) for key in (*known_values, *_SIZES, *_OPTIONAL_SIZES))
+        if seen.setdefault(what, place) != place:
+            raise UserError(f"compute rows {seen[what]} and {place} measure the same; leave one of them out")
     return tuple(rows)
 
 

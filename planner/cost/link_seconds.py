@@ -25,9 +25,9 @@ from planner.cluster.trunks import Trunks
 
 Array = np.ndarray
 
-# The part of a message's time for which each other message between stages is in the same trunk. On GPUs all stages run a
-# row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to the lab's
-# runs on two sites (docs/cost.md).
+# The part of a message's time for which each other message between stages is in the same trunk. On GPUs all stages run
+# a row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to
+# runs of the lab on two sites (docs/cost.md).
 _OTHERS = 0.3
 # The time of two ranks' exchange in an all-to-all over gloo, in those of a message: one comes after the other, because
 # "ready to receive" waits in the connection behind what is being sent.

@@ -105,6 +105,9 @@ def simulate(config: Config, cluster: Cluster, hosts: np.ndarray | None = None) 
     placed = host_order(candidate, cluster.devices_per_host)[0] if hosts is None else np.asarray(hosts, int)
     if placed.shape != shape or placed.min() < 0 or placed.max() >= len(cluster.hosts):
         raise ValueError(f"hosts must be an array {shape} of numbers below {len(cluster.hosts)}, got {placed.shape}")
+    if np.bincount(placed.ravel()).max() * candidate.tensor > cluster.devices_per_host:
+        per_host = cluster.devices_per_host
+        raise ValueError(f"hosts puts tensor groups of more than the {per_host} devices of a host on one")
     problem = Problem(cluster, config.model, candidate)
     links = problem.links(problem.paths(fabric(cluster), placed[None]))
     step = problem.evaluate(links, problem.kind_of_host[placed][None])

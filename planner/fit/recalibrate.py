@@ -60,12 +60,14 @@ def recalibrated(cluster: Cluster, path: str | pathlib.Path, name: str = "") -> 
         raise UserError(f"the constants of {name} in {path} must be above 0, got {', '.join(wrong)}; fit them anew")
     value = {key: float(x) for key, x in value.items()}
     apart = between(cluster)
+    # Farther hosts are as much farther as before.
+    farther = cluster.alpha - cluster.alpha[apart].min(initial=np.inf) if apart.any() else 0.0
     # The fitted model has one share for products of all shapes.
     shares: dict[str, Any] = {ours: value[theirs] for ours, theirs in _SHARES.items()} | {"of_reach": False}
     return dataclasses.replace(
         cluster,
         shares=Shares(**shares),
-        alpha=np.where(apart, value["inter_latency"], value["intra_latency"]),
+        alpha=np.where(apart, value["inter_latency"] + farther, value["intra_latency"]),
         samples=cluster.samples * np.where(apart, value["inter_efficiency"], value["intra_efficiency"]),
         source=f"{cluster.source}; constants fitted to {clusters[name].get('rows_fitted', 'measured')} runs of {name}",
     )

@@ -83,8 +83,8 @@ class _CaseLinks:
 
     def exchange(self, size: float) -> Array:
         """Return seconds [H, H] of two messages between hosts at once, one each way, with one group at either end."""
-        both = np.maximum(self.alpha, self.alpha.T), np.maximum(self.per_byte, self.per_byte.T)
-        return both[0] + size * both[1] * self.share(1)
+        one = self.across(size)
+        return np.maximum(one, one.T)
 
     def inside(self, size: float) -> float:
         """Return the seconds of a message inside the fastest host."""

@@ -22,7 +22,7 @@ class Gain:
         std: standard deviation over them; nan if there is one sample.
         samples: number of samples.
         held_out: mean and std if the placement is found on half of the samples and the gain is seen on the other half,
-            both ways round; nan if there is one sample.
+            both ways round; nan if there is one sample, or if data ranks have different numbers of micro-batches.
     """
 
     mean: float
@@ -40,6 +40,8 @@ class Gain:
         """One sentence on how sure the gain is."""
         if self.samples < 2:
             return "the links were measured once, so its noise is not known"
+        if math.isnan(self.held_out[0]):
+            return "data ranks differ in micro-batches, so it was not placed anew on halves of the samples"
         mean, std = (100 * x for x in self.held_out)
         return (
             f"placed on half of the {self.samples} samples and seen on the other half it is {mean:.2f} ± {std:.2f}%, "
@@ -59,7 +61,7 @@ def gain(
     """Return the gain of a placement over another one on each sample of the links.
 
     A placement that is optimized on noisy links looks better on them than it is. So if there are two samples or more,
-    the cluster is placed anew on each half of them alone.
+    the cluster is placed anew on each half of them alone, unless data ranks have different numbers of micro-batches.
 
     Args:
         problem: candidate that is placed.
@@ -77,8 +79,9 @@ def gain(
 
     count = len(cluster.samples)
     seen = gains(chosen, range(count))
-    if count == 1:
-        return Gain(seen[0], math.nan, 1, (math.nan, math.nan))
+    if count == 1 or problem.candidate.ranks:  # a search places ranks that differ, not `place`
+        std = float(np.std(seen, ddof=1)) if count > 1 else math.nan
+        return Gain(float(np.mean(seen)), std, count, (math.nan, math.nan))
     held = []
     for half in (0, 1):
         part = dataclasses.replace(cluster, samples=cluster.samples[half::2])

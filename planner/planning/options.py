@@ -116,6 +116,12 @@ class PlanOptions:
             if not all(type(value) is int and value > 0 for value in values):
                 given = ",".join(map(str, values))
                 raise UserError(f"--{name} must be positive integers joined by commas, got {given}")
+        if min(self.virtual_stages, default=2) < 2:
+            given = ",".join(map(str, self.virtual_stages))
+            raise UserError(
+                f"--virtual_stages must be integers from 2 on, got {given}; to plan without virtual stages leave "
+                "interleaved_1f1b out of --schedules"
+            )
         answers = {
             "zero1": ZERO1,
             "sequence_parallel": SEQUENCE,

@@ -197,11 +197,12 @@ def plan_sections(
     search, compress = search_for(values, cluster, options, global_batch), sections(values)[-1]
     if not budgeted:
         require_compression(search.space, search.model, options.asked(search.choices))
+    compiles = _compiles(options.oracle, cluster)
     planning = _Planning(search, compress, values, search.global_batch, say)
     outcome = search.run(progress=say)
     chosen = outcome.ranked[0]
     rows: tuple[contents.OracleRow, ...] = ()
-    if _compiles(options.oracle, cluster):
+    if compiles:
         chosen, rows = planning.recheck(outcome)
         ranked = [chosen if found.index == chosen.index else found for found in outcome.ranked]
         outcome = dataclasses.replace(outcome, ranked=ranked)
@@ -226,8 +227,10 @@ def _compiles(wanted: str, cluster: Cluster) -> bool:
     """Return whether the best plans are compiled to check their memory.
 
     Raises:
-        UserError: the options demand it, but jax has no CUDA plugin.
+        UserError: the options demand it, but the cluster has other devices, or jax has no CUDA plugin.
     """
+    if wanted == "yes" and "cpu" in cluster.kinds:
+        raise UserError("--oracle=yes compiles for GPUs, but the cluster has CPUs; use --oracle=no")
     if wanted == "no" or "cpu" in cluster.kinds:
         return False
     unknown = sorted(set(cluster.kinds) - set(GPUS))

@@ -284,23 +284,33 @@ def _reduction(cluster: Cluster, model: ModelConfig, space: Space, facts: _Facts
             scatter = facts.ring_latency + parameters * size * _all_to_all(cluster, space, facts)
         return np.where(space.zero1, scatter, 2 * (latency + parameters * size * share))
 
-    dense = reduced(held)
+    # An uneven split has a stage with more slots. They take longer to reduce, and hide more of it. Both are linear in
+    # the slots, so the least of their difference is at an end.
+    widest = model.layers - space.pipe * space.chunks + 1
     sizes = sorted(set(space.tensor.tolist()))
     index = np.searchsorted(sizes, space.tensor)
     kernels = {t: costs.kernels(model, t) for t in sizes}
     rest = np.array([costs.layer_parameters(model, t) - sum(n * k for n, k in kernels[t]) for t in sizes])[index]
     sides = np.array([sum(n + k for n, k in kernels[t]) for t in sizes])[index]
-    factors = space.slots * space.chunks * (rest * size + space.data_rank * sides * MASTER)
+    factors = space.chunks * (rest * size + space.data_rank * sides * MASTER)  # of a slot of each chunk
     passes = POWER_PASSES * held * MASTER * facts.costs["optimizer"] / cluster.shares.optimizer_bytes
-    small = 4 * latency + 2 * factors * share
-    if facts.coded.data is not None or facts.coded.inside > 1:  # of another codec, or of groups, nothing is known here
-        small, passes = np.zeros_like(small), np.zeros_like(passes)
+    known = facts.coded.data is None and facts.coded.inside <= 1
+    if not known:  # of another codec, or of groups, nothing is known here
+        passes = np.zeros_like(passes)
     splits = each(space.schedule, lambda spec: spec.splits) & (space.pipe > 1)
     last = np.where(splits, facts.costs["backward_weights"], facts.costs["backward"])
-    hidden = cluster.overlaps * (space.slots - (space.chunks == 1)) * last
 
-    def exposed(seconds: Array) -> Array:
-        return np.maximum(seconds / (space.slots * space.chunks), seconds - hidden)
+    def dense(slots: Array) -> Array:
+        return reduced(held / space.slots * slots)
+
+    def small(slots: Array) -> Array:
+        return known * (4 * latency + 2 * factors * slots * share)
+
+    def exposed(seconds: Callable[[Array], Array]) -> Array:
+        behind = [
+            seconds(slots) - cluster.overlaps * (slots - (space.chunks == 1)) * last for slots in (space.slots, widest)
+        ]
+        return np.maximum(seconds(widest) / (widest * space.chunks), np.minimum(*behind))
 
     reduce = np.where(space.data_rank > 0, np.minimum(exposed(dense), exposed(small) + passes), exposed(dense))
     gather = np.where(space.zero1, latency + held * item(model) * share, 0.0)

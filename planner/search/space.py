@@ -230,6 +230,11 @@ def enumerate_candidates(cluster: Cluster, model: ModelConfig, global_batch: int
             f"no candidate sends what its codecs take, with data={_listed(choices.data)}, pipe={_listed(choices.pipe)} "
             f"and micro-batch {_listed(choices.micro_batch)}: {next(iter(refused))}"
         )
+    if not rows and any(global_batch % (data * b) == 0 for data, *_ in meshes for b in choices.micro_batch or (1,)):
+        raise UserError(
+            f"none of --schedules={','.join(choices.schedules)} fits these meshes and {model.layers} layers: those "
+            "with virtual stages need a pipeline and a layer for each, files their own numbers; eager_1f1b fits all"
+        )
     if not rows:
         smallest = sorted({data for data, *_ in meshes})
         raise UserError(

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from paxtrain import files, tables
-from paxtrain.config import Config, OuterConfig, PipelineConfig, from_dict, read_section
+from paxtrain.config import Config, MeshConfig, OuterConfig, PipelineConfig, from_dict, read_section
 from paxtrain.config import plan as plans
 from paxtrain.config.plan import Plan
 from paxtrain.errors import UserError
@@ -70,6 +70,9 @@ class PlanRequest:
         found = {name: self.values[name] for name in ("model", "pipeline", "batch", "compress")}
         if read_section(OuterConfig, self.values.get("outer", {}), "outer").every:
             found["outer"] = self.values["outer"]
+        dtype = self.values.get("mesh", {}).get("reduce_dtype", MeshConfig.reduce_dtype)
+        if dtype != MeshConfig.reduce_dtype:  # plans that were made with the default stay valid
+            found["mesh"] = {"reduce_dtype": dtype}
         found["search"] = dataclasses.asdict(self.options)
         if self.options.probe:  # whose content may change under its name
             found["probe"] = dataclasses.asdict(loss_budget.read(self.options))

@@ -110,6 +110,7 @@ def test_what_is_wrong_is_one_sentence_and_exit_code_2(cluster_file, tmp_path, m
         "--compress must be none, auto or some of": [cluster_flag, "--compress=everything"],
         "--schedules must be some of": [cluster_flag, "--schedules=zigzag"],
         "--schedules=zb_h1 needs --saves=dots or residuals": [cluster_flag, "--schedules=zb_h1", "--saves=inputs"],
+        "--what_if='one host less': no mesh fits": [cluster_flag, "--data=8", "--what_if=one host less"],
         "--tensor must be positive integers": [cluster_flag, "--tensor=two"],
         "--sequence_parallel=maybe": [cluster_flag, "--sequence_parallel=maybe"],
         "cannot load the configuration file": ["--model=configs/none.py"],

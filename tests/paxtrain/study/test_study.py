@@ -473,3 +473,15 @@ def test_bad_flags_are_one_sentence_before_anything_is_compiled(home, tmp_path, 
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert all(word in captured.err for word in words), captured.err
     assert not (tmp_path / "out").exists()
+
+
+def test_every_variant_has_a_color_and_a_place_in_the_plots():
+    places = ("backward", "forward", "data", "weights", "embedding")
+    config = configuration()
+    config = dataclasses.replace(
+        config, compress=dataclasses.replace(config.compress, **{f"{place}_codec": "int8" for place in places})
+    )
+    names = [variant.name for variant in variants.variants(config, [7])]
+    assert {f"codec_{place}" for place in places} <= set(names)
+    assert sorted(plots._ordered(dict.fromkeys(names))) == sorted(names) and names[-1] == "cb_rank_7"
+    assert [name for name in names if name not in plots._COLORS] == ["cb_rank_7"]

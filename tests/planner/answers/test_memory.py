@@ -49,6 +49,17 @@ def test_the_fewest_devices_are_enough_and_half_of_them_are_not():
         assert not memory_answer(wide, cluster(1, devices // 2, memory=9e9), OPTIONS).fits
 
 
+def test_fewer_devices_are_not_looked_for_if_tensor_groups_span_hosts():
+    answer = memory_answer(values(), cluster(4, 4), dataclasses.replace(OPTIONS, tensor_hosts=2))
+    assert answer.fits and "not looked for, since tensor groups span hosts" in answer.text()
+
+
+def test_ranks_that_train_alone_share_no_optimizer_state():
+    asked = values() | {"outer": {"every": 50}}
+    told = memory_answer(asked, cluster(2, 4), dataclasses.replace(OPTIONS, data=(8,))).text()
+    assert "split (ZeRO-1)" not in told and "whole" in told
+
+
 def test_if_nothing_fits_what_would_is_told_and_does():
     some = cluster(1, 4, memory=4e9)
     answer = memory_answer(values(hidden=4096, heads=16, layers=24), some, OPTIONS)

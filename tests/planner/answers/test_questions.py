@@ -106,6 +106,19 @@ def test_a_change_of_the_network_is_one_of_its_trunks_too():
         what_if.changed(some, "trunks x 0")
 
 
+def test_a_plan_is_kept_only_where_it_fits_into_other_devices():
+    """V100s have no flash attention, so a plan that keeps all residuals needs several times as much on them."""
+    fixed = dataclasses.replace(
+        OPTIONS, data=(2,), pipe=(8,), tensor=(1,), micro_batch=(8,), saves=("residuals", "dots"), schedules=("gpipe",)
+    )
+    some = cluster(4, 4)
+    today = plan_sections(values(), some, dataclasses.replace(fixed, saves=("residuals",)))
+    made = what_if.what_ifs(values(), some, fixed, today, ["devices v100", "devices h100"])
+    other, alike = made.report.what_ifs
+    assert today.report.chosen.memory < 16e9 * OPTIONS.usable_memory < other.found.memory * 8
+    assert other.kept is None and alike.kept is not None
+
+
 def test_a_quicker_network_helps_and_a_lost_host_hurts():
     some = cluster(4, 4)
     today = plan_sections(values(), some, OPTIONS)

@@ -249,6 +249,7 @@ def two(bandwidth: list) -> dict:
         ({"compute": [ROW | {"forward": -1.0}]}, "compute row 0: forward must be a number above 0, got -1.0"),
         ({"compute": [ROW | {"hidden": 0}]}, "compute row 0: hidden must be an integer from 1 on, got 0"),
         ({"compute": [ROW | {"save": "all"}]}, "compute row 0: save must be one of dots"),
+        ({"compute": [ROW, ROW | {"micro_batch": 3}, ROW | {"head": 9.0}]}, "compute rows 0 and 2 measure the same"),
         ({"memory": -1}, "memory must be a number above 0"),
         ({"trunks": 1e8}, "trunks must be a list such as"),
         ({"trunks": [{"bandwidth": 1e8}]}, "must say bandwidth, and either hosts or"),

@@ -203,6 +203,7 @@ def test_slow_links_between_the_stages_show():
         ({"mesh.data": 8}, None, "the mesh has 32 devices, but the cluster 8"),
         ({}, np.zeros((4, 2)), "hosts must be an array"),
         ({}, np.full((2, 4), 2), "numbers below 2"),
+        ({}, np.zeros((2, 4)), "more than the 4 devices of a host on one"),
     ],
 )
 def test_what_does_not_fit_is_said(changes, hosts, words):

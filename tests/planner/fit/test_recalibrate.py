@@ -89,6 +89,15 @@ def test_costs_and_links_are_scaled(write):
     assert "fitted" in compute.source(found) and "9 runs of lab" in found.source
 
 
+def test_farther_hosts_stay_farther(write):
+    alpha = np.full((4, 4), 1e-5)
+    alpha[:2, 2:] = alpha[2:, :2] = 1e-2
+    far = dataclasses.replace(cluster(), alpha=alpha)
+    found = recalibrated(far, write(lab=constants())).alpha
+    assert found[0, 1] == pytest.approx(6e-5) and found[0, 2] == pytest.approx(1e-2 - 1e-5 + 6e-5)
+    assert set(np.diagonal(found)) == {2e-5}
+
+
 def test_which_constants_are_meant_is_told(write):
     path = write(a=constants(), b=constants(compute_efficiency=0.3))
     assert recalibrated(cluster(), path, "b").shares.matmul == 0.3

@@ -70,6 +70,15 @@ def test_no_placement_is_below_the_bound(made, seed, rings, fan_out):
     assert bounds.lower(made, links) <= made.step(links, every).total.min()
 
 
+def test_an_exchange_is_as_slow_as_its_slower_way():
+    """One way has the latency and the other one the bytes, so their worst together are no message's."""
+    made = problem(1, 2, 1, 2, 1, seed=None, schedule="1f1b")
+    links = {"alpha": [[3e-6, 2e-3], [1e-5, 3e-6]], "bandwidth": [[3e11, 25e9], [1e9, 3e11]]}
+    made = Problem(cluster(2, 1, links=links), MODEL, made.candidate)
+    both = made.step(fabric(made.cluster), np.array([[[0, 1]], [[1, 0]]])).total
+    assert bounds.lower(made, fabric(made.cluster)) <= both.min()
+
+
 @pytest.mark.parametrize("schedule", ["eager_1f1b", "1f1b", "gpipe"])
 @pytest.mark.parametrize("mesh", [(4, 4, 4), (8, 2, 4), (16, 1, 4), (1, 4, 4), (4, 2, 2)])
 def test_equal_links_leave_no_gap(mesh, schedule):

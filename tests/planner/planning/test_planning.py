@@ -12,6 +12,7 @@ from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
 from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.report import text
+from planner.search.search import Search
 from tests.planner.examples import cluster
 
 SMALL = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 32, "vocab_size": 1000}
@@ -49,6 +50,24 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(paxtrain.UserError, match="cannot write the plan to"):
         found.save(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "words"),
+    [
+        ({"pipe": (1,), "schedules": ("interleaved_1f1b",)}, {}, "none of --schedules=interleaved_1f1b fits"),
+        (
+            {"oracle": "yes"},
+            {"device": "cpu", "memory": 1e9},
+            "--oracle=yes compiles for GPUs, but the cluster has CPUs",
+        ),
+        ({"oracle": "yes"}, {"device": "rtx4090"}, "--oracle=yes compiles for .*, but not for rtx4090"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_searched(config, monkeypatch, changes, devices, words):
+    monkeypatch.setattr(Search, "run", lambda *_, **__: pytest.fail("searched"))
+    with pytest.raises(paxtrain.UserError, match=words):
+        planner.plan(config, cluster(2, 4, **devices), dataclasses.replace(OPTIONS, **changes))
 
 
 def compressed(ranked):
@@ -142,6 +161,7 @@ def test_options_narrow_the_choice(config, found):
         ({"usable_memory": 1.5}, "--usable_memory must be 0.05 to 1, got 1.5"),
         ({"top": 0}, "--top must be at least 1, got 0"),
         ({"oracle": "perhaps"}, "--oracle must be one of auto, yes, no"),
+        ({"virtual_stages": (2, 1)}, "--virtual_stages must be integers from 2 on, got 2,1"),
     ],
 )
 def test_options_that_make_no_sense_are_one_sentence(changes, words):
@@ -199,3 +219,12 @@ def test_uneven_ranks_may_be_demanded(halves):
     narrow = dataclasses.replace(HALVES, data=(2,), micro_batch=(2,), uneven_data="yes")
     found = planner.plan(config, made, narrow)
     assert all(len(set(plan.candidate.ranks)) == 2 for plan in found.ranked)
+
+
+def test_the_gain_of_uneven_ranks_on_links_that_were_measured_twice_is_told_without_placing_anew(halves):
+    config, made = halves
+    twice = dataclasses.replace(made, samples=np.concatenate([made.samples, made.samples * 0.98]))
+    narrow = dataclasses.replace(HALVES, data=(2, 4), micro_batch=(2,), uneven_data="yes")
+    found = planner.plan(config, twice, narrow)
+    assert found.ranked[0].candidate.ranks
+    assert "data ranks differ in micro-batches, so it was not placed anew" in " ".join(found.text().split())

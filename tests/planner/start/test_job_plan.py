@@ -92,6 +92,16 @@ def test_what_changed_is_said_and_planned_for(out):
     assert found.plan.predicted["asked"] != first.plan.predicted["asked"]
 
 
+def test_gradients_in_another_dtype_are_planned_for_anew(out):
+    first = decide(request(out), *HOSTS)
+    other = request(out)
+    other.values["mesh"] = other.values["mesh"] | {"reduce_dtype": "bfloat16"}
+    found = decide(other, *HOSTS)
+    assert found.source.startswith("made anew: configuration or search flags")
+    assert (first.plan.mesh.reduce_dtype, found.plan.mesh.reduce_dtype) == ("float32", "bfloat16")
+    assert " again: " in decide(other, *HOSTS).source
+
+
 def test_a_probe_that_says_something_else_is_planned_with_anew(out):
     probe = LossProbe({}, (2, 2), 1, 50, 100, (0, 1), (3.0, 3.1), (ProbedCodec("data", "int8", (0.0, 0.001)),))
     loss_probe_file.save(probe, out / "probe.json")
