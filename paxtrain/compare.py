@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from paxtrain import files
 from paxtrain.command_line import run
 from paxtrain.errors import UserError
 from paxtrain.run import plots
@@ -24,10 +25,8 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"--out={out} must be the name of a .png")
     if not flags.FLAGS.runs:
         raise UserError("--runs names no folder; write --runs=runs/a,runs/b")
-    try:
+    with files.writable(out, "name a file in a folder that exists"):
         plots.plot_runs(flags.FLAGS.runs, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out} ({error.strerror}); name a file in a folder that exists") from error
 
 
 if __name__ == "__main__":

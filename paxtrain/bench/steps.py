@@ -78,8 +78,9 @@ def plain_step(config: Config) -> jax.stages.Wrapped:
     @jax.named_scope("optimizer")
     def update(params: Params, state: optax.OptState, grads: Params) -> tuple[optax.Params, optax.OptState]:
         grads = jax.tree.map(lambda g: g / config.micro_batches, grads)
-        norm = optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
+        if config.optimizer.clip_norm:
+            norm = optax.tree.norm(grads)
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1, config.optimizer.clip_norm / norm), grads)
         updates, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

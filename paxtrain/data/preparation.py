@@ -197,7 +197,7 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
     """
     texts = corpora.input_files(inputs)
     folder = Path(out)
-    try:
+    with files.writable(folder, "--out must name a writable directory"):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".prepare-", dir=folder) as name:
             staging = Path(name)
@@ -212,8 +212,6 @@ def prepare(inputs: Sequence[str], out: str | os.PathLike[str], options: Prepare
                 Path(checksums.sidecar(str(staging / part))).write_text(checksums.text(writer.sums))
             (staging / FILE).write_text(tokenizer.to_str(pretty=True), "utf-8")
             _publish(staging, folder)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; --out must name a writable directory") from error
     return PreparedData(
         prefixes=(str(folder / "train"), str(folder / "validation")),
         documents=(train.documents, validation.documents),

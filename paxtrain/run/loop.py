@@ -105,6 +105,8 @@ class Loop:
         if adapt and run.ranks.adapt():
             ranks = ", ".join(map(str, run.ranks.current))
             self.progress.say(f"step {number}: ranks of the stages' gradients over data are now {ranks}")
+            if number < c.run.steps:
+                run.step_of(number + 1)  # compiled here, as no step's time is counted
         if validate:
             self.writer.write(number, run.validate(state))
         if save:

@@ -207,8 +207,9 @@ class PreparedRun:
             self.say(changed)
         if not compression.get("ranks") or self._reset or self.trainer.compression.reducer is None:
             return
-        if compression["rule"] != self._rank_rule:
-            self.say("ranks over data start anew, because the settings that decide them have changed")
+        # The codecs' states say whether the mesh is the same, if they have any.
+        if compression["identity"] != self.trainer.compression.identity() or compression["rule"] != self._rank_rule:
+            self.say("ranks over data start anew, because the mesh or the settings that decide them have changed")
             return
         self._ranks = StageRanks.of(self.config, tuple(compression["ranks"]["chosen"]))
         self._ranks.resume(compression["ranks"])
@@ -219,7 +220,7 @@ class PreparedRun:
     def _rank_rule(self) -> Meta:
         """The settings that decide the ranks over data."""
         names = [
-            *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every"),
+            *("data", "data_rank", "data_rank_min", "data_start", "data_adapt_every", "data_inside"),
             *("residual_low", "residual_high", "stage_seconds", "reduce_seconds", "compressed_seconds"),
         ]
         compress = self.config.compress
@@ -257,21 +258,30 @@ class PreparedRun:
         )
 
     def _check_pending(self, meta: Meta, where: str) -> None:
-        """Require that an exchange which a checkpoint has in flight arrives as it was sent.
+        """Require that an exchange which a checkpoint has in flight, or which is due next, arrives as it was meant to.
 
         Args:
             meta: Metadata of the checkpoint.
             where: Name of the checkpoint, for messages.
         """
-        before, mine = _timetable(meta), self.config.outer
-        if before is None or not before.pending(meta["step"]):
+        before, mine, step = _timetable(meta), self.config.outer, meta["step"]
+        if before is None:
+            return
+        due = before.under(step + 1) is not None and before.waited(step) is None
+        if due and self.config.run.steps == step:
+            raise UserError(
+                f"{where} has an exchange of groups that the next step would carry, but run.steps is {step}, too; "
+                f"ask for run.steps={step + mine.every} or more"
+            )
+        if not due and not before.pending(step):
             return
         for name in ("every", "fragments", "overlap"):
             there, here = getattr(before.outer, name), getattr(mine, name)
             if there != here:
                 raise UserError(
-                    f"{where} has an exchange of groups in flight that was sent with outer.{name}={there}, and this "
-                    f"run has outer.{name}={here}; continue with {there}, or name another run.out"
+                    f"{where} has an exchange of groups {'due' if due else 'in flight'} that began with "
+                    f"outer.{name}={there}, and this run has outer.{name}={here}; continue with {there}, or name "
+                    "another run.out"
                 )
 
     def choose_ranks(self, state: TrainState) -> None:

@@ -82,7 +82,7 @@ def generate(
 
 
 def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params, Config, Tokenizer]:
-    """Return parameters (on this process's first device), configuration and tokenizer of a training run.
+    """Return parameters (on this process's first device), the model's configuration and the tokenizer of a run.
 
     Args:
         directory: Folder of the run.
@@ -93,7 +93,8 @@ def load(directory: str | pathlib.Path, step: int | None = None) -> tuple[Params
     """
     directory = pathlib.Path(directory)
     home = directory / CHECKPOINTS
-    config = from_dict(checkpoint_reading.read_meta(home, step)["config"])
+    # Only the model: other sections may name files that are no longer there, such as a schedule's.
+    config = from_dict({"model": checkpoint_reading.read_meta(home, step)["config"]["model"]})
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), transformer.shapes(config.model)

@@ -62,6 +62,8 @@ class FinishedRuns:
             # Without what a crash has left of a line, and what an older version has written.
             files.write(self.path, "".join(_line(*one) for one in self.results.items()))
         except OSError as error:
+            if files.is_full(error):
+                raise
             reason = error.strerror
             raise UserError(f"cannot use {self.path} ({reason}); move it away, or name another --out") from error
 

@@ -126,7 +126,7 @@ def variants(
     """
     own, config = config.compress, shortened(config, steps)
     # Compression over data from the first step on, so that each variant is one program.
-    c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="fused")
+    c = dataclasses.replace(bare(config.compress), data_start=0.0, embedding="auto", backward_ranks="")
     found = [Variant(DENSE, DENSE, dataclasses.replace(config, compress=c))]
     for axis in axes:
         place = AXES[axis].place
@@ -136,6 +136,8 @@ def variants(
                 changes |= {f"{place}_rank": point.rank, "data_rank_min": 1}
             else:
                 changes |= {f"{place}_codec": point.codec, f"{place}_options": CodecOptions(point.options)}
+            if place == "data":
+                changes["data_inside"] = own.data_inside
             if place in LINKED:
                 changes[f"{place}_links"] = getattr(own, f"{place}_links")
             compress = dataclasses.replace(c, **changes)

@@ -67,6 +67,7 @@ def settled(config: Config, steps: int) -> Config:
     c = config.compress
     # Over data from the first step on, so that each run is one program.
     changes: dict[str, Any] = {"data_start": 0.0, "data_adapt_every": 0, "embedding": "auto", "error": c.error}
+    changes["backward_ranks"] = ""  # each run has one rank
     return shortened(dataclasses.replace(config, compress=dataclasses.replace(bare(c), **changes)), steps)
 
 

@@ -30,7 +30,9 @@ def variants(config: Config, ranks: Sequence[int], steps: int) -> list[Variant]:
         steps: optimizer steps of each run, over which the learning rate falls.
     """
     config = shortened(config, steps)
-    config = dataclasses.replace(config, compress=dataclasses.replace(bare(config.compress), embedding="fused"))
+    config = dataclasses.replace(
+        config, compress=dataclasses.replace(bare(config.compress), embedding="auto", backward_ranks="")
+    )
     found = [Variant(_DENSE, _DENSE, config)]
     for rank in dict.fromkeys(ranks):
         for error, word in _KINDS.items():

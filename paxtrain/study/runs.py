@@ -167,7 +167,9 @@ class Study:
         """
 
         def computed(one: Variant) -> Config:
-            compress = dataclasses.replace(one.config.compress, embedding="fused")
+            compress = one.config.compress
+            if compress.embedding == "unfused":
+                compress = dataclasses.replace(compress, embedding="fused")
             return dataclasses.replace(one.config, compress=compress)
 
         same = (one for one in self.variants if computed(one) == computed(variant))

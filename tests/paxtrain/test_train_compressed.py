@@ -210,6 +210,15 @@ def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, 
     assert run.ranks.current == (4, 4)  # from the highest rank, halved after step 11; continued they would be at 2
 
 
+def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path, capsys):
+    codec = {"compress__data_codec": "int8", "compress__data_options": {"feedback": False}}
+    changes = {"compress__backward": "none", "compress__embedding_codec": "", "compress__data_start": 0.0} | codec
+    finished(home, tmp_path / "run", run__steps=4, **changes)
+    run, _ = finished(home, tmp_path / "run", run__steps=8, mesh__pipe=1, **changes)
+    assert "ranks over data start anew, because the mesh" in capsys.readouterr().out
+    assert len(run.ranks.current) == 1 and len(losses(tmp_path / "run")) == 8
+
+
 def test_selective_measures_or_takes_given_times(home, tmp_path, capsys):
     given = {"stage_seconds": "1.0,0.2", "reduce_seconds": "0.5,0.5", "compressed_seconds": "0.1,0.1"}
     changes = {f"compress__{key}": value for key, value in given.items()}

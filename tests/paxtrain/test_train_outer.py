@@ -122,8 +122,17 @@ def test_an_exchange_in_flight_arrives_on_another_mesh_and_by_its_own_timetable(
     assert losses(out)[6] == pytest.approx(losses(streaming[0])[6], rel=1e-4)  # after the exchange was taken
 
 
-def test_fragments_have_codecs_of_their_own(home, streaming, tmp_path):
+def test_an_exchange_that_is_due_is_not_dropped(home, streaming, tmp_path):
+    """After step 6 a fragment is to be sent, under step 7."""
     out = past(streaming[0], tmp_path / "run", 6)
+    with pytest.raises(UserError, match=r"has an exchange of groups due .*outer.overlap=2, .* continue with 2"):
+        finished(home, out, **STREAMING | {"outer__overlap": 0})
+    with pytest.raises(UserError, match=r"that the next step would carry, but run.steps is 6, too; .*run.steps=12"):
+        finished(home, out, **STREAMING, run__steps=6)
+
+
+def test_fragments_have_codecs_of_their_own(home, streaming, tmp_path):
+    out = past(streaming[0], tmp_path / "run", 8)  # no exchange is due or in flight
     with pytest.raises(UserError, match=r"outer.fragments is 2 there and absent here"):
         finished(home, out, **STREAMING | {"outer__fragments": 1})
 

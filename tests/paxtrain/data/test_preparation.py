@@ -204,7 +204,7 @@ def test_too_little_text(tmp_path, text):
 
 def test_an_unwritable_directory(texts, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write to .*file/out: .*writable directory"):
+    with pytest.raises(UserError, match=r"cannot write to .*file/out .*writable directory"):
         prepare([str(texts[0])], tmp_path / "file" / "out")
 
 

@@ -55,6 +55,12 @@ def test_codecs_work_on_the_links_that_the_configuration_names(tmp_path):
     assert "Every message of an axis on links 1 (backward) goes through" in (tmp_path / frontier.PAGE).read_text()
 
 
+def test_gradients_are_summed_inside_the_groups_that_the_configuration_names():
+    config = configuration(mesh={"data": 4}, batch={"global_batch": 16}, compress={"data_inside": 2})
+    inside = {v.name.partition(":")[0]: v.config.compress.data_inside for v in frontier.variants(config)}
+    assert inside == {"dense": 1, "between": 1, "data": 2}
+
+
 def made_up():
     """Return outcomes of two seeds: dense, one codec on both axes, and another on one."""
     outcomes = []

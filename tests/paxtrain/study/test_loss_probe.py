@@ -69,6 +69,16 @@ def outcomes(**finals):
     ]
 
 
+@pytest.mark.parametrize(
+    ("where", "changes"),
+    [("backward", {"model": {"tied_head": False}}), ("data", {"pipe": 1, "mesh": {"data": 2, "pipe": 1}})],
+)
+def test_models_without_copies_of_the_embedding_are_probed(home, tmp_path, where, changes):
+    config, some = trained(configuration(home, **changes), (where,))
+    made = runs.Study(config, str(tmp_path), 1, (), real_mesh=False, others=some, counted=False)
+    assert [made._trained_as(variant).name for variant in some] == [variant.name for variant in some]
+
+
 def test_losses_are_against_dense_of_the_same_seed(tmp_path):
     config, some = trained(configuration(), ("backward",), ("int8", "lowrank", "int4"))
     losses = {"dense": (2.0, 4.0), "backward: int8": (2.02, 4.0), "backward: rank 2": (2.2, 4.8)}

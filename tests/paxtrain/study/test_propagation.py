@@ -2,7 +2,7 @@
 
 import csv
 
-from paxtrain.study import propagation
+from paxtrain.study import frontier, loss_probe, propagation
 from paxtrain.study.report import VariantResult
 from tests.paxtrain.study.test_study import configuration
 
@@ -17,6 +17,14 @@ def test_runs_differ_in_error_propagation_alone():
         assert (c.backward, c.backward_rank, c.error) == ("all", int(rank), error)
         assert c.chosen("forward") == c.chosen("data") == "none"
         assert variant.config.run.steps == 20
+
+
+def test_ranks_of_single_links_do_not_replace_those_that_are_tried():
+    own = configuration(pipe=4, compress={"backward_ranks": "2,1,2"})
+    found = [variant.config.compress for variant in propagation.variants(own, (2, 4), steps=20)[1:]]
+    assert {(c.backward_rank, c.backward_ranks) for c in found} == {(2, ""), (4, "")}
+    assert not loss_probe.settled(own, 10).compress.backward_ranks
+    assert not any(variant.config.compress.backward_ranks for variant in frontier.variants(own))
 
 
 def test_the_page_compares_pairs_of_the_same_seed(tmp_path):
