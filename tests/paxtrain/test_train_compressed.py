@@ -212,7 +212,7 @@ def test_ranks_start_anew_with_a_line_where_their_rule_changes(home, reference, 
 
 def test_ranks_of_codecs_without_state_start_anew_on_another_mesh(home, tmp_path, capsys):
     codec = {"compress__data_codec": "int8", "compress__data_options": {"feedback": False}}
-    changes = {"compress__backward": "none", "compress__embedding_codec": "", "compress__data_start": 0.0} | codec
+    changes = {"compress__backward": "none", "compress__embedding_codec": "", "compress__data_adapt_every": 0} | codec
     finished(home, tmp_path / "run", run__steps=4, **changes)
     run, _ = finished(home, tmp_path / "run", run__steps=8, mesh__pipe=1, **changes)
     assert "ranks over data start anew, because the mesh" in capsys.readouterr().out

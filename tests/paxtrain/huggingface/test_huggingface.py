@@ -84,7 +84,7 @@ def test_what_transformers_wrote_gives_its_logits_and_comes_back_bit_by_bit(shap
     config = run_config(shape, tmp_path / "run")
     import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
     params, loaded, _ = sampling.load(tmp_path / "run")
-    assert loaded == config
+    assert loaded.model == config.model
     np.testing.assert_allclose(
         transformer.logits(params, results["ids"], config.model), results["logits"], atol=TOLERANCE
     )
@@ -136,7 +136,7 @@ def test_out_and_in_again_is_the_same_model(shape, tmp_path, monkeypatch):
     again = run_config(shape, tmp_path / "again")
     import_model(str(tmp_path / "model"), again)
     found, loaded, encoder = sampling.load(tmp_path / "again", 0)
-    assert loaded == again and encoder.encode("ab").ids == [97, 98]
+    assert loaded.model == again.model and encoder.encode("ab").ids == [97, 98]
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 

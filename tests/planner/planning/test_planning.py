@@ -10,6 +10,7 @@ import paxtrain
 import planner
 from paxtrain.config import plan as plans
 from paxtrain.config import to_dict
+from planner.planning import planning
 from planner.planning.planning import PLAN, REPORT, plan_sections
 from planner.report import text
 from planner.search.search import Search
@@ -56,11 +57,6 @@ def test_what_is_saved_is_what_the_trainer_reads(found, tmp_path):
     ("changes", "devices", "words"),
     [
         ({"pipe": (1,), "schedules": ("interleaved_1f1b",)}, {}, "none of --schedules=interleaved_1f1b fits"),
-        (
-            {"oracle": "yes"},
-            {"device": "cpu", "memory": 1e9},
-            "--oracle=yes compiles for GPUs, but the cluster has CPUs",
-        ),
         ({"oracle": "yes"}, {"device": "rtx4090"}, "--oracle=yes compiles for .*, but not for rtx4090"),
     ],
 )
@@ -68,6 +64,13 @@ def test_what_cannot_be_is_said_before_anything_is_searched(config, monkeypatch,
     monkeypatch.setattr(Search, "run", lambda *_, **__: pytest.fail("searched"))
     with pytest.raises(paxtrain.UserError, match=words):
         planner.plan(config, cluster(2, 4, **devices), dataclasses.replace(OPTIONS, **changes))
+
+
+def test_nothing_is_compiled_for_cpus():
+    some = cluster(2, 4, device="cpu", memory=1e9)
+    assert not planning._compiles("auto", some)
+    with pytest.raises(paxtrain.UserError, match="--oracle=yes compiles for GPUs, but the cluster has CPUs"):
+        planning._compiles("yes", some)
 
 
 def compressed(ranked):
