@@ -63,8 +63,10 @@ class Environment:
         if self._version == sys.version_info[:2]:
             return sys.executable
         name = "python{}.{}".format(*self._version)
-        if not (found := shutil.which(name)):
-            raise UserError(f"{self.script.name} needs {name}, which is not there; put it on PATH")
+        found = shutil.which(name)
+        # A version manager's shim is there for versions that are not chosen, too.
+        if not found or subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode:
+            raise UserError(f"{self.script.name} needs {name}, which is not there or does not start; put it on PATH")
         return found
 
     def make(self) -> pathlib.Path:

@@ -447,7 +447,7 @@ def test_models_of_hugging_face(home, run_main, given, words):
         ([], ["--runs must have a value"]),
         (["--runs={home}/nowhere"], ["nowhere/metrics.jsonl"]),
         (["--runs="], ["--runs names no folder", "--runs=runs/a,runs/b"]),
-        (["--runs={home}/run", "--out={home}/nowhere/a.png"], ["cannot write {home}/nowhere/a.png", "No such file"]),
+        (["--runs={home}/run", "--out={home}/nowhere/a.png"], ["cannot write to {home}/nowhere/a.png", "No such file"]),
         (["--runs={home}/run", "--out={home}/a.txt"], ["--out={home}/a.txt", "a .png"]),
         (["{home}/run"], ["unexpected argument", "--runs=FOLDER,FOLDER"]),
     ],
