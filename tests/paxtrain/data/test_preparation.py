@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -206,6 +207,16 @@ def test_an_unwritable_directory(texts, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write to .*file/out .*writable directory"):
         prepare([str(texts[0])], tmp_path / "file" / "out")
+
+
+def test_a_full_disk_is_no_bad_input(texts, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(preparation, "_publish", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepare([str(texts[0])], tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def snapshot(folder):

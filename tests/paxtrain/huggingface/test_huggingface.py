@@ -319,6 +319,22 @@ def test_an_import_that_was_killed_can_be_repeated(tmp_path, monkeypatch):
     assert sampling.load(tmp_path / "run")[1].model == config.model
 
 
+def test_a_run_is_read_without_the_file_of_its_schedule(tmp_path, monkeypatch):
+    weights, _ = theirs("gpt2")
+    config = run_config("gpt2", tmp_path / "run")
+    import_model(str(folder_of(weights, config.model, tmp_path / "model")), config)
+    read = sampling.checkpoint_reading.read_meta
+
+    def gone(*where):
+        meta = read(*where)
+        return meta | {"config": meta["config"] | {"pipeline": {"schedule": str(tmp_path / "gone.csv")}}}
+
+    monkeypatch.setattr(sampling.checkpoint_reading, "read_meta", gone)
+    with pytest.raises(UserError, match=r"gone\.csv"):
+        from_dict(gone(tmp_path / "run" / "checkpoints", None)["config"])
+    assert sampling.load(tmp_path / "run")[1].model == config.model
+
+
 def test_nothing_is_overwritten(tmp_path):
     weights, _ = theirs("llama")
     config = run_config("llama untied", tmp_path / "run")
