@@ -26,10 +26,10 @@ from planner.cluster.trunks import Trunks
 Array = np.ndarray
 
 # The part of a message's time for which each other message between stages is in the same trunk. On GPUs all stages run
-# a row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to
-# runs of the lab on two sites (docs/cost.md).
+# a row, and with it its transfers, at once. Processes on CPUs send when they are ready. The part was fitted to runs
+# of the lab on two sites (docs/cost.md).
 _OTHERS = 0.3
-# The time of two ranks' exchange in an all-to-all over gloo, in those of a message: one comes after the other, because
+# Two ranks' exchange in an all-to-all over gloo takes as long as so many messages: one comes after the other, because
 # "ready to receive" waits in the connection behind what is being sent.
 IN_TURN = 2.0
 _PAIRS = 16  # ranks of a ring up to which comparing all pairs of them is quicker than sorting
